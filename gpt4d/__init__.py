@@ -1,0 +1,1 @@
+"""gpt4d: train GPTs on a 4-D grid of devices."""

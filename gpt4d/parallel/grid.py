@@ -1,0 +1,104 @@
+"""The ranks of a stage as a (data, z, y, x) grid (4D paper, §III): x innermost, so that its groups share a node."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gpt4d.config import GridSizes
+
+BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
+
+
+@dataclass
+class Traffic:
+    """What one axis carried since it was last read."""
+
+    bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
+    host_s: float = 0.0  # seconds the host waited
+    events: list[tuple] = field(default_factory=list)  # pairs of CUDA events around a wait of the compute stream
+
+    def read(self) -> dict[str, float]:
+        """``{"bytes", "exposed_s"}`` since the last call, and starts anew. On a GPU it waits for the device."""
+        exposed_s = self.host_s
+        for start, stop in self.events:
+            stop.synchronize()
+            exposed_s += start.elapsed_time(stop) / 1e3
+        result = {"bytes": self.bytes, "exposed_s": exposed_s}
+        self.bytes, self.host_s = 0.0, 0.0
+        self.events.clear()
+        return result
+
+
+@dataclass
+class Axis:
+    """One axis of the grid, seen from this rank: how many devices, which of them we are, the group of them."""
+
+    name: str
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+class Grid:
+    """This rank's place in the grid: one ``Axis`` for each of x, y, z and data, and one for all of them, world.
+
+    ``rank = ((d·gz + z)·gy + y)·gx + x``. Without a process group there is only the grid of one device.
+    """
+
+    def __init__(self, sizes: GridSizes = GridSizes(), device_type: str = "cpu"):  # noqa: B008
+        self.sizes = sizes
+        self.mesh: DeviceMesh | None = None
+        rank = 0
+        if dist.is_initialized():
+            rank = dist.get_rank()
+            assert dist.get_world_size() == sizes.devices, f"{dist.get_world_size()} ranks are not a grid of {sizes}"
+            ranks = torch.arange(sizes.devices).view(sizes.data, sizes.z, sizes.y, sizes.x)
+            # In this order of the axes, every parameter's layout reads left to right as plain DTensor placements:
+            # z, which splits rows once more, comes after the axis that split them first.
+            self.mesh = DeviceMesh(device_type, ranks.permute(2, 3, 1, 0), mesh_dim_names=("y", "x", "z", "data"))
+        else:
+            assert sizes.devices == 1, f"a grid of {sizes} needs a process group"
+        indices = self.coordinates(rank, sizes)
+        for name, size in sizes._asdict().items():
+            group = self.mesh.get_group(name) if size > 1 else None
+            setattr(self, name, Axis(name, size, indices[name], group))
+        self.world = Axis("world", sizes.devices, rank, dist.group.WORLD if sizes.devices > 1 else None)
+
+    x: Axis
+    y: Axis
+    z: Axis
+    data: Axis
+
+    @staticmethod
+    def coordinates(rank: int, sizes: GridSizes) -> dict[str, int]:
+        """The index along each axis of a rank."""
+        indices = {}
+        for name, size in sizes._asdict().items():
+            rank, indices[name] = divmod(rank, size)
+        return indices
+
+    def __getitem__(self, name: str) -> Axis:
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[Axis]:
+        return iter((self.x, self.y, self.z, self.data, self.world))
+
+    @property
+    def indices(self) -> dict[str, int]:
+        return {name: self[name].index for name in self.sizes._fields}
+
+    def local_slices(self, shape: tuple[int, ...], layout) -> tuple[slice, ...]:
+        """The part of a global tensor of ``shape`` that this rank holds under ``layout``."""
+        return tuple(slice(*r) for r in layout.tile(shape, self.sizes._asdict(), self.indices))
+
+    def local_shape(self, shape: tuple[int, ...], layout) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.local_slices(shape, layout))
+
+    @property
+    def batch_shard(self) -> int:
+        """Which of the ``sizes.batch_shards`` parts of the batch is this rank's."""
+        return self.data.index * self.z.size + self.z.index
