@@ -1,0 +1,96 @@
+"""GPT-2, readable as a serial model: where its tensors live is the layers' business.
+
+Shapes: B sequences, S positions, H hidden, N hidden within the heads, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt4d.config import ModelConfig
+from gpt4d.parallel.layers.attention import CausalAttention
+from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.linear import Linear, head
+from gpt4d.parallel.layers.loss import cross_entropy_sum
+from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.weights import WeightStream
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, weights: WeightStream, residual_std: float):
+        super().__init__()
+        self.qkv = Linear(weights, config.hidden, config.hidden, parts=3)
+        self.core = CausalAttention(config.heads, config.attention_dropout, weights.grid.x)
+        self.output = Linear(weights, config.hidden, config.hidden, transposed=True, std=residual_std)
+
+    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        mixed_BSN = self.core(self.qkv(x_BSH), sample_ids_B)
+        return self.output(mixed_BSN)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, weights: WeightStream, residual_std: float):
+        super().__init__()
+        self.up = Linear(weights, config.hidden, 4 * config.hidden)
+        self.down = Linear(weights, 4 * config.hidden, config.hidden, transposed=True, std=residual_std)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x_BSH), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, weights: WeightStream):
+        super().__init__()
+        # The 2·layers outputs that add up in the residual stream: scaled so that their sum keeps its size (GPT-2).
+        residual_std = 0.02 / (2 * config.layers) ** 0.5
+        self.attention_norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+        self.attention = Attention(config, weights, residual_std)
+        self.attention_dropout = Dropout(config.dropout, weights.grid.y)
+        self.mlp_norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+        self.mlp = MLP(config, weights, residual_std)
+        self.mlp_dropout = Dropout(config.dropout, weights.grid.y)
+
+    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        attended = self.attention(self.attention_norm(x_BSH), sample_ids_B)
+        x_BSH = x_BSH + self.attention_dropout(attended, sample_ids_B)
+        return x_BSH + self.mlp_dropout(self.mlp(self.mlp_norm(x_BSH)), sample_ids_B)
+
+
+class GPT(nn.Module):
+    """A GPT-2 on the grid of ``weights``. Its values are unset until ``gpt4d.model.init.initialise``.
+
+    ``recompute``: keep only each block's input for the backward and compute the block again there (full activation
+    checkpointing).
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightStream, recompute: bool = False):
+        super().__init__()
+        self.config, self.weights, self.recompute = config, weights, recompute
+        self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden)
+        self.positions = PositionEmbedding(weights, config.max_positions, config.hidden)
+        self.dropout = Dropout(config.dropout, weights.grid.y)
+        self.blocks = nn.ModuleList(Block(config, weights) for _ in range(config.layers))
+        self.norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+
+    def forward(self, ids_BS: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, V]: this rank's part of the padded vocabulary, which x splits.
+
+        ``ids_BS`` are this rank's sequences, ``sample_ids_B`` their running numbers in the whole run, which dropout
+        depends on.
+        """
+        x_BSH = self.tokens(ids_BS) + self.positions(ids_BS.shape[1])
+        x_BSH = self.dropout(x_BSH, sample_ids_B)
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                # No state to preserve: dropout is a function of its place, not of a generator.
+                x_BSH = checkpoint(block, x_BSH, sample_ids_B, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BSH = block(x_BSH, sample_ids_B)
+        return head(self.weights, self.norm(x_BSH), self.tokens.weight)
+
+    def loss_sum(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy summed, not averaged, over this rank's tokens."""
+        logits_BSV = self(ids_BS, sample_ids_B)
+        return cross_entropy_sum(logits_BSV, targets_BS, self.config.vocab_size, self.weights.grid.x)

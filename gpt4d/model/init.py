@@ -1,0 +1,24 @@
+"""Initial weights and dropout keys: functions of (seed, name, global index) alone, so that every grid starts alike."""
+
+import torch
+from torch import nn
+
+from gpt4d.parallel import random
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.attention import CausalAttention
+from gpt4d.parallel.layers.dropout import Dropout
+
+
+def initialise(model: nn.Module, seed: int, grid: Grid) -> None:
+    """Fills this rank's part of every parameter as its spec says, and gives every dropout its key."""
+    for name, parameter in model.named_parameters():
+        spec = parameter.spec
+        with torch.no_grad():
+            parameter.fill_(spec.mean)
+            if spec.std:
+                slices = grid.local_slices(spec.shape, spec.layout)
+                values = random.normal(random.key(seed, name), spec.shape, slices)
+                parameter.add_(values.to(parameter.device, parameter.dtype), alpha=spec.std)
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout | CausalAttention):
+            module.key = random.key(seed, name)

@@ -1,0 +1,31 @@
+"""Dropout whose masks are a function of (seed, layer, sample, position) alone: the same on every grid, and the same
+again when a block is recomputed."""
+
+import torch
+from torch import nn
+
+from gpt4d.parallel import random
+from gpt4d.parallel.grid import Axis
+
+
+class Dropout(nn.Module):
+    """Drops features of [batch, sequence, features over ``axis``] with probability ``p`` while training.
+
+    ``key`` is set once the model is built (gpt4d.model.init), from the seed and the layer's name.
+    """
+
+    def __init__(self, p: float, axis: Axis):
+        super().__init__()
+        self.p, self.axis, self.key = p, axis, 0
+
+    def forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+        """``sample_ids`` [batch], int64: the running number of each sequence in the whole run."""
+        if not self.training or self.p == 0:
+            return x
+        rows = random.fold(self.key, sample_ids).unsqueeze(-1)
+        rows = random.fold(rows, torch.arange(x.shape[-2], device=x.device))
+        keep = random.keep_mask(rows, x.shape[-1], self.axis.index * x.shape[-1], self.p)
+        return torch.where(keep, x / (1 - self.p), 0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

@@ -1,0 +1,64 @@
+"""Token and position embeddings: vocabulary over x (and, as stored, over z), hidden over y."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt4d.parallel import collectives
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.weights import WeightStream
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table of which this rank of x holds a contiguous range: zeros for the others' rows, summed over x."""
+
+    @staticmethod
+    def forward(ctx, weight, ids, weights: WeightStream):
+        table, axis = weights.gather(weight), weights.grid.x
+        local = ids - axis.index * len(table)
+        elsewhere = (local < 0) | (local >= len(table))
+        local = local.masked_fill_(elsewhere, 0)
+        rows = F.embedding(local, table)
+        if axis.size > 1:
+            rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        ctx.save_for_backward(local, elsewhere)
+        ctx.weight, ctx.weights, ctx.rows = weight, weights, len(table)
+        return collectives.all_reduce(rows, axis)
+
+    @staticmethod
+    def backward(ctx, d_rows):
+        local, elsewhere = ctx.saved_tensors
+        # Each rank of x has the whole gradient of the sum, and with it that of its own rows. Summed in the master's
+        # dtype: a frequent token's row is a sum of thousands.
+        d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
+        d_table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1])
+        d_table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
+        ctx.weights.scatter(ctx.weight, d_table)
+        return None, None, None
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids [batch, sequence] → [batch, sequence, hidden over y], in the compute dtype.
+
+    ``rows`` is the padded vocabulary. Rows that no token has are never looked up, and the loss leaves them out.
+    """
+
+    def __init__(self, weights: WeightStream, rows: int, hidden: int, std: float = 0.02):
+        super().__init__()
+        self.weights = weights
+        self.weight = weights.parameter((rows, hidden), Layout(("x", "z"), ("y",)), std=std, decay=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return _LookUp.apply(self.weight, ids, self.weights)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned vectors of the positions 0 … length-1: [length, hidden over y], in the compute dtype."""
+
+    def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
+        super().__init__()
+        self.dtype = weights.compute_dtype
+        self.weight = weights.parameter((positions, hidden), Layout((), ("y",)), std=std, decay=True)
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.weight[:length].to(self.dtype)

@@ -1,0 +1,54 @@
+"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a whole row of them."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from gpt4d.parallel import collectives
+from gpt4d.parallel.grid import Axis
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over the tokens of ``log Σ exp(logits) - logit of the target``; the sums in float32 at least."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocabulary: int, axis: Axis):
+        first = axis.index * logits.shape[-1]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        padding = max(0, min(logits.shape[-1], vocabulary - first))  # where the rows that no token has begin here
+        largest = wide.new_full(targets.shape, -torch.inf)
+        if padding:
+            largest = wide[:, :padding].amax(-1)
+        largest = collectives.all_reduce(largest, axis, dist.ReduceOp.MAX)
+        shifted = wide - largest.unsqueeze(-1)
+        shifted[:, padding:] = -torch.inf
+        local = targets - first
+        elsewhere = (local < 0) | (local >= logits.shape[-1])
+        local = local.masked_fill_(elsewhere, 0).unsqueeze(-1)
+        target_logits = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0)
+        exponentials = shifted.exp_()
+        sums = torch.stack((exponentials.sum(-1), target_logits))
+        normaliser, target_logits = collectives.all_reduce(sums, axis)
+        ctx.save_for_backward(exponentials.div_(normaliser.unsqueeze(-1)), local, elsewhere)
+        ctx.dtype = logits.dtype
+        return (normaliser.log() - target_logits).sum()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        probabilities, local, elsewhere = ctx.saved_tensors
+        d_logits = probabilities * d_loss
+        d_target = d_loss.expand(local.shape).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return d_logits.scatter_add_(-1, local, -d_target).to(ctx.dtype), None, None, None
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, axis: Axis) -> torch.Tensor:
+    """The loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
+
+    ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are
+    padding and take no part.
+    """
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    if axis.size == 1:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide[:, :vocabulary], targets, reduction="sum")
+    return _CrossEntropy.apply(logits, targets, vocabulary, axis)
