@@ -171,9 +171,12 @@ def compose(overrides: list[str] | None = None) -> Config:
 
 
 def typed(composed) -> Config:
-    """The dataclasses behind what Hydra composed, interpolations resolved."""
+    """The dataclasses behind what Hydra composed, interpolations resolved. ConfigError for keys added with ``+``."""
     from omegaconf import OmegaConf
 
+    added = set(_flat_keys(OmegaConf.to_container(composed))) - set(known_keys())
+    if added:
+        raise unknown_key(min(added))
     return OmegaConf.to_object(composed)
 
 
@@ -215,29 +218,42 @@ def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def _flat_keys(values: dict, prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in values.items():
+        keys += _flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+    return keys
+
+
 def unknown_key(key: str, schema: type = Config) -> ConfigError:
     keys = known_keys(schema)
-    group = [k for k in keys if k.startswith(key.rpartition(".")[0] + ".")]
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
-    remedy = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(group or keys)}"
+    prefix, _, name = key.rpartition(".")
+    group = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == prefix}
+    near = difflib.get_close_matches(name, group, n=1)
+    if near:
+        remedy = f"did you mean {group[near[0]]}?"
+    elif elsewhere := [k for k in keys if k.endswith("." + name)]:
+        remedy = f"did you mean {elsewhere[0]}?"
+    else:
+        remedy = f"there are {', '.join(group or sorted({k.partition('.')[0] + '.…' for k in keys}))}"
     return ConfigError(f"{key}: there is no such key; {remedy}")
 
 
 def explained(error: BaseException, schema: type = Config) -> BaseException:
     """Hydra's and OmegaConf's complaints as one line; any other error as it is."""
     from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return error
-    text = " ".join(str(error).split())
-    if "not in struct" in text or re.search(r"Key '\S+' not in '", text):
-        named = re.search(r"full_key: (\S+)", text) or re.search(r"override '\+*(\S+?)'", text)
-        if named:
-            return unknown_key(named[1], schema)
-    # Hydra's text, less the words about its own internals.
-    text = re.sub(r" *(full_key: (\S+)|object_type=\S+|reference_type=\S+|Config search path:.*)", "", text)
-    return ConfigError(text)
+    cause = error.__cause__ or error  # Hydra wraps what OmegaConf found
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key:
+        return unknown_key(key, schema)
+    # The rest of their texts is about their own internals.
+    text = re.split(r"full_key:|Config search path:|See https:", str(cause))[0]
+    text = " ".join(text.split())
+    return ConfigError(f"{key}: {text}" if key else text)
 
 
 # ---------------------------------------------------------------------------------------------- checking

@@ -54,6 +54,8 @@ def hf_config(config: ModelConfig) -> "GPT2Config":
         embd_pdrop=config.dropout,
         attn_pdrop=config.attention_dropout,
         layer_norm_epsilon=config.norm_epsilon,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 

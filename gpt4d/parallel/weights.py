@@ -68,3 +68,10 @@ class WeightStream:
         """
         part = collectives.reduce_scatter(gradient.to(self.dtype), self.grid.z)
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Of gathered weights and activations; ``train.precision``."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

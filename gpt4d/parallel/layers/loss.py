@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis
@@ -36,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         probabilities, local, elsewhere = ctx.saved_tensors
-        d_logits = probabilities * d_loss
+        d_logits = probabilities.mul_(d_loss)  # in its own memory, the largest of the step; autograd notes a second use
         d_target = d_loss.expand(local.shape).masked_fill(elsewhere.unsqueeze(-1), 0)
         return d_logits.scatter_add_(-1, local, -d_target).to(ctx.dtype), None, None, None
 
@@ -47,8 +46,4 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocabulary: i
     ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are
     padding and take no part.
     """
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    if axis.size == 1:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide[:, :vocabulary], targets, reduction="sum")
-    return _CrossEntropy.apply(logits, targets, vocabulary, axis)
+    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), vocabulary, axis)

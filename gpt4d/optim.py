@@ -1,0 +1,51 @@
+"""AdamW on this rank's parts of the parameters, its learning-rate schedule, and clipping by the global norm."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from gpt4d.config import OptimConfig
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW; decoupled decay on matrices only. Element by element, so parts of parameters serve as well as wholes.
+
+    The states exist from the start, so that a checkpoint can be loaded into them.
+    """
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.spec.decay], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if not p.spec.decay], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
+    """The rate of the ``step``-th update, from 0: linear warm-up, then a cosine that ends at ``schedule_steps``."""
+    horizon = config.schedule_steps or steps
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, horizon - config.warmup_steps))
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+    """Scales all gradients, in place, so that their global ``norm`` is at most ``limit`` (0: none).
+
+    The norm stays on the device: nothing here waits for it.
+    """
+    if limit:
+        scale = limit / norm.clamp(min=limit)
+        gradients = [p.grad for p in parameters]
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

@@ -1,0 +1,120 @@
+"""Who am I: rank, world and device from torchrun's or Slurm's variables; and the life of the process group."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from gpt4d.config import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said of this process. Made without torch, so that mistakes are answered at once."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master: str | None = None  # host:port where rank 0 listens; None for a world of one
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
+        """torchrun's variables first, then those of a Slurm step (``srun``); without either, a world of one."""
+        e = environment
+        if "WORLD_SIZE" in e and "RANK" in e:
+            world_size, local = int(e["WORLD_SIZE"]), int(e.get("LOCAL_RANK", 0))
+            master = f"{e.get('MASTER_ADDR', 'localhost')}:{e.get('MASTER_PORT', '29500')}"
+            return cls(int(e["RANK"]), world_size, local, int(e.get("LOCAL_WORLD_SIZE", 1)), master)
+        # SLURM_NTASKS alone is also set in the batch script itself, where no srun has started tasks.
+        if int(e.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+            world_size = int(e["SLURM_STEP_NUM_TASKS"])
+            host = e.get("MASTER_ADDR") or first_host(e["SLURM_STEP_NODELIST"])
+            # Jobs that share a node must not meet on one port; their ids differ.
+            port = e.get("MASTER_PORT") or 20000 + (int(e["SLURM_JOB_ID"]) * 64 + int(e["SLURM_STEP_ID"])) % 40000
+            local_world_size = tasks_on_node(e["SLURM_STEP_TASKS_PER_NODE"], int(e["SLURM_NODEID"]))
+            return cls(
+                int(e["SLURM_PROCID"]), world_size, int(e["SLURM_LOCALID"]), local_world_size, f"{host}:{port}"
+            )
+        return cls()
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's compressed list: ``nid[001-004,7],login1`` → ``nid001``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    return match[1] + (match[2] or "") + match[3]
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """Slurm's ``4(x2),3`` is 4, 4, 3: the tasks of the ``node``-th."""
+    counts = []
+    for entry in tasks_per_node.split(","):
+        tasks, _, times = entry.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(times or 1)
+    return counts[node]
+
+
+def device_of(launch: Launch) -> "torch.device":
+    """This rank's device. ConfigError if the node has fewer GPUs than tasks."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"this node has {torch.cuda.device_count()} GPU(s) but {launch.local_world_size} tasks: "
+            "start one task a GPU (torchrun --nproc-per-node, or Slurm's --ntasks-per-node)"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+@contextmanager
+def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
+    """The process group of the whole job: NCCL for tensors on GPUs, gloo for those of the host."""
+    import torch
+    import torch.distributed as dist
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+    if launch.master is None:
+        where = {"store": dist.HashStore()}
+    else:
+        where = {"init_method": f"tcp://{launch.master}"}
+        if os.environ.get("TORCHELASTIC_RUN_ID"):
+            where = {"init_method": "env://"}  # torchrun has a store running already
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **where)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """What ``work`` returns on rank 0, on every rank. A ConfigError there is raised on every rank alike."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return work()
+    result, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except ConfigError as raised:
+            error = raised
+    box = [(result, error)]
+    dist.broadcast_object_list(box, src=0)
+    result, error = box[0]
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,219 @@
+"""The training loop, from the first weights to the last checkpoint."""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from gpt4d import metrics, optim
+from gpt4d.checkpoint import catalog, sharded
+from gpt4d.config import Config, ConfigError, GridSizes
+from gpt4d.data.sampler import Sequences
+from gpt4d.data.tokens import prepare
+from gpt4d.generate import continuation
+from gpt4d.model.gpt import GPT
+from gpt4d.model.init import initialise
+from gpt4d.parallel import collectives, gradients
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.launch import on_first_rank
+from gpt4d.parallel.weights import WeightStream, compute_dtype
+
+
+class Trainer:
+    """Trains ``config`` on a grid of ``sizes`` in the process group that exists. What outlives it is in ``run.dir``.
+
+    ConfigError, alike on every rank, for mistakes that only the data or a checkpoint can show.
+    """
+
+    def __init__(self, config: Config, sizes: GridSizes, device: torch.device):
+        self.config, self.device = config, device
+        self.run_dir = Path(config.run.dir)
+        self.progress = catalog.Progress()
+        self.validation_loss: float | None = None
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+        self.files = on_first_rank(lambda: prepare(config.data))
+        length, seed = config.train.seq_len, config.train.seed
+        self.training = Sequences(self.files.tokens("train"), length, seed, config.data.shuffle)
+        self.validation = Sequences(self.files.tokens("validation"), length, seed, shuffle=False)
+        if not self.training.count:
+            raise ConfigError(
+                f"train.seq_len={length}: a sequence takes {length + 1} tokens and the text to train on has only "
+                f"{len(self.training.tokens)}; use more text or shorter sequences"
+            )
+
+        self.grid = Grid(sizes, device.type)
+        weights = WeightStream(self.grid, compute_dtype(config.train.precision, device), device=device)
+        self.model = GPT(config.model, weights, recompute=config.train.activation_checkpointing == "full")
+        initialise(self.model, seed, self.grid)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = optim.build_optimizer(self.parameters, config.optim)
+
+    def run(self) -> None:
+        """Goes on from the newest checkpoint, if it may, to ``train.steps``."""
+        self.report = self._start_report()
+        try:
+            self._resume()
+            self._loop()
+            self._finish()
+        finally:
+            self.report.close()
+
+    def _loop(self) -> None:
+        config = self.config
+        self._restart_clock()
+        while self.progress.step < config.train.steps:
+            loss, norm, lr = self._step()
+            step = self.progress.step
+            last = step == config.train.steps
+            validating = last or _due(step, config.train.validate_every)
+            saving = last or _due(step, config.checkpoint.every)
+            if validating or saving or _due(step, config.logging.every):
+                self.report.step(self._measured(loss.item(), norm.item(), lr))  # .item() waits for the device
+                if validating:
+                    self._validate()
+                if saving:
+                    self._save()
+                self._restart_clock()
+
+    def _step(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """One update. Returns the mean loss a token, the gradient's global norm (both on the device) and the rate."""
+        config, grid, progress = self.config, self.grid, self.progress
+        lr = optim.learning_rate(progress.step, config.optim, config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        tokens = config.train.batch_size * config.train.seq_len
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.train()
+        for ids, targets, numbers in self._microbatches(self.training, progress.samples):
+            # A sum over all tokens of the step divided by their count: how they are dealt out makes no difference.
+            part = self.model.loss_sum(ids, targets, numbers) / tokens
+            part.backward()
+            loss += part.detach()
+        gradients.sum_over_batch_axes(self.parameters, grid)
+        squared_norm = gradients.squared_norm(self.parameters, grid, self.device)
+        loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)
+        norm = squared_norm.sqrt()
+        optim.clip(self.parameters, norm, config.optim.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+        progress.step += 1
+        progress.samples += config.train.batch_size
+        progress.tokens += tokens
+        return loss, norm, lr
+
+    def _microbatches(self, sequences: Sequences, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """This rank's share of the global batch that begins with sequence ``first``, a microbatch at a time."""
+        share = self.config.train.batch_size // self.grid.sizes.batch_shards
+        size = self.config.train.micro_batch_size or share
+        first += self.grid.batch_shard * share
+        for start in range(first, first + share, size):
+            yield tuple(tensor.to(self.device) for tensor in sequences.batch(start, size))
+
+    def _once(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss as summed over the world: ranks along x and y have the same samples, and one of them counts."""
+        return loss if self.grid.x.index == self.grid.y.index == 0 else torch.zeros_like(loss)
+
+    def _validate(self) -> None:
+        """Reports the mean loss a token of the first ``validation_batches`` batches of the held-out text."""
+        config, batches = self.config.train, self._validation_batches()
+        if not batches:
+            return
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for batch in range(batches):
+                for microbatch in self._microbatches(self.validation, batch * config.batch_size):
+                    loss += self.model.loss_sum(*microbatch)
+        loss = collectives.all_reduce(self._once(loss), self.grid.world).item()
+        self.validation_loss = loss = loss / (batches * config.batch_size * config.seq_len)
+        text = f"step {self.progress.step}/{config.steps}  validation loss {loss:.4f}"
+        self.report.event("validation", text, **asdict(self.progress), loss=loss)
+
+    def _validation_batches(self) -> int:
+        return min(self.config.train.validation_batches, self.validation.count // self.config.train.batch_size)
+
+    def _resume(self) -> None:
+        checkpoint = on_first_rank(lambda: catalog.chosen(self.config.checkpoint.resume, self.run_dir))
+        if checkpoint:
+            self.progress = sharded.load(checkpoint, self.model, self.optimizer, self.grid)
+            self.report.event("resume", f"going on from {checkpoint}", **asdict(self.progress), path=str(checkpoint))
+
+    def _save(self) -> None:
+        meta = catalog.Meta(self.progress, self.config.model, self.grid.sizes._asdict(), self.config.data.name)
+        tokenizer = self.files.directory / "tokenizer.json"
+        keep = self.config.checkpoint.keep
+        path = sharded.save(self.run_dir, meta, self.model, self.optimizer, self.grid, tokenizer, keep)
+        self.report.event("checkpoint", f"saved {path}", **asdict(self.progress), path=str(path))
+
+    def _start_report(self) -> "metrics.Report | metrics.Silence":
+        if self.grid.world.index:
+            return metrics.Silence()
+        config = self.config
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
+        size = sum(math.prod(p.spec.shape) for p in self.parameters)
+        compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
+        print(
+            f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "
+            f"grid {self.grid.sizes} (x×y×z×data)\n"
+            f"{config.data.name}: {len(self.training.tokens):,} tokens to train on, "
+            f"{len(self.validation.tokens):,} held out",
+            flush=True,
+        )
+        if not self._validation_batches():
+            print("no validation: the held-out text is shorter than one batch", flush=True)
+        return metrics.Report(config, self.run_dir)
+
+    def _finish(self) -> None:
+        """Says how it went: a sample, the loss curve, where everything is."""
+        config, run_dir = self.config, self.run_dir
+        if config.logging.sample_prompt and config.logging.sample_tokens:
+            text = continuation(
+                self.model, self.files.tokenizer(), config.logging.sample_prompt, config.logging.sample_tokens
+            )
+            self.report.event("sample", f"\n{text}\n", **asdict(self.progress), text=text)
+        if not self.grid.world.index:
+            validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
+            curve = metrics.plot_losses(run_dir)
+            self.report.line.print(f"done: {validation}run {run_dir}, loss curve {curve}")
+
+    def _restart_clock(self) -> None:
+        self.clock, self.clock_step = time.perf_counter(), self.progress.step
+        for axis in self.grid:
+            axis.traffic.read()
+
+    def _measured(self, loss: float, norm: float, lr: float) -> dict:
+        """The line of metrics.jsonl for the steps since the clock was started: times and bytes are those of a step."""
+        config, world = self.config, self.grid.sizes.devices
+        steps = self.progress.step - self.clock_step
+        seconds = (time.perf_counter() - self.clock) / steps
+        flops = metrics.step_flops(config.model, config.train.batch_size, config.train.seq_len) / seconds / world
+        peak = metrics.peak_flops(self.device)
+        used = {axis.name: axis.traffic.read() for axis in self.grid if axis.size > 1}
+        return {
+            "step": self.progress.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": self.progress.tokens,
+            "step_time_s": seconds,
+            "tokens_per_s": config.train.batch_size * config.train.seq_len / seconds,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "memory_gib": metrics.peak_memory_gib(self.device),
+            "comm": {axis: {k: v / steps for k, v in total.items()} for axis, total in used.items()},
+        }
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
