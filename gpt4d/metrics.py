@@ -45,7 +45,7 @@ class Report:
 
     def __init__(self, config: Config, run_dir: Path):
         self.steps, self.run_dir = config.train.steps, run_dir
-        self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")
+        self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed by close()
         self.wandb = _start_wandb(config, run_dir)
         self.line = _ProgressLine()
         self.seconds_a_step = 0.0
@@ -154,7 +154,7 @@ def plot_losses(run_dir: Path) -> Path:
     """Draws the losses of ``metrics.jsonl`` over the tokens seen, training and validation, as ``loss.png``."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in open(run_dir / "metrics.jsonl", encoding="utf-8")]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     # By step: what a restarted run did again replaces what it did first.
     training = {line["step"]: line for line in lines if "event" not in line}
     validation = {line["step"]: line for line in lines if line.get("event") == "validation"}

@@ -147,6 +147,9 @@ class Trainer:
         if checkpoint:
             self.progress = sharded.load(checkpoint, self.model, self.optimizer, self.grid)
             self.report.event("resume", f"going on from {checkpoint}", **asdict(self.progress), path=str(checkpoint))
+        if self.progress.step >= self.config.train.steps:
+            words = f"{self.run_dir} is complete: raise train.steps, or begin another with run.name=…"
+            self.report.event("complete", words, **asdict(self.progress))
 
     def _save(self) -> None:
         meta = catalog.Meta(self.progress, self.config.model, self.grid.sizes._asdict(), self.config.data.name)
@@ -165,7 +168,7 @@ class Trainer:
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
         print(
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "
-            f"grid {self.grid.sizes} (x×y×z×data)\n"
+            f"grid {self.grid.sizes} (x, y, z, data)\n"
             f"{config.data.name}: {len(self.training.tokens):,} tokens to train on, "
             f"{len(self.validation.tokens):,} held out",
             flush=True,

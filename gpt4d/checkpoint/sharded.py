@@ -30,11 +30,6 @@ def as_global(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> DTensor:
     )
 
 
-def full_tensor(parameter: nn.Parameter, grid: Grid) -> torch.Tensor:
-    """The whole of a parameter, on every rank."""
-    return as_global(parameter, parameter.spec, grid).full_tensor()
-
-
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid) -> dict:
     parameters = dict(model.named_parameters())
     state = {"model": {n: as_global(p, p.spec, grid) for n, p in parameters.items()}}

@@ -1,6 +1,6 @@
 """What happens to gradients between the last backward and the optimizer: summed over the batch's axes, measured."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from gpt4d.parallel.grid import BATCH_AXES, Grid
 _BUCKET_BYTES = 64 << 20
 
 
-def sum_over_batch_axes(parameters: Iterable[nn.Parameter], grid: Grid) -> None:
+def sum_over_batch_axes(parameters: Sequence[nn.Parameter], grid: Grid) -> None:
     """Sums each gradient, in place, over the axes that split the batch but not the parameter.
 
     The stream of weights has summed those cut over z already; a rank's gradient of anything else is that of its own
@@ -43,7 +43,7 @@ def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:
     return all(index == 0 for name, index in grid.indices.items() if name not in parameter.spec.layout.axes)
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
+def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
     """This rank's share of the squared norm of the global gradient, in float64: summed over the world it is the whole.
 
     Every element of every parameter is counted once, whatever axes replicate it.

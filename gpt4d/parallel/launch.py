@@ -40,9 +40,7 @@ class Launch:
             # Jobs that share a node must not meet on one port; their ids differ.
             port = e.get("MASTER_PORT") or 20000 + (int(e["SLURM_JOB_ID"]) * 64 + int(e["SLURM_STEP_ID"])) % 40000
             local_world_size = tasks_on_node(e["SLURM_STEP_TASKS_PER_NODE"], int(e["SLURM_NODEID"]))
-            return cls(
-                int(e["SLURM_PROCID"]), world_size, int(e["SLURM_LOCALID"]), local_world_size, f"{host}:{port}"
-            )
+            return cls(int(e["SLURM_PROCID"]), world_size, int(e["SLURM_LOCALID"]), local_world_size, f"{host}:{port}")
         return cls()
 
 
@@ -67,7 +65,7 @@ def device_of(launch: Launch) -> "torch.device":
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if launch.local_rank >= torch.cuda.device_count():
+    if launch.local_world_size > torch.cuda.device_count():
         raise ConfigError(
             f"this node has {torch.cuda.device_count()} GPU(s) but {launch.local_world_size} tasks: "
             "start one task a GPU (torchrun --nproc-per-node, or Slurm's --ntasks-per-node)"

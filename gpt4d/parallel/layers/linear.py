@@ -66,8 +66,8 @@ class Linear(nn.Module):
     Normal: the input's features are split over y, the output's over x. Transposed: over x and over y, so that its
     input is the output of a normal layer. The batch is split over data and z.
 
-    ``parts`` multiplies the weight into that many matrices of out_features each, every one of them split alike: queries,
-    keys and values of the same heads on the same rank.
+    ``parts`` makes the weight that many matrices of out_features each, every one of them split alike: queries, keys
+    and values of the same heads on the same rank.
     """
 
     def __init__(

@@ -1,0 +1,68 @@
+import os
+import random
+
+import pytest
+
+# Nothing in the tests may reach a network; and a rank computes on one thread, as on a shared machine.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_SILENT="true", OMP_NUM_THREADS="1")
+
+from gpt4d.config import Config, compose
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> str:
+    """The glob of a small corpus: 40 documents of words that follow each other by a rule a model can learn."""
+    directory = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+    for document in range(40):
+        at, text = draw.randrange(10), []
+        for _ in range(200):
+            text.append(words[at])
+            at = (at + draw.choice((1, 1, 1, 3))) % 10
+        (directory / f"{document:02}.txt").write_text(" ".join(text) + ".\n")
+    return str(directory / "*.txt")
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path_factory, tmp_path):
+    """A function from overrides to the configuration of a run that takes seconds, in a directory of the test's."""
+    cache = tmp_path_factory.getbasetemp() / "token-cache"  # one for the session: the corpus is tokenized once
+
+    def build(*overrides: str) -> Config:
+        return compose(
+            [
+                "model.layers=2",
+                "model.hidden=24",
+                "model.heads=4",
+                "model.vocab_size=300",
+                "model.vocab_multiple=16",
+                "model.max_positions=32",
+                "data=text",
+                f"data.path={corpus}",
+                "data.tokenizer_vocab=300",
+                "data.validation_fraction=0.2",
+                f"data.cache_dir={cache}",
+                "train.seq_len=16",
+                "train.batch_size=16",
+                "train.steps=20",
+                "train.validate_every=0",
+                "optim.warmup_steps=5",
+                "optim.lr=0.005",
+                "checkpoint.every=0",
+                "logging.every=1",
+                "logging.sample_tokens=0",
+                f"run.dir={tmp_path / 'run'}",
+                *overrides,
+            ]
+        )
+
+    return build

@@ -1,0 +1,60 @@
+"""Grids the tests run on, and helpers that build a model or train on one inside a rank of the pool."""
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from gpt4d.config import Config, GridSizes, ModelConfig, validate
+from gpt4d.model.gpt import GPT
+from gpt4d.model.init import initialise
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.weights import WeightStream
+
+# Every grid with axes of 1 and 2: 1 to 16 devices.
+BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=4)]
+
+TINY_MODEL = ModelConfig(layers=2, hidden=24, heads=4, vocab_size=50, vocab_multiple=16, max_positions=16)
+
+
+def build_model(
+    config: ModelConfig,
+    sizes: GridSizes,
+    dtype: torch.dtype = torch.float64,
+    recompute: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    seed: int = 1,
+) -> GPT:
+    weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype)
+    model = GPT(config, weights, recompute=recompute)
+    initialise(model, seed, weights.grid)
+    return model
+
+
+def batch_part(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """This rank's share of a batch."""
+    return tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard]
+
+
+def train_in_rank(config: Config) -> None:
+    """The whole of a training run, as train.py does it, in the process group of the pool."""
+    import torch.distributed as dist
+
+    from gpt4d.trainer import Trainer
+
+    Trainer(config, validate(config, dist.get_world_size()), torch.device("cpu")).run()
+
+
+def on_grid(sizes: GridSizes) -> list[str]:
+    return [f"parallel.gx={sizes.x}", f"parallel.gy={sizes.y}", f"parallel.gz={sizes.z}"]
+
+
+def metric_lines(run_dir: str | Path) -> list[dict]:
+    """The logged steps of a run, without events."""
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" not in line]
+
+
+def grid_name(sizes: GridSizes) -> str:
+    return str(sizes)

@@ -1,0 +1,130 @@
+"""Invariant 1 at one step: logits and gradients on every grid are those of transformers' GPT-2."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.checkpoint.sharded import as_global
+from gpt4d.model import hf
+from gpt4d.parallel import gradients
+from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, grid_name
+
+BATCH, LENGTH = 16, 12
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, TINY_MODEL.vocab_size, (BATCH, LENGTH), generator=generator)
+    targets = torch.randint(0, TINY_MODEL.vocab_size, (BATCH, LENGTH), generator=generator)
+    return ids, targets, torch.arange(BATCH)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """GPT2LMHeadModel in float64 with weights large enough to matter: its state dict, logits and gradients."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(hf.hf_config(TINY_MODEL)).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    ids, targets, _ = inputs()
+    logits = model(ids).logits
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return model.state_dict(), logits.detach(), grads
+
+
+def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODEL):
+    """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
+    model = build_model(config, sizes, recompute=recompute)
+    grid = model.weights.grid
+    if state is not None:
+        hf.import_weights(model, state)
+    parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
+    logits = [model(ids, numbers).detach() for ids, _, numbers in zip(*parts, strict=True)]
+    for ids, targets, numbers in zip(*parts, strict=True):
+        (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
+    gradients.sum_over_batch_axes(list(model.parameters()), grid)
+    norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
+    grads = {
+        hf.hf_name(n): hf.export_tensor(n, as_global(p.grad, p.spec, grid).full_tensor(), config)
+        for n, p in model.named_parameters()
+    }
+    own = (grid.batch_shard, grid.x.index, torch.cat(logits))
+    return own, (grads if grid.world.index == 0 else None), norm
+
+
+def variants(sizes, state):
+    """All four of {checkpointing on, off} × {accumulation on, off} in one visit of the ranks."""
+    microbatches = 2 if BATCH // sizes.batch_shards > 1 else 1
+    return [forward_and_backward(sizes, state, r, m) for r in (False, True) for m in {1, microbatches}]
+
+
+def assembled_logits(answers, sizes):
+    shards = {(shard, x): logits for shard, x, logits in answers}
+    rows = [torch.cat([shards[s, x] for x in range(sizes.x)], -1) for s in range(sizes.batch_shards)]
+    return torch.cat(rows)[..., : TINY_MODEL.vocab_size]
+
+
+def relative(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("sizes", BINARY_GRIDS, ids=grid_name)
+def test_logits_and_all_gradients_are_those_of_transformers_gpt2(ranks, oracle, sizes):
+    state, logits, grads = oracle
+    true_norm = sum(g.square().sum() for g in grads.values())
+    for answers in zip(*ranks.run(sizes.devices, variants, sizes, state), strict=True):
+        own, global_grads, norms = zip(*answers, strict=True)
+        assert relative(assembled_logits(own, sizes), logits) <= 1e-12
+        assert global_grads[0].keys() == grads.keys()
+        for name, grad in grads.items():
+            assert relative(global_grads[0][name], grad) <= 1e-12, name
+        assert sum(norms).item() == pytest.approx(true_norm.item(), rel=1e-12)
+
+
+def with_dropout(sizes, recompute):
+    from dataclasses import replace
+
+    config = replace(TINY_MODEL, dropout=0.2, attention_dropout=0.3)
+    return forward_and_backward(sizes, None, recompute, 1, config)
+
+
+@pytest.mark.parametrize("sizes", BINARY_GRIDS[1:], ids=grid_name)
+def test_dropout_masks_are_the_same_on_every_grid_and_in_recomputation(ranks, sizes):
+    ((_, serial, _),) = ranks.run(1, with_dropout, BINARY_GRIDS[0], False)
+    ((_, plain, _),) = ranks.run(1, forward_and_backward, BINARY_GRIDS[0], None, False, 1)
+    assert any(relative(serial[name], plain[name]) > 0.1 for name in plain), "dropout did nothing"
+    for recompute in (False, True):
+        _, grads, _ = ranks.run(sizes.devices, with_dropout, sizes, recompute)[0]
+        for name, grad in serial.items():
+            assert relative(grads[name], grad) <= 1e-12, name
+
+
+def gradients_in_bf16(sizes):
+    """On a rank: the global gradients of fp32 master weights under bf16 compute."""
+    model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
+    grid = model.weights.grid
+    ids, targets, numbers = (batch_part(t, grid) for t in inputs())
+    logits = model(ids, numbers)
+    assert logits.dtype == torch.bfloat16
+    (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
+    gradients.sum_over_batch_axes(list(model.parameters()), grid)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return {n: as_global(p.grad, p.spec, grid).full_tensor() for n, p in model.named_parameters()}
+
+
+def gradients_in_fp32():
+    model = build_model(TINY_MODEL, BINARY_GRIDS[0], torch.float32)
+    (model.loss_sum(*inputs()) / (BATCH * LENGTH)).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [BINARY_GRIDS[0], BINARY_GRIDS[14]], ids=grid_name)
+def test_bf16_compute_gives_fp32_gradients_near_those_of_fp32(ranks, sizes):
+    (exact,) = ranks.run(1, gradients_in_fp32)
+    near = ranks.run(sizes.devices, gradients_in_bf16, sizes)[0]
+    for name, grad in exact.items():
+        assert relative(near[name], grad) < 0.05, name

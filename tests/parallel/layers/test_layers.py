@@ -1,0 +1,163 @@
+"""Each layer against plain torch in float64, alone, on the grids whose axes it uses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.config import GridSizes
+from gpt4d.parallel.gradients import sum_over_batch_axes
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.embedding import TokenEmbedding
+from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.loss import cross_entropy_sum
+from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.weights import WeightStream
+from tests.grids import batch_part, grid_name
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def stream(sizes):
+    return WeightStream(Grid(sizes), torch.float64, torch.float64)
+
+
+def part(whole, weights, layout):
+    return whole[weights.grid.local_slices(whole.shape, layout)]
+
+
+def fill(parameter, whole, weights):
+    with torch.no_grad():
+        parameter.copy_(part(whole.reshape(parameter.spec.shape), weights, parameter.spec.layout))
+
+
+def close(ours, theirs):
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).norm() <= 1e-13 * theirs.norm()
+
+
+def linear(sizes, transposed, parts):
+    weights = stream(sizes)
+    layer = Linear(weights, 8, 12, transposed=transposed, parts=parts)
+    inputs, weight = normal(8, 3, 8), normal(8, (parts or 1) * 12, seed=1)
+    bias, upstream = normal((parts or 1) * 12, seed=2), normal(8, 3, (parts or 1) * 12, seed=3)
+    fill(layer.weight, weight, weights)
+    fill(layer.bias, bias, weights)
+    into, out = ("x", "y") if transposed else ("y", "x")
+    batch = ("data", "z")
+    out_dims = ((out,),) if parts is None else ((), (out,))
+    out_layout = Layout(batch, (), *out_dims)
+    out_shape = (8, 3, *layer.bias.spec.shape)
+    mine = part(inputs, weights, Layout(batch, (), (into,))).requires_grad_()
+    ours = layer(mine)
+    ours.backward(part(upstream.view(out_shape), weights, out_layout))
+
+    inputs, weight, bias = (t.requires_grad_() for t in (inputs, weight, bias))
+    theirs = inputs @ weight + bias
+    theirs.backward(upstream)
+    close(ours, part(theirs.view(out_shape), weights, out_layout))
+    close(mine.grad, part(inputs.grad, weights, Layout(batch, (), (into,))))
+    # The stream sums over z what is cut over z; the rest of the batch's axes comes with all gradients.
+    sum_over_batch_axes(list(layer.parameters()), weights.grid)
+    for parameter, whole in ((layer.weight, weight), (layer.bias, bias)):
+        close(parameter.grad, part(whole.grad.view(parameter.spec.shape), weights, parameter.spec.layout))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 2, 1), (4, 2, 1, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["normal", "transposed"])
+@pytest.mark.parametrize("parts", [None, 3])
+def test_a_linear_layer_is_algorithm_1(ranks, sizes, transposed, parts):
+    sizes = GridSizes(*sizes)
+    ranks.run(sizes.devices, linear, sizes, transposed, parts)
+
+
+def layer_norm(sizes, offset):
+    weights = stream(sizes)
+    layer = LayerNorm(weights, 12)
+    inputs, weight, bias, upstream = normal(4, 3, 12) + offset, normal(12, seed=1), normal(12, seed=2), normal(4, 3, 12)
+    fill(layer.weight, weight, weights)
+    fill(layer.bias, bias, weights)
+    layout = Layout((), (), ("y",))
+    mine = part(inputs, weights, layout).requires_grad_()
+    ours = layer(mine)
+    ours.backward(part(upstream, weights, layout))
+    inputs, weight, bias = (t.requires_grad_() for t in (inputs, weight, bias))
+    theirs = F.layer_norm(inputs, (12,), weight, bias, 1e-5)
+    theirs.backward(upstream)
+    bound = 1e-13 * (1 + offset)
+    for one, other in (
+        (ours, part(theirs, weights, layout)),
+        (mine.grad, part(inputs.grad, weights, layout)),
+        (layer.weight.grad, part(weight.grad, weights, Layout(("y",)))),
+        (layer.bias.grad, part(bias.grad, weights, Layout(("y",)))),
+    ):
+        assert (one - other).norm() <= bound * other.norm()
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(1, 1), GridSizes(1, 3), GridSizes(2, 4)], ids=grid_name)
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_layer_norm_takes_mean_and_variance_of_the_whole_hidden_dim(ranks, sizes, offset):
+    """With an offset too: a difference of large squares would lose it."""
+    ranks.run(sizes.devices, layer_norm, sizes, offset)
+
+
+def token_embedding(sizes):
+    weights = stream(sizes)
+    layer = TokenEmbedding(weights, 24, 8)
+    table = normal(24, 8)
+    ids = torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(0))
+    upstream = normal(4, 6, 8, seed=1)
+    fill(layer.weight, table, weights)
+    rows = layer(batch_part(ids, weights.grid))
+    layout = Layout(("data", "z"), (), ("y",))
+    rows.backward(part(upstream, weights, layout))
+    table.requires_grad_()
+    F.embedding(ids, table).backward(upstream)
+    close(rows, part(F.embedding(ids, table), weights, layout))
+    close(layer.weight.grad, part(table.grad, weights, layer.weight.spec.layout))
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 1), GridSizes(2, 2, 2), GridSizes(3, 1, 2)], ids=grid_name)
+def test_a_vocabulary_parallel_embedding_looks_up_what_a_whole_one_does(ranks, sizes):
+    ranks.run(sizes.devices, token_embedding, sizes)
+
+
+def cross_entropy(sizes, columns, vocabulary, scale):
+    weights = stream(sizes)
+    logits = normal(5, 7, columns) * scale
+    targets = torch.randint(0, vocabulary, (5, 7), generator=torch.Generator().manual_seed(1))
+    logits[..., vocabulary:] = 1e4  # padding that would drown everything if it took part
+    layout = Layout((), (), ("x",))
+    mine = part(logits, weights, layout).clone().requires_grad_()
+    ours = cross_entropy_sum(mine, targets, vocabulary, weights.grid.x)
+    (3 * ours).backward()
+    logits.requires_grad_()
+    theirs = F.cross_entropy(logits[..., :vocabulary].flatten(0, 1), targets.flatten(), reduction="sum")
+    (3 * theirs).backward()
+    close(ours, theirs)
+    close(mine.grad, part(logits.grad, weights, layout))
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(1), GridSizes(2), GridSizes(4)], ids=grid_name)
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_cross_entropy_over_a_cut_vocabulary_leaves_padding_out(ranks, sizes, scale):
+    """A vocabulary of 9 in 16 columns: of four ranks the third has one token, the last none."""
+    ranks.run(sizes.devices, cross_entropy, sizes, 16, 9, scale)
+
+
+def accumulate(sizes):
+    weights = stream(sizes)
+    layer = Linear(weights, 8, 8)
+    fill(layer.weight, normal(8, 8), weights)
+    fill(layer.bias, normal(8), weights)
+    inputs = torch.ones(2, 8 // sizes.y, dtype=torch.float64)
+    layer(inputs).sum().backward()
+    once = layer.weight.grad.clone()
+    layer(inputs).sum().backward()
+    close(layer.weight.grad, 2 * once)
+
+
+def test_gradients_of_microbatches_add_up(ranks):
+    ranks.run(4, accumulate, GridSizes(1, 2, 2))

@@ -1,0 +1,71 @@
+"""Rank and world from what launchers say, and errors that reach every rank."""
+
+import pytest
+
+from gpt4d.config import ConfigError
+from gpt4d.parallel.launch import Launch, first_host, on_first_rank, tasks_on_node
+
+SLURM_STEP = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_NODELIST": "nid[001003-001004,001009]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x3)",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+
+
+def test_without_a_launcher_there_is_a_world_of_one():
+    assert Launch.from_environment({}) == Launch()
+
+
+def test_torchruns_variables():
+    env = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "9",
+    }
+    assert Launch.from_environment(env) == Launch(5, 8, 1, 4, "h:9")
+
+
+def test_the_variables_of_a_slurm_step():
+    launch = Launch.from_environment(SLURM_STEP)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (9, 12, 1, 4)
+    host, port = launch.master.split(":")
+    assert host == "nid001003" and 20000 <= int(port) < 60000
+
+
+def test_a_batch_script_without_srun_is_a_world_of_one():
+    """There SLURM_NTASKS speaks of tasks that nobody started."""
+    assert Launch.from_environment({"SLURM_JOB_ID": "71", "SLURM_NTASKS": "12", "SLURM_PROCID": "0"}) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("nid[001-004,7],login1", "nid001"), ("n1", "n1"), ("a,b", "a"), ("gpu[3,5]-ib", "gpu3-ib"), ("x-[09]", "x-09")],
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_tasks_on_node():
+    assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+
+
+def fail_on_the_first_rank():
+    def work():
+        raise ConfigError("data.path: no")
+
+    try:
+        on_first_rank(work)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_mistake_found_on_rank_0_is_raised_on_every_rank(ranks):
+    assert ranks.run(3, fail_on_the_first_rank) == ["data.path: no"] * 3

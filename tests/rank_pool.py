@@ -1,0 +1,106 @@
+"""A pool of gloo ranks shared by all tests of a session: torch is imported once, not once for each rank and test."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+_TIMEOUT_S = 180.0
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "gpt4d.trainer", "gpt4d.model.hf"]
+
+
+class RankFailure(AssertionError):
+    """What went wrong on which rank, its traceback included."""
+
+
+class RankPool:
+    """``run(n, function, *args)`` calls the function on n ranks, in a process group of theirs, and lists the results.
+
+    The function must be importable; it and all values travel by pickle. After a failure the ranks are replaced, so that
+    no test meets what another left behind.
+    """
+
+    def __init__(self):
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(_PRELOAD)
+        self.ranks: list[tuple[multiprocessing.Process, Connection]] = []
+
+    def run(self, world_size: int, function, *args) -> list:
+        while len(self.ranks) < world_size:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.ranks.append((process, ours))
+        with tempfile.TemporaryDirectory() as meeting_place:
+            task = pickle.dumps((function, args, world_size, os.path.join(meeting_place, "store")))
+            for rank in range(world_size):
+                self.ranks[rank][1].send_bytes(pickle.dumps(rank))
+                self.ranks[rank][1].send_bytes(task)
+            return self._collect(world_size)
+
+    def _collect(self, world_size: int) -> list:
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self.ranks[:world_size])}
+        results, failures = [None] * world_size, {}
+        deadline = time.monotonic() + _TIMEOUT_S
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures |= dict.fromkeys(waiting.values(), "no answer in time")
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    done, value = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    done, value = False, "the process died"
+                if done:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + 10)  # the others are likely to wait for it in vain
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        return results
+
+    def close(self) -> None:
+        for process, connection in self.ranks:
+            connection.close()
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        self.ranks.clear()
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # Says that gathering a dim cut over two axes takes two all-gathers: it does, and tests may.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    while True:
+        try:
+            rank = pickle.loads(connection.recv_bytes())
+            function, args, world_size, path = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            store = dist.FileStore(path, world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_TIMEOUT_S)
+            )
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            dist.destroy_process_group()
+            torch.use_deterministic_algorithms(False)
+        connection.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,118 @@
+"""The commands as people type them: what they print, how they end, from every launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def command(*words: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    # One at a time and in a session of its own: whatever it starts ends with it.
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess:
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={ranks}"]
+    return command("-m", "torch.distributed.run", *where, "train.py", *words)
+
+
+def overrides(config) -> list[str]:
+    """The configuration ``tiny`` made, as words for the command line."""
+    from gpt4d.config import known_keys, value_of
+
+    values = {k: value_of(config, k) for k in known_keys()}
+    return [f"{k}={json.dumps(v)}" for k, v in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.gx=2"], "parallel.gx·gy·gz=2·1·1=2 does not divide the 1 process(es)"),
+        (["parallel.gxx=2"], "did you mean parallel.gx?"),
+        (["train.seq_len=257"], "train.seq_len=257 is longer than model.max_positions=256"),
+        (["data=text", "data.path=/no/such/file.txt"], "data.path='/no/such/file.txt' matches no file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(words, said, tmp_path):
+    done = command("train.py", f"run.dir={tmp_path / 'run'}", *words)
+    assert done.returncode == 1
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.gx=3"], "does not divide the 2 process(es)"),
+        (["train.seq_length=2"], "did you mean train.seq_len?"),
+        (["data=text", "data.path={empty}"], "there is no text to train on"),
+        (["train.seq_len=250", "data=text", "data.path={short}", "data.validation_fraction=0"], "takes 251 tokens"),
+    ],
+)
+def test_under_torchrun_too_before_and_after_the_ranks_have_met(words, said, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("hello there")
+    words = [w.format(empty=tmp_path / "empty.txt", short=tmp_path / "short.txt") for w in words]
+    done = torchrun(2, f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}", *words)
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    # torchrun reports that a process failed, in its own way; of ours there is the one line.
+    (line,) = [line for line in lines if line.startswith("error: ")]
+    assert said in line
+    assert "gpt4d/" not in done.stderr, "a traceback through our code"
+
+
+def test_the_same_run_serial_under_torchrun_and_generated_from(tiny, tmp_path):
+    serial, grid = tmp_path / "serial", tmp_path / "grid"
+    short = ["train.steps=3", "logging.sample_tokens=4"]
+    alone = command("train.py", *overrides(tiny()), *short, f"run.dir={serial}")
+    assert alone.returncode == 0, alone.stderr
+    assert f"run {serial}" in alone.stdout and "validation loss" in alone.stdout
+    eight = torchrun(4, *overrides(tiny()), *short, f"run.dir={grid}", "parallel.gx=2", "parallel.gz=2")
+    assert eight.returncode == 0, eight.stderr
+    losses = []
+    for run in (serial, grid):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "event" not in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+    again = command("train.py", *overrides(tiny()), *short, f"run.dir={grid}")
+    assert again.returncode == 0 and "is complete" in again.stdout
+
+    texts = [
+        command("-m", "gpt4d.generate", f"checkpoint={run}", "prompt=alpha: beta = ", "tokens=5", "temperature=0")
+        for run in (serial, grid)
+    ]
+    assert all(text.returncode == 0 for text in texts), texts[0].stderr
+    assert texts[0].stdout == texts[1].stdout
+    assert texts[0].stdout.startswith("alpha: beta = ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["checkpoint=/no/such", "prompt=a"], "/no/such: neither a checkpoint nor a run"),
+        (["checkpoint=/no/such"], "prompt=… is missing"),
+        (["checkpoint=/no/such", "prompt=a", "token=3"], "did you mean tokens?"),
+    ],
+)
+def test_generate_tells_mistakes_in_one_line(words, said):
+    done = command("-m", "gpt4d.generate", *words)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert said in line

@@ -1,0 +1,50 @@
+import math
+
+import pytest
+import torch
+
+from gpt4d import optim
+from gpt4d.config import GridSizes, OptimConfig
+from tests.grids import TINY_MODEL, build_model
+
+
+def test_the_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
+    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
+    rates = [optim.learning_rate(step, config, 110) for step in range(120)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[60] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert rates[110:] == pytest.approx([0.1] * 10)
+
+
+def test_the_horizon_of_the_schedule_can_be_another_than_the_end_of_the_run():
+    config = OptimConfig(warmup_steps=0, schedule_steps=50)
+    assert optim.learning_rate(25, config, 10) == optim.learning_rate(25, config, 1000)
+
+
+def test_matrices_decay_and_biases_and_norms_do_not():
+    model = build_model(TINY_MODEL, GridSizes(), torch.float32)
+    optimizer = optim.build_optimizer(model.parameters(), OptimConfig(weight_decay=0.1))
+    names = {p: n for n, p in model.named_parameters()}
+    decaying, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(name.endswith(".weight") and "norm" not in name for name in decaying)
+    assert all(name.endswith(".bias") or "norm" in name for name in others)
+    assert len(decaying) == 2 + 4 * TINY_MODEL.layers
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
+def test_clipping_is_torchs(limit):
+    parameters = [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(5))]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    before = [p.grad.clone() for p in parameters]
+    norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in before])).double()
+    optim.clip(parameters, norm, limit)
+    ours = [p.grad.clone() for p in parameters]
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+    if limit:
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+    for one, parameter in zip(ours, parameters, strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-5, atol=0)

@@ -1,0 +1,192 @@
+"""Invariants 1 and 2 over whole runs: against plain torch, on one grid and another, straight and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d import optim
+from gpt4d.config import GridSizes
+from gpt4d.data.sampler import Sequences
+from gpt4d.data.tokens import prepare
+from gpt4d.model import hf
+from tests.grids import BINARY_GRIDS, build_model, grid_name, metric_lines, on_grid, train_in_rank
+
+
+def losses_and_norms(lines):
+    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def serial_run(ranks, corpus, tmp_path_factory):
+    """Loss and gradient norm of the 20 steps of ``tiny`` on one device, made once."""
+    made = {}
+
+    def lines(config):
+        if "lines" not in made:
+            config.run.dir = str(tmp_path_factory.mktemp("serial"))
+            ranks.run(1, train_in_rank, config)
+            made["lines"] = metric_lines(config.run.dir)
+        return made["lines"]
+
+    return lines
+
+
+def plain_torch_run(config, state):
+    """The same 20 steps written out with transformers' model and torch's own optimizer, schedule and clipping."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(hf.hf_config(config.model))
+    model.load_state_dict(state)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (config.optim.beta1, config.optim.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=config.optim.lr, betas=betas, eps=config.optim.epsilon)
+    data = Sequences(prepare(config.data).tokens("train"), config.train.seq_len, config.train.seed, shuffle=True)
+    losses, norms = [], []
+    for step in range(config.train.steps):
+        ids, targets, _ = data.batch(step * config.train.batch_size, config.train.batch_size)
+        loss = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm).item())
+        for group in optimizer.param_groups:
+            group["lr"] = optim.learning_rate(step, config.optim, config.train.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def test_a_run_is_what_plain_torch_and_transformers_would_have_done(serial_run, tiny):
+    config = tiny()
+    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
+    state = hf.export_weights(start, lambda parameter: parameter.detach().clone())
+    losses, norms = losses_and_norms(serial_run(config))
+    expected_losses, expected_norms = plain_torch_run(config, state)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert losses[-1] < 0.6 * losses[0], "nothing was learnt"
+
+
+@pytest.mark.parametrize("sizes", BINARY_GRIDS[1:], ids=grid_name)
+def test_20_steps_are_those_of_the_serial_run_on_every_grid(ranks, serial_run, tiny, sizes):
+    losses, norms = losses_and_norms(serial_run(tiny()))
+    config = tiny(*on_grid(sizes))
+    ranks.run(sizes.devices, train_in_rank, config)
+    on_this_grid = losses_and_norms(metric_lines(config.run.dir))
+    assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
+    assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.micro_batch_size=1",),
+        ("train.activation_checkpointing=full", "train.micro_batch_size=2"),
+        ("train.deterministic=true",),
+    ],
+    ids="+".join,
+)
+def test_how_a_step_is_computed_does_not_change_it(ranks, serial_run, tiny, overrides):
+    losses, norms = losses_and_norms(serial_run(tiny()))
+    config = tiny("parallel.gx=2", "parallel.gz=2", *overrides)
+    ranks.run(4, train_in_rank, config)
+    on_this_grid = losses_and_norms(metric_lines(config.run.dir))
+    assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
+    assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
+
+
+DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true", "optim.schedule_steps=20")
+
+
+def test_a_run_resumed_on_its_grid_gives_the_same_bits(ranks, tiny):
+    straight = tiny(*DROPOUT, "parallel.gy=2", "run.dir=" + tiny().run.dir + "-straight")
+    ranks.run(4, train_in_rank, straight)
+    halves = [tiny(*DROPOUT, "parallel.gy=2", f"train.steps={steps}") for steps in (10, 20)]
+    for half in halves:
+        ranks.run(4, train_in_rank, half)
+    assert losses_and_norms(metric_lines(halves[1].run.dir)) == losses_and_norms(metric_lines(straight.run.dir))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)),
+        (GridSizes(1, 1, 4, 2), GridSizes(4, 1, 1, 1)),
+        (GridSizes(1, 3, 1, 2), GridSizes(2, 1, 1, 1)),
+    ],
+    ids=lambda sizes: str(sizes),
+)
+def test_a_run_resumed_on_another_grid_goes_on_as_it_would_have(ranks, tiny, first, second):
+    straight = tiny(*DROPOUT, "run.dir=" + tiny().run.dir + "-straight")
+    ranks.run(1, train_in_rank, straight)
+    before = tiny(*DROPOUT, *on_grid(first), "train.steps=10")
+    after = tiny(*DROPOUT, *on_grid(second))
+    ranks.run(first.devices, train_in_rank, before)
+    ranks.run(second.devices, train_in_rank, after)
+    losses, norms = losses_and_norms(metric_lines(straight.run.dir))
+    resumed = losses_and_norms(metric_lines(after.run.dir))
+    assert resumed[0] == pytest.approx(losses, rel=1e-5)
+    assert resumed[1] == pytest.approx(norms, rel=1e-5)
+
+
+def test_the_run_directory_tells_what_happened(ranks, tiny):
+    config = tiny(
+        "parallel.gx=2", "parallel.gy=2", "train.steps=4", "train.validate_every=2", "checkpoint.every=2",
+        "checkpoint.keep=1", "logging.sample_tokens=5",
+    )  # fmt: skip
+    ranks.run(4, train_in_rank, config)
+    run_dir = Path(config.run.dir)
+    assert {p.name for p in run_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "loss.png"}
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_00000004"]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert set(steps[-1]) == {
+        "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu",
+        "memory_gib", "comm",
+    }  # fmt: skip
+    assert steps[-1]["tokens"] == 4 * 16 * 16
+    assert set(steps[-1]["comm"]) == {"x", "y", "world"}
+    events = [line["event"] for line in lines if "event" in line]
+    assert events == ["validation", "checkpoint", "validation", "checkpoint", "sample"]
+
+
+def linear_bytes(m, k, n, sizes, itemsize=4):
+    """What one rank sends for one normal layer in a step, by Eq. 1-3 and Algorithm 1, m rows a (data, z) shard."""
+    weight = k * n // (sizes.x * sizes.y)
+    return {
+        "y": 2 * (sizes.y - 1) / sizes.y * m * n // sizes.x * itemsize,
+        "x": 2 * (sizes.x - 1) / sizes.x * m * k // sizes.y * itemsize,
+        "z": (2 + 1) * (sizes.z - 1) / sizes.z * weight * itemsize,  # gathered twice, scattered once
+    }
+
+
+def multiply_once(sizes, m, k, n):
+    from gpt4d.parallel.grid import Grid
+    from gpt4d.parallel.layers.linear import Linear
+    from gpt4d.parallel.weights import WeightStream
+
+    weights = WeightStream(Grid(sizes))
+    layer = Linear(weights, k, n)
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    inputs = torch.zeros(m, k // sizes.y, requires_grad=True)
+    layer(inputs).sum().backward()
+    return {axis.name: axis.traffic.read()["bytes"] for axis in weights.grid}
+
+
+def test_bytes_counted_for_a_layer_are_those_of_the_papers_equations(ranks):
+    sizes = GridSizes(2, 2, 2, 1)
+    for counted in ranks.run(8, multiply_once, sizes, 6, 8, 12):
+        expected = linear_bytes(6, 8, 12, sizes)
+        assert {axis: counted[axis] for axis in expected} == expected
+
+
+def test_wandb_writes_a_run_offline(ranks, tiny):
+    config = tiny("train.steps=2", "logging.wandb.mode=offline")
+    ranks.run(1, train_in_rank, config)
+    assert list(Path(config.run.dir).glob("wandb/offline-run-*/run-*.wandb"))
