@@ -1,11 +1,14 @@
 """How errors reach people: a user's mistake is one line and exit code 1; a failure of ours keeps its traceback."""
 
+import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from gpt4d.config import ConfigError, explained
+from gpt4d.config import ConfigError, NodeError, explained
 from gpt4d.parallel.launch import Launch
 
 _PATIENCE_S = 30.0
@@ -15,8 +18,8 @@ _PATIENCE_S = 30.0
 def one_line_errors() -> Iterator[None]:
     """Shows a ConfigError, Hydra's and OmegaConf's included, as one line and exits with code 1.
 
-    Nearly always all ranks meet the same mistake, and rank 0 tells it. The others give it the time: a launcher ends
-    every process as soon as one has failed, and rank 0 may be slower. Should it not fail, they tell it themselves.
+    All ranks meet it, and rank 0 tells it (the first of its node, a NodeError). The others give it the time to: a
+    launcher that sees one process fail ends the rest at once, and rank 0 may be slower.
     """
     try:
         yield
@@ -24,8 +27,11 @@ def one_line_errors() -> Iterator[None]:
         error = explained(raised)
         if not isinstance(error, ConfigError):
             raise
-        rank = Launch.from_environment().rank
-        if rank:
+        launch = Launch.from_environment()
+        if launch.local_rank if isinstance(error, NodeError) else launch.rank:
             time.sleep(_PATIENCE_S)
-        print(f"error: {error}" if not rank else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+            sys.exit(1)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its own words with what stands there
+            Path(report).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
         sys.exit(1)

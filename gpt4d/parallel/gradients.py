@@ -51,4 +51,4 @@ def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.d
     gradients = [p.grad for p in parameters if counted_once(p, grid)]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()

@@ -2,12 +2,13 @@
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, NodeError
 
 if TYPE_CHECKING:
     import torch
@@ -60,14 +61,14 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def device_of(launch: Launch) -> "torch.device":
-    """This rank's device. ConfigError if the node has fewer GPUs than tasks."""
+    """This rank's device. NodeError if the node has fewer GPUs than tasks."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if launch.local_world_size > torch.cuda.device_count():
-        raise ConfigError(
-            f"this node has {torch.cuda.device_count()} GPU(s) but {launch.local_world_size} tasks: "
+        raise NodeError(
+            f"node {socket.gethostname()} has {torch.cuda.device_count()} GPU(s) and {launch.local_world_size} tasks: "
             "start one task a GPU (torchrun --nproc-per-node, or Slurm's --ntasks-per-node)"
         )
     return torch.device("cuda", launch.local_rank)

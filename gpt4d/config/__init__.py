@@ -1,0 +1,36 @@
+"""The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
+
+from gpt4d.config.checks import grid_problem, validate, value_of
+from gpt4d.config.composing import CONFIG_DIR, compose, explained, from_arguments, known_keys, typed
+from gpt4d.config.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    GridSizes,
+    ModelConfig,
+    NodeError,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CONFIG_DIR",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "GridSizes",
+    "ModelConfig",
+    "NodeError",
+    "OptimConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "compose",
+    "explained",
+    "from_arguments",
+    "grid_problem",
+    "known_keys",
+    "typed",
+    "validate",
+    "value_of",
+]

