@@ -1,62 +1,88 @@
-"""Every collective the project issues on tensors. Each is counted on its axis: bytes, and seconds waited.
+"""Every collective the project issues on tensors. Each is counted on its axis: bytes, seconds hidden and exposed.
 
-On an axis of one device all of them return their input at no cost.
+Each begins with a ``start_`` function and is over when ``wait`` of the handle it returns gives the result; the plain
+names do both at once. All ranks of an axis start the same collectives in the same order. On an axis of one device all
+of them give back their input at no cost.
 """
 
-import time
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.traffic import Run
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@contextmanager
-def _counted(axis: Axis, tensor: torch.Tensor, sent_bytes: float):
-    axis.traffic.bytes += sent_bytes
-    if tensor.is_cuda:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        stop.record()
-        axis.traffic.events.append((start, stop))
-    else:
-        start = time.perf_counter()
-        yield
-        axis.traffic.host_s += time.perf_counter() - start
+class Pending:
+    """A collective under way. ``wait`` gives its result, the same at each call."""
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        run: Run | None = None,
+        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        source: torch.Tensor | None = None,
+    ):
+        self.result, self.run, self.finish = result, run, finish
+        self.source = source  # what is being sent must stay in memory until then
+
+    def wait(self) -> torch.Tensor:
+        if self.run is not None:
+            self.run.wait()
+            if self.finish is not None:
+                self.result = self.finish(self.result)
+            self.run = self.finish = self.source = None
+        return self.result
+
+
+def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    """Reduces ``tensor`` over the axis, **in place**. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
+    if axis.size == 1:
+        return Pending(tensor)
+    assert tensor.is_contiguous()
+    work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
+    return Pending(tensor, Run(axis.traffic, work, tensor.device, 2 * (axis.size - 1) / axis.size * tensor.nbytes))
+
+
+def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
+    """The shards of all ranks of the axis, one after another along dim 0. Sends (G-1) shards (Eq. 1)."""
+    if axis.size == 1:
+        return Pending(shard)
+    shard = shard.contiguous()
+    full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
+    work = _all_gather(full, shard, group=axis.group, async_op=True)
+    run = Run(axis.traffic, work, shard.device, (axis.size - 1) * shard.nbytes)
+    return Pending(full, run, source=shard)
+
+
+def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
+    """This rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
+    if axis.size == 1:
+        return Pending(full)
+    full = full.contiguous()
+    sent_bytes = (axis.size - 1) / axis.size * full.nbytes
+    if full.is_cuda:
+        shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
+        work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
+        return Pending(shard, Run(axis.traffic, work, full.device, sent_bytes), source=full)
+    # gloo's reduce-scatter is an all-reduce in disguise, of twice the bytes: exchange the parts and add them here.
+    parts = torch.empty_like(full)
+    work = dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
+
+    def add(parts: torch.Tensor) -> torch.Tensor:
+        return parts.view(axis.size, -1, *parts.shape[1:]).sum(0)
+
+    return Pending(parts, Run(axis.traffic, work, full.device, sent_bytes), add, source=full)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduces ``tensor`` over the axis **in place** and returns it. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
-    if axis.size > 1:
-        assert tensor.is_contiguous()
-        with _counted(axis, tensor, 2 * (axis.size - 1) / axis.size * tensor.nbytes):
-            dist.all_reduce(tensor, op, group=axis.group)
-    return tensor
+    return start_all_reduce(tensor, axis, op).wait()
 
 
 def all_gather(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The shards of all ranks of the axis, one after another along dim 0. Sends (G-1) shards (Eq. 1)."""
-    if axis.size == 1:
-        return shard
-    shard = shard.contiguous()
-    full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
-    with _counted(axis, shard, (axis.size - 1) * shard.nbytes):
-        _all_gather(full, shard, group=axis.group)
-    return full
-
-
-def reduce_scatter(full: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
-    if axis.size == 1:
-        return full
-    full = full.contiguous()
-    shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
-    with _counted(axis, full, (axis.size - 1) / axis.size * full.nbytes):
-        _reduce_scatter(shard, full, group=axis.group)
-    return shard
+    return start_all_gather(shard, axis).wait()

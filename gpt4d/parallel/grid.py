@@ -8,28 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel.traffic import Traffic
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
-
-
-@dataclass
-class Traffic:
-    """What one axis carried since it was last read."""
-
-    bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
-    host_s: float = 0.0  # seconds the host waited
-    events: list[tuple] = field(default_factory=list)  # pairs of CUDA events around a wait of the compute stream
-
-    def read(self) -> dict[str, float]:
-        """``{"bytes", "exposed_s"}`` since the last call, and starts anew. On a GPU it waits for the device."""
-        exposed_s = self.host_s
-        for start, stop in self.events:
-            stop.synchronize()
-            exposed_s += start.elapsed_time(stop) / 1e3
-        result = {"bytes": self.bytes, "exposed_s": exposed_s}
-        self.bytes, self.host_s = 0.0, 0.0
-        self.events.clear()
-        return result
 
 
 @dataclass

@@ -66,7 +66,7 @@ class WeightStream:
         Called from the layers' backwards with the parameter itself: what autograd hands around under activation
         checkpointing may be a copy, and a gradient stored there is lost.
         """
-        part = collectives.reduce_scatter(gradient.to(self.dtype), self.grid.z)
+        part = collectives.start_reduce_scatter(gradient.to(self.dtype), self.grid.z).wait()
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
 
 
