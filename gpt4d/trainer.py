@@ -51,8 +51,15 @@ class Trainer:
             )
 
         self.grid = Grid(sizes, device.type)
-        weights = WeightStream(self.grid, compute_dtype(config.train.precision, device), device=device)
-        self.model = GPT(config.model, weights, recompute=config.train.activation_checkpointing == "full")
+        dtype = compute_dtype(config.train.precision, device)
+        weights = WeightStream(self.grid, dtype, device=device, overlap=config.parallel.overlap)
+        cache_layers = config.parallel.cache_layers
+        self.model = GPT(
+            config.model,
+            weights,
+            recompute=config.train.activation_checkpointing == "full",
+            cache_layers=config.model.layers if cache_layers == "all" else cache_layers,
+        )
         initialise(self.model, seed, self.grid)
         self.parameters = list(self.model.parameters())
         self.optimizer = optim.build_optimizer(self.parameters, config.optim)
@@ -99,6 +106,7 @@ class Trainer:
             part = self.model.loss_sum(ids, targets, numbers) / tokens
             part.backward()
             loss += part.detach()
+        self.model.weights.finish()
         gradients.sum_over_batch_axes(self.parameters, grid)
         squared_norm = gradients.squared_norm(self.parameters, grid, self.device)
         loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)

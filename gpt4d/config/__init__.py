@@ -10,6 +10,7 @@ from gpt4d.config.schema import (
     ModelConfig,
     NodeError,
     OptimConfig,
+    OverlapConfig,
     ParallelConfig,
     TrainConfig,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "NodeError",
     "OptimConfig",
+    "OverlapConfig",
     "ParallelConfig",
     "TrainConfig",
     "compose",

@@ -95,7 +95,7 @@ def _check_values(config: Config) -> None:
         "train.validate_every": 0, "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "logging.every": 1,
-        "logging.sample_tokens": 0, "model.norm_epsilon": 0,
+        "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,
     }  # fmt: skip
     for key, least in at_least.items():
         value = value_of(config, key)
@@ -105,6 +105,9 @@ def _check_values(config: Config) -> None:
         value = value_of(config, key)
         if not 0 <= value < 1:
             raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
+    layers = config.parallel.cache_layers
+    if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= model.layers):
+        raise ConfigError(f"parallel.cache_layers={layers}: use all, or a number of blocks from 0 to {model.layers}")
     _choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
     _choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
     _choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))

@@ -6,7 +6,7 @@ them. No torch in this package: a mistake is answered at once.
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ConfigError(ValueError):
@@ -51,6 +51,16 @@ class DataConfig:
 
 
 @dataclass
+class OverlapConfig:
+    """Which communication runs beside computation (4D paper, §IV). None of it changes a result."""
+
+    all_reduce: bool = True  # of the input's gradient, while the weight's is computed
+    reduce_scatter: bool = True  # of weights' gradients, over the whole backward
+    all_gather: bool = True  # of the weights of the next layers, while this one computes
+    prefetch: int = 1  # how many weights ahead
+
+
+@dataclass
 class ParallelConfig:
     """The grid: 3-D tensor parallelism (gx, gy, gz) times data parallelism. x is innermost in rank order."""
 
@@ -58,6 +68,8 @@ class ParallelConfig:
     gy: int = 1
     gz: int = 1
     gdata: int | None = None  # null: what is left of the world
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    cache_layers: Any = 0  # blocks, the last first, whose gathered weights stay until the backward; or all
 
 
 @dataclass

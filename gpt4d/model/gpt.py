@@ -62,10 +62,11 @@ class GPT(nn.Module):
     """A GPT-2 on the grid of ``weights``. Its values are unset until ``gpt4d.model.init.initialise``.
 
     ``recompute``: keep only each block's input for the backward and compute the block again there (full activation
-    checkpointing).
+    checkpointing). ``cache_layers``: of so many blocks, the last ones, the gathered weights stay from the forward to
+    the backward; they are the first that the backward comes to.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightStream, recompute: bool = False):
+    def __init__(self, config: ModelConfig, weights: WeightStream, recompute: bool = False, cache_layers: int = 0):
         super().__init__()
         self.config, self.weights, self.recompute = config, weights, recompute
         self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden)
@@ -73,6 +74,8 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout, weights.grid.y)
         self.blocks = nn.ModuleList(Block(config, weights) for _ in range(config.layers))
         self.norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+        for block in self.blocks[config.layers - cache_layers :]:
+            weights.cache(block)
 
     def forward(self, ids_BS: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, V]: this rank's part of the padded vocabulary, which x splits.
@@ -85,7 +88,14 @@ class GPT(nn.Module):
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 # No state to preserve: dropout is a function of its place, not of a generator.
-                x_BSH = checkpoint(block, x_BSH, sample_ids_B, use_reentrant=False, preserve_rng_state=False)
+                x_BSH = checkpoint(
+                    block,
+                    x_BSH,
+                    sample_ids_B,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=self.weights.checkpoint_contexts,
+                )
             else:
                 x_BSH = block(x_BSH, sample_ids_B)
         return head(self.weights, self.norm(x_BSH), self.tokens.weight)

@@ -46,6 +46,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     logits = [model(ids, numbers).detach() for ids, _, numbers in zip(*parts, strict=True)]
     for ids, targets, numbers in zip(*parts, strict=True):
         (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
+    model.weights.finish()
     gradients.sum_over_batch_axes(list(model.parameters()), grid)
     norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
     grads = {
@@ -111,6 +112,7 @@ def gradients_in_bf16(sizes):
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16
     (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
+    model.weights.finish()
     gradients.sum_over_batch_axes(list(model.parameters()), grid)
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     return {n: as_global(p.grad, p.spec, grid).full_tensor() for n, p in model.named_parameters()}

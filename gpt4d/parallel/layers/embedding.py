@@ -14,7 +14,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight, ids, weights: WeightStream):
-        table, axis = weights.gather(weight), weights.grid.x
+        table, axis = weights.gather(weight, again=False), weights.grid.x
         local = ids - axis.index * len(table)
         elsewhere = (local < 0) | (local >= len(table))
         local = local.masked_fill_(elsewhere, 0)

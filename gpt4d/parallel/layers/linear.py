@@ -15,6 +15,7 @@ class _Sides(NamedTuple):
     """How a layer multiplies: where its weight streams from, and the axes its two dims are split over."""
 
     weights: WeightStream
+    again: bool  # the backward will run
     contracted: Axis  # splits the input's features; the output is summed over it
     produced: Axis  # splits the output's features; the input's gradient is summed over it
     transposed_storage: bool  # the weight is stored [out, in], as an embedding is
@@ -24,7 +25,7 @@ class _Multiply(torch.autograd.Function):
     """``O = I·W + b`` with I [..., k], W [k, n] gathered over z, O [..., n]; k and n this rank's parts.
 
     The parameter itself is kept for the backward, not what autograd makes of it: gradients must land there. W is not
-    kept: it is gathered again.
+    kept here: the stream of weights decides whether it is gathered again.
     """
 
     @staticmethod
@@ -32,7 +33,7 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.sides, ctx.bias_dtype = weight, sides, None if bias is None else bias.dtype
         rows = inputs.flatten(0, -2)
-        w = sides.weights.gather(weight).flatten(1)
+        w = sides.weights.gather(weight, sides.again).flatten(1)
         w = w.t() if sides.transposed_storage else w
         bias = None if bias is None else bias.flatten().to(w.dtype)
         if bias is not None and sides.contracted.size == 1:
@@ -46,17 +47,20 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_outputs):
         (inputs,) = ctx.saved_tensors
-        weights, _, produced, transposed_storage = ctx.sides
+        weights, _, _, produced, transposed_storage = ctx.sides
         rows, d_rows = inputs.flatten(0, -2), d_outputs.flatten(0, -2)
         d_inputs = d_bias = None
         if ctx.needs_input_grad[0]:
-            w = weights.gather(ctx.weight).flatten(1)
-            d_inputs = d_rows @ (w if transposed_storage else w.t())
-            d_inputs = collectives.all_reduce(d_inputs, produced).view_as(inputs)
+            w = weights.gather_again(ctx.weight).flatten(1)
+            summing = collectives.start_all_reduce(d_rows @ (w if transposed_storage else w.t()), produced)
+            if not weights.overlap.all_reduce:
+                summing.wait()
         d_weight = d_rows.t() @ rows if transposed_storage else rows.t() @ d_rows
         weights.scatter(ctx.weight, d_weight.view(-1, *ctx.weight.shape[1:]))
         if ctx.bias_dtype is not None:
             d_bias = d_rows.sum(0, dtype=ctx.bias_dtype).view(ctx.weight.shape[1:])
+        if ctx.needs_input_grad[0]:
+            d_inputs = summing.wait().view_as(inputs)
         return d_inputs, None, d_bias, None
 
 
@@ -82,8 +86,8 @@ class Linear(nn.Module):
     ):
         super().__init__()
         grid = weights.grid
-        contracted, produced = (grid.x, grid.y) if transposed else (grid.y, grid.x)
-        self.sides = _Sides(weights, contracted, produced, transposed_storage=False)
+        self.weights = weights
+        self.contracted, self.produced = contracted, produced = (grid.x, grid.y) if transposed else (grid.y, grid.x)
         out_shape = (out_features,) if parts is None else (parts, out_features)
         out_dims = ((produced.name,),) if parts is None else ((), (produced.name,))
         layout = Layout((contracted.name, "z"), *out_dims)
@@ -91,11 +95,12 @@ class Linear(nn.Module):
         self.bias = weights.parameter(out_shape, Layout(*out_dims))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = _Multiply.apply(inputs, self.weight, self.bias, self.sides)
+        sides = _Sides(self.weights, torch.is_grad_enabled(), self.contracted, self.produced, transposed_storage=False)
+        outputs = _Multiply.apply(inputs, self.weight, self.bias, sides)
         return outputs.view(*inputs.shape[:-1], *self.bias.shape)
 
 
 def head(weights: WeightStream, hidden: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
     """Logits [..., vocabulary over x] of [..., hidden over y] through a tied token embedding [vocabulary, hidden]."""
-    sides = _Sides(weights, weights.grid.y, weights.grid.x, transposed_storage=True)
+    sides = _Sides(weights, torch.is_grad_enabled(), weights.grid.y, weights.grid.x, transposed_storage=True)
     return _Multiply.apply(hidden, embedding, None, sides)

@@ -60,6 +60,7 @@ def linear(sizes, transposed, parts):
     close(ours, part(theirs.view(out_shape), weights, out_layout))
     close(mine.grad, part(inputs.grad, weights, Layout(batch, (), (into,))))
     # The stream sums over z what is cut over z; the rest of the batch's axes comes with all gradients.
+    weights.finish()
     sum_over_batch_axes(list(layer.parameters()), weights.grid)
     for parameter, whole in ((layer.weight, weight), (layer.bias, bias)):
         close(parameter.grad, part(whole.grad.view(parameter.spec.shape), weights, parameter.spec.layout))
@@ -113,6 +114,7 @@ def token_embedding(sizes):
     rows = layer(batch_part(ids, weights.grid))
     layout = Layout(("data", "z"), (), ("y",))
     rows.backward(part(upstream, weights, layout))
+    weights.finish()
     table.requires_grad_()
     F.embedding(ids, table).backward(upstream)
     close(rows, part(F.embedding(ids, table), weights, layout))
@@ -154,8 +156,10 @@ def accumulate(sizes):
     fill(layer.bias, normal(8), weights)
     inputs = torch.ones(2, 8 // sizes.y, dtype=torch.float64)
     layer(inputs).sum().backward()
+    weights.finish()
     once = layer.weight.grad.clone()
     layer(inputs).sum().backward()
+    weights.finish()
     close(layer.weight.grad, 2 * once)
 
 
