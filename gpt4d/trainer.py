@@ -62,6 +62,7 @@ class Trainer:
         )
         initialise(self.model, seed, self.grid)
         self.parameters = list(self.model.parameters())
+        self.gradient_sum = gradients.GradientSum(weights, self.parameters, config.parallel.overlap.data)
         self.optimizer = optim.build_optimizer(self.parameters, config.optim)
 
     def run(self) -> None:
@@ -106,8 +107,7 @@ class Trainer:
             part = self.model.loss_sum(ids, targets, numbers) / tokens
             part.backward()
             loss += part.detach()
-        self.model.weights.finish()
-        gradients.sum_over_batch_axes(self.parameters, grid)
+        self.gradient_sum.finish()
         squared_norm = gradients.squared_norm(self.parameters, grid, self.device)
         loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)
         norm = squared_norm.sqrt()

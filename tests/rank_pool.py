@@ -1,5 +1,6 @@
 """A pool of gloo ranks shared by all tests of a session: torch is imported once, not once for each rank and test."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ def _serve(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:
+            gc.collect()  # models hold groups, groups hold threads
             dist.destroy_process_group()
             torch.use_deterministic_algorithms(False)
         connection.send_bytes(pickle.dumps(answer))

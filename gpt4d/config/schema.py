@@ -57,6 +57,7 @@ class OverlapConfig:
     all_reduce: bool = True  # of the input's gradient, while the weight's is computed
     reduce_scatter: bool = True  # of weights' gradients, over the whole backward
     all_gather: bool = True  # of the weights of the next layers, while this one computes
+    data: bool = True  # the gradients' sum over data, while the backward goes on
     prefetch: int = 1  # how many weights ahead
 
 

@@ -13,7 +13,7 @@ from gpt4d.parallel.traffic import Traffic
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
 
 
-@dataclass
+@dataclass(eq=False)
 class Axis:
     """One axis of the grid, seen from this rank: how many devices, which of them we are, the group of them."""
 

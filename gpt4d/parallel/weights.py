@@ -9,7 +9,7 @@ A weight is stored cut once more over z (Ŵ in the 4D paper's Algorithm 1). A la
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,6 +70,7 @@ class WeightStream:
         self.dtype = dtype
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
+        self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None  # told of each addition to a gradient
         self._cached: set[nn.Parameter] = set()
         self._recomputing = False
         self._here: dict[nn.Parameter, Pending] = {}  # whole weights, or on their way, that will be asked for
@@ -170,10 +171,10 @@ class WeightStream:
         while len(self._scattering) > under_way:
             self._add_gradient(*self._scattering.popleft())
 
-    @staticmethod
-    def _add_gradient(shard: nn.Parameter, pending: Pending) -> None:
+    def _add_gradient(self, shard: nn.Parameter, pending: Pending) -> None:
         part = pending.wait()
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
+        self.on_gradient(shard)
 
     def finish(self) -> None:
         """Ends a step's backward: every gradient is in place, and no gathered weight outlives the coming update."""

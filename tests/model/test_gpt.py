@@ -40,14 +40,14 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
     model = build_model(config, sizes, recompute=recompute)
     grid = model.weights.grid
+    total = gradients.GradientSum(model.weights, list(model.parameters()))
     if state is not None:
         hf.import_weights(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
     logits = [model(ids, numbers).detach() for ids, _, numbers in zip(*parts, strict=True)]
     for ids, targets, numbers in zip(*parts, strict=True):
         (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
-    model.weights.finish()
-    gradients.sum_over_batch_axes(list(model.parameters()), grid)
+    total.finish()
     norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
     grads = {
         hf.hf_name(n): hf.export_tensor(n, as_global(p.grad, p.spec, grid).full_tensor(), config)
@@ -108,12 +108,12 @@ def gradients_in_bf16(sizes):
     """On a rank: the global gradients of fp32 master weights under bf16 compute."""
     model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
     grid = model.weights.grid
+    total = gradients.GradientSum(model.weights, list(model.parameters()))
     ids, targets, numbers = (batch_part(t, grid) for t in inputs())
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16
     (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
-    model.weights.finish()
-    gradients.sum_over_batch_axes(list(model.parameters()), grid)
+    total.finish()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     return {n: as_global(p.grad, p.spec, grid).full_tensor() for n, p in model.named_parameters()}
 

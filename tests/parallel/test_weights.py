@@ -30,10 +30,10 @@ def batch(grid, microbatch=0):
     return batch_part(ids, grid), batch_part(ids.roll(-1, 1), grid), batch_part(torch.arange(4), grid)
 
 
-def three_steps(overlap, cache_layers, recompute, compute_dtype):
+def three_steps(grid, overlap, cache_layers, recompute, compute_dtype):
     """Gradients of three updates of two microbatches each, with an evaluation in between."""
-    model = build(overlap, cache_layers, recompute, torch.float32, compute_dtype)
-    grid, found = model.weights.grid, []
+    model = build(overlap, cache_layers, recompute, torch.float32, compute_dtype, grid)
+    found = []
     for _ in range(3):
         model.train()
         for microbatch in range(2):
@@ -51,12 +51,13 @@ def three_steps(overlap, cache_layers, recompute, compute_dtype):
 
 def every_combination(recompute, compute_dtype):
     """On a rank: the settings under which a gradient's bits differ from those with everything off."""
-    plain = three_steps(OverlapConfig(False, False, False), 0, recompute, compute_dtype)
+    grid = Grid(GRID)
+    plain = three_steps(grid, OverlapConfig(False, False, False), 0, recompute, compute_dtype)
     different = []
     for switches in itertools.product((False, True), repeat=3):
         for prefetch, cache_layers in ((1, 0), (3, 1), (1, LAYERS)):
             overlap = OverlapConfig(*switches, prefetch=prefetch)
-            found = three_steps(overlap, cache_layers, recompute, compute_dtype)
+            found = three_steps(grid, overlap, cache_layers, recompute, compute_dtype)
             if not all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)):
                 different.append((overlap, cache_layers))
     return different
