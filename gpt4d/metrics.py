@@ -58,7 +58,7 @@ class Report:
         left = (self.steps - values["step"]) * self.seconds_a_step
         self.line.show(
             f"step {values['step']}/{self.steps}  loss {values['loss']:.4f}  "
-            f"{values['tokens_per_s']:,.0f} tokens/s  {_duration(left)} left"
+            f"{values['tokens_per_s']:,.0f} tokens/s  {_duration(left)} left{_where_time_went(values)}"
         )
 
     def event(self, event: str, words: str, **values) -> None:
@@ -135,6 +135,18 @@ def _start_wandb(config: Config, run_dir: Path):
         dir=str(run_dir),
         config=asdict(config),
     )
+
+
+def _where_time_went(values: dict) -> str:
+    """Of a step on more than one device: seconds of computation, of communication beside it, and of waiting for it."""
+    exposed = {axis: used["exposed_s"] for axis, used in values["comm"].items()}
+    if not exposed:
+        return ""
+    waited = sum(exposed.values())
+    hidden = sum(used["hidden_s"] for used in values["comm"].values())
+    by_axis = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in exposed.items())
+    computing = values["step_time_s"] - waited
+    return f"  computing {computing:.2f} s, hidden {hidden:.2f} s, exposed {waited:.2f} s ({by_axis})"
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

@@ -189,7 +189,7 @@ class Trainer:
             f"{len(self.validation.tokens):,} held out",
             flush=True,
         )
-        if not self._validation_batches():
+        if config.train.validation_batches and not self._validation_batches():
             print("no validation: the held-out text is shorter than one batch", flush=True)
         return metrics.Report(config, self.run_dir)
 

@@ -85,6 +85,11 @@ class GPT(nn.Module):
         """
         x_BSH = self.tokens(ids_BS) + self.positions(ids_BS.shape[1])
         x_BSH = self.dropout(x_BSH, sample_ids_B)
+        x_BSH = self.through_blocks(x_BSH, sample_ids_B)
+        return head(self.weights, self.norm(x_BSH), self.tokens.weight)
+
+    def through_blocks(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        """The residual stream after all blocks, of the same shape."""
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 # No state to preserve: dropout is a function of its place, not of a generator.
@@ -98,7 +103,7 @@ class GPT(nn.Module):
                 )
             else:
                 x_BSH = block(x_BSH, sample_ids_B)
-        return head(self.weights, self.norm(x_BSH), self.tokens.weight)
+        return x_BSH
 
     def loss_sum(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
         """Cross-entropy summed, not averaged, over this rank's tokens."""
