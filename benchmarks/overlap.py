@@ -119,7 +119,7 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.errorbar(names, bottom, yerr=spread, fmt="none", ecolor="black", capsize=4)
     axes.set_ylabel("seconds a step (median, min–max)")
     axes.set_title(f"{LAYERS} blocks of {HIDDEN}, grid {SIZES}, activation checkpointing")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 
 

@@ -18,8 +18,9 @@ _PATIENCE_S = 30.0
 def one_line_errors() -> Iterator[None]:
     """Shows a ConfigError, Hydra's and OmegaConf's included, as one line and exits with code 1.
 
-    All ranks meet it, and rank 0 tells it (the first of its node, a NodeError). The others give it the time to: a
-    launcher that sees one process fail ends the rest at once, and rank 0 may be slower.
+    Nearly always all ranks meet it, and rank 0 tells it. The others give it the time to: a launcher that sees one
+    process fail ends the rest at once, and rank 0 may be slower. On another node the first rank then tells it too: a
+    file may be missing there alone. What only a node's own ranks can meet, a NodeError, its first rank tells at once.
     """
     try:
         yield
@@ -28,8 +29,9 @@ def one_line_errors() -> Iterator[None]:
         if not isinstance(error, ConfigError):
             raise
         launch = Launch.from_environment()
-        if launch.local_rank if isinstance(error, NodeError) else launch.rank:
+        if launch.local_rank or (launch.rank and not isinstance(error, NodeError)):
             time.sleep(_PATIENCE_S)
+        if launch.local_rank:
             sys.exit(1)
         print(f"error: {error}", file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its own words with what stands there

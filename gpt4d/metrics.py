@@ -4,6 +4,7 @@ import json
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class Report:
     def __init__(self, config: Config, run_dir: Path):
         self.steps, self.run_dir = config.train.steps, run_dir
         self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed by close()
+        if self.file.tell() and not (run_dir / "metrics.jsonl").read_bytes().endswith(b"\n"):
+            self.file.write("\n")  # the last run was cut off within a line
         self.wandb = _start_wandb(config, run_dir)
         self.line = _ProgressLine()
         self.seconds_a_step = 0.0
@@ -162,11 +165,20 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def _readable(path: Path) -> list[dict]:
+    """The whole lines of metrics.jsonl."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):  # a line that a crash cut off
+            lines.append(json.loads(line))
+    return lines
+
+
 def plot_losses(run_dir: Path) -> Path:
     """Draws the losses of ``metrics.jsonl`` over the tokens seen, training and validation, as ``loss.png``."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = _readable(run_dir / "metrics.jsonl")
     # By step: what a restarted run did again replaces what it did first.
     training = {line["step"]: line for line in lines if "event" not in line}
     validation = {line["step"]: line for line in lines if line.get("event") == "validation"}

@@ -85,7 +85,13 @@ class Trainer:
             validating = last or _due(step, config.train.validate_every)
             saving = last or _due(step, config.checkpoint.every)
             if validating or saving or _due(step, config.logging.every):
-                self.report.step(self._measured(loss.item(), norm.item(), lr))  # .item() waits for the device
+                loss, norm = loss.item(), norm.item()  # waits for the device
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    raise ConfigError(
+                        f"optim.lr={self.config.optim.lr}: at step {step} loss and gradient norm are {loss}, {norm}; "
+                        "a lower rate or a longer optim.warmup_steps may do. Nothing of it was saved"
+                    )
+                self.report.step(self._measured(loss, norm, lr))
                 if validating:
                     self._validate()
                 if saving:
@@ -154,6 +160,11 @@ class Trainer:
     def _resume(self) -> None:
         checkpoint = on_first_rank(lambda: catalog.chosen(self.config.checkpoint.resume, self.run_dir))
         if checkpoint:
+            if catalog.Meta.read(checkpoint).tokenizer != self.files.fingerprint():
+                raise ConfigError(
+                    f"data={self.config.data.name}: {checkpoint} was trained with another tokenizer, its tokens mean "
+                    "something else; give the corpus it had, or another run.name"
+                )
             self.progress = sharded.load(checkpoint, self.model, self.optimizer, self.grid)
             self.report.event("resume", f"going on from {checkpoint}", **asdict(self.progress), path=str(checkpoint))
         if self.progress.step >= self.config.train.steps:
@@ -161,7 +172,8 @@ class Trainer:
             self.report.event("complete", words, **asdict(self.progress))
 
     def _save(self) -> None:
-        meta = catalog.Meta(self.progress, self.config.model, self.grid.sizes._asdict(), self.config.data.name)
+        sizes, data = self.grid.sizes._asdict(), self.config.data.name
+        meta = catalog.Meta(self.progress, self.config.model, sizes, data, self.files.fingerprint())
         tokenizer = self.files.directory / "tokenizer.json"
         keep = self.config.checkpoint.keep
         path = sharded.save(self.run_dir, meta, self.model, self.optimizer, self.grid, tokenizer, keep)

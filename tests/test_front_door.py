@@ -95,12 +95,12 @@ def test_the_same_run_serial_under_torchrun_and_generated_from(tiny, tmp_path):
     assert again.returncode == 0 and "is complete" in again.stdout
 
     texts = [
-        command("-m", "gpt4d.generate", f"checkpoint={run}", "prompt=alpha: beta = ", "tokens=5", "temperature=0")
+        command("-m", "gpt4d.generate", f"checkpoint={run}", "prompt=alpha: ${beta} = ", "tokens=5", "temperature=0")
         for run in (serial, grid)
     ]
     assert all(text.returncode == 0 for text in texts), texts[0].stderr
     assert texts[0].stdout == texts[1].stdout
-    assert texts[0].stdout.startswith("alpha: beta = ")
+    assert texts[0].stdout.startswith("alpha: ${beta} = ")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from gpt4d.data.sampler import Sequences
 from gpt4d.data.tokens import prepare
 from gpt4d.model import hf
 from tests.grids import BINARY_GRIDS, build_model, grid_name, metric_lines, on_grid, train_in_rank
+from tests.rank_pool import RankFailure
 
 
 def losses_and_norms(lines):
@@ -190,3 +191,19 @@ def test_wandb_writes_a_run_offline(ranks, tiny):
     config = tiny("train.steps=2", "logging.wandb.mode=offline")
     ranks.run(1, train_in_rank, config)
     assert list(Path(config.run.dir).glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_a_run_with_another_tokenizer_does_not_take_up_the_checkpoint(ranks, tiny, tmp_path):
+    ranks.run(1, train_in_rank, tiny("train.steps=1"))
+    (tmp_path / "other.txt").write_text("other words " * 300)
+    with pytest.raises(RankFailure, match="was trained with another tokenizer"):
+        other = f"data.path={tmp_path / 'other.txt'}"
+        ranks.run(2, train_in_rank, tiny("train.steps=2", other, "data.validation_fraction=0"))
+
+
+def test_numbers_that_are_none_end_the_run_and_reach_no_checkpoint(ranks, tiny):
+    config = tiny("optim.lr=1e30", "checkpoint.every=1", "optim.warmup_steps=0")
+    with pytest.raises(RankFailure, match="Nothing of it was saved"):
+        ranks.run(2, train_in_rank, config)
+    names = [path.name for path in (Path(config.run.dir) / "checkpoints").iterdir()]
+    assert names in ([], ["step_00000001"])

@@ -3,12 +3,13 @@
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpt4d.config import ConfigError, ModelConfig
 
 META = "meta.json"
+FORMAT = 1
 # Fields of the model that decide its parameters' shapes and what they compute.
 _STRUCTURE = ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon")
 
@@ -29,8 +30,9 @@ class Meta:
     progress: Progress
     model: ModelConfig
     grid: dict[str, int]  # it was written on
-    data: str  # the name of the corpus, which its tokenizer belongs to
-    format: int = field(default=1)
+    data: str  # the name of the corpus
+    tokenizer: str  # SHA-256 of tokenizer.json: what its token ids mean
+    format: int = FORMAT
 
     def write(self, directory: Path) -> None:
         (directory / META).write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -41,7 +43,10 @@ class Meta:
         try:
             values = json.loads((directory / META).read_text())
             model, progress = ModelConfig(**values.pop("model")), Progress(**values.pop("progress"))
-            return cls(progress, model, **values)
+            meta = cls(progress, model, **values)
+            if meta.format != FORMAT:
+                raise ValueError(f"format {meta.format}, this version reads {FORMAT}")
+            return meta
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{directory}: not a checkpoint of gpt4d ({META}: {error})") from None
 
@@ -57,12 +62,20 @@ def committed(run_dir: Path) -> list[Path]:
 
 
 def chosen(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means: auto, never, or the path of a checkpoint or of a run."""
-    if resume == "never":
-        return None
+    """The checkpoint that ``checkpoint.resume`` means: auto, never, or the path of a checkpoint or of a run.
+
+    ConfigError if another than the newest of ``run_dir`` is meant: two runs in one directory would mix.
+    """
+    newest = next(reversed(committed(run_dir)), None)
     if resume == "auto":
-        return next(reversed(committed(run_dir)), None)
-    return located(Path(resume))
+        return newest
+    source = None if resume == "never" else located(Path(resume))
+    if newest and (source is None or source.resolve() != newest.resolve()):
+        raise ConfigError(
+            f"checkpoint.resume={resume}: {run_dir} holds another run's checkpoints, up to {newest.name}; "
+            "choose another run.name, or remove them"
+        )
+    return source
 
 
 def located(path: Path) -> Path:
@@ -82,7 +95,7 @@ def check_fits(directory: Path, model: ModelConfig) -> None:
         if getattr(theirs, key) != getattr(model, key):
             raise ConfigError(
                 f"model.{key}={getattr(model, key)}: the checkpoint {directory} has {getattr(theirs, key)}; set it so, "
-                "or train elsewhere with another run.name, or from the start with checkpoint.resume=never"
+                "or train elsewhere with another run.name"
             )
 
 

