@@ -64,7 +64,7 @@ def save(
     if grid.world.index == 0:
         shutil.copy(tokenizer, partial / "tokenizer.json")
         meta.write(partial)
-        if final.exists():  # of a run that was started anew in the same directory
+        if final.exists():  # a removal that was interrupted left it
             shutil.rmtree(final)
         os.replace(partial, final)
         catalog.remove_old(run_dir, keep)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class ConfigError(ValueError):
-    """A mistake of the user's, told in one line: the key, its value, and what would do. All ranks meet it alike."""
+    """A mistake of the user's, told in one line: the key, its value, and what would do. As a rule all ranks meet it."""
 
 
 class NodeError(ConfigError):
@@ -106,7 +106,7 @@ class OptimConfig:
 class CheckpointConfig:
     every: int = 200  # steps; 0: only at the end
     keep: int = 2  # newest checkpoints that stay
-    resume: str = "auto"  # auto: the newest of run.dir, if any; never; or the path of a checkpoint
+    resume: str = "auto"  # auto: the newest of run.dir, if any; never, or a path: in a run.dir without checkpoints
 
 
 @dataclass
