@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from gpt4d.parallel import shared_memory
 from gpt4d.parallel.grid import Axis
-from gpt4d.parallel.traffic import Run
+from gpt4d.parallel.traffic import Run, now
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,8 +46,19 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
     if axis.size == 1:
         return Pending(tensor)
     assert tensor.is_contiguous()
+    sent_bytes = 2 * (axis.size - 1) / axis.size * tensor.nbytes
+    if _shared(tensor, axis):
+        combine = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}[op]
+
+        def reduce(slots: torch.Tensor) -> torch.Tensor:
+            combine(slots[0], slots[1], out=tensor)  # in the order of the ranks: the same bits on all of them
+            for other in slots[2:]:
+                combine(tensor, other, out=tensor)
+            return tensor
+
+        return _through_memory(tensor, axis, sent_bytes, reduce)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
-    return Pending(tensor, Run(axis.traffic, work, tensor.device, 2 * (axis.size - 1) / axis.size * tensor.nbytes))
+    return Pending(tensor, Run(axis.traffic, work, tensor.device, sent_bytes))
 
 
 def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
@@ -54,10 +66,12 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(shard)
     shard = shard.contiguous()
+    sent_bytes = (axis.size - 1) * shard.nbytes
+    if _shared(shard, axis):
+        return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
-    run = Run(axis.traffic, work, shard.device, (axis.size - 1) * shard.nbytes)
-    return Pending(full, run, source=shard)
+    return Pending(full, Run(axis.traffic, work, shard.device, sent_bytes), source=shard)
 
 
 def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
@@ -66,6 +80,8 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
         return Pending(full)
     full = full.contiguous()
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
+    if _shared(full, axis):
+        return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
     if full.is_cuda:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
@@ -78,6 +94,18 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
         return parts.view(axis.size, -1, *parts.shape[1:]).sum(0)
 
     return Pending(parts, Run(axis.traffic, work, full.device, sent_bytes), add, source=full)
+
+
+def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
+    return axis.memory is not None and tensor.nbytes <= shared_memory.SLOT_BYTES
+
+
+def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine) -> Pending:
+    """A collective inside one host. Copying in and combining are done by this thread: as much is exposed."""
+    started = now(tensor.device)
+    message = axis.memory.post(tensor, combine)
+    axis.traffic.waits.append((started, now(tensor.device)))
+    return Pending(tensor, Run(axis.traffic, message, tensor.device, sent_bytes), lambda _: message.result)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -50,13 +50,16 @@ class Run:
             with torch.cuda.stream(_watching(device)):
                 work.wait()
                 traffic.runs.append((self.started, now(device)))
-        else:
+        elif isinstance(work, dist.Work):
             work.get_future().add_done_callback(lambda _: traffic.runs.append((self.started, time.perf_counter())))
 
     def wait(self) -> None:
         before = now(self.device)
         self.work.wait()
-        self.traffic.waits.append((before, now(self.device)))
+        after = now(self.device)
+        self.traffic.waits.append((before, after))
+        if not isinstance(self.work, dist.Work):  # through memory: it runs until someone has waited
+            self.traffic.runs.append((self.started, after))
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
