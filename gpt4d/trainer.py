@@ -61,9 +61,12 @@ class Trainer:
             cache_layers=config.model.layers if cache_layers == "all" else cache_layers,
         )
         initialise(self.model, seed, self.grid)
-        self.parameters = list(self.model.parameters())
-        self.gradient_sum = gradients.GradientSum(weights, self.parameters, config.parallel.overlap.data)
-        self.optimizer = optim.build_optimizer(self.parameters, config.optim)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        self.gradient_sum = gradients.GradientSum(
+            weights, parameters, config.parallel.overlap.data, shard=config.optim.shard_states
+        )
+        self.owned = self.gradient_sum.owned
+        self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), config.optim)
 
     def run(self) -> None:
         """Goes on from the newest checkpoint, if it may, to ``train.steps``."""
@@ -114,11 +117,12 @@ class Trainer:
             part.backward()
             loss += part.detach()
         self.gradient_sum.finish()
-        squared_norm = gradients.squared_norm(self.parameters, grid, self.device)
+        squared_norm = gradients.squared_norm(self.owned, grid, self.device)
         loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)
         norm = squared_norm.sqrt()
-        optim.clip(self.parameters, norm, config.optim.clip_norm)
+        optim.clip(self.owned, norm, config.optim.clip_norm)
         self.optimizer.step()
+        self.gradient_sum.spread()
         self.optimizer.zero_grad(set_to_none=True)
 
         progress.step += 1
@@ -192,7 +196,7 @@ class Trainer:
             return metrics.Silence()
         config = self.config
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
-        size = sum(math.prod(p.spec.shape) for p in self.parameters)
+        size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
         print(
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "

@@ -88,13 +88,15 @@ def test_20_steps_are_those_of_the_serial_run_on_every_grid(ranks, serial_run, t
         ("train.micro_batch_size=1",),
         ("train.activation_checkpointing=full", "train.micro_batch_size=2"),
         ("train.deterministic=true",),
+        ("optim.shard_states=true",),
+        ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
     ],
     ids="+".join,
 )
 def test_how_a_step_is_computed_does_not_change_it(ranks, serial_run, tiny, overrides):
     losses, norms = losses_and_norms(serial_run(tiny()))
     config = tiny("parallel.gx=2", "parallel.gz=2", *overrides)
-    ranks.run(4, train_in_rank, config)
+    ranks.run(8, train_in_rank, config)
     on_this_grid = losses_and_norms(metric_lines(config.run.dir))
     assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
     assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
@@ -130,6 +132,22 @@ def test_a_run_resumed_on_another_grid_goes_on_as_it_would_have(ranks, tiny, fir
     ranks.run(second.devices, train_in_rank, after)
     losses, norms = losses_and_norms(metric_lines(straight.run.dir))
     resumed = losses_and_norms(metric_lines(after.run.dir))
+    assert resumed[0] == pytest.approx(losses, rel=1e-5)
+    assert resumed[1] == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_run_goes_on_with_its_states_sharded_and_whole_again(ranks, tiny):
+    straight = tiny("run.dir=" + tiny().run.dir + "-straight", "optim.schedule_steps=20")
+    ranks.run(1, train_in_rank, straight)
+    for steps, world, overrides in (
+        (7, 4, ["parallel.gy=2", "optim.shard_states=true"]),
+        (14, 2, ["parallel.gx=2"]),
+        (20, 4, ["optim.shard_states=true"]),
+    ):
+        run = tiny(*overrides, f"train.steps={steps}", "optim.schedule_steps=20")
+        ranks.run(world, train_in_rank, run)
+    losses, norms = losses_and_norms(metric_lines(straight.run.dir))
+    resumed = losses_and_norms(metric_lines(run.run.dir))
     assert resumed[0] == pytest.approx(losses, rel=1e-5)
     assert resumed[1] == pytest.approx(norms, rel=1e-5)
 

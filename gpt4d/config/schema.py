@@ -100,6 +100,7 @@ class OptimConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # of the global gradient; 0: no clipping
+    shard_states: bool = False  # each device of the data axis keeps a part of the states, and updates that (ZeRO-1)
 
 
 @dataclass
