@@ -22,6 +22,7 @@ from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.launch import on_first_rank
 from gpt4d.parallel.weights import WeightStream, compute_dtype
+from gpt4d.profiling import Profile
 
 
 class Trainer:
@@ -73,16 +74,18 @@ class Trainer:
         self.report = self._start_report()
         try:
             self._resume()
-            self._loop()
+            with Profile(self.config, self.model, self.optimizer, self.report, self.progress.step) as profile:
+                self._loop(profile)
             self._finish()
         finally:
             self.report.close()
 
-    def _loop(self) -> None:
+    def _loop(self, profile: Profile) -> None:
         config = self.config
         self._restart_clock()
         while self.progress.step < config.train.steps:
-            loss, norm, lr = self._step()
+            with profile.step(self.progress.step + 1):
+                loss, norm, lr = self._step()
             step = self.progress.step
             last = step == config.train.steps
             validating = last or _due(step, config.train.validate_every)

@@ -125,6 +125,11 @@ class LoggingConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: str | None = None  # traced, by the numbers of metrics.jsonl, such as 10 or 10-12; null: none
+
+
+@dataclass
 class RunConfig:
     name: str = "${model.name}-${data.name}"
     dir: str = "runs/${run.name}"  # stays the same over restarts, so that a run finds its checkpoints
@@ -139,6 +144,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 

@@ -6,6 +6,7 @@ of them give back their input at no cost.
 """
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,24 @@ class Pending:
         return self.result
 
 
+def _named(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Names a collective in a profiler's trace, where it starts and where it is waited for: ``all_gather z``."""
+    kind = start.__name__.removeprefix("start_")
+
+    @wraps(start)
+    def in_a_range(tensor: torch.Tensor, axis: Axis, *rest) -> Pending:
+        if axis.size == 1:
+            return start(tensor, axis, *rest)
+        name = f"{kind} {axis.name}"
+        with axis.traffic.named_range(name):
+            pending = start(tensor, axis, *rest)
+        pending.run.name = name
+        return pending
+
+    return in_a_range
+
+
+@_named
 def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Reduces ``tensor`` over the axis, **in place**. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
     if axis.size == 1:
@@ -61,6 +80,7 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
     return Pending(tensor, Run(axis.traffic, work, tensor.device, sent_bytes))
 
 
+@_named
 def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     """The shards of all ranks of the axis, one after another along dim 0. Sends (G-1) shards (Eq. 1)."""
     if axis.size == 1:
@@ -74,6 +94,7 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     return Pending(full, Run(axis.traffic, work, shard.device, sent_bytes), source=shard)
 
 
+@_named
 def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     """This rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
     if axis.size == 1:

@@ -119,7 +119,14 @@ class Linear(nn.Module):
         return outputs.view(*inputs.shape[:-1], *self.bias.shape)
 
 
-def head(weights: WeightStream, hidden: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
+class Head(nn.Module):
     """Logits [..., vocabulary over x] of [..., hidden over y] through a tied token embedding [vocabulary, hidden]."""
-    sides = _Sides(weights, torch.is_grad_enabled(), weights.grid.y, weights.grid.x, transposed_storage=True)
-    return _Multiply.apply(_Keep.apply(hidden), embedding, None, sides)
+
+    def __init__(self, weights: WeightStream):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, hidden: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
+        grid = self.weights.grid
+        sides = _Sides(self.weights, torch.is_grad_enabled(), grid.y, grid.x, transposed_storage=True)
+        return _Multiply.apply(_Keep.apply(hidden), embedding, None, sides)
