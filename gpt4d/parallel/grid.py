@@ -23,7 +23,8 @@ class Axis:
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
-    memory: SharedMemory | None = None  # where all of them are on one host, and compute on its CPUs
+    memory: SharedMemory | None = None  # of those on this host, if they compute on its CPUs
+    across: dist.ProcessGroup | None = None  # where they are on several hosts: those with our place on each
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -49,8 +50,8 @@ class Grid:
         indices = self.coordinates(rank, sizes)
         for name, size in sizes._asdict().items():
             group = self.mesh.get_group(name) if size > 1 else None
-            memory = shared_memory.between(group) if size > 1 and device_type == "cpu" else None
-            setattr(self, name, Axis(name, size, indices[name], group, memory))
+            near = shared_memory.between(group) if size > 1 and device_type == "cpu" else (None, None)
+            setattr(self, name, Axis(name, size, indices[name], group, *near))
         self.world = Axis("world", sizes.devices, rank, dist.group.WORLD if sizes.devices > 1 else None)
 
     x: Axis

@@ -43,8 +43,8 @@ class SharedMemory:
 
     def __init__(self, index: int, buffer: mmap.mmap, others: dict[int, socket.socket]):
         self.index, self.others = index, others
-        size = len(others) + 1
-        self.bytes = torch.frombuffer(buffer, dtype=torch.uint8).view(_SLOTS, size, SLOT_BYTES)
+        self.size = len(others) + 1
+        self.bytes = torch.frombuffer(buffer, dtype=torch.uint8).view(_SLOTS, self.size, SLOT_BYTES)
         self.posted = 0
         self.heard = dict.fromkeys(others, 0)  # messages that each of the others has posted
         self.open: deque[Message] = deque()
@@ -96,28 +96,47 @@ def _whoever_ends_is_named(rank: int) -> Iterator[None]:
         ) from None
 
 
-def between(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Memory for the ranks of ``group``, who all call this. None if they are not on one host, or it has no such memory.
+def between(group: dist.ProcessGroup) -> tuple[SharedMemory | None, dist.ProcessGroup | None]:
+    """Memory for the ranks of ``group`` on this host, and the group of those with the same place on every host.
 
-    Containers count as hosts of their own: what tells a host is its kernel and its network.
+    All ranks of ``group`` call this. No memory (None) where this host has none of the kind, or each rank is on a host
+    of its own, or the hosts have unequal numbers of them. No group where there is only one host. Containers count as
+    hosts of their own: what tells a host is its kernel and its network.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    listener, place = _listen(size)
+    listener, mine = _listen(size)
     places: list = [None] * size
-    dist.all_gather_object(places, place, group=group)
+    dist.all_gather_object(places, mine, group=group)
     with listener or socket.socket():
-        if None in places or len({host for host, _ in places}) > 1:
-            return None
-        others = {}
-        for other, (_, address) in enumerate(places[:rank]):
-            others[other] = socket.socket(socket.AF_UNIX)
-            others[other].connect(address)
-            others[other].send(struct.pack("i", rank))
-        for _ in range(rank + 1, size):
-            connection = _accept_from_own_user(listener)
-            others[struct.unpack("i", connection.recv(4))[0]] = connection
+        if None in places:
+            return None, None
+        hosts: dict = {}
+        for other, (host, _) in enumerate(places):
+            hosts.setdefault(host, []).append(other)
+        local = hosts[mine[0]]
+        if len(local) == 1 or len(local) * len(hosts) != size or len({len(ranks) for ranks in hosts.values()}) > 1:
+            return None, None
+        index = local.index(rank)
+        memory = _meet(listener, [places[other][1] for other in local], index)
+    across = None
+    if len(hosts) > 1:
+        ranks = [dist.get_global_rank(group, ranks[index]) for ranks in hosts.values()]
+        across = dist.new_group(ranks, use_local_synchronization=True)
+    return memory, across
+
+
+def _meet(listener: socket.socket, addresses: list[str], index: int) -> SharedMemory:
+    """Connects the ranks of a host, the one at ``index`` being this, and hands round the memory of the first."""
+    others, size = {}, len(addresses)
+    for other, address in enumerate(addresses[:index]):
+        others[other] = socket.socket(socket.AF_UNIX)
+        others[other].connect(address)
+        others[other].send(struct.pack("i", index))
+    for _ in range(index + 1, size):
+        connection = _accept_from_own_user(listener)
+        others[struct.unpack("i", connection.recv(4))[0]] = connection
     length = _SLOTS * size * SLOT_BYTES
-    if rank == 0:
+    if index == 0:
         file = os.memfd_create("gpt4d")
         os.ftruncate(file, length)
         for other in others.values():
@@ -128,7 +147,7 @@ def between(group: dist.ProcessGroup) -> SharedMemory | None:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TIMEOUT_S, 0))
     buffer = mmap.mmap(file, length)
     os.close(file)
-    return SharedMemory(rank, buffer, dict(sorted(others.items())))
+    return SharedMemory(index, buffer, dict(sorted(others.items())))
 
 
 def _listen(backlog: int) -> tuple[socket.socket | None, tuple | None]:

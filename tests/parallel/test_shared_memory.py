@@ -71,3 +71,36 @@ def aliases():
 def test_a_result_is_not_overwritten_by_later_messages(ranks):
     for result in ranks.run(2, aliases):
         assert result.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def two_hosts():
+    """An axis of four ranks, as if each two of them were on a host of their own."""
+    from gpt4d.parallel import shared_memory
+
+    listen, rank = shared_memory._listen, dist.get_rank()
+
+    def elsewhere(backlog):
+        listener, (host, address) = listen(backlog)
+        return listener, ((*host, rank // 2), address)
+
+    shared_memory._listen = elsewhere
+    try:
+        grid = Grid(GridSizes(data=4))
+    finally:
+        shared_memory._listen = listen
+    assert grid.data.memory.size == 2 and dist.get_world_size(grid.data.across) == 2
+    draw = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(n, 3, dtype=torch.float64, generator=draw) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
+    pending = [collectives.start_all_reduce(t.clone(), grid.data) for t in tensors]
+    sums = [p.wait() for p in pending]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return sums, tensors
+
+
+def test_over_hosts_the_sum_of_their_sums_is_the_sum(ranks):
+    results = ranks.run(4, two_hosts)
+    for sums, expected in results:
+        for one, other, first in zip(sums, expected, results[0][0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
+            assert torch.equal(one, first)
