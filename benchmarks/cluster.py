@@ -74,13 +74,12 @@ class Cluster:
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
-    def run(self, command: list[str], port: int = 29400, timeout_s: float = 600, **environment: str) -> list[str]:
-        """What each rank wrote to standard output, once all have ended well. RuntimeError with what a rank said if not.
+    def start(self, command: list[str], port: int = 29400, **pipes) -> list[subprocess.Popen]:
+        """The command's processes, one for each rank, rank 0 first. Whoever starts them ends them.
 
-        ``port`` is one of the first host's namespace: nothing outside can hold it.
+        ``port`` is one of the first host's namespace: nothing outside can hold it. ``pipes`` are Popen's.
         """
-        world_size = self.config.hosts * self.config.ranks
-        started = []
+        world_size, started = self.config.hosts * self.config.ranks, []
         for rank in range(world_size):
             host, local = divmod(rank, self.config.ranks)
             variables = {
@@ -94,9 +93,13 @@ class Cluster:
                 "OMP_NUM_THREADS": 1,
             }
             words = ["ip", "netns", "exec", self.hosts[host], *command]
-            env = {**os.environ, **{k: str(v) for k, v in variables.items()}, **environment}
-            pipe = subprocess.PIPE
-            started.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+            env = {**os.environ, **{k: str(v) for k, v in variables.items()}}
+            started.append(subprocess.Popen(words, env=env, text=True, **pipes))
+        return started
+
+    def run(self, command: list[str], timeout_s: float = 600) -> list[str]:
+        """What each rank wrote to standard output, once all ended well. RuntimeError with what a rank said if not."""
+        started = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             outputs = [process.communicate(timeout=timeout_s) for process in started]
         finally:
