@@ -9,6 +9,7 @@ machine's cores, so they compute slower than on hosts of their own; ranks of one
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -79,22 +80,13 @@ class Cluster:
 
         ``port`` is one of the first host's namespace: nothing outside can hold it. ``pipes`` are Popen's.
         """
-        world_size, started = self.config.hosts * self.config.ranks, []
-        for rank in range(world_size):
-            host, local = divmod(rank, self.config.ranks)
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": self.config.ranks,
-                "MASTER_ADDR": f"{_SUBNET}.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "uplink",
-                "OMP_NUM_THREADS": 1,
-            }
+        address, ranks, started = f"{_SUBNET}.1", self.config.ranks, []
+        for rank in range(self.config.hosts * ranks):
+            host, local = divmod(rank, ranks)
+            variables = _variables(rank, self.config.hosts * ranks, local, ranks, address, port)
             words = ["ip", "netns", "exec", self.hosts[host], *command]
-            env = {**os.environ, **{k: str(v) for k, v in variables.items()}}
-            started.append(subprocess.Popen(words, env=env, text=True, **pipes))
+            environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": "uplink"}
+            started.append(subprocess.Popen(words, env=environment, text=True, **pipes))
         return started
 
     def run(self, command: list[str], timeout_s: float = 600) -> list[str]:
@@ -109,6 +101,40 @@ class Cluster:
             if process.returncode:
                 raise RuntimeError(f"rank {rank} of {' '.join(command)} ended with {process.returncode}:\n{errors}")
         return [out for out, _ in outputs]
+
+
+class Here:
+    """Ranks of this machine as it is: what ``Cluster.start`` does, without an emulated network."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    def start(self, command: list[str], port: int = 0, **pipes) -> list[subprocess.Popen]:
+        """A ``port`` asked for is not insisted on: here anyone may hold it."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = []
+        for rank in range(self.ranks):
+            environment = {**os.environ, **_variables(rank, self.ranks, rank, self.ranks, "127.0.0.1", port)}
+            started.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        return started
+
+
+def _variables(
+    rank: int, world_size: int, local: int, local_world_size: int, address: str, port: int
+) -> dict[str, str]:
+    """torchrun's variables of one rank, which has one thread to compute with."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _ip(words: str) -> None:

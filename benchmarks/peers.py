@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cluster import Cluster, ClusterConfig
+from benchmarks.teams.training import BATCH, MODEL
 from benchmarks.turns import Entry, take_turns
 from gpt4d.config import ConfigError, GridSizes, from_arguments
 from gpt4d.errors import one_line_errors
@@ -51,8 +52,6 @@ def main(arguments: list[str]) -> None:
     for row in rows:
         print(report.line(row))
     out, command = Path(config.out), "python -m benchmarks.peers " + " ".join(arguments)
-    from benchmarks.teams.training import BATCH, MODEL
-
     settings = {"uplink_mbit_per_s": config.mbit, "model": asdict(MODEL), "batch": BATCH}
     report.write(out, command.strip(), report.machine("torch", "megatron-core"), rows, **settings)
     title = f"A training step: {MODEL.layers} layers of {MODEL.hidden}, batch {BATCH} × {MODEL.max_positions}"

@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple, TextIO
 
 from benchmarks import report
-from benchmarks.cluster import Cluster
+from benchmarks.cluster import Cluster, Here
 
 Step = Callable[[], Callable[[], dict]]
 """One step of a contender. It is timed; what it returns is called afterwards, and gives what else there is to tell."""
@@ -42,8 +42,12 @@ class Team:
     def step(self, contender: str) -> dict:
         """One step: ``{"seconds": of the slowest rank, …}``. RuntimeError with what a rank said if one has ended."""
         for process in self.processes:
-            process.stdin.write(contender + "\n")
-            process.stdin.flush()
+            try:
+                process.stdin.write(contender + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                process.wait()
+                self._check()
         return self._answer()
 
     def _answer(self) -> dict:
@@ -80,7 +84,7 @@ class Entry(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-def take_turns(cluster: Cluster, entries: list[Entry], repeats: int, warm_up: int = 2) -> list[dict]:
+def take_turns(cluster: Cluster | Here, entries: list[Entry], repeats: int, warm_up: int = 2) -> list[dict]:
     """A row (``report.row``) for each contender of the teams that can take part, after steps that do not count."""
     present = [entry for entry in entries if importlib.util.find_spec(entry.needs)]
     for entry in entries:

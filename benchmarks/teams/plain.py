@@ -66,6 +66,12 @@ def plain_weights(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> dic
     return {**state, "head.weight": state["tokens.weight"]}
 
 
+def plain_model(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> PlainGPT:
+    model = PlainGPT(config)
+    model.load_state_dict(plain_weights(whole, config))
+    return model
+
+
 def adamw(*groups: Iterable[torch.Tensor]) -> torch.optim.AdamW:
     """As ``gpt4d.optim.build_optimizer``: matrices decay and nothing else does. Each group is updated by itself."""
     settings = []

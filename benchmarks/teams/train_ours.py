@@ -8,7 +8,7 @@ import torch
 from benchmarks.teams.training import BATCH, MODEL, OPTIM, our_model, sequences
 from benchmarks.turns import answers_alone, serve
 from gpt4d import optim
-from gpt4d.config import GridSizes
+from gpt4d.config import GridSizes, ModelConfig
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.launch import Launch, process_group
@@ -18,18 +18,18 @@ from gpt4d.parallel.weights import WeightStream
 class Training:
     """What ``gpt4d.trainer`` does in a step. Weights gathered over z stay for the backward: other teams' stay too."""
 
-    def __init__(self, sizes: GridSizes):
-        self.grid = Grid(sizes)
-        self.model = our_model(WeightStream(self.grid), cache_layers=MODEL.layers)
+    def __init__(self, sizes: GridSizes, config: ModelConfig = MODEL, batch: int = BATCH):
+        self.grid, self.step_tokens = Grid(sizes), batch * config.max_positions
+        self.model = our_model(WeightStream(self.grid), config, cache_layers=config.layers)
         self.parameters = list(self.model.parameters())
         self.gradient_sum = gradients.GradientSum(self.model.weights, self.parameters)
         self.optimizer = optim.build_optimizer(self.parameters, OPTIM)
-        self.ids, self.targets = sequences(self.grid.batch_shard, sizes.batch_shards)
+        self.ids, self.targets = sequences(self.grid.batch_shard, sizes.batch_shards, config, batch)
         self.numbers = torch.arange(len(self.ids))
 
     def step(self) -> Callable[[], dict]:
         grid = self.grid
-        loss = self.model.loss_sum(self.ids, self.targets, self.numbers) / (BATCH * MODEL.max_positions)
+        loss = self.model.loss_sum(self.ids, self.targets, self.numbers) / self.step_tokens
         loss.backward()
         self.gradient_sum.finish()
         counts = grid.x.index == grid.y.index == 0  # ranks along x and y have the same loss

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.teams.plain import PlainGPT, adamw, plain_weights
+from benchmarks.teams.plain import PlainGPT, adamw, plain_model
 from benchmarks.teams.training import MODEL, OPTIM, sequences, whole_weights
 from benchmarks.turns import answers_alone, serve
 from gpt4d.parallel.launch import Launch, process_group
@@ -42,9 +42,11 @@ def fully_sharded(model: PlainGPT, mesh: DeviceMesh) -> None:
 
 
 class Training:
-    def __init__(self, model: nn.Module, share: int, shares: int, loss_cut: bool = False):
+    """A step of a model that learns from the part ``batch``, ids and targets, of the sequences."""
+
+    def __init__(self, model: nn.Module, batch: tuple[torch.Tensor, ...], loss_cut: bool = False):
         self.model, self.context = model, loss_parallel if loss_cut else nullcontext
-        self.ids, self.targets = sequences(share, shares)
+        self.ids, self.targets = batch
         # Tensors on different meshes cannot be summed or updated together.
         self.on_mesh = defaultdict(list)
         for parameter in model.parameters():
@@ -77,21 +79,17 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def contenders(whole: dict[str, torch.Tensor]) -> dict[str, Callable]:
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def model() -> PlainGPT:
-        new = PlainGPT(MODEL)
-        new.load_state_dict(plain_weights(whole, MODEL))
-        return new
-
-    found = {f"DDP{world}": Training(DistributedDataParallel(model(), gradient_as_bucket_view=True), rank, world)}
-    sharded = model()
+    replicated = DistributedDataParallel(plain_model(whole, MODEL), gradient_as_bucket_view=True)
+    sharded = plain_model(whole, MODEL)
     fully_sharded(sharded, init_device_mesh("cpu", (world,)))
-    found[f"FSDP2 {world}"] = Training(sharded, rank, world)
+    mine = sequences(rank, world)
+    found = {f"DDP{world}": Training(replicated, mine), f"FSDP2 {world}": Training(sharded, mine)}
     for tensor in (4, 2):
         mesh = init_device_mesh("cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor"))
-        both = model()
+        both = plain_model(whole, MODEL)
         tensor_parallel(both, mesh["tensor"])
         fully_sharded(both, mesh["data"])
-        training = Training(both, rank // tensor, world // tensor, loss_cut=True)
+        training = Training(both, sequences(rank // tensor, world // tensor), loss_cut=True)
         found[f"TP{tensor} × FSDP2 {world // tensor}"] = training
     return {name: training.step for name, training in found.items()}
 
