@@ -55,7 +55,7 @@ def line(row: dict) -> str:
     text = f"{row['family']:13} {row['name']:28} {row['median_s']:.3f} s ({row['min_s']:.3f}–{row['max_s']:.3f})"
     if "loss" in row:
         text += f"  loss {row['loss']:.6f}"
-    if "exposed_s" in row:
+    if row.get("exposed_s"):
         text += "  waiting: " + ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in row["exposed_s"].items())
     return text
 

@@ -102,7 +102,6 @@ class Training:
             attention_dropout=0.0,
             tensor_model_parallel_size=self.group.size(),
             use_cpu_initialization=True,
-            perform_initialization=False,
             gradient_accumulation_fusion=False,
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
