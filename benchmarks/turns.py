@@ -1,8 +1,8 @@
 """Contenders that take turns, step by step, although they live in different processes.
 
 Frameworks keep global state, so each has a *team* of its own: one process a rank, started once and alive for the whole
-run, blocked on a line of standard input until it is its turn. A machine that drifts drifts for all contenders alike,
-and a team that waits costs no CPU.
+run. A machine that drifts drifts for all contenders alike. A team that waits for its turn is stopped (SIGSTOP), since
+blocking on standard input is not enough: gloo's threads wake up a hundred times a second each.
 
 The parent writes a contender's name to every rank of its team; the ranks do one step of it; rank 0 answers with one
 line of JSON. A team is a module that ends in ``serve(contenders)``.
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,9 +39,11 @@ class Team:
 
     def wait_until_ready(self) -> None:
         self.contenders = self._answer()["contenders"]
+        self._signal(signal.SIGSTOP)
 
     def step(self, contender: str) -> dict:
         """One step: ``{"seconds": of the slowest rank, …}``. RuntimeError with what a rank said if one has ended."""
+        self._signal(signal.SIGCONT)
         for process in self.processes:
             try:
                 process.stdin.write(contender + "\n")
@@ -48,7 +51,13 @@ class Team:
             except BrokenPipeError:
                 process.wait()
                 self._check()
-        return self._answer()
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)
 
     def _answer(self) -> dict:
         stdout, until = self.processes[0].stdout, time.monotonic() + self.timeout_s
@@ -127,6 +136,25 @@ def serve(contenders: Mapping[str, Step], answers_to: TextIO) -> None:
         dist.barrier()  # the step of the slowest rank
         seconds = time.perf_counter() - start
         tell({"seconds": seconds, **more()})
+
+
+def share_groups() -> None:
+    """From now on a team's contenders have one process group for the same ranks, not one each.
+
+    Each of gloo's groups has a thread that polls, whoever uses it, and megatron alone would have ninety on each rank.
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh, distributed_c10d
+
+    new_group, groups = dist.new_group, {}
+
+    def new_or_shared(ranks=None, *_, **__) -> dist.ProcessGroup:
+        ranks = tuple(range(dist.get_world_size()) if ranks is None else map(int, ranks))
+        if ranks not in groups:
+            groups[ranks] = new_group(ranks)
+        return groups[ranks]
+
+    dist.new_group = distributed_c10d.new_group = device_mesh.new_group = new_or_shared
 
 
 def answers_alone() -> TextIO:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.teams import blocks
 from benchmarks.teams.blocks import HEADS, HIDDEN, LAYERS, SIZES
-from benchmarks.turns import answers_alone, serve
+from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.launch import Launch, process_group
 from gpt4d.parallel.layers.norm import LayerNorm
@@ -28,11 +28,12 @@ from gpt4d.parallel.weights import WeightStream
 
 
 def without_cuda() -> None:
-    """AxoNN asks for CUDA and NCCL by name where gloo on the CPU would do. To be called before its ``init``."""
+    """AxoNN asks for CUDA by name where any device would do. To be called before its ``init``.
+
+    It asks for NCCL too; ``share_groups`` has made groups all of one kind.
+    """
     torch.cuda.set_device = lambda device: None
     torch.cuda.current_device = lambda: torch.device("cpu")
-    new_group = dist.new_group
-    dist.new_group = lambda ranks, backend: new_group(ranks)  # gloo, not nccl
     # It gathers parameters as they are; gloo's gather writes on a copy that autograd watches over, and refuses.
     gather = dist.all_gather_into_tensor
     dist.all_gather_into_tensor = lambda output, shard, **how: gather(output, shard.detach(), **how)
@@ -128,6 +129,7 @@ if __name__ == "__main__":
     whole = blocks.whole_weights()
     launch = Launch.from_environment()
     with process_group(launch, torch.device("cpu")):
+        share_groups()
         grid = Grid(SIZES)
         # What splits the residual stream's features is AxoNN's innermost axis and the second of ours.
         grid.x, grid.y = grid.y, grid.x

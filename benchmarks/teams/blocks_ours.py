@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.teams import blocks
 from benchmarks.teams.blocks import LAYERS, SIZES
-from benchmarks.turns import answers_alone, serve
+from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.config import OverlapConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.launch import Launch, process_group
@@ -46,5 +46,6 @@ class Blocks:
 if __name__ == "__main__":
     answers = answers_alone()
     with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_groups()
         grid = Grid(SIZES)
         serve({name: Blocks(grid, *setting).step for name, setting in SETTINGS.items()}, answers)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks.teams.plain import adamw, plain_weights
 from benchmarks.teams.training import MODEL, OPTIM, sequences, whole_weights
-from benchmarks.turns import answers_alone, serve
+from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.parallel.launch import Launch, process_group
 
 # name: (tensor-parallel size, gradients summed behind the backward)
@@ -179,6 +179,7 @@ if __name__ == "__main__":
     answers = answers_alone()
     whole = whole_weights()
     with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_groups()
         without_cuda()
         contenders = {name: Training(tensor, overlapping, whole) for name, (tensor, overlapping) in SETTINGS.items()}
         serve({name: contender.step for name, contender in contenders.items()}, answers)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.teams.training import BATCH, MODEL, OPTIM, our_model, sequences
-from benchmarks.turns import answers_alone, serve
+from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d import optim
 from gpt4d.config import GridSizes, ModelConfig
 from gpt4d.parallel import collectives, gradients
@@ -50,5 +50,6 @@ class Training:
 if __name__ == "__main__":
     answers = answers_alone()
     with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_groups()
         grids = {grid: GridSizes(*map(int, grid.split("x"))) for grid in sys.argv[1:]}
         serve({grid: Training(sizes).step for grid, sizes in grids.items()}, answers)

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.teams.plain import PlainGPT, adamw, plain_model
 from benchmarks.teams.training import MODEL, OPTIM, sequences, whole_weights
-from benchmarks.turns import answers_alone, serve
+from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.parallel.launch import Launch, process_group
 
 
@@ -98,4 +98,5 @@ if __name__ == "__main__":
     answers = answers_alone()
     whole = whole_weights()
     with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_groups()
         serve(contenders(whole), answers)
