@@ -9,6 +9,7 @@ machine's cores, so they compute slower than on hosts of their own; ranks of one
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -58,9 +59,21 @@ class Cluster:
             _ip(f"-n {host} link add uplink mtu {_MTU} type veth peer name {port} mtu {_MTU} netns {self.switch}")
             _ip(f"-n {host} addr add {_SUBNET}.{number + 1}/24 dev uplink")
             _ip(f"-n {host} link set uplink up")
+            self._as_in_a_cluster(host, f"{_SUBNET}.{number + 1}")
             _ip(f"-n {self.switch} link set {port} master bridge up")
             self._shape(host, "uplink")  # what the host sends
             self._shape(self.switch, port)  # what it receives
+
+    def _as_in_a_cluster(self, host: str, address: str) -> None:
+        """Congestion control that does not depend on what this machine is tuned for.
+
+        BBR, made for the internet, estimates a link by itself and paces even what stays inside a host. And a connection
+        that rested during a computation goes on at the speed it had.
+        """
+        cubic = f"src {address} congctl cubic"
+        _ip(f"-n {host} route replace {_SUBNET}.0/24 dev uplink {cubic}")
+        _ip(f"-n {host} route replace local {address} dev lo table local scope host {cubic}")
+        _ip(f"netns exec {host} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
 
     def _shape(self, namespace: str, device: str) -> None:
         bytes_per_ms = self.config.mbit * 125
@@ -76,29 +89,23 @@ class Cluster:
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
-    def run(self, command: list[str], port: int = 29400, timeout_s: float = 600, **environment: str) -> list[str]:
-        """What each rank wrote to standard output, once all have ended well. RuntimeError with what a rank said if not.
+    def start(self, command: list[str], port: int = 29400, **pipes) -> list[subprocess.Popen]:
+        """The command's processes, one for each rank, rank 0 first. Whoever starts them ends them.
 
-        ``port`` is one of the first host's namespace: nothing outside can hold it.
+        ``port`` is one of the first host's namespace: nothing outside can hold it. ``pipes`` are Popen's.
         """
-        world_size = self.config.hosts * self.config.ranks
-        started = []
-        for rank in range(world_size):
-            host, local = divmod(rank, self.config.ranks)
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": self.config.ranks,
-                "MASTER_ADDR": f"{_SUBNET}.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "uplink",
-                "OMP_NUM_THREADS": 1,
-            }
+        address, ranks, started = f"{_SUBNET}.1", self.config.ranks, []
+        for rank in range(self.config.hosts * ranks):
+            host, local = divmod(rank, ranks)
+            variables = _variables(rank, self.config.hosts * ranks, local, ranks, address, port)
             words = ["ip", "netns", "exec", self.hosts[host], *command]
-            env = {**os.environ, **{k: str(v) for k, v in variables.items()}, **environment}
-            pipe = subprocess.PIPE
-            started.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+            environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": "uplink"}
+            started.append(subprocess.Popen(words, env=environment, text=True, **pipes))
+        return started
+
+    def run(self, command: list[str], timeout_s: float = 600) -> list[str]:
+        """What each rank wrote to standard output, once all ended well. RuntimeError with what a rank said if not."""
+        started = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             outputs = [process.communicate(timeout=timeout_s) for process in started]
         finally:
@@ -108,6 +115,40 @@ class Cluster:
             if process.returncode:
                 raise RuntimeError(f"rank {rank} of {' '.join(command)} ended with {process.returncode}:\n{errors}")
         return [out for out, _ in outputs]
+
+
+class Here:
+    """Ranks of this machine as it is: what ``Cluster.start`` does, without an emulated network."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    def start(self, command: list[str], port: int = 0, **pipes) -> list[subprocess.Popen]:
+        """A ``port`` asked for is not insisted on: here anyone may hold it."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = []
+        for rank in range(self.ranks):
+            environment = {**os.environ, **_variables(rank, self.ranks, rank, self.ranks, "127.0.0.1", port)}
+            started.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        return started
+
+
+def _variables(
+    rank: int, world_size: int, local: int, local_world_size: int, address: str, port: int
+) -> dict[str, str]:
+    """torchrun's variables of one rank, which has one thread to compute with."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _ip(words: str) -> None:

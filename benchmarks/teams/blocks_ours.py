@@ -1,0 +1,51 @@
+"""Our blocks on a 2×2×2 grid: one overlap more at a time, as in the 4D paper's Fig. 3."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.teams import blocks
+from benchmarks.teams.blocks import LAYERS, SIZES
+from benchmarks.turns import answers_alone, serve, share_groups
+from gpt4d.config import OverlapConfig
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.launch import Launch, process_group
+from gpt4d.parallel.weights import WeightStream
+
+# name: (all-reduce, reduce-scatter, all-gather, blocks cached)
+SETTINGS = {
+    "none": (False, False, False, 0),
+    "+OAR": (True, False, False, 0),
+    "+ORS": (True, True, False, 0),
+    "+OAG": (True, True, True, 0),
+    "+cache": (True, True, True, LAYERS),
+}
+
+
+class Blocks:
+    def __init__(self, grid: Grid, all_reduce: bool, reduce_scatter: bool, all_gather: bool, cached: int):
+        self.weights = WeightStream(grid, overlap=OverlapConfig(all_reduce, reduce_scatter, all_gather))
+        self.model = blocks.our_model(self.weights, recompute=True, cache_layers=cached)
+        self.inputs, self.upstream = blocks.ends(grid.z.index, grid.y.index)
+        self.numbers = torch.arange(len(self.inputs))
+
+    def step(self) -> Callable[[], dict]:
+        self.model.through_blocks(self.inputs, self.numbers).backward(self.upstream)
+        self.weights.finish()
+        return self.told
+
+    def told(self) -> dict:
+        grid = self.weights.grid
+        exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in (grid.x, grid.y, grid.z)}
+        matrices = [p for p in self.model.blocks.parameters() if p.spec.decay]
+        norms = blocks.take_gradient_norms(self.inputs, matrices)
+        self.model.zero_grad(set_to_none=True)
+        return {"exposed_s": exposed, **norms}
+
+
+if __name__ == "__main__":
+    answers = answers_alone()
+    with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_groups()
+        grid = Grid(SIZES)
+        serve({name: Blocks(grid, *setting).step for name, setting in SETTINGS.items()}, answers)

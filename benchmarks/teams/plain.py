@@ -1,0 +1,84 @@
+"""The same GPT-2 in plain torch.nn: what torch's own parallelism is applied to, and what ours is beside on one device.
+
+Shapes: B sequences, S positions, H hidden, N hidden within this rank's heads, V vocabulary.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.teams.training import OPTIM
+from gpt4d.config import ModelConfig
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden, self.head_size = config.hidden, config.hidden // config.heads
+        self.attention_norm = nn.LayerNorm(hidden, config.norm_epsilon)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.output = nn.Linear(hidden, hidden)
+        self.mlp_norm = nn.LayerNorm(hidden, config.norm_epsilon)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        # A head's query, key and value lie side by side, so that a cut between heads cuts all three.
+        qkv = self.qkv(self.attention_norm(x_BSH)).unflatten(-1, (-1, 3, self.head_size))
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)
+        mixed_BSN = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x_BSH = x_BSH + self.output(mixed_BSN)
+        return x_BSH + self.down(F.gelu(self.up(self.mlp_norm(x_BSH)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden)
+        self.positions = nn.Embedding(config.max_positions, config.hidden)
+        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden, config.norm_epsilon)
+        self.head = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.tokens(ids_BS) + self.positions(torch.arange(ids_BS.shape[1]))
+        for block in self.blocks:
+            x_BSH = block(x_BSH)
+        return self.head(self.norm(x_BSH))
+
+
+def plain_weights(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The state dict of a ``PlainGPT`` from our global tensors, which are [in, out]."""
+    state = {}
+    for name, tensor in whole.items():
+        if ".qkv." in name:  # [..., part, head·size] → [..., head·part·size]
+            tensor = tensor.unflatten(-1, (config.heads, -1)).movedim(-3, -2).flatten(-3)
+        if name.startswith("blocks.") and tensor.ndim == 2:
+            tensor = tensor.t()
+        state[name.replace("attention.", "").replace("mlp.", "")] = tensor.contiguous()
+    return {**state, "head.weight": state["tokens.weight"]}
+
+
+def plain_model(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> PlainGPT:
+    model = PlainGPT(config)
+    model.load_state_dict(plain_weights(whole, config))
+    return model
+
+
+def adamw(*groups: Iterable[torch.Tensor]) -> torch.optim.AdamW:
+    """As ``gpt4d.optim.build_optimizer``: matrices decay and nothing else does. Each group is updated by itself."""
+    settings = []
+    for parameters in map(list, groups):
+        settings += [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIM.weight_decay},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+    settings = [group for group in settings if group["params"]]
+    return torch.optim.AdamW(settings, OPTIM.lr, (OPTIM.beta1, OPTIM.beta2), OPTIM.epsilon, fused=True)

@@ -1,0 +1,185 @@
+"""megatron-core (0.16) on the same GPT-2: its model, its tensor parallelism, its data parallelism.
+
+Its layers are those without Transformer Engine and Apex, which need CUDA. So does its optimizer, which checks that
+gradients are CUDA tensors; without Apex what it wraps is torch's AdamW, and that, with the global norm taken as
+megatron does (each part once, summed over the tensor-parallel group), is written out here.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.teams.plain import adamw, plain_weights
+from benchmarks.teams.training import MODEL, OPTIM, sequences, whole_weights
+from benchmarks.turns import answers_alone, serve, share_groups
+from gpt4d.parallel.launch import Launch, process_group
+
+# name: (tensor-parallel size, gradients summed behind the backward)
+SETTINGS = {
+    "TP4 × DP2": (4, True),
+    "TP4 × DP2, not overlapped": (4, False),
+    "TP2 × DP4": (2, True),
+    "TP8": (8, True),
+    "DP8": (1, True),
+}
+# Its default is 40 million and more, which is all of this model at once, and nothing would overlap. Of 256 Ki to 4 Mi
+# this was its best here, by a fifth.
+BUCKET_PARAMETERS = 256 << 10
+
+_NAMES = {
+    "tokens.weight": "embedding.word_embeddings.weight",
+    "positions.weight": "embedding.position_embeddings.weight",
+    "norm": "decoder.final_layernorm",
+    "attention_norm": "input_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "output": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "up": "mlp.linear_fc1",
+    "down": "mlp.linear_fc2",
+}
+
+
+def without_cuda() -> None:
+    """It names CUDA's current device where any would do, and keeps CUDA's random state where dropout would need it."""
+    from megatron.core import tensor_parallel
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+
+
+class ParallelState:
+    """megatron's process groups for one size of tensor parallelism; it keeps them in the globals of a module."""
+
+    def __init__(self, tensor: int):
+        from megatron.core import parallel_state
+
+        self.globals = vars(parallel_state)
+        self.before = self._values()
+        parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False)
+        self.values = self._values()
+        self.globals.update(self.before)
+
+    def _values(self) -> dict:
+        return {name: value for name, value in self.globals.items() if name.startswith("_") and name.isupper()}
+
+    @contextmanager
+    def current(self):
+        self.globals.update(self.values)
+        try:
+            yield
+        finally:
+            self.globals.update(self.before)
+
+
+class Training:
+    def __init__(self, tensor: int, overlapping: bool, whole: dict[str, torch.Tensor]):
+        self.state = ParallelState(tensor)
+        with self.state.current():
+            self._build(overlapping, whole)
+
+    def _build(self, overlapping: bool, whole: dict[str, torch.Tensor]) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+        from megatron.core.transformer import TransformerConfig
+
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.replicas = parallel_state.get_data_parallel_group()
+        config = TransformerConfig(
+            num_layers=MODEL.layers,
+            hidden_size=MODEL.hidden,
+            num_attention_heads=MODEL.heads,
+            layernorm_epsilon=MODEL.norm_epsilon,
+            activation_func=partial(F.gelu, approximate="tanh"),
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=self.group.size(),
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=MODEL.padded_vocab_size,
+            max_sequence_length=MODEL.max_positions,
+            share_embeddings_and_output_weights=True,
+        )
+        self._load(model, whole)
+        sums = DistributedDataParallelConfig(overlap_grad_reduce=overlapping, bucket_size=BUCKET_PARAMETERS)
+        self.model = DistributedDataParallel(config, sums, model)
+        self.parameters = list(model.parameters())
+        self.counted = [p for p in self.parameters if param_is_not_tensor_parallel_duplicate(p, self.group)]
+        self.optimizer = adamw(self.parameters)
+        self.ids, self.targets = sequences(self.replicas.rank(), self.replicas.size())
+        self.positions = torch.arange(MODEL.max_positions).expand_as(self.ids)
+        future = torch.ones(MODEL.max_positions, MODEL.max_positions, dtype=torch.bool).triu_(1)
+        self.mask = future[None, None]  # it would make its own on CUDA
+
+    def _load(self, model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
+        """Its weights are laid out as the plain model's: a head's query, key and value side by side."""
+        place, parameters = self.group.rank(), dict(model.named_parameters())
+        for name, tensor in plain_weights(whole, MODEL).items():
+            if name == "head.weight":  # tied
+                continue
+            parameter = parameters.pop(_megatron_name(name))
+            if getattr(parameter, "tensor_model_parallel", False):
+                tensor = tensor.chunk(self.group.size(), parameter.partition_dim)[place]
+            with torch.no_grad():
+                parameter.copy_(tensor)
+        assert not parameters, f"without a value: {', '.join(parameters)}"
+
+    def step(self) -> Callable[[], dict]:
+        with self.state.current():
+            self.model.zero_grad_buffer()
+            loss = self.model(self.ids, self.positions, self.mask, labels=self.targets).mean()
+            loss.backward()
+            self.model.finish_grad_sync()
+            for parameter in self.parameters:
+                parameter.grad = parameter.main_grad
+            self._clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+        return self.told
+
+    def _clip(self) -> None:
+        norms = torch._foreach_norm([p.grad for p in self.counted])
+        square = torch.stack(norms).square().sum()
+        dist.all_reduce(square, group=self.group)
+        scale = OPTIM.clip_norm / square.sqrt().clamp(min=OPTIM.clip_norm)
+        torch._foreach_mul_([p.grad for p in self.parameters], scale)
+
+    def told(self) -> dict:
+        dist.all_reduce(self.loss, group=self.replicas)
+        return {"loss": self.loss.item() / self.replicas.size()}
+
+
+def _megatron_name(name: str) -> str:
+    """``blocks.2.qkv.weight`` → ``decoder.layers.2.self_attention.linear_qkv.weight``."""
+    if name in _NAMES:
+        return _NAMES[name]
+    layer, _, kind = name.rpartition(".")
+    if layer.startswith("blocks."):
+        _, number, layer = layer.split(".")
+        return f"decoder.layers.{number}.{_NAMES[layer]}.{kind}"
+    return f"{_NAMES[layer]}.{kind}"
+
+
+if __name__ == "__main__":
+    answers = answers_alone()
+    whole = whole_weights()
+    with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_groups()
+        without_cuda()
+        contenders = {name: Training(tensor, overlapping, whole) for name, (tensor, overlapping) in SETTINGS.items()}
+        serve({name: contender.step for name, contender in contenders.items()}, answers)

@@ -1,0 +1,36 @@
+"""The work of the peers' benchmark, the same for every team: a GPT-2, its first weights, its tokens, its AdamW."""
+
+import torch
+
+from gpt4d.config import ModelConfig, OptimConfig
+from gpt4d.model.gpt import GPT
+from gpt4d.model.init import initialise
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.weights import WeightStream
+
+MODEL = ModelConfig("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
+BATCH = 8  # sequences of a step, over all ranks
+OPTIM = OptimConfig()  # with the rate as it stands, step after step, and gradients clipped
+
+
+def our_model(weights: WeightStream, config: ModelConfig = MODEL, cache_layers: int = 0) -> GPT:
+    model = GPT(config, weights, cache_layers=cache_layers)
+    initialise(model, 0, weights.grid)
+    return model
+
+
+def whole_weights(config: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
+    """The global tensors that everyone starts from. To be called before there is a process group."""
+    return {name: p.detach() for name, p in our_model(WeightStream(Grid()), config).named_parameters()}
+
+
+def sequences(share: int, shares: int, config: ModelConfig = MODEL, batch: int = BATCH) -> tuple[torch.Tensor, ...]:
+    """Token ids and targets [batch / shares, positions]: one of the equal shares of the batch.
+
+    Random tokens, and the same ones in each step: they are learnt by heart, and the loss falls fast enough to show
+    that two teams do the same.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (batch, config.max_positions + 1), generator=generator)
+    mine = tokens[share * batch // shares : (share + 1) * batch // shares]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
