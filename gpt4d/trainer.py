@@ -18,7 +18,7 @@ from gpt4d.data.tokens import prepare
 from gpt4d.generate import continuation
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
-from gpt4d.parallel import collectives, gradients
+from gpt4d.parallel import collectives, gradients, memory
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.launch import on_first_rank
 from gpt4d.parallel.weights import WeightStream, compute_dtype
@@ -201,9 +201,11 @@ class Trainer:
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
         size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
+        parts = ", ".join(f"{kind} {size:.3g}" for kind, size in self._memory_by_layouts().items())
         print(
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "
             f"grid {self.grid.sizes} (x, y, z, data)\n"
+            f"memory of a device by the layouts, in GiB: {parts}; activations and what is gathered come on top\n"
             f"{config.data.name}: {len(self.training.tokens):,} tokens to train on, "
             f"{len(self.validation.tokens):,} held out",
             flush=True,
@@ -223,7 +225,12 @@ class Trainer:
         if not self.grid.world.index:
             validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
             curve = metrics.plot_losses(run_dir)
-            self.report.line.print(f"done: {validation}run {run_dir}, loss curve {curve}")
+            peak = metrics.peak_memory_gib(self.device)
+            self.report.line.print(f"done: {validation}{peak:.2f} GiB at peak, run {run_dir}, loss curve {curve}")
+
+    def _memory_by_layouts(self) -> dict[str, float]:
+        used = memory.by_layouts(self.model.parameters(), self.owned, self.grid)
+        return {kind: size / 2**30 for kind, size in used.items()}
 
     def _restart_clock(self) -> None:
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
@@ -249,6 +256,7 @@ class Trainer:
             "tflops_per_device": flops / 1e12,
             "mfu": flops / peak if peak else None,
             "memory_gib": metrics.peak_memory_gib(self.device),
+            "memory": {"after_step": metrics.used_memory_gib(self.device), **self._memory_by_layouts()},
             "comm": {axis: {k: v / steps for k, v in total.items()} for axis, total in used.items()},
         }
 

@@ -166,10 +166,11 @@ def test_the_run_directory_tells_what_happened(ranks, tiny):
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert set(steps[-1]) == {
         "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu",
-        "memory_gib", "comm",
+        "memory_gib", "memory", "comm",
     }  # fmt: skip
     assert steps[-1]["tokens"] == 4 * 16 * 16
     assert set(steps[-1]["comm"]) == {"x", "y", "world"}
+    assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
     events = [line["event"] for line in lines if "event" in line]
     assert events == ["validation", "checkpoint", "validation", "checkpoint", "sample"]
 
