@@ -1,7 +1,6 @@
-"""The stream of weights against an engine that is not ours: torch's FSDP2 shards the same layers over the same ranks."""
+"""The stream of weights against an engine that is not ours: FSDP2 shards the same layers over the same ranks."""
 
 import pytest
-import torch
 from torch.distributed.fsdp import fully_shard
 
 from gpt4d.config import GridSizes, OverlapConfig
