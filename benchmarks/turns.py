@@ -4,8 +4,8 @@ Frameworks keep global state, so each has a *team* of its own: one process a ran
 run. A machine that drifts drifts for all contenders alike. A team that waits for its turn is stopped (SIGSTOP), since
 blocking on standard input is not enough: gloo's threads wake up a hundred times a second each.
 
-The parent writes a contender's name to every rank of its team; the ranks do one step of it; rank 0 answers with one
-line of JSON. A team is a module that ends in ``serve(contenders)``.
+The parent writes a contender's name to every rank of its team; the ranks do one step of it, or as many as the answer
+says; rank 0 answers with one line of JSON. A team is a module that ends in ``serve(contenders)``.
 """
 
 import importlib.util
@@ -135,7 +135,8 @@ def serve(contenders: Mapping[str, Step], answers_to: TextIO) -> None:
         more = step()
         dist.barrier()  # the step of the slowest rank
         seconds = time.perf_counter() - start
-        tell({"seconds": seconds, **more()})
+        answer = more()
+        tell({"seconds": seconds / answer.pop("steps", 1), **answer})
 
 
 def share_groups() -> None:

@@ -179,6 +179,7 @@ class Trainer:
             self.report.event("complete", words, **asdict(self.progress))
 
     def _save(self) -> None:
+        self.gradient_sum.arrive()
         sizes, data = self.grid.sizes._asdict(), self.config.data.name
         meta = catalog.Meta(self.progress, self.config.model, sizes, data, self.files.fingerprint())
         tokenizer = self.files.directory / "tokenizer.json"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.teams.plain import adamw, plain_weights
-from benchmarks.teams.training import MODEL, OPTIM, sequences, whole_weights
+from benchmarks.teams.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.parallel.launch import Launch, process_group
 
@@ -182,4 +182,4 @@ if __name__ == "__main__":
         share_groups()
         without_cuda()
         contenders = {name: Training(tensor, overlapping, whole) for name, (tensor, overlapping) in SETTINGS.items()}
-        serve({name: contender.step for name, contender in contenders.items()}, answers)
+        serve({name: in_a_row(contender.step) for name, contender in contenders.items()}, answers)

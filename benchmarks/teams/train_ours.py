@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.teams.training import BATCH, MODEL, OPTIM, our_model, sequences
+from benchmarks.teams.training import BATCH, MODEL, OPTIM, STEPS, in_a_row, our_model, sequences
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d import optim
 from gpt4d.config import GridSizes, ModelConfig
@@ -18,12 +18,13 @@ from gpt4d.parallel.weights import WeightStream
 class Training:
     """What ``gpt4d.trainer`` does in a step. Weights gathered over z stay for the backward: other teams' stay too."""
 
-    def __init__(self, sizes: GridSizes, config: ModelConfig = MODEL, batch: int = BATCH):
+    def __init__(self, sizes: GridSizes, config: ModelConfig = MODEL, batch: int = BATCH, shard: bool = False):
         self.grid, self.step_tokens = Grid(sizes), batch * config.max_positions
         self.model = our_model(WeightStream(self.grid), config, cache_layers=config.layers)
-        self.parameters = list(self.model.parameters())
-        self.gradient_sum = gradients.GradientSum(self.model.weights, self.parameters)
-        self.optimizer = optim.build_optimizer(self.model.named_parameters(), OPTIM)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        self.gradient_sum = gradients.GradientSum(self.model.weights, parameters, shard=shard)
+        self.owned = self.gradient_sum.owned
+        self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), OPTIM)
         self.ids, self.targets = sequences(self.grid.batch_shard, sizes.batch_shards, config, batch)
         self.numbers = torch.arange(len(self.ids))
 
@@ -34,15 +35,16 @@ class Training:
         self.gradient_sum.finish()
         counts = grid.x.index == grid.y.index == 0  # ranks along x and y have the same loss
         loss = loss.detach().double() if counts else torch.zeros((), dtype=torch.float64)
-        squared_norm = gradients.squared_norm(self.parameters, grid, torch.device("cpu"))
+        squared_norm = gradients.squared_norm(self.owned, grid, torch.device("cpu"))
         self.loss, squared_norm = collectives.all_reduce(torch.stack((loss, squared_norm)), grid.world)
-        optim.clip(self.parameters, squared_norm.sqrt(), OPTIM.clip_norm)
+        optim.clip(self.owned, squared_norm.sqrt(), OPTIM.clip_norm)
         self.optimizer.step()
+        self.gradient_sum.spread()
         self.optimizer.zero_grad(set_to_none=True)
         return self.told
 
     def told(self) -> dict:
-        exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in self.grid}
+        exposed = {axis.name: axis.traffic.read()["exposed_s"] / STEPS for axis in self.grid}
         exposed = {axis: exposed[axis] for axis, size in self.grid.sizes._asdict().items() if size > 1}
         return {"loss": self.loss.item(), "exposed_s": exposed}
 
@@ -51,5 +53,10 @@ if __name__ == "__main__":
     answers = answers_alone()
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_groups()
-        grids = {grid: GridSizes(*map(int, grid.split("x"))) for grid in sys.argv[1:]}
-        serve({grid: Training(sizes).step for grid, sizes in grids.items()}, answers)
+        contenders = {}
+        for grid in sys.argv[1:]:
+            sizes = GridSizes(*map(int, grid.split("x")))
+            contenders[grid] = Training(sizes)
+            if sizes.data > 1:
+                contenders[f"{grid}, states sharded"] = Training(sizes, shard=True)
+        serve({name: in_a_row(one.step, one.gradient_sum.arrive) for name, one in contenders.items()}, answers)

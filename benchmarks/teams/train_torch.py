@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.teams.plain import PlainGPT, adamw, plain_model
-from benchmarks.teams.training import MODEL, OPTIM, sequences, whole_weights
+from benchmarks.teams.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.parallel.launch import Launch, process_group
 
@@ -98,7 +98,7 @@ def contenders(whole: dict[str, torch.Tensor]) -> dict[str, Callable]:
         fully_sharded(both, mesh["data"])
         training = Training(both, sequences(rank // tensor, world // tensor), loss_cut=True)
         found[f"TP{tensor} × FSDP2 {world // tensor}"] = training
-    return {name: training.step for name, training in found.items()}
+    return {name: in_a_row(training.step) for name, training in found.items()}
 
 
 if __name__ == "__main__":

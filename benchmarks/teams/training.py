@@ -1,7 +1,10 @@
 """The work of the peers' benchmark, the same for every team: a GPT-2, its first weights, its tokens, its AdamW."""
 
+from collections.abc import Callable
+
 import torch
 
+from benchmarks.turns import Step
 from gpt4d.config import ModelConfig, OptimConfig
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
@@ -10,7 +13,20 @@ from gpt4d.parallel.weights import WeightStream
 
 MODEL = ModelConfig("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
 BATCH = 8  # sequences of a step, over all ranks
+STEPS = 4  # of a turn, one after another: what a step leaves for the next one to do is done within the turn
 OPTIM = OptimConfig()  # with the rate as it stands, step after step, and gradients clipped
+
+
+def in_a_row(step: Step, settle: Callable[[], None] = lambda: None) -> Step:
+    """A turn of ``STEPS`` steps; ``settle`` ends what the last one left under way."""
+
+    def turn() -> Callable[[], dict]:
+        for _ in range(STEPS):
+            told = step()
+        settle()
+        return lambda: {**told(), "steps": STEPS}
+
+    return turn
 
 
 def our_model(weights: WeightStream, config: ModelConfig = MODEL, cache_layers: int = 0) -> GPT:

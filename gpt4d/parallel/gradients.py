@@ -15,6 +15,8 @@ from gpt4d.parallel.grid import BATCH_AXES, Axis, Grid
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import WeightStream
 
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency counts; above, it no longer does
+
 
 class _Bucket(NamedTuple):
     """Parameters whose gradients travel as one."""
@@ -45,7 +47,7 @@ class GradientSum:
     however early it began.
 
     ``owned`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1) a rank owns
-    only its rows of each along data: gradients are reduce-scattered, and after the update ``spread`` gathers the rows.
+    only its rows of each weight along data: gradients are reduce-scattered, and ``spread`` gathers what was updated.
     """
 
     def __init__(
@@ -53,23 +55,28 @@ class GradientSum:
         weights: WeightStream,
         parameters: Sequence[nn.Parameter],
         overlap: bool = True,
-        bucket_bytes: int = 8 << 20,
+        bucket_bytes: int | None = None,
         shard: bool = False,
     ):
         self.weights, self.overlap = weights, overlap
         self.owned = [_own_rows(p, weights.grid) if shard else p for p in parameters]
         self._owned = dict(zip(parameters, self.owned, strict=True))
+        if bucket_bytes is None:
+            # The first sets off after an eighth of the backward, and no more than that is left at its end.
+            bucket_bytes = min(max(sum(p.nbytes for p in parameters) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
         cut = {p for p, own in self._owned.items() if own is not p}
         self.buckets = list(_buckets(parameters, cut, weights.grid, bucket_bytes))
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._expected: Counter[nn.Parameter] = Counter()  # contributions to a gradient in the last step
         self._added: Counter[nn.Parameter] = Counter()  # and so far in this one
         self._sent: dict[_Bucket, Pending] = {}
+        self._arriving: dict[_Bucket, Pending] = {}  # what other ranks updated
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
         this = weakref.ref(self)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: this()._on_gradient(p))
         weights.on_gradient = lambda p: this()._on_gradient(p)
+        weights.before_reading = lambda p: this()._arrive(this()._bucket_of.get(p))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._added[parameter] += 1
@@ -110,22 +117,39 @@ class GradientSum:
         self._expected, self._added = self._added, Counter()
 
     def spread(self) -> None:
-        """Brings the rows that other ranks own up to date. Called after the optimizer's step."""
-        gathering = {}
-        for bucket in filter(lambda bucket: bucket.sharded, self.buckets):
-            rows = bucket.pack([self._owned[p].detach() for p in bucket.parameters], 1)
-            gathering[bucket] = collectives.start_all_gather(rows, bucket.axes[-1])
-        for bucket, pending in gathering.items():
-            for parameter, piece in zip(bucket.parameters, bucket.unpack(pending.wait()), strict=True):
+        """Sends for the rows that other ranks updated. Called after the optimizer's step.
+
+        They arrive behind the next forward, which waits for a weight when it first needs it; whoever else reads
+        parameters calls ``arrive`` before.
+        """
+        for bucket in reversed(self.buckets):  # in the order of the forward
+            if bucket.sharded:
+                rows = bucket.pack([self._owned[p].detach() for p in bucket.parameters], 1)
+                self._arriving[bucket] = collectives.start_all_gather(rows, bucket.axes[-1])
+        if not self.overlap:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Returns when every parameter is up to date."""
+        for bucket in list(self._arriving):
+            self._arrive(bucket)
+
+    def _arrive(self, bucket: _Bucket | None) -> None:
+        if bucket in self._arriving:
+            pieces = bucket.unpack(self._arriving.pop(bucket).wait())
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                 parameter.detach().view(len(piece), -1).copy_(piece)
 
 
 def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
-    """This rank's rows along data of a parameter, on its memory; all of it where data does not divide the rows."""
-    rows, size, index = len(parameter), grid.data.size, grid.data.index
-    if size == 1 or rows % size:
-        return parameter
+    """This rank's rows along data of a weight, on its memory.
+
+    All of it where data does not divide the rows, and of what is not streamed: vectors are small.
+    """
     first, *others = parameter.spec.layout.dims
+    rows, size, index = len(parameter), grid.data.size, grid.data.index
+    if size == 1 or rows % size or "z" not in first:
+        return parameter
     own = nn.Parameter(parameter.detach().chunk(size)[index])
     own.spec = replace(parameter.spec, layout=Layout((*first, "data"), *others))
     return own

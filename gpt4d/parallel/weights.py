@@ -71,6 +71,7 @@ class WeightStream:
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None  # told of each addition to a gradient
+        self.before_reading: Callable[[nn.Parameter], None] = lambda shard: None  # makes sure that it is up to date
         self._cached: set[nn.Parameter] = set()
         self._recomputing = False
         self._here: dict[nn.Parameter, Pending] = {}  # whole weights, or on their way, that will be asked for
@@ -132,6 +133,7 @@ class WeightStream:
     def _start_gather(self, shard: nn.Parameter) -> Pending:
         """Cast first, gathered then: a bf16 weight is half the bytes of its master."""
         assert shard.spec.layout.dims[0][-1:] == ("z",), f"z is to split the rows of {shard.spec}, innermost"
+        self.before_reading(shard)
         return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self.grid.z)
 
     def _observe(self, use: _Use) -> _Use | None:
