@@ -148,10 +148,10 @@ def share_groups() -> None:
 
     new_group, groups = dist.new_group, {}
 
-    def new_or_shared(ranks=None, *_, **__) -> dist.ProcessGroup:
+    def new_or_shared(ranks=None, *_, use_local_synchronization: bool = False, **__) -> dist.ProcessGroup:
         ranks = tuple(range(dist.get_world_size()) if ranks is None else map(int, ranks))
         if ranks not in groups:
-            groups[ranks] = new_group(ranks)
+            groups[ranks] = new_group(ranks, use_local_synchronization=use_local_synchronization)
         return groups[ranks]
 
     dist.new_group = distributed_c10d.new_group = device_mesh.new_group = new_or_shared

@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl, the console, Weights & Biases, the loss curve."""
 
 import json
+import os
 import sys
 import time
 import uuid
@@ -39,6 +40,17 @@ def peak_memory_gib(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def used_memory_gib(device: torch.device) -> float | None:
+    """What this process uses now: of its GPU, or of the host; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:  # not Linux
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 class Report:

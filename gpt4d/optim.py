@@ -9,20 +9,20 @@ from torch import nn
 from gpt4d.config import OptimConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; decoupled decay on matrices only. Element by element, so parts of parameters serve as well as wholes.
+def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW on named parameters; decoupled decay on matrices only. Element by element: parts serve as well as wholes.
 
     The states exist from the start, so that a checkpoint can be loaded into them.
     """
-    parameters = list(parameters)
+    parameters = dict(parameters)
     groups = [
-        {"params": [p for p in parameters if p.spec.decay], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if not p.spec.decay], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in parameters.items() if p.spec.decay], "weight_decay": config.weight_decay},
+        {"params": [(n, p) for n, p in parameters.items() if not p.spec.decay], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
     )
-    for parameter in parameters:
+    for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),

@@ -18,10 +18,11 @@ from gpt4d.data.tokens import prepare
 from gpt4d.generate import continuation
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
-from gpt4d.parallel import collectives, gradients
+from gpt4d.parallel import collectives, gradients, memory
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.launch import on_first_rank
 from gpt4d.parallel.weights import WeightStream, compute_dtype
+from gpt4d.profiling import Profile
 
 
 class Trainer:
@@ -61,25 +62,30 @@ class Trainer:
             cache_layers=config.model.layers if cache_layers == "all" else cache_layers,
         )
         initialise(self.model, seed, self.grid)
-        self.parameters = list(self.model.parameters())
-        self.gradient_sum = gradients.GradientSum(weights, self.parameters, config.parallel.overlap.data)
-        self.optimizer = optim.build_optimizer(self.parameters, config.optim)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        self.gradient_sum = gradients.GradientSum(
+            weights, parameters, config.parallel.overlap.data, shard=config.optim.shard_states
+        )
+        self.owned = self.gradient_sum.owned
+        self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), config.optim)
 
     def run(self) -> None:
         """Goes on from the newest checkpoint, if it may, to ``train.steps``."""
         self.report = self._start_report()
         try:
             self._resume()
-            self._loop()
+            with Profile(self.config, self.model, self.optimizer, self.report, self.progress.step) as profile:
+                self._loop(profile)
             self._finish()
         finally:
             self.report.close()
 
-    def _loop(self) -> None:
+    def _loop(self, profile: Profile) -> None:
         config = self.config
         self._restart_clock()
         while self.progress.step < config.train.steps:
-            loss, norm, lr = self._step()
+            with profile.step(self.progress.step + 1):
+                loss, norm, lr = self._step()
             step = self.progress.step
             last = step == config.train.steps
             validating = last or _due(step, config.train.validate_every)
@@ -114,11 +120,12 @@ class Trainer:
             part.backward()
             loss += part.detach()
         self.gradient_sum.finish()
-        squared_norm = gradients.squared_norm(self.parameters, grid, self.device)
+        squared_norm = gradients.squared_norm(self.owned, grid, self.device)
         loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)
         norm = squared_norm.sqrt()
-        optim.clip(self.parameters, norm, config.optim.clip_norm)
+        optim.clip(self.owned, norm, config.optim.clip_norm)
         self.optimizer.step()
+        self.gradient_sum.spread()
         self.optimizer.zero_grad(set_to_none=True)
 
         progress.step += 1
@@ -192,11 +199,13 @@ class Trainer:
             return metrics.Silence()
         config = self.config
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
-        size = sum(math.prod(p.spec.shape) for p in self.parameters)
+        size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
+        parts = ", ".join(f"{kind} {size:.3g}" for kind, size in self._memory_by_layouts().items())
         print(
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "
             f"grid {self.grid.sizes} (x, y, z, data)\n"
+            f"memory of a device by the layouts, in GiB: {parts}; activations and what is gathered come on top\n"
             f"{config.data.name}: {len(self.training.tokens):,} tokens to train on, "
             f"{len(self.validation.tokens):,} held out",
             flush=True,
@@ -216,7 +225,12 @@ class Trainer:
         if not self.grid.world.index:
             validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
             curve = metrics.plot_losses(run_dir)
-            self.report.line.print(f"done: {validation}run {run_dir}, loss curve {curve}")
+            peak = metrics.peak_memory_gib(self.device)
+            self.report.line.print(f"done: {validation}{peak:.2f} GiB at peak, run {run_dir}, loss curve {curve}")
+
+    def _memory_by_layouts(self) -> dict[str, float]:
+        used = memory.by_layouts(self.model.parameters(), self.owned, self.grid)
+        return {kind: size / 2**30 for kind, size in used.items()}
 
     def _restart_clock(self) -> None:
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
@@ -242,6 +256,7 @@ class Trainer:
             "tflops_per_device": flops / 1e12,
             "mfu": flops / peak if peak else None,
             "memory_gib": metrics.peak_memory_gib(self.device),
+            "memory": {"after_step": metrics.used_memory_gib(self.device), **self._memory_by_layouts()},
             "comm": {axis: {k: v / steps for k, v in total.items()} for axis, total in used.items()},
         }
 

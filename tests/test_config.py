@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from gpt4d.config import CONFIG_DIR, ConfigError, GridSizes, compose, grid_problem, validate
+from gpt4d.config import CONFIG_DIR, ConfigError, GridSizes, compose, grid_problem, profiled_steps, validate
 
 SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 
@@ -56,6 +56,15 @@ def test_an_override_that_does_not_fit_the_schema_is_told_in_one_line(override, 
         (1, ["data=text", "data.path=tests"], "data.path='tests' matches no file: a directory; use 'tests/*.txt'"),
         (1, ["data.source=tape"], "data.source='tape': use one of sotu, text"),
         (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
+        (
+            1,
+            ["profile.steps=ten"],
+            "profile.steps='ten': use the number of a step, such as 10, or a range such as 10-12",
+        ),
+        (1, ["profile.steps=1-2-3"], "profile.steps='1-2-3': use the number of a step"),
+        (1, ["profile.steps=0"], "profile.steps=0: the first step of a run is 1; use steps from 1 to 600"),
+        (1, ["profile.steps=12-10"], "profile.steps=12-10: the range ends before it begins; use 10-12"),
+        (1, ["profile.steps=601-700"], "profile.steps=601-700: the run ends with step train.steps=600"),
         (1, ["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
     ],
 )
@@ -67,6 +76,11 @@ def test_a_wrong_value_is_told_with_what_would_do(world_size, overrides, said):
 
 def test_gdata_fills_the_world():
     assert validate(compose(["parallel.gx=2", "parallel.gz=2"]), 16) == GridSizes(2, 1, 2, 4)
+
+
+@pytest.mark.parametrize(("typed", "steps"), [("10", (10, 10)), ("10-12", (10, 12)), ("null", None)])
+def test_steps_to_profile_are_a_number_or_a_range(typed, steps):
+    assert profiled_steps(compose([f"profile.steps={typed}"])) == steps
 
 
 @pytest.mark.parametrize("model", SHIPPED_MODELS)

@@ -24,7 +24,7 @@ def test_the_horizon_of_the_schedule_can_be_another_than_the_end_of_the_run():
 
 def test_matrices_decay_and_biases_and_norms_do_not():
     model = build_model(TINY_MODEL, GridSizes(), torch.float32)
-    optimizer = optim.build_optimizer(model.parameters(), OptimConfig(weight_decay=0.1))
+    optimizer = optim.build_optimizer(model.named_parameters(), OptimConfig(weight_decay=0.1))
     names = {p: n for n, p in model.named_parameters()}
     decaying, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

@@ -88,13 +88,15 @@ def test_20_steps_are_those_of_the_serial_run_on_every_grid(ranks, serial_run, t
         ("train.micro_batch_size=1",),
         ("train.activation_checkpointing=full", "train.micro_batch_size=2"),
         ("train.deterministic=true",),
+        ("optim.shard_states=true",),
+        ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
     ],
     ids="+".join,
 )
 def test_how_a_step_is_computed_does_not_change_it(ranks, serial_run, tiny, overrides):
     losses, norms = losses_and_norms(serial_run(tiny()))
     config = tiny("parallel.gx=2", "parallel.gz=2", *overrides)
-    ranks.run(4, train_in_rank, config)
+    ranks.run(8, train_in_rank, config)
     on_this_grid = losses_and_norms(metric_lines(config.run.dir))
     assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
     assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
@@ -134,6 +136,22 @@ def test_a_run_resumed_on_another_grid_goes_on_as_it_would_have(ranks, tiny, fir
     assert resumed[1] == pytest.approx(norms, rel=1e-5)
 
 
+def test_a_run_goes_on_with_its_states_sharded_and_whole_again(ranks, tiny):
+    straight = tiny("run.dir=" + tiny().run.dir + "-straight", "optim.schedule_steps=20")
+    ranks.run(1, train_in_rank, straight)
+    for steps, world, overrides in (
+        (7, 4, ["parallel.gy=2", "optim.shard_states=true"]),
+        (14, 2, ["parallel.gx=2"]),
+        (20, 4, ["optim.shard_states=true"]),
+    ):
+        run = tiny(*overrides, f"train.steps={steps}", "optim.schedule_steps=20")
+        ranks.run(world, train_in_rank, run)
+    losses, norms = losses_and_norms(metric_lines(straight.run.dir))
+    resumed = losses_and_norms(metric_lines(run.run.dir))
+    assert resumed[0] == pytest.approx(losses, rel=1e-5)
+    assert resumed[1] == pytest.approx(norms, rel=1e-5)
+
+
 def test_the_run_directory_tells_what_happened(ranks, tiny):
     config = tiny(
         "parallel.gx=2", "parallel.gy=2", "train.steps=4", "train.validate_every=2", "checkpoint.every=2",
@@ -148,10 +166,11 @@ def test_the_run_directory_tells_what_happened(ranks, tiny):
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert set(steps[-1]) == {
         "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu",
-        "memory_gib", "comm",
+        "memory_gib", "memory", "comm",
     }  # fmt: skip
     assert steps[-1]["tokens"] == 4 * 16 * 16
     assert set(steps[-1]["comm"]) == {"x", "y", "world"}
+    assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
     events = [line["event"] for line in lines if "event" in line]
     assert events == ["validation", "checkpoint", "validation", "checkpoint", "sample"]
 

@@ -23,7 +23,7 @@ class Training:
         self.model = our_model(WeightStream(self.grid), config, cache_layers=config.layers)
         self.parameters = list(self.model.parameters())
         self.gradient_sum = gradients.GradientSum(self.model.weights, self.parameters)
-        self.optimizer = optim.build_optimizer(self.parameters, OPTIM)
+        self.optimizer = optim.build_optimizer(self.model.named_parameters(), OPTIM)
         self.ids, self.targets = sequences(self.grid.batch_shard, sizes.batch_shards, config, batch)
         self.numbers = torch.arange(len(self.ids))
 

@@ -31,12 +31,13 @@ def as_global(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> DTensor:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid) -> dict:
-    parameters = dict(model.named_parameters())
-    state = {"model": {n: as_global(p, p.spec, grid) for n, p in parameters.items()}}
+    state = {"model": {n: as_global(p, p.spec, grid) for n, p in model.named_parameters()}}
     if optimizer is not None:
+        # The optimizer's parameters may be parts of the model's: their own layouts say which.
         state["optim"] = {
             n: {k: as_global(optimizer.state[p][k], p.spec, grid) for k in ("exp_avg", "exp_avg_sq")}
-            for n, p in parameters.items()
+            for group in optimizer.param_groups
+            for n, p in zip(group["param_names"], group["params"], strict=True)
         }
     return state
 

@@ -1,6 +1,6 @@
 """The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
 
-from gpt4d.config.checks import grid_problem, validate, value_of
+from gpt4d.config.checks import grid_problem, profiled_steps, validate, value_of
 from gpt4d.config.composing import CONFIG_DIR, compose, explained, from_arguments, known_keys, typed
 from gpt4d.config.schema import (
     Config,
@@ -32,6 +32,7 @@ __all__ = [
     "from_arguments",
     "grid_problem",
     "known_keys",
+    "profiled_steps",
     "typed",
     "validate",
     "value_of",

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from typing import Any
 
 from gpt4d.config.schema import Config, ConfigError, DataConfig, GridSizes, ModelConfig, ParallelConfig, TrainConfig
@@ -86,6 +87,24 @@ def check_data(data: DataConfig) -> None:
             raise ConfigError(f"data.path={data.path!r} matches no file{mend}")
 
 
+def profiled_steps(config: Config) -> tuple[int, int] | None:
+    """The first and the last step to trace. ConfigError unless the run can come to the first."""
+    text, end = config.profile.steps, config.train.steps
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match:
+        raise ConfigError(f"profile.steps={text!r}: use the number of a step, such as 10, or a range such as 10-12")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if min(first, last) < 1:
+        raise ConfigError(f"profile.steps={text}: the first step of a run is 1; use steps from 1 to {end}")
+    if last < first:
+        raise ConfigError(f"profile.steps={text}: the range ends before it begins; use {last}-{first}")
+    if first > end:
+        raise ConfigError(f"profile.steps={text}: the run ends with step train.steps={end}; use steps from 1 to {end}")
+    return first, last
+
+
 def _check_values(config: Config) -> None:
     model, train, optim = config.model, config.train, config.optim
     at_least = {
@@ -128,6 +147,7 @@ def _check_values(config: Config) -> None:
         )
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}: the cosine goes down")
+    profiled_steps(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         raise ConfigError(f"checkpoint.resume={resume!r}: no such directory; use auto, never, or a checkpoint's path")

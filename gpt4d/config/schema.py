@@ -100,6 +100,7 @@ class OptimConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # of the global gradient; 0: no clipping
+    shard_states: bool = False  # each device of the data axis keeps a part of the states, and updates that (ZeRO-1)
 
 
 @dataclass
@@ -124,6 +125,11 @@ class LoggingConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: str | None = None  # traced, by the numbers of metrics.jsonl, such as 10 or 10-12; null: none
+
+
+@dataclass
 class RunConfig:
     name: str = "${model.name}-${data.name}"
     dir: str = "runs/${run.name}"  # stays the same over restarts, so that a run finds its checkpoints
@@ -138,6 +144,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 

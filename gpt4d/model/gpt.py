@@ -12,7 +12,7 @@ from gpt4d.config import ModelConfig
 from gpt4d.parallel.layers.attention import CausalAttention
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
-from gpt4d.parallel.layers.linear import Linear, head
+from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
@@ -74,6 +74,7 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout, weights.grid.y)
         self.blocks = nn.ModuleList(Block(config, weights) for _ in range(config.layers))
         self.norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+        self.head = Head(weights)
         for block in self.blocks[config.layers - cache_layers :]:
             weights.cache(block)
 
@@ -86,7 +87,7 @@ class GPT(nn.Module):
         x_BSH = self.tokens(ids_BS) + self.positions(ids_BS.shape[1])
         x_BSH = self.dropout(x_BSH, sample_ids_B)
         x_BSH = self.through_blocks(x_BSH, sample_ids_B)
-        return head(self.weights, self.norm(x_BSH), self.tokens.weight)
+        return self.head(self.norm(x_BSH), self.tokens.weight)
 
     def through_blocks(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
         """The residual stream after all blocks, of the same shape."""

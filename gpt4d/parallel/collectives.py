@@ -6,12 +6,14 @@ of them give back their input at no cost.
 """
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 import torch.distributed as dist
 
+from gpt4d.parallel import shared_memory
 from gpt4d.parallel.grid import Axis
-from gpt4d.parallel.traffic import Run
+from gpt4d.parallel.traffic import Run, now
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,32 +42,69 @@ class Pending:
         return self.result
 
 
+def _named(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Names a collective in a profiler's trace, where it starts and where it is waited for: ``all_gather z``."""
+    kind = start.__name__.removeprefix("start_")
+
+    @wraps(start)
+    def in_a_range(tensor: torch.Tensor, axis: Axis, *rest) -> Pending:
+        if axis.size == 1:
+            return start(tensor, axis, *rest)
+        name = f"{kind} {axis.name}"
+        with axis.traffic.named_range(name):
+            pending = start(tensor, axis, *rest)
+        pending.run.name = name
+        return pending
+
+    return in_a_range
+
+
+@_named
 def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Reduces ``tensor`` over the axis, **in place**. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
     if axis.size == 1:
         return Pending(tensor)
     assert tensor.is_contiguous()
+    sent_bytes = 2 * (axis.size - 1) / axis.size * tensor.nbytes
+    if _shared(tensor, axis):
+        combine = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}[op]
+
+        def reduce(slots: torch.Tensor) -> torch.Tensor:
+            combine(slots[0], slots[1], out=tensor)  # in the order of the ranks: the same bits on all of them
+            for other in slots[2:]:
+                combine(tensor, other, out=tensor)
+            return tensor
+
+        return _through_memory(tensor, axis, sent_bytes, reduce)
+    if axis.across is not None and op == dist.ReduceOp.SUM and _in_parts(tensor, axis):
+        return _by_hosts(tensor, axis, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
-    return Pending(tensor, Run(axis.traffic, work, tensor.device, 2 * (axis.size - 1) / axis.size * tensor.nbytes))
+    return Pending(tensor, Run(axis.traffic, work, tensor.device, sent_bytes))
 
 
+@_named
 def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     """The shards of all ranks of the axis, one after another along dim 0. Sends (G-1) shards (Eq. 1)."""
     if axis.size == 1:
         return Pending(shard)
     shard = shard.contiguous()
+    sent_bytes = (axis.size - 1) * shard.nbytes
+    if _shared(shard, axis):
+        return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
-    run = Run(axis.traffic, work, shard.device, (axis.size - 1) * shard.nbytes)
-    return Pending(full, run, source=shard)
+    return Pending(full, Run(axis.traffic, work, shard.device, sent_bytes), source=shard)
 
 
+@_named
 def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     """This rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
     if axis.size == 1:
         return Pending(full)
     full = full.contiguous()
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
+    if _shared(full, axis):
+        return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
     if full.is_cuda:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
@@ -78,6 +117,47 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
         return parts.view(axis.size, -1, *parts.shape[1:]).sum(0)
 
     return Pending(parts, Run(axis.traffic, work, full.device, sent_bytes), add, source=full)
+
+
+def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
+    """Whether memory is the way between all ranks of the axis."""
+    return axis.memory is not None and axis.across is None and tensor.nbytes <= shared_memory.SLOT_BYTES
+
+
+def _in_parts(tensor: torch.Tensor, axis: Axis) -> bool:
+    return tensor.nbytes <= shared_memory.SLOT_BYTES and tensor.numel() % axis.memory.size == 0
+
+
+def _by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+    """An all-reduce in which a link between hosts carries each element once each way; a ring's carries it nearly twice.
+
+    Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host. Only
+    what happens between the hosts goes on beside the computation.
+    """
+    memory = axis.memory
+    started = now(tensor.device)
+    message = memory.post(tensor.view(-1), lambda slots: slots.chunk(memory.size, 1)[memory.index].sum(0))
+    message.wait()
+    part = message.result
+    axis.traffic.waits.append((started, now(tensor.device)))
+    work = dist.all_reduce(part, group=axis.across, async_op=True)
+
+    def share(_) -> torch.Tensor:
+        started = now(tensor.device)
+        message = memory.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape)))
+        message.wait()
+        axis.traffic.waits.append((started, now(tensor.device)))
+        return tensor
+
+    return Pending(tensor, Run(axis.traffic, work, tensor.device, sent_bytes), share)
+
+
+def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine) -> Pending:
+    """A collective inside one host. Copying in and combining are done by this thread: as much is exposed."""
+    started = now(tensor.device)
+    message = axis.memory.post(tensor, combine)
+    axis.traffic.waits.append((started, now(tensor.device)))
+    return Pending(tensor, Run(axis.traffic, message, tensor.device, sent_bytes), lambda _: message.result)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import BATCH_AXES, Axis, Grid
+from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -19,6 +21,16 @@ class _Bucket(NamedTuple):
 
     parameters: tuple[nn.Parameter, ...]
     axes: tuple[Axis, ...]  # to sum over, inner first
+    sharded: bool  # each rank of the last axis wants its rows of the sum only
+
+    def pack(self, tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
+        """Tensors of the parameters' shapes as one [parts, elements]: the first rows of all, the second rows of all…"""
+        return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
+
+    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The other way round, each tensor still [parts, elements]; what is packed may be some of the parts."""
+        share = self.axes[-1].size if self.sharded else 1
+        return packed.split([p.numel() // share for p in self.parameters], 1)
 
 
 class GradientSum:
@@ -31,6 +43,9 @@ class GradientSum:
     the last gradient of it is complete, behind the backward of the layers before it: how many contributions complete a
     gradient is what the last step had. Which gradients share a bucket never changes, so that a sum has the same bits
     however early it began.
+
+    ``owned`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1) a rank owns
+    only its rows of each along data: gradients are reduce-scattered, and after the update ``spread`` gathers the rows.
     """
 
     def __init__(
@@ -39,9 +54,13 @@ class GradientSum:
         parameters: Sequence[nn.Parameter],
         overlap: bool = True,
         bucket_bytes: int = 8 << 20,
+        shard: bool = False,
     ):
         self.weights, self.overlap = weights, overlap
-        self.buckets = list(_buckets(parameters, weights.grid, bucket_bytes))
+        self.owned = [_own_rows(p, weights.grid) if shard else p for p in parameters]
+        self._owned = dict(zip(parameters, self.owned, strict=True))
+        cut = {p for p, own in self._owned.items() if own is not p}
+        self.buckets = list(_buckets(parameters, cut, weights.grid, bucket_bytes))
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._expected: Counter[nn.Parameter] = Counter()  # contributions to a gradient in the last step
         self._added: Counter[nn.Parameter] = Counter()  # and so far in this one
@@ -59,45 +78,74 @@ class GradientSum:
             self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
-        gradients = [p.grad for p in bucket.parameters]
-        flat = torch.cat([g.flatten() for g in gradients])
+        self._sent[bucket] = self._start_sum(bucket, [p.grad for p in bucket.parameters])
         for parameter in bucket.parameters:
             parameter.grad = None  # should another contribution come after all, it is found there by itself
+
+    def _start_sum(self, bucket: _Bucket, gradients: list[torch.Tensor]) -> Pending:
         *inner, last = bucket.axes
+        packed = bucket.pack(gradients, last.size if bucket.sharded else 1)
         for axis in inner:
-            collectives.all_reduce(flat, axis)
-        self._sent[bucket] = collectives.start_all_reduce(flat, last)
+            collectives.all_reduce(packed, axis)
+        start = collectives.start_reduce_scatter if bucket.sharded else collectives.start_all_reduce
+        return start(packed, last)
 
     def finish(self) -> None:
-        """Ends a step's backward: the gradients of all parameters are whole, in ``parameter.grad``."""
+        """Ends a step's backward: the gradients of all parameters are whole, in ``grad`` of those owned."""
         self.weights.finish()
         for bucket in self.buckets:
             if bucket not in self._sent:
                 self._send(bucket)
         for bucket, pending in self._sent.items():
-            pieces = pending.wait().split([p.numel() for p in bucket.parameters])
-            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-                late, parameter.grad = parameter.grad, piece.view_as(parameter)
-                if late is not None:  # the model used the parameter more often than the last time
-                    for axis in bucket.axes:
-                        collectives.all_reduce(late, axis)
-                    parameter.grad += late
+            total = pending.wait()
+            late = [p.grad for p in bucket.parameters]
+            if any(g is not None for g in late):  # the model used a parameter more often than the last time
+                late = [torch.zeros_like(p) if g is None else g for p, g in zip(bucket.parameters, late, strict=True)]
+                total = total + self._start_sum(bucket, late).wait()
+            for parameter, piece in zip(bucket.parameters, bucket.unpack(total), strict=True):
+                parameter.grad = None
+                owned = self._owned[parameter]
+                owned.grad = piece.reshape(owned.shape)
         self._sent.clear()
         self._expected, self._added = self._added, Counter()
 
+    def spread(self) -> None:
+        """Brings the rows that other ranks own up to date. Called after the optimizer's step."""
+        gathering = {}
+        for bucket in filter(lambda bucket: bucket.sharded, self.buckets):
+            rows = bucket.pack([self._owned[p].detach() for p in bucket.parameters], 1)
+            gathering[bucket] = collectives.start_all_gather(rows, bucket.axes[-1])
+        for bucket, pending in gathering.items():
+            for parameter, piece in zip(bucket.parameters, bucket.unpack(pending.wait()), strict=True):
+                parameter.detach().view(len(piece), -1).copy_(piece)
 
-def _buckets(parameters: Sequence[nn.Parameter], grid: Grid, bucket_bytes: int) -> Iterator[_Bucket]:
-    filling: dict[tuple[Axis, ...], list[nn.Parameter]] = {}
+
+def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
+    """This rank's rows along data of a parameter, on its memory; all of it where data does not divide the rows."""
+    rows, size, index = len(parameter), grid.data.size, grid.data.index
+    if size == 1 or rows % size:
+        return parameter
+    first, *others = parameter.spec.layout.dims
+    own = nn.Parameter(parameter.detach().chunk(size)[index])
+    own.spec = replace(parameter.spec, layout=Layout((*first, "data"), *others))
+    return own
+
+
+def _buckets(
+    parameters: Sequence[nn.Parameter], cut: set[nn.Parameter], grid: Grid, bucket_bytes: int
+) -> Iterator[_Bucket]:
+    filling: dict[tuple, list[nn.Parameter]] = {}
     for parameter in reversed(parameters):
         names = [name for name in reversed(BATCH_AXES) if name not in parameter.spec.layout.axes]
         axes = tuple(grid[name] for name in names if grid[name].size > 1)
         if axes:
-            bucket = filling.setdefault(axes, [])
+            kind = axes, parameter in cut
+            bucket = filling.setdefault(kind, [])
             bucket.append(parameter)
             if sum(p.nbytes for p in bucket) >= bucket_bytes:
-                yield _Bucket(tuple(filling.pop(axes)), axes)
-    for axes, bucket in filling.items():
-        yield _Bucket(tuple(bucket), axes)
+                yield _Bucket(tuple(filling.pop(kind)), *kind)
+    for kind, bucket in filling.items():
+        yield _Bucket(tuple(bucket), *kind)
 
 
 def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel import shared_memory
+from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import Traffic
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
@@ -21,6 +23,8 @@ class Axis:
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
+    memory: SharedMemory | None = None  # of those on this host, if they compute on its CPUs
+    across: dist.ProcessGroup | None = None  # where they are on several hosts: those with our place on each
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -46,7 +50,8 @@ class Grid:
         indices = self.coordinates(rank, sizes)
         for name, size in sizes._asdict().items():
             group = self.mesh.get_group(name) if size > 1 else None
-            setattr(self, name, Axis(name, size, indices[name], group))
+            near = shared_memory.between(group) if size > 1 and device_type == "cpu" else (None, None)
+            setattr(self, name, Axis(name, size, indices[name], group, *near))
         self.world = Axis("world", sizes.devices, rank, dist.group.WORLD if sizes.devices > 1 else None)
 
     x: Axis

@@ -31,7 +31,7 @@ def global_state(model, optimizer):
 
 def write(sizes, run_dir, tokenizer):
     model = build_model(MODEL, sizes, torch.float32, seed=7)
-    optimizer = optim.build_optimizer(model.parameters(), OptimConfig())
+    optimizer = optim.build_optimizer(model.named_parameters(), OptimConfig())
     for parameter in model.parameters():
         for k, factor in STATES.items():
             optimizer.state[parameter][k].copy_(parameter.detach() * factor + 1)
@@ -47,7 +47,7 @@ def what_was_written():
 
 def read(sizes, directory):
     model = build_model(MODEL, sizes, torch.float32, seed=8)
-    optimizer = optim.build_optimizer(model.parameters(), OptimConfig())
+    optimizer = optim.build_optimizer(model.named_parameters(), OptimConfig())
     progress = sharded.load(directory, model, optimizer, model.weights.grid)
     steps = {int(state["step"]) for state in optimizer.state.values()}
     return progress, steps, global_state(model, optimizer)
@@ -93,7 +93,7 @@ def test_names_on_disk_are_the_parameters_and_know_no_ranks(ranks, tmp_path, tok
 
 def save_many(run_dir, tokenizer):
     model = build_model(MODEL, GridSizes(), torch.float32)
-    optimizer = optim.build_optimizer(model.parameters(), OptimConfig())
+    optimizer = optim.build_optimizer(model.named_parameters(), OptimConfig())
     for step in (1, 2, 2, 11):
         sharded.save(run_dir, meta(step), model, optimizer, model.weights.grid, tokenizer, keep=2)
 

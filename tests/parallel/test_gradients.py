@@ -58,3 +58,44 @@ def test_a_contribution_after_its_bucket_has_left_is_not_lost(ranks):
     early, late = (ranks.run(4, detours, overlap)[0] for overlap in (True, False))
     for one, other in zip(early, late, strict=True):
         assert (one - other).norm() <= 1e-13 * other.norm()
+
+
+def rows_of_the_sum(sizes):
+    """Per parameter: the sum of the gradients, this rank's rows of it, the slices of the global tensor these are."""
+    found = []
+    for shard in (False, True):
+        grid = Grid(sizes)
+        model = build(OverlapConfig(), grid=grid)
+        total = gradients.GradientSum(model.weights, list(model.parameters()), bucket_bytes=4000, shard=shard)
+        for step in range(2):
+            model.loss_sum(*batch(grid, step)).backward()
+            total.finish()
+            found.append([(p.grad, grid.local_slices(p.spec.shape, p.spec.layout)) for p in total.owned])
+            model.zero_grad(set_to_none=True)
+    return [found[1], found[3]], [len(p) for p in total.owned], [len(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 1, 4), GridSizes(1, 2, 2, 2)], ids=grid_name)
+def test_with_sharded_states_each_rank_of_data_has_its_rows_of_the_sum(ranks, sizes):
+    for (wholes, parts), owned, rows in ranks.run(sizes.devices, rows_of_the_sum, sizes):
+        for (whole, place), (part, own_place) in zip(wholes, parts, strict=True):
+            mine = tuple(slice(o.start - p.start, o.stop - p.start) for o, p in zip(own_place, place, strict=True))
+            torch.testing.assert_close(part, whole[mine], rtol=1e-12, atol=0)
+        assert [n for n, r in zip(owned, rows, strict=True) if r % sizes.data == 0] == [
+            r // sizes.data for r in rows if r % sizes.data == 0
+        ]
+
+
+def spread(sizes):
+    model = build(OverlapConfig(), grid=Grid(sizes))
+    total = gradients.GradientSum(model.weights, list(model.parameters()), bucket_bytes=4000, shard=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for owned in total.owned:
+            owned.mul_(3)
+    total.spread()
+    return [torch.equal(p, 3 * b) for p, b in zip(model.parameters(), before, strict=True)]
+
+
+def test_what_every_rank_updated_reaches_all_others(ranks):
+    assert all(all(equal) for equal in ranks.run(4, spread, GridSizes(1, 2, 1, 2)))

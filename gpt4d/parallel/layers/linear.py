@@ -21,16 +21,35 @@ class _Sides(NamedTuple):
     transposed_storage: bool  # the weight is stored [out, in], as an embedding is
 
 
+class _Keep(torch.autograd.Function):
+    """Keeps a multiplication's input for its backward, as a node of its own ahead of it.
+
+    Under activation checkpointing a recomputation ends with the last tensor that was kept. Kept here, the last layer's
+    product and its sum over an axis are not made again only to be thrown away.
+    """
+
+    @staticmethod
+    def forward(ctx, inputs):
+        ctx.save_for_backward(inputs)
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, d_inputs):
+        return d_inputs
+
+
 class _Multiply(torch.autograd.Function):
     """``O = I·W + b`` with I [..., k], W [k, n] gathered over z, O [..., n]; k and n this rank's parts.
 
     The parameter itself is kept for the backward, not what autograd makes of it: gradients must land there. W is not
-    kept here: the stream of weights decides whether it is gathered again.
+    kept here: the stream of weights decides whether it is gathered again. I is kept by ``_Keep``, if it has a gradient.
     """
 
     @staticmethod
     def forward(ctx, inputs, weight, bias, sides: _Sides):
-        ctx.save_for_backward(inputs)
+        ctx.keeper = inputs.grad_fn
+        if ctx.keeper is None:
+            ctx.save_for_backward(inputs)
         ctx.weight, ctx.sides, ctx.bias_dtype = weight, sides, None if bias is None else bias.dtype
         rows = inputs.flatten(0, -2)
         w = sides.weights.gather(weight, sides.again).flatten(1)
@@ -46,7 +65,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_outputs):
-        (inputs,) = ctx.saved_tensors
+        (inputs,) = (ctx.keeper or ctx).saved_tensors
         weights, _, _, produced, transposed_storage = ctx.sides
         rows, d_rows = inputs.flatten(0, -2), d_outputs.flatten(0, -2)
         d_inputs = d_bias = None
@@ -96,11 +115,18 @@ class Linear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         sides = _Sides(self.weights, torch.is_grad_enabled(), self.contracted, self.produced, transposed_storage=False)
-        outputs = _Multiply.apply(inputs, self.weight, self.bias, sides)
+        outputs = _Multiply.apply(_Keep.apply(inputs), self.weight, self.bias, sides)
         return outputs.view(*inputs.shape[:-1], *self.bias.shape)
 
 
-def head(weights: WeightStream, hidden: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
+class Head(nn.Module):
     """Logits [..., vocabulary over x] of [..., hidden over y] through a tied token embedding [vocabulary, hidden]."""
-    sides = _Sides(weights, torch.is_grad_enabled(), weights.grid.y, weights.grid.x, transposed_storage=True)
-    return _Multiply.apply(hidden, embedding, None, sides)
+
+    def __init__(self, weights: WeightStream):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, hidden: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
+        grid = self.weights.grid
+        sides = _Sides(self.weights, torch.is_grad_enabled(), grid.y, grid.x, transposed_storage=True)
+        return _Multiply.apply(_Keep.apply(hidden), embedding, None, sides)

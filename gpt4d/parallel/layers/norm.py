@@ -18,7 +18,8 @@ class _Normalise(torch.autograd.Function):
         wide = x if x.dtype == torch.float64 else x.float()
         # Means and variances of the parts, then those of the whole (Chan et al.): one small all-gather, and no
         # difference of large squares.
-        variance, mean = torch.var_mean(wide, -1, correction=0)
+        mean = wide.mean(-1)
+        variance = (wide - mean.unsqueeze(-1)).square_().mean(-1)  # torch.var_mean takes five times as long on a CPU
         parts = collectives.all_gather(torch.stack((mean, variance)).unsqueeze(0), axis)
         mean = parts[:, 0].mean(0)
         variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)

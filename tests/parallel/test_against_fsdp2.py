@@ -1,0 +1,55 @@
+"""The stream of weights against an engine that is not ours: FSDP2 shards the same layers over the same ranks."""
+
+import pytest
+from torch.distributed.fsdp import fully_shard
+
+from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.parallel.gradients import GradientSum
+from gpt4d.parallel.grid import Grid
+from tests.grids import grid_name
+from tests.parallel.test_weights import batch, build
+
+
+def with_our_stream(sizes, recompute):
+    grid = Grid(sizes)
+    model = build(OverlapConfig(), recompute=recompute, grid=grid)
+    total = GradientSum(model.weights, list(model.parameters()))
+    model.loss_sum(*batch(grid)).backward()
+    total.finish()
+    return {n: (p.grad, "z" in p.spec.layout.axes) for n, p in model.named_parameters()}
+
+
+def with_fsdp2(sizes, recompute):
+    """The same layers cut over x and y alone, and FSDP2 over the ranks that were z."""
+    grid = Grid(sizes._replace(z=1, data=sizes.z))
+    model = build(OverlapConfig(), recompute=recompute, grid=grid)
+    specs = {module: {n: p.spec for n, p in module.named_parameters(recurse=False)} for module in model.modules()}
+
+    def describe(module, inputs):  # FSDP2 puts a parameter of its own in each place while the module computes
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.spec = specs[module][name]
+
+    for block in model.blocks:
+        fully_shard(block, mesh=grid.mesh["data"])
+    fully_shard(model, mesh=grid.mesh["data"])
+    for module in model.modules():
+        module.register_forward_pre_hook(describe)
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)  # our loss is a sum
+    model.loss_sum(*batch(grid)).backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+def gradients_of_both(sizes, recompute):
+    return with_our_stream(sizes, recompute), with_fsdp2(sizes, recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 4, 1), GridSizes(2, 1, 2, 1), GridSizes(2, 2, 2, 1)], ids=grid_name)
+def test_gradients_are_those_of_fsdp2_over_z(ranks, sizes, recompute):
+    found = ranks.run(sizes.devices, gradients_of_both, sizes, recompute)
+    for rank, (ours, theirs) in enumerate(found):
+        z = Grid.coordinates(rank, sizes)["z"]
+        for name, (gradient, cut) in ours.items():
+            expected = theirs[name].chunk(sizes.z)[z] if cut else theirs[name]
+            assert (gradient - expected).norm() <= 1e-13 * expected.norm(), name

@@ -1,0 +1,106 @@
+"""Collectives through a host's memory give what gloo gives, in any order of waiting, and end when a rank does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.config import GridSizes
+from gpt4d.parallel import collectives
+from gpt4d.parallel.grid import Grid
+from tests.rank_pool import RankFailure
+
+
+def both_ways(dtype):
+    """Results through memory and through gloo, and how many messages memory carried."""
+    grid = Grid(GridSizes(x=3))
+    memory = grid.x.memory
+    assert memory is not None, "ranks of one host found no shared memory"
+    draw = torch.Generator().manual_seed(grid.x.index)
+    tensors = [torch.randn(6, 5, generator=draw).to(dtype) for _ in range(9)]
+    found = []
+    for grid.x.memory in (memory, None):
+        results = [
+            [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
+            [collectives.start_all_reduce(t.clone(), grid.x, dist.ReduceOp.MAX) for t in tensors],
+            [collectives.start_all_gather(t, grid.x) for t in tensors],
+            [collectives.start_all_gather(t[:1], grid.x) for t in tensors],
+            [collectives.start_reduce_scatter(t, grid.x) for t in tensors],
+        ]
+        # Waited for in another order on each rank, the last first: more are open than there are slots.
+        for kind in results[grid.x.index :] + results[: grid.x.index]:
+            for pending in reversed(kind):
+                pending.wait()
+        found.append([pending.wait() for kind in results for pending in kind])
+    return found, memory.posted
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_through_memory_the_results_are_gloos_and_sums_the_same_bits_on_all_ranks(ranks, dtype):
+    results = ranks.run(3, both_ways, dtype)
+    tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    for (through_memory, through_sockets), posted in results:
+        assert posted == 45
+        for one, other in zip(through_memory, through_sockets, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        for mine, first in zip(through_memory[:18], results[0][0][0][:18], strict=True):
+            assert torch.equal(mine, first)
+
+
+def end_of_one():
+    grid = Grid(GridSizes(x=3))
+    if grid.x.index == 1:
+        for other in grid.x.memory.others.values():
+            other.close()
+        return
+    collectives.all_reduce(torch.ones(4), grid.x)
+
+
+def test_a_rank_that_ended_is_noticed_by_those_that_wait_for_it(ranks):
+    with pytest.raises(RankFailure, match="the rank at 1 of this host's group has ended"):
+        ranks.run(3, end_of_one)
+
+
+def aliases():
+    grid = Grid(GridSizes(x=2))
+    first = collectives.all_gather(torch.full((1, 3), grid.x.index + 1.0), grid.x)
+    for _ in range(10):
+        collectives.all_gather(torch.zeros(1, 3), grid.x)
+    return first
+
+
+def test_a_result_is_not_overwritten_by_later_messages(ranks):
+    for result in ranks.run(2, aliases):
+        assert result.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def two_hosts():
+    """An axis of four ranks, as if each two of them were on a host of their own."""
+    from gpt4d.parallel import shared_memory
+
+    listen, rank = shared_memory._listen, dist.get_rank()
+
+    def elsewhere(backlog):
+        listener, (host, address) = listen(backlog)
+        return listener, ((*host, rank // 2), address)
+
+    shared_memory._listen = elsewhere
+    try:
+        grid = Grid(GridSizes(data=4))
+    finally:
+        shared_memory._listen = listen
+    assert grid.data.memory.size == 2 and dist.get_world_size(grid.data.across) == 2
+    draw = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(n, 3, dtype=torch.float64, generator=draw) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
+    pending = [collectives.start_all_reduce(t.clone(), grid.data) for t in tensors]
+    sums = [p.wait() for p in pending]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return sums, tensors
+
+
+def test_over_hosts_the_sum_of_their_sums_is_the_sum(ranks):
+    results = ranks.run(4, two_hosts)
+    for sums, expected in results:
+        for one, other, first in zip(sums, expected, results[0][0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
+            assert torch.equal(one, first)

@@ -1,0 +1,244 @@
+"""profile.steps: whole files, everything in them called by its name, and a run that is the same with it or without."""
+
+import gzip
+import itertools
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from gpt4d import profiling, timeline
+from gpt4d.config import GridSizes, validate
+from gpt4d.parallel.launch import Launch, process_group
+from gpt4d.parallel.traffic import Traffic
+from gpt4d.timeline import Span
+from gpt4d.trainer import Trainer
+from tests.grids import grid_name, metric_lines, on_grid, train_in_rank
+
+SHORT = ("train.steps=4", "train.micro_batch_size=4")
+RECOMPUTED = "train.activation_checkpointing=full"
+INNERMOST = ["attention_norm", "attention.qkv", "attention.core", "attention.output", "mlp_norm", "mlp.up", "mlp.down"]
+
+
+@pytest.fixture
+def alone():
+    """The process group of a run on one device, within the tests' own process."""
+    with process_group(Launch(), torch.device("cpu")):
+        yield
+
+
+def trainer(config) -> Trainer:
+    """On one device, in the fixture ``alone``."""
+    return Trainer(config, validate(config, 1), torch.device("cpu"))
+
+
+def traces(config) -> list[str]:
+    """The files under traces/."""
+    directory = Path(config.run.dir) / "traces"
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def named_ranges(config, file: str) -> list[tuple[str, float, float]]:
+    """(name, start, stop) of what the project named in a trace, in its order in time."""
+    with gzip.open(Path(config.run.dir) / "traces" / file) as trace:
+        events = json.load(trace)["traceEvents"]
+    ours = [e for e in events if e.get("cat") == "user_annotation"]
+    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in ours), key=lambda r: r[1])
+
+
+def losses_and_norms(config):
+    return [(line["loss"], line["grad_norm"]) for line in metric_lines(config.run.dir)]
+
+
+def events(config):
+    lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    return [line["event"] for line in lines if "event" in line]
+
+
+def hooks(trainer) -> list:
+    """What a profiled step puts on a model, its optimizer and its grid, as far as it is there."""
+    found = [h for m in trainer.model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    found += [*trainer.optimizer._optimizer_step_pre_hooks, *trainer.optimizer._optimizer_step_post_hooks]
+    return found + [axis.name for axis in trainer.grid if axis.traffic.named_range is not nullcontext]
+
+
+@pytest.mark.parametrize("recompute", [(), (RECOMPUTED,)], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("sizes", [GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)], ids=grid_name)
+def test_a_profiled_run_has_the_same_bits_and_a_trace_a_rank_with_layers_and_collectives_by_name(
+    ranks, tiny, sizes, recompute
+):
+    plain = tiny(*SHORT, *on_grid(sizes), *recompute, "run.dir=" + tiny().run.dir + "-plain")
+    config = tiny(*SHORT, *on_grid(sizes), *recompute, "profile.steps=2-3")
+    ranks.run(4, train_in_rank, plain)
+    ranks.run(4, train_in_rank, config)
+    assert losses_and_norms(config) == losses_and_norms(plain)
+    assert not (Path(plain.run.dir) / "traces").exists()
+
+    files = [f"steps_00000002-00000003/rank_{rank:05d}.json.gz" for rank in range(4)]
+    assert traces(config) == [*files, "steps_00000002-00000003/timeline.png"]
+    assert imread(Path(config.run.dir) / "traces" / "steps_00000002-00000003" / "timeline.png").std() > 0.1
+
+    used = {
+        GridSizes(2, 2, 1, 1): {"all_reduce x", "all_reduce y", "all_gather y", "all_reduce world"},
+        GridSizes(1, 1, 2, 2): {"all_gather z", "reduce_scatter z", "all_reduce data", "all_reduce z"},
+    }[sizes]
+    uses = 2 * 16 // sizes.batch_shards // 4  # steps times microbatches
+    for file in files:
+        names = [name for name, _, _ in named_ranges(config, file)]
+        assert {"step 2", "step 3", "optimizer update"} <= set(names)
+        assert used <= set(names) and {f"wait {name}" for name in used} <= set(names)
+        assert not any(name.endswith((" x", " y")) for name in names) or sizes.x == 2
+        phases = ["forward", "backward", *(["recomputation"] if recompute else [])]
+        for phase in phases:
+            for layer in ["blocks.0", *(f"blocks.1.{layer}" for layer in INNERMOST)]:
+                assert names.count(f"{layer} {phase}") == uses, (layer, phase)
+        for layer in ("tokens", "positions", "norm", "head"):
+            assert names.count(f"{layer} forward") == names.count(f"{layer} backward") == uses
+        assert recompute or not any(name.endswith("recomputation") for name in names)
+
+
+def drawn_in_rank(config):
+    """Trains, and returns what rank 0 would have drawn."""
+    drawn = []
+
+    def note(path, *values):
+        drawn.append(values)
+        path.touch()
+
+    with patch.object(timeline, "draw", note):
+        train_in_rank(config)
+    return drawn
+
+
+def test_the_picture_gets_one_step_of_rank_0_with_every_axis_inside_it(ranks, tiny):
+    config = tiny(*SHORT, "parallel.gx=2", "parallel.gz=2", RECOMPUTED, "profile.steps=2-3")
+    (drawn, *nothing) = ranks.run(4, drawn_in_rank, config)
+    assert nothing == [[]] * 3
+    ((title, seconds, spans, axes),) = drawn
+    assert "step 3 on grid 2x1x2x1" in title
+    assert list(axes) == ["x", "z", "world"]
+    assert {span.phase for span in spans} == {"forward", "recomputation", "backward", "update"}
+    assert len([span for span in spans if span.name == "head"]) == 2 * 2, "two microbatches of one step"
+    intervals = [(span.start, span.stop) for span in spans]
+    for traffic in axes.values():
+        assert traffic.runs and traffic.waits
+        intervals += traffic.waits
+        assert all(0 <= start <= stop for start, stop in traffic.runs)  # the end of one may be noticed late
+    assert all(0 <= start <= stop <= seconds for start, stop in intervals)
+    line = metric_lines(config.run.dir)[2]  # of the same step: the picture leaves the counts to it
+    for axis, traffic in axes.items():
+        assert traffic.seconds()["exposed_s"] == pytest.approx(line["comm"][axis]["exposed_s"])
+        assert line["comm"][axis]["bytes"] > 0
+
+
+def test_ranges_of_blocks_contain_those_of_their_layers_and_of_their_recomputation(alone, tiny):
+    config = tiny("train.steps=1", RECOMPUTED, "profile.steps=1")
+    trainer(config).run()
+    ranges = {name: (start, stop) for name, start, stop in named_ranges(config, traces(config)[0])}
+
+    def within(inner, outer):
+        return ranges[outer][0] <= ranges[inner][0] and ranges[inner][1] <= ranges[outer][1]
+
+    for phase in ("forward", "recomputation", "backward"):
+        assert all(within(f"blocks.0.{layer} {phase}", f"blocks.0 {phase}") for layer in INNERMOST)
+    assert within("blocks.1 recomputation", "blocks.1 backward")
+    in_order = ["tokens forward", "blocks.0 forward", "blocks.1 forward", "head forward", "head backward"]
+    in_order += ["blocks.1 backward", "blocks.0 backward", "tokens backward", "optimizer update"]
+    for earlier, later in itertools.pairwise(in_order):
+        assert ranges[earlier][1] <= ranges[later][0], (earlier, later)
+
+
+def test_hooks_are_there_for_the_profiled_steps_alone(alone, tiny):
+    one = trainer(tiny(*SHORT, "profile.steps=2-3"))
+    seen, step = [], one._step
+
+    def watched_step():
+        seen.append(bool(hooks(one)))
+        return step()
+
+    one._step = watched_step
+    one.run()
+    assert seen == [False, True, True, False]
+    assert hooks(one) == []
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_run_that_fails_while_profiled_leaves_no_trace_and_no_hook(alone, tiny, where):
+    config = tiny(*SHORT, "profile.steps=2-3")
+    one = trainer(config)
+    failing = one.model.blocks[1].mlp
+    scatter, loss_sum = one.model.weights.scatter, one.model.loss_sum
+
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    def broken_scatter(shard, gradient):
+        return fail() if one.progress.step == 2 and shard is failing.up.weight else scatter(shard, gradient)
+
+    def broken_forward(*batch):
+        if one.progress.step == 2:
+            failing.up.forward = fail
+        return loss_sum(*batch)
+
+    one.model.weights.scatter = broken_scatter if where == "backward" else scatter
+    one.model.loss_sum = broken_forward if where == "forward" else loss_sum
+    with pytest.raises(RuntimeError, match="broken"):
+        one.run()
+    assert traces(config) == [] and hooks(one) == []
+
+    again = tiny("train.steps=1", "profile.steps=1", "run.dir=" + config.run.dir + "-again")
+    trainer(again).run()  # the profiler of this process is free again
+    assert len(traces(again)) == 2
+
+
+def half_written(_, path, *rest):
+    Path(path).write_bytes(b"half of")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_was_not_written_to_its_end_does_not_stay(alone, tiny):
+    config = tiny("train.steps=1", "profile.steps=1")
+    with patch.object(profiling.profile, "export_chrome_trace", half_written), pytest.raises(OSError, match="space"):
+        trainer(config).run()
+    assert traces(config) == []
+    drawing = patch.object(timeline, "draw", lambda path, *rest: half_written(None, path))
+    with drawing, pytest.raises(OSError, match="space"):
+        trainer(config).run()
+    assert traces(config) == ["steps_00000001-00000001/rank_00000.json.gz"]
+
+
+def test_a_resumed_run_profiles_what_is_left_of_the_range_and_says_if_nothing_is(alone, tiny, capsys):
+    trainer(tiny("train.steps=3")).run()
+    left = tiny("train.steps=6", "profile.steps=2-5")
+    trainer(left).run()
+    assert set(traces(left)) == {f"steps_00000004-00000005/{file}" for file in ("rank_00000.json.gz", "timeline.png")}
+    assert events(left).count("profile") == 1
+    capsys.readouterr()
+    trainer(tiny("train.steps=8", "profile.steps=5")).run()
+    assert "profile.steps=5: past, the run goes on from step 6" in capsys.readouterr().out
+    assert len(traces(left)) == 2
+    beyond = tiny("train.steps=8", "profile.steps=7-99", "run.dir=" + left.run.dir + "-beyond")
+    trainer(beyond).run()
+    assert len(traces(beyond)) == 2 and traces(beyond)[0].startswith("steps_00000007-00000008/")
+
+
+def test_of_nested_layers_the_picture_shows_the_inner_one_while_it_lasts():
+    block, up = Span("blocks.0", "backward", 0.0, 10.0), Span("blocks.0.mlp.up", "backward", 1.0, 8.0)
+    again, up_again = Span("blocks.0", "recomputation", 2.0, 5.0), Span("blocks.0.mlp.up", "recomputation", 3.0, 4.0)
+    norm = Span("norm", "forward", 11.0, 12.0)
+    outer, inner = timeline._lanes([norm, up_again, again, up, block])
+    assert outer == [(block, 0.0, 2.0), (again, 2.0, 5.0), (block, 5.0, 10.0), (norm, 11.0, 12.0)]
+    assert inner == [(up, 1.0, 3.0), (up_again, 3.0, 4.0), (up, 4.0, 8.0), (norm, 11.0, 12.0)]
+
+
+def test_traffic_since_a_moment_is_told_from_it_and_stays_counted():
+    traffic = Traffic(bytes=8.0, waits=[(1.0, 2.0), (7.0, 9.5)], runs=[(0.5, 2.0), (6.0, 9.0), (8.0, 9.0)])
+    since = traffic.since(5.0)
+    assert since.waits == [(2.0, 4.5)] and since.runs == [(1.0, 4.0), (3.0, 4.0)]
+    # The wait outlasted its collective by half a second: what ran beside the computation is the second before it.
+    assert since.seconds() == {"exposed_s": 2.5, "hidden_s": 1.0}
+    assert traffic.read() == {"bytes": 8.0, "exposed_s": 3.5, "hidden_s": 1.5}
