@@ -95,6 +95,8 @@ class Entry(NamedTuple):
 
 def take_turns(cluster: Cluster | Here, entries: list[Entry], repeats: int, warm_up: int = 2) -> list[dict]:
     """A row (``report.row``) for each contender of the teams that can take part, after steps that do not count."""
+    # What ends a run that takes too long asks for it with SIGTERM; stopped ranks would outlive a parent that just dies.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     present = [entry for entry in entries if importlib.util.find_spec(entry.needs)]
     for entry in entries:
         if entry not in present:

@@ -13,7 +13,7 @@ CONFIG = ModelConfig("small", layers=2, hidden=16, heads=4, vocab_size=24, vocab
 
 def test_the_plain_model_trains_as_ours_does():
     ours, plain = our_model(WeightStream(Grid()), CONFIG), plain_model(whole_weights(CONFIG), CONFIG)
-    optimizers = build_optimizer(ours.parameters(), OPTIM), adamw(plain.parameters())
+    optimizers = build_optimizer(ours.named_parameters(), OPTIM), adamw(plain.parameters())
     ids, targets = sequences(0, 1, CONFIG, batch=4)
     for _ in range(3):
         loss = ours.loss_sum(ids, targets, torch.arange(4)) / targets.numel()
