@@ -13,7 +13,7 @@ from gpt4d.parallel.weights import WeightStream
 
 MODEL = ModelConfig("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
 BATCH = 8  # sequences of a step, over all ranks
-STEPS = 4  # of a turn, one after another: what a step leaves for the next one to do is done within the turn
+STEPS = 3  # of a turn, one after another: what a step leaves for the next one to do is done within the turn
 OPTIM = OptimConfig()  # with the rate as it stands, step after step, and gradients clipped
 
 

@@ -58,7 +58,7 @@ class OverlapConfig:
     reduce_scatter: bool = True  # of weights' gradients, over the whole backward
     all_gather: bool = True  # of the weights of the next layers, while this one computes
     data: bool = True  # the gradients' sum over data, while the backward goes on
-    prefetch: int = 1  # how many weights ahead
+    prefetch: int = 2  # how many weights ahead
 
 
 @dataclass
