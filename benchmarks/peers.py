@@ -4,8 +4,8 @@
 
 A whole step of a GPT-2 on two hosts of four ranks: forward, backward, gradients summed and clipped, AdamW; float32, no
 activation checkpointing. All start from the same weights and see the same tokens, so their losses agree, and all take
-turns in one run, step by step. megatron-core takes part where it is installed. Writes the figures as ``out``.json and
-draws them as ``out``.png.
+turns in one run, a few steps at a time. megatron-core takes part where it is installed. Writes the figures as
+``out``.json and draws them as ``out``.png.
 """
 
 import re
@@ -25,7 +25,7 @@ HOSTS, RANKS = 2, 4
 
 @dataclass
 class PeersBenchmark:
-    grids: str = "4x1x1x2,2x2x1x2,4x1x2x1,2x2x2x1,2x1x1x4,1x1x1x8,1x1x8x1"  # gx·gy·gz·gdata of ours
+    grids: str = "4x1x2x1,2x2x2x1,4x1x1x2,4x1x1x2/sharded,2x2x1x2,2x1x1x4,1x1x1x8"  # gx·gy·gz·gdata of ours
     mbit: float = 400.0
     repeats: int = 5
     out: str = "docs/peers"
@@ -35,8 +35,11 @@ def grids_of(text: str) -> tuple[str, ...]:
     """The grids of a list such as ``4x1x1x2,2x2x1x2``. ConfigError for one that is not of all ranks."""
     grids = tuple(text.split(","))
     for grid in grids:
-        if not re.fullmatch(r"\d+(x\d+){3}", grid) or GridSizes(*map(int, grid.split("x"))).devices != HOSTS * RANKS:
-            raise ConfigError(f"grids={grid}: a grid is gx·gy·gz·gdata of {HOSTS * RANKS} ranks, such as 2x2x1x2")
+        sizes = re.fullmatch(r"(\d+(?:x\d+){3})(/sharded)?", grid)
+        if not sizes or GridSizes(*map(int, sizes[1].split("x"))).devices != HOSTS * RANKS:
+            raise ConfigError(
+                f"grids={grid}: a grid is gx·gy·gz·gdata of {HOSTS * RANKS} ranks, such as 2x2x1x2 or 4x1x1x2/sharded"
+            )
     return grids
 
 
@@ -48,7 +51,7 @@ def main(arguments: list[str]) -> None:
         Entry("megatron-core", "benchmarks.teams.train_megatron", needs="megatron"),
     ]
     with Cluster(ClusterConfig(HOSTS, RANKS, config.mbit)) as cluster:
-        rows = take_turns(cluster, teams, config.repeats)
+        rows = take_turns(cluster, teams, config.repeats, warm_up=1)
     for row in rows:
         print(report.line(row))
     out, command = Path(config.out), "python -m benchmarks.peers " + " ".join(arguments)

@@ -1,4 +1,4 @@
-"""Our training step on the grids of the command line: ``4x1x1x2`` is gx·gy·gz·gdata."""
+"""Our training step on the grids of the command line: ``4x1x1x2`` is gx·gy·gz·gdata; ``/sharded`` shards the states."""
 
 import sys
 from collections.abc import Callable
@@ -54,9 +54,7 @@ if __name__ == "__main__":
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_groups()
         contenders = {}
-        for grid in sys.argv[1:]:
-            sizes = GridSizes(*map(int, grid.split("x")))
-            contenders[grid] = Training(sizes)
-            if sizes.data > 1:
-                contenders[f"{grid}, states sharded"] = Training(sizes, shard=True)
+        for name in sys.argv[1:]:
+            grid, _, sharded = name.partition("/")
+            contenders[name] = Training(GridSizes(*map(int, grid.split("x"))), shard=bool(sharded))
         serve({name: in_a_row(one.step, one.gradient_sum.arrive) for name, one in contenders.items()}, answers)
