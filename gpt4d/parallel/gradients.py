@@ -25,14 +25,15 @@ class _Bucket(NamedTuple):
     axes: tuple[Axis, ...]  # to sum over, inner first
     sharded: bool  # each rank of the last axis wants its rows of the sum only
 
-    def pack(self, tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
-        """Tensors of the parameters' shapes as one [parts, elements]: the first rows of all, the second rows of all…"""
-        return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
-
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The other way round, each tensor still [parts, elements]; what is packed may be some of the parts."""
+        """Of what ``_packed`` gave, or of some of its parts: the tensors of the parameters, each [parts, elements]."""
         share = self.axes[-1].size if self.sharded else 1
         return packed.split([p.numel() // share for p in self.parameters], 1)
+
+
+def _packed(tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
+    """Tensors as one [parts, elements]: the first rows of all, the second rows of all…"""
+    return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
 
 
 class GradientSum:
@@ -91,7 +92,7 @@ class GradientSum:
 
     def _start_sum(self, bucket: _Bucket, gradients: list[torch.Tensor]) -> Pending:
         *inner, last = bucket.axes
-        packed = bucket.pack(gradients, last.size if bucket.sharded else 1)
+        packed = _packed(gradients, last.size if bucket.sharded else 1)
         for axis in inner:
             collectives.all_reduce(packed, axis)
         start = collectives.start_reduce_scatter if bucket.sharded else collectives.start_all_reduce
@@ -124,7 +125,7 @@ class GradientSum:
         """
         for bucket in reversed(self.buckets):  # in the order of the forward
             if bucket.sharded:
-                rows = bucket.pack([self._owned[p].detach() for p in bucket.parameters], 1)
+                rows = _packed([self._owned[p].detach() for p in bucket.parameters], 1)
                 self._arriving[bucket] = collectives.start_all_gather(rows, bucket.axes[-1])
         if not self.overlap:
             self.arrive()

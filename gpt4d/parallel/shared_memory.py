@@ -151,16 +151,16 @@ def _meet(listener: socket.socket, addresses: list[str], index: int) -> SharedMe
 
 
 def _listen(backlog: int) -> tuple[socket.socket | None, tuple | None]:
-    """A socket for the others of this host to connect to, and where it is: (host, address)."""
+    """A socket for the others of this host to connect to, and where it is: (host, address). None on other systems."""
     if not hasattr(os, "memfd_create"):
         return None, None
-    listener = socket.socket(socket.AF_UNIX)
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        host = file.read(), os.readlink("/proc/self/ns/net")
     address = f"\0gpt4d-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(backlog)
     listener.settimeout(_MEETING_S)
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        host = file.read(), os.readlink("/proc/self/ns/net")
     return listener, (host, address)
 
 
