@@ -183,3 +183,15 @@ def collectives_in_order():
 
 def test_collectives_under_way_at_once_do_not_disturb_each_other(ranks):
     ranks.run(4, collectives_in_order)
+
+
+def test_a_recomputation_leaves_out_the_last_product_of_each_block(monkeypatch):
+    from gpt4d.parallel.layers.linear import _Multiply
+
+    products = []
+    forward = _Multiply.forward
+    monkeypatch.setattr(_Multiply, "forward", staticmethod(lambda *args: products.append(1) or forward(*args)))
+    grid = Grid()
+    model = build(OverlapConfig(), recompute=True, grid=grid)
+    model.loss_sum(*batch(grid)).backward()
+    assert len(products) == LAYERS * (4 + 3) + 1  # and the head
