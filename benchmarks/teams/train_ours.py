@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.teams.training import BATCH, MODEL, OPTIM, STEPS, in_a_row, our_model, sequences
+from benchmarks.teams.training import BATCH, MODEL, OPTIM, in_a_row, our_model, sequences
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d import optim
 from gpt4d.config import GridSizes, ModelConfig
@@ -44,7 +44,7 @@ class Training:
         return self.told
 
     def told(self) -> dict:
-        exposed = {axis.name: axis.traffic.read()["exposed_s"] / STEPS for axis in self.grid}
+        exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in self.grid}
         exposed = {axis: exposed[axis] for axis, size in self.grid.sizes._asdict().items() if size > 1}
         return {"loss": self.loss.item(), "exposed_s": exposed}
 

@@ -24,9 +24,14 @@ def in_a_row(step: Step, settle: Callable[[], None] = lambda: None) -> Step:
         for _ in range(STEPS):
             told = step()
         settle()
-        return lambda: {**told(), "steps": STEPS}
+        return lambda: _of_one_step(told())
 
     return turn
+
+
+def _of_one_step(answer: dict) -> dict:
+    exposed = {axis: seconds / STEPS for axis, seconds in answer.get("exposed_s", {}).items()}
+    return {**answer, "steps": STEPS} | ({"exposed_s": exposed} if exposed else {})
 
 
 def our_model(weights: WeightStream, config: ModelConfig = MODEL, cache_layers: int = 0) -> GPT:
