@@ -21,9 +21,7 @@ from gpt4d.parallel.launch import Launch, device_of, process_group
 def main(composed) -> None:
     config, launch = typed(composed), Launch.from_environment()
     sizes = validate(config, launch.world_size)
-    checkpoint = catalog.chosen(config.checkpoint.resume, Path(config.run.dir))
-    if checkpoint:
-        catalog.check_fits(checkpoint, config.model)
+    catalog.check_newest_fits(catalog.to_try(config.checkpoint.resume, Path(config.run.dir)), config.model)
 
     from gpt4d.trainer import Trainer  # torch takes seconds to import: only once the configuration is known to be right
 

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from gpt4d import metrics, optim
 from gpt4d.checkpoint import catalog, sharded
+from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Config, ConfigError, GridSizes
 from gpt4d.data.sampler import Sequences
 from gpt4d.data.tokens import prepare
@@ -68,6 +70,7 @@ class Trainer:
         )
         self.owned = self.gradient_sum.owned
         self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), config.optim)
+        self.saver = Saver(config.checkpoint, self.run_dir, self.grid)
 
     def run(self) -> None:
         """Goes on from the newest checkpoint, if it may, to ``train.steps``."""
@@ -78,6 +81,7 @@ class Trainer:
                 self._loop(profile)
             self._finish()
         finally:
+            self.saver.close()
             self.report.close()
 
     def _loop(self, profile: Profile) -> None:
@@ -86,6 +90,7 @@ class Trainer:
         while self.progress.step < config.train.steps:
             with profile.step(self.progress.step + 1):
                 loss, norm, lr = self._step()
+            self._report_saved()
             step = self.progress.step
             last = step == config.train.steps
             validating = last or _due(step, config.train.validate_every)
@@ -103,6 +108,7 @@ class Trainer:
                 if saving:
                     self._save()
                 self._restart_clock()
+        self._report_saved(wait=True)
 
     def _step(self) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One update. Returns the mean loss a token, the gradient's global norm (both on the device) and the rate."""
@@ -165,27 +171,59 @@ class Trainer:
         return min(self.config.train.validation_batches, self.validation.count // self.config.train.batch_size)
 
     def _resume(self) -> None:
-        checkpoint = on_first_rank(lambda: catalog.chosen(self.config.checkpoint.resume, self.run_dir))
-        if checkpoint:
-            if catalog.Meta.read(checkpoint).tokenizer != self.files.fingerprint():
+        """Goes on from the newest checkpoint that is as it was written."""
+        if not self.grid.world.index:
+            catalog.remove_leftovers(self.run_dir)
+        resume = self.config.checkpoint.resume
+        checkpoints = on_first_rank(lambda: catalog.to_try(resume, self.run_dir))
+        damaged = []
+        for checkpoint in checkpoints:
+            try:
+                sharded.verify(checkpoint, self.grid)
+                self._load(checkpoint)
+                break
+            except Damaged as damage:
+                if resume != "auto":
+                    raise
+                damaged.append(checkpoint)
+                self.report.event("damaged", f"DAMAGED: {damage}", path=str(checkpoint), problem=str(damage))
+        else:
+            if damaged:
                 raise ConfigError(
-                    f"data={self.config.data.name}: {checkpoint} was trained with another tokenizer, its tokens mean "
-                    "something else; give the corpus it had, or another run.name"
+                    f"{self.run_dir}: each of its {len(damaged)} checkpoint(s) is damaged; put one back that is whole, "
+                    "or begin anew with another run.name"
                 )
-            self.progress = sharded.load(checkpoint, self.model, self.optimizer, self.grid)
-            self.report.event("resume", f"going on from {checkpoint}", **asdict(self.progress), path=str(checkpoint))
+        for checkpoint in damaged:
+            aside = on_first_rank(lambda checkpoint=checkpoint: catalog.set_aside(checkpoint))
+            self.report.event("damaged", f"it is {aside} until the next is saved", path=str(aside))
         if self.progress.step >= self.config.train.steps:
             words = f"{self.run_dir} is complete: raise train.steps, or begin another with run.name=…"
             self.report.event("complete", words, **asdict(self.progress))
 
+    def _load(self, checkpoint: Path) -> None:
+        catalog.check_fits(checkpoint, self.config.model)
+        if catalog.Meta.read(checkpoint).tokenizer != self.files.fingerprint():
+            raise ConfigError(
+                f"data={self.config.data.name}: {checkpoint} was trained with another tokenizer, its tokens mean "
+                "something else; give the corpus it had, or another run.name"
+            )
+        self.progress = sharded.load(checkpoint, self.model, self.optimizer, self.grid)
+        self.report.event("resume", f"going on from {checkpoint}", **asdict(self.progress), path=str(checkpoint))
+
     def _save(self) -> None:
+        self._report_saved(wait=True)
         self.gradient_sum.arrive()
         sizes, data = self.grid.sizes._asdict(), self.config.data.name
-        meta = catalog.Meta(self.progress, self.config.model, sizes, data, self.files.fingerprint())
-        tokenizer = self.files.directory / "tokenizer.json"
-        keep = self.config.checkpoint.keep
-        path = sharded.save(self.run_dir, meta, self.model, self.optimizer, self.grid, tokenizer, keep)
-        self.report.event("checkpoint", f"saved {path}", **asdict(self.progress), path=str(path))
+        meta = catalog.Meta(replace(self.progress), self.config.model, sizes, data, self.files.fingerprint())
+        self.saver.start(meta, sharded.parts(self.model, self.optimizer), self.files.directory / "tokenizer.json")
+
+    def _report_saved(self, wait: bool = False) -> None:
+        """Reports a save that has ended. ConfigError if it has failed."""
+        saved = self.saver.finished(wait)
+        if saved:
+            words = f"saved {saved.path} in {saved.seconds:.2f} s, training stood still for {saved.blocked_s:.2f}"
+            times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}
+            self.report.event("checkpoint", words, **asdict(saved.progress), path=str(saved.path), **times)
 
     def _make_run_dir(self) -> None:
         try:

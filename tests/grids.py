@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from gpt4d.config import Config, GridSizes, ModelConfig, validate
+from gpt4d.model import hf
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel.grid import Grid
@@ -30,6 +31,22 @@ def build_model(
     model = GPT(config, weights, recompute=recompute)
     initialise(model, seed, weights.grid)
     return model
+
+
+def hf_state(model: GPT) -> dict[str, torch.Tensor]:
+    """A serial model's weights as a state dict of GPT2LMHeadModel."""
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = {hf.hf_name(n): hf.export_tensor(n, weight, model.config) for n, weight in weights.items()}
+    return {**state, "lm_head.weight": state["transformer.wte.weight"]}
+
+
+def fill_from_hf(model: GPT, state: dict[str, torch.Tensor]) -> None:
+    """Copies this rank's part of every weight of such a state dict into ``model``."""
+    grid = model.weights.grid
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = hf.import_tensor(name, state[hf.hf_name(name)], parameter.spec.shape)
+            parameter.copy_(whole[grid.local_slices(parameter.spec.shape, parameter.spec.layout)])
 
 
 def batch_part(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:

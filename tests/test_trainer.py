@@ -12,7 +12,7 @@ from gpt4d.config import GridSizes
 from gpt4d.data.sampler import Sequences
 from gpt4d.data.tokens import prepare
 from gpt4d.model import hf
-from tests.grids import BINARY_GRIDS, build_model, grid_name, metric_lines, on_grid, train_in_rank
+from tests.grids import BINARY_GRIDS, build_model, grid_name, hf_state, metric_lines, on_grid, train_in_rank
 from tests.rank_pool import RankFailure
 
 
@@ -64,7 +64,7 @@ def plain_torch_run(config, state):
 def test_a_run_is_what_plain_torch_and_transformers_would_have_done(serial_run, tiny):
     config = tiny()
     start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
-    state = hf.export_weights(start, lambda parameter: parameter.detach().clone())
+    state = hf_state(start)
     losses, norms = losses_and_norms(serial_run(config))
     expected_losses, expected_norms = plain_torch_run(config, state)
     assert losses == pytest.approx(expected_losses, rel=1e-5)

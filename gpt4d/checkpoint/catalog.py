@@ -1,15 +1,25 @@
-"""The checkpoints of a run directory: which there are, what they say of themselves, whether they fit. No torch."""
+"""The checkpoints of a run directory: which there are, what they say of themselves, whether they fit. No torch.
+
+A checkpoint is written as ``checkpoints/step_00000100.partial`` and gets its name without the ending once every byte of
+it is on the disk: by that one rename it is committed. Whatever has another ending is none.
+"""
 
 import json
+import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpt4d.checkpoint import manifest
+from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, ModelConfig
 
 META = "meta.json"
-FORMAT = 1
+TOKENIZER = "tokenizer.json"
+_FORMAT = 2
+_PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 # Fields of the model that decide its parameters' shapes and what they compute.
 _STRUCTURE = ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon")
 
@@ -32,23 +42,22 @@ class Meta:
     grid: dict[str, int]  # it was written on
     data: str  # the name of the corpus
     tokenizer: str  # SHA-256 of tokenizer.json: what its token ids mean
-    format: int = FORMAT
+    format: int = _FORMAT
 
-    def write(self, directory: Path) -> None:
-        (directory / META).write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def to_json(self) -> bytes:
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """ConfigError if ``directory`` is not a whole checkpoint of this format."""
+        """Damaged if ``directory`` has none that can be read, ConfigError if it is of another format."""
         try:
-            values = json.loads((directory / META).read_text())
-            model, progress = ModelConfig(**values.pop("model")), Progress(**values.pop("progress"))
-            meta = cls(progress, model, **values)
-            if meta.format != FORMAT:
-                raise ValueError(f"format {meta.format}, this version reads {FORMAT}")
-            return meta
+            values = json.loads((directory / META).read_bytes())
+            if values["format"] == _FORMAT:
+                model, progress = ModelConfig(**values.pop("model")), Progress(**values.pop("progress"))
+                return cls(progress, model, **values)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{directory}: not a checkpoint of gpt4d ({META}: {error})") from None
+            raise Damaged(f"{directory / META}: not that of a checkpoint of gpt4d ({error})") from None
+        raise ConfigError(f"{directory}: a checkpoint of format {values['format']!r}, this version reads {_FORMAT}")
 
 
 def name(step: int) -> str:
@@ -56,31 +65,32 @@ def name(step: int) -> str:
 
 
 def committed(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that are whole, oldest first."""
+    """The committed checkpoints of a run, oldest first."""
     found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if re.fullmatch(r"step_\d{8,}", path.name) and (path / META).exists())
+    return sorted((path for path in found if re.fullmatch(r"step_\d{8,}", path.name)), key=_step)
 
 
-def chosen(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means: auto, never, or the path of a checkpoint or of a run.
+def to_try(resume: str, run_dir: Path) -> list[Path]:
+    """The checkpoints that ``checkpoint.resume`` means, in the order in which to try them.
 
-    ConfigError if another than the newest of ``run_dir`` is meant: two runs in one directory would mix.
+    auto: those of ``run_dir``, the newest first; never: none; a path: the one it locates. ConfigError if another than
+    the newest of ``run_dir`` is meant: two runs in one directory would mix.
     """
-    newest = next(reversed(committed(run_dir)), None)
+    own = committed(run_dir)[::-1]
     if resume == "auto":
-        return newest
-    source = None if resume == "never" else located(Path(resume))
-    if newest and (source is None or source.resolve() != newest.resolve()):
+        return own
+    chosen = [] if resume == "never" else [located(Path(resume))]
+    if own and [path.resolve() for path in chosen] != [own[0].resolve()]:
         raise ConfigError(
-            f"checkpoint.resume={resume}: {run_dir} holds another run's checkpoints, up to {newest.name}; "
+            f"checkpoint.resume={resume}: {run_dir} holds another run's checkpoints, up to {own[0].name}; "
             "choose another run.name, or remove them"
         )
-    return source
+    return chosen
 
 
 def located(path: Path) -> Path:
     """The checkpoint at ``path``, which may be a run's directory too: then its newest. ConfigError if none is there."""
-    if (path / META).exists():
+    if (path / META).exists() or (path / manifest.MANIFEST).exists():
         return path
     found = committed(path)
     if not found:
@@ -99,10 +109,55 @@ def check_fits(directory: Path, model: ModelConfig) -> None:
             )
 
 
-def remove_old(run_dir: Path, keep: int) -> None:
-    """Removes all but the ``keep`` newest checkpoints, and what an interrupted save left."""
+def check_newest_fits(checkpoints: list[Path], model: ModelConfig) -> None:
+    """``check_fits`` of the first of ``checkpoints`` that can be read."""
+    for directory in checkpoints:
+        with suppress(Damaged):
+            return check_fits(directory, model)
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """The directory to write the checkpoint of a step to: not there yet, and nothing else that is no checkpoint."""
+    remove_leftovers(run_dir)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return run_dir / "checkpoints" / (name(step) + _PARTIAL)
+
+
+def commit(partial: Path) -> Path:
+    """Gives a checkpoint its name. OSError if there is one of that name."""
+    final = partial.with_suffix("")
+    os.rename(partial, final)
+    manifest.sync_directory(final.parent)
+    return final
+
+
+def retain(run_dir: Path, keep: int, keep_every: int | None) -> None:
+    """Removes all but the ``keep`` newest checkpoints and those of steps that ``keep_every`` divides."""
     for path in committed(run_dir)[:-keep]:
-        (path / META).unlink()  # first: what is half removed must not look whole
+        if not keep_every or _step(path) % keep_every:
+            shutil.rmtree(_renamed(path, _REMOVED))  # first another name: half a checkpoint must not look whole
+    for path in (run_dir / "checkpoints").glob("step_*" + _DAMAGED):
         shutil.rmtree(path)
-    for path in (run_dir / "checkpoints").glob("*.partial"):
-        shutil.rmtree(path)
+
+
+def set_aside(directory: Path) -> Path:
+    """Takes a damaged checkpoint out of the run's. It is there to be looked at until the next is committed."""
+    shutil.rmtree(directory.with_name(directory.name + _DAMAGED), ignore_errors=True)
+    return _renamed(directory, _DAMAGED)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Removes what an interrupted save or removal left."""
+    for ending in (_PARTIAL, _REMOVED):
+        for path in (run_dir / "checkpoints").glob("step_*" + ending):
+            shutil.rmtree(path)
+
+
+def _renamed(directory: Path, ending: str) -> Path:
+    other = directory.with_name(directory.name + ending)
+    os.rename(directory, other)
+    return other
+
+
+def _step(directory: Path) -> int:
+    return int(directory.name.removeprefix("step_"))

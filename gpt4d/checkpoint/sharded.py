@@ -1,11 +1,7 @@
-"""Sharded checkpoints through torch.distributed.checkpoint: every rank writes its parts of the global tensors.
+"""A run's state as global tensors, and how it is read back onto any grid."""
 
-On disk there are only global tensors under the parameters' names, so any other grid can read them.
-"""
-
-import os
-import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,71 +9,81 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gpt4d.checkpoint import catalog
+from gpt4d.checkpoint import catalog, manifest, storage
+from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.config import ConfigError
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import ParameterSpec
 
-
-def as_global(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> DTensor:
-    """The global tensor of which ``local`` is this rank's part: a DTensor on the same memory."""
-    placements = []
-    for axis in grid.mesh.mesh_dim_names:
-        dims = [dim for dim, axes in enumerate(spec.layout.dims) if axis in axes]
-        placements.append(Shard(dims[0]) if dims else Replicate())
-    strides = torch.empty(spec.shape, device="meta").stride()
-    return DTensor.from_local(
-        local.detach(), grid.mesh, placements, run_check=False, shape=torch.Size(spec.shape), stride=strides
-    )
+_STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, element by element; its step is the run's
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid) -> dict:
-    state = {"model": {n: as_global(p, p.spec, grid) for n, p in model.named_parameters()}}
+class Part(NamedTuple):
+    """This rank's part of a global tensor, and what that tensor is."""
+
+    local: torch.Tensor
+    spec: ParameterSpec
+
+    def as_global(self, grid: Grid) -> DTensor:
+        """The global tensor: a DTensor on the same memory."""
+        placements = []
+        for axis in grid.mesh.mesh_dim_names:
+            dims = [dim for dim, axes in enumerate(self.spec.layout.dims) if axis in axes]
+            placements.append(Shard(dims[0]) if dims else Replicate())
+        shape = torch.Size(self.spec.shape)
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(self.local, grid.mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Part]:
+    """Everything that is trained, by its name on the disk: ``model.NAME`` and ``optim.NAME.exp_avg``, …"""
+    found = {f"model.{n}": Part(p.detach(), p.spec) for n, p in model.named_parameters()}
     if optimizer is not None:
         # The optimizer's parameters may be parts of the model's: their own layouts say which.
-        state["optim"] = {
-            n: {k: as_global(optimizer.state[p][k], p.spec, grid) for k in ("exp_avg", "exp_avg_sq")}
-            for group in optimizer.param_groups
-            for n, p in zip(group["param_names"], group["params"], strict=True)
-        }
-    return state
+        for group in optimizer.param_groups:
+            for n, p in zip(group["param_names"], group["params"], strict=True):
+                found |= {f"optim.{n}.{k}": Part(optimizer.state[p][k], p.spec) for k in _STATES}
+    return found
 
 
-def save(
-    run_dir: Path,
-    meta: catalog.Meta,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    grid: Grid,
-    tokenizer: Path,
-    keep: int,
-) -> Path:
-    """Writes a checkpoint of ``run_dir`` and removes those beyond the ``keep`` newest. All ranks call it.
-
-    It is written under another name and gets its own by one rename, once every rank's part is there.
-    """
-    final = run_dir / "checkpoints" / catalog.name(meta.progress.step)
-    partial = final.with_name(final.name + ".partial")
-    if grid.world.index == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_state(model, optimizer, grid), checkpoint_id=partial)
-    if grid.world.index == 0:
-        shutil.copy(tokenizer, partial / "tokenizer.json")
-        meta.write(partial)
-        if final.exists():  # a removal that was interrupted left it
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        catalog.remove_old(run_dir, keep)
-    dist.barrier()
-    return final
+def verify(directory: Path, grid: Grid) -> None:
+    """Damaged, on all ranks alike, unless every file of a checkpoint is as it was written. Each rank reads some."""
+    problem = None
+    try:
+        entries = manifest.read(directory)
+        for name in (catalog.META, catalog.TOKENIZER, storage.TENSORS):
+            if name not in entries:
+                raise Damaged(f"{directory / manifest.MANIFEST}: does not know of {name}")
+        manifest.check(directory, entries, sorted(entries)[grid.world.index :: grid.world.size])
+    except Damaged as damage:
+        problem = damage
+    except OSError as error:
+        problem = ConfigError(f"{error.filename or directory}: {error.strerror}")
+    problems = [None] * grid.world.size
+    dist.all_gather_object(problems, problem)
+    for problem in filter(None, problems):
+        raise problem
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid) -> catalog.Progress:
-    """Fills the model, and the optimizer if given, in place from a checkpoint written on any grid."""
-    meta = catalog.Meta.read(directory)
-    dcp.load(_state(model, optimizer, grid), checkpoint_id=directory)
+    """Fills the model, and the optimizer if given, in place from a checkpoint written on any grid.
+
+    One without optimizer states, such as an imported model, leaves those of the optimizer as they are. ConfigError if
+    the checkpoint's tensors are not those of the model.
+    """
+    progress, files = catalog.Meta.read(directory).progress, storage.Files(directory)
+    if not any(name.startswith("optim.") for name in files.tensors):
+        optimizer = None
+    state = parts(model, optimizer)
+    for name, part in state.items():
+        found = files.tensors.get(name)
+        if found is None or found.shape != part.spec.shape:
+            theirs = "none of that name" if found is None else f"one of shape {list(found.shape)}"
+            raise ConfigError(
+                f"{directory}: another model's, which has {theirs} where this has {name} of {list(part.spec.shape)}"
+            )
+    dcp.load({n: part.as_global(grid) for n, part in state.items()}, storage_reader=storage.Reader(files))
     if optimizer is not None:
         for state in optimizer.state.values():
-            state["step"].fill_(meta.progress.step)
-    return meta.progress
+            state["step"].fill_(progress.step)
+    return progress

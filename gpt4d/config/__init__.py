@@ -1,8 +1,9 @@
 """The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
 
-from gpt4d.config.checks import grid_problem, profiled_steps, validate, value_of
+from gpt4d.config.checks import grid_problem, profiled_steps, tokenizer_file, validate, value_of
 from gpt4d.config.composing import CONFIG_DIR, compose, explained, from_arguments, known_keys, typed
 from gpt4d.config.schema import (
+    CheckpointConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -17,6 +18,7 @@ from gpt4d.config.schema import (
 
 __all__ = [
     "CONFIG_DIR",
+    "CheckpointConfig",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -33,6 +35,7 @@ __all__ = [
     "grid_problem",
     "known_keys",
     "profiled_steps",
+    "tokenizer_file",
     "typed",
     "validate",
     "value_of",

@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from gpt4d.config.schema import Config, ConfigError, DataConfig, GridSizes, ModelConfig, ParallelConfig, TrainConfig
@@ -85,6 +86,14 @@ def check_data(data: DataConfig) -> None:
         if not any(os.path.isfile(path) for path in found):
             mend = f": a directory; use '{data.path.rstrip('/')}/*.txt'" if found else f" (seen from {os.getcwd()})"
             raise ConfigError(f"data.path={data.path!r} matches no file{mend}")
+    if data.tokenizer and not tokenizer_file(data.tokenizer).is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer}: neither a tokenizer.json nor a directory with one")
+
+
+def tokenizer_file(path: str) -> Path:
+    """The file that ``data.tokenizer`` means."""
+    path = Path(path).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def profiled_steps(config: Config) -> tuple[int, int] | None:
@@ -113,8 +122,8 @@ def _check_values(config: Config) -> None:
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
         "train.validate_every": 0, "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
-        "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "logging.every": 1,
-        "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,
+        "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
+        "logging.every": 1,        "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,
     }  # fmt: skip
     for key, least in at_least.items():
         value = value_of(config, key)

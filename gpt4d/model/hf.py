@@ -5,17 +5,14 @@ of their own here, and our embedding has rows of padding.
 """
 
 import re
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from gpt4d.config import ModelConfig
+from gpt4d.config import ConfigError, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import GPT2Config
-
-    from gpt4d.model.gpt import GPT
 
 _NAMES = {
     "tokens.weight": "transformer.wte.weight",
@@ -41,10 +38,12 @@ def hf_name(name: str) -> str:
     return f"{_NAMES[layer]}.{kind}"
 
 
-def hf_config(config: ModelConfig) -> "GPT2Config":
+def hf_config(config: ModelConfig, end_of_text: int | None = None) -> "GPT2Config":
+    """What transformers calls such a model. ``end_of_text`` is the id of the token that ends a text."""
     from transformers import GPT2Config
 
     return GPT2Config(
+        architectures=["GPT2LMHeadModel"],
         vocab_size=config.vocab_size,
         n_positions=config.max_positions,
         n_embd=config.hidden,
@@ -54,9 +53,40 @@ def hf_config(config: ModelConfig) -> "GPT2Config":
         embd_pdrop=config.dropout,
         attn_pdrop=config.attention_dropout,
         layer_norm_epsilon=config.norm_epsilon,
-        bos_token_id=None,
-        eos_token_id=None,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
     )
+
+
+def model_config(name: str, values: dict) -> ModelConfig:
+    """The model of a GPT-2's ``config.json``. ConfigError for what computes something else."""
+    needed = {
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "n_inner": (None, 4 * values.get("n_embd", 0)),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    }
+    for key, choices in needed.items():
+        value = values.get(key, choices[0])
+        if value not in choices:
+            raise ConfigError(f"{name}: {key}={value!r} in its config.json; gpt4d has models with {key}={choices[0]!r}")
+    try:
+        return ModelConfig(
+            name=name,
+            layers=values["n_layer"],
+            hidden=values["n_embd"],
+            heads=values["n_head"],
+            vocab_size=values["vocab_size"],
+            max_positions=values["n_positions"],
+            dropout=values.get("resid_pdrop", 0.1),
+            attention_dropout=values.get("attn_pdrop", 0.1),
+            norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{name}: its config.json has no {error.args[0]}") from None
 
 
 def export_tensor(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -73,18 +103,3 @@ def import_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> to
     if name == "tokens.weight":
         return torch.cat((tensor, tensor.new_zeros(shape[0] - len(tensor), shape[1])))
     return tensor.reshape(shape)
-
-
-def export_weights(model: "GPT", full: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict for GPT2LMHeadModel. ``full`` gives a parameter's global tensor."""
-    state = {hf_name(n): export_tensor(n, full(p), model.config) for n, p in model.named_parameters()}
-    return {**state, "lm_head.weight": state["transformer.wte.weight"]}
-
-
-def import_weights(model: "GPT", state: Mapping[str, torch.Tensor]) -> None:
-    """Copies this rank's part of every weight of a GPT2LMHeadModel's state dict into ``model``."""
-    grid = model.weights.grid
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            whole = import_tensor(name, state[hf_name(name)], parameter.spec.shape)
-            parameter.copy_(whole[grid.local_slices(parameter.spec.shape, parameter.spec.layout)])

@@ -101,6 +101,16 @@ def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def agreed(flag: bool) -> bool:
+    """Whether ``flag`` holds on every rank. All ranks ask."""
+    import torch
+    import torch.distributed as dist
+
+    everywhere = torch.tensor(int(flag))
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
 def on_first_rank(work: Callable[[], T]) -> T:
     """What ``work`` returns on rank 0, on every rank.
 

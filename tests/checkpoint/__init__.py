@@ -1,0 +1,46 @@
+"""A small state of a run, the same on every grid, and how it is saved."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gpt4d import optim
+from gpt4d.checkpoint import catalog, sharded
+from gpt4d.checkpoint.saving import Saver
+from gpt4d.config import CheckpointConfig, OptimConfig
+from gpt4d.parallel.gradients import GradientSum
+from tests.grids import TINY_MODEL, build_model
+
+MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=48)
+STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # given values of their own, functions of the global place
+
+
+def meta(step, model=MODEL):
+    return catalog.Meta(catalog.Progress(step, 10 * step, 100 * step), model, {"x": 1}, "words", "abc")
+
+
+def build(sizes, shard=False, seed=7):
+    """On a rank: the model and its optimizer."""
+    model = build_model(MODEL, sizes, torch.float32, seed=seed)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    owned = GradientSum(model.weights, parameters, shard=shard).owned
+    optimizer = optim.build_optimizer(zip(names, owned, strict=True), OptimConfig())
+    for parameter in owned:
+        for k, factor in STATES.items():
+            optimizer.state[parameter][k].copy_(parameter.detach() * factor + 1)
+    return model, optimizer
+
+
+def saved_by(sizes, shard, run_dir: Path, steps=(3,), **config):
+    """On a rank: saves checkpoints of the same state, one after the other. The last ``Saved``."""
+    model, optimizer = build(sizes, shard)
+    tokenizer = Path(__file__)  # any file will do
+    saver = Saver(CheckpointConfig(**config), run_dir, model.weights.grid)
+    try:
+        for step in steps:
+            saver.start(meta(step), sharded.parts(model, optimizer), tokenizer)
+            saved = saver.finished(wait=True)
+    finally:
+        saver.close()
+    return saved

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.checkpoint.sharded import as_global
+from gpt4d.checkpoint.sharded import Part
 from gpt4d.model import hf
 from gpt4d.parallel import gradients
-from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, grid_name
+from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, fill_from_hf, grid_name
 
 BATCH, LENGTH = 16, 12
 
@@ -42,7 +42,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     grid = model.weights.grid
     total = gradients.GradientSum(model.weights, list(model.parameters()))
     if state is not None:
-        hf.import_weights(model, state)
+        fill_from_hf(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
     logits = [model(ids, numbers).detach() for ids, _, numbers in zip(*parts, strict=True)]
     for ids, targets, numbers in zip(*parts, strict=True):
@@ -50,7 +50,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     total.finish()
     norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
     grads = {
-        hf.hf_name(n): hf.export_tensor(n, as_global(p.grad, p.spec, grid).full_tensor(), config)
+        hf.hf_name(n): hf.export_tensor(n, Part(p.grad, p.spec).as_global(grid).full_tensor(), config)
         for n, p in model.named_parameters()
     }
     own = (grid.batch_shard, grid.x.index, torch.cat(logits))
@@ -115,7 +115,7 @@ def gradients_in_bf16(sizes):
     (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
     total.finish()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    return {n: as_global(p.grad, p.spec, grid).full_tensor() for n, p in model.named_parameters()}
+    return {n: Part(p.grad, p.spec).as_global(grid).full_tensor() for n, p in model.named_parameters()}
 
 
 def gradients_in_fp32():

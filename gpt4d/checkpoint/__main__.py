@@ -1,0 +1,149 @@
+"""``python -m gpt4d.checkpoint verify|inspect|export|import key=value …``: looks after checkpoints.
+
+    verify  checkpoint=runs/NAME             whether each file is as it was written and the tensors are whole
+    inspect checkpoint=runs/NAME             what is in it
+    export  checkpoint=runs/NAME out=DIR     for transformers: AutoModelForCausalLM.from_pretrained("DIR")
+    import  source=gpt2|DIR out=runs/NAME    from transformers: a run to go on from, at step 0
+
+A checkpoint is its own directory or a run's: then ``verify`` looks at all of them, the others at the newest.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from gpt4d.checkpoint import catalog, manifest
+from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.config import ConfigError, from_arguments
+from gpt4d.errors import one_line_errors
+
+# torch and transformers take seconds to import: only where they are needed.
+
+
+@dataclass
+class Look:
+    checkpoint: str = MISSING
+
+
+@dataclass
+class Export:
+    checkpoint: str = MISSING
+    out: str = MISSING
+
+
+@dataclass
+class Import:
+    source: str = MISSING
+    out: str = MISSING
+
+
+def verify(config: Look) -> None:
+    """Prints a line for each checkpoint. ConfigError at the end if one is damaged."""
+    path = Path(config.checkpoint)
+    found, damaged = catalog.committed(path) or [catalog.located(path)], []
+    for directory in found:
+        try:
+            print(f"{directory}: whole, {_verified(directory)}", flush=True)
+        except Damaged as damage:
+            print(f"{directory}: DAMAGED, {damage}", flush=True)
+            damaged.append(directory.name)
+    if damaged:
+        raise ConfigError(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}")
+
+
+def _verified(directory: Path) -> str:
+    entries = manifest.read(directory)
+    manifest.check(directory, entries, entries)
+
+    from gpt4d.checkpoint import convert, storage
+
+    files, meta = storage.Files(directory), catalog.Meta.read(directory)
+    for name, tensor in files.tensors.items():
+        if problem := tensor.problem():
+            raise Damaged(f"{directory / storage.TENSORS}: {name}: {problem}")
+        for chunk in tensor.chunks:
+            files.values(tensor, chunk)
+    states = {name.rpartition(".")[2] for name in files.tensors if name.startswith("optim.")}
+    for parameter, shape in convert.shapes(meta.model).items():
+        for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
+            if name not in files.tensors or files.tensors[name].shape != shape:
+                raise Damaged(f"{directory / storage.TENSORS}: {name} of shape {list(shape)} is missing")
+    return f"{len(entries)} files, {_size(sum(e.bytes for e in entries.values()))}, {len(files.tensors)} tensors"
+
+
+def inspect(config: Look) -> None:
+    """Prints what a checkpoint says of itself and what tensors it has, those of all blocks in one line."""
+    from gpt4d.checkpoint import storage
+
+    directory = catalog.located(Path(config.checkpoint))
+    meta, files, entries = catalog.Meta.read(directory), storage.Files(directory), manifest.read(directory)
+    progress, model = meta.progress, meta.model
+    grid = "x".join(map(str, meta.grid.values())) + " (x, y, z, data)" if meta.grid else "none, it was imported"
+    print(
+        f"{directory}\n"
+        f"  step    {progress.step:,}, {progress.samples:,} sequences, {progress.tokens:,} tokens of {meta.data}\n"
+        f"  model   {model.name}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, "
+        f"vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), {model.max_positions} positions\n"
+        f"  grid    {grid}\n"
+        f"  files   {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
+    )
+    alike: dict[tuple, list[storage.StoredTensor]] = {}
+    for name, tensor in files.tensors.items():
+        kind = re.sub(r"\.\d+\.", ".*.", name), tensor.shape, tensor.dtype
+        alike.setdefault(kind, []).append(tensor)
+    width = max(len(name) for name, *_ in alike)
+    for (name, shape, dtype), tensors in alike.items():
+        times = f"{len(tensors)} × " if len(tensors) > 1 else ""
+        size, dtype = _size(sum(tensor.nbytes for tensor in tensors)), str(dtype).removeprefix("torch.")
+        print(f"  {name:{width}}  {times + str(list(shape)):>22}  {dtype}  {size:>10}")
+
+
+def export(config: Export) -> None:
+    from gpt4d.checkpoint import convert
+
+    directory, out = catalog.located(Path(config.checkpoint)), Path(config.out)
+    manifest.check(directory, entries := manifest.read(directory), entries)
+    convert.export(directory, out)
+    print(f'{out}: {directory} for transformers: AutoModelForCausalLM.from_pretrained("{out}")')
+
+
+def import_(config: Import) -> None:
+    from gpt4d.checkpoint import convert
+
+    model = convert.import_model(config.source, Path(config.out))
+    keys = ("layers", "hidden", "heads", "vocab_size", "max_positions", "norm_epsilon", "dropout", "attention_dropout")
+    words = " ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+    tokenizer = catalog.located(Path(config.out)) / catalog.TOKENIZER
+    print(f"{config.out}: a run at step 0. To train it on your text:\n")
+    print(f"python train.py run.dir={config.out} {words} data=text data.path='…' data.tokenizer={tokenizer}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+COMMANDS = {
+    "verify": (verify, Look),
+    "inspect": (inspect, Look),
+    "export": (export, Export),
+    "import": (import_, Import),
+}
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] not in COMMANDS:
+        words = f"{arguments[0]}: no such command" if arguments else "no command given"
+        if arguments and arguments[0] in ("--help", "-h"):
+            print(__doc__)
+            return
+        raise ConfigError(f"{words}; use one of {', '.join(COMMANDS)}, or --help")
+    command, schema = COMMANDS[arguments[0]]
+    command(from_arguments(schema, arguments[1:]))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Saving a run: in the background, if it may, and so that a crash at any instant loses nothing that was committed."""
+
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gpt4d.checkpoint import catalog, storage
+from gpt4d.checkpoint.sharded import Part
+from gpt4d.config import CheckpointConfig, ConfigError
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.launch import agreed, on_first_rank
+
+
+@dataclass
+class Saved:
+    """A committed checkpoint: how far the run was, how long writing it took, how long the training stood still."""
+
+    path: Path
+    progress: catalog.Progress
+    seconds: float
+    blocked_s: float
+
+
+class Saver:
+    """Saves the checkpoints of a run, one at a time. All ranks call the same methods in the same order.
+
+    With ``async_save`` the training waits only until this rank's parts are in the host's memory; a thread writes them
+    from there, and its messages have a process group of their own.
+    """
+
+    def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid):
+        self.config, self.run_dir, self.grid = config, run_dir, grid
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._under_way: tuple[Future, Saved] | None = None
+
+    def start(self, meta: catalog.Meta, parts: Mapping[str, Part], tokenizer: Path) -> None:
+        """Starts to save. Once it returns, the training may go on and change ``parts``; ``finished`` tells the end."""
+        assert self._under_way is None, "one save at a time"
+        started = time.perf_counter()
+        if self.config.async_save:
+            parts = self._staged(parts)
+        # Prepared by this thread: what it needs of the mesh is not made for two at once.
+        state = {name: part.as_global(self.grid) for name, part in parts.items()}
+        partial = on_first_rank(lambda: self._begin(meta.progress.step))
+        documents = {catalog.META: meta.to_json(), catalog.TOKENIZER: tokenizer.read_bytes()}
+        writer = storage.Writer(partial, documents, lambda: self._commit(partial))
+        saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
+        self._under_way = self._thread.submit(self._write, state, writer, saved, started), saved
+        if not self.config.async_save:
+            self._under_way[0].exception()
+        saved.blocked_s = time.perf_counter() - started
+
+    def finished(self, wait: bool = False) -> Saved | None:
+        """The save that ended since it was last asked; None while it goes on or if there is none.
+
+        ConfigError, on all ranks alike, if it could not be written.
+        """
+        if self._under_way is None:
+            return None
+        future, saved = self._under_way
+        started = time.perf_counter()
+        if wait:
+            future.exception()
+        elif not agreed(future.done()):
+            return None
+        saved.blocked_s += time.perf_counter() - started
+        self._under_way = None
+        if failure := future.exception():
+            raise self._explained(failure, saved)
+        return saved
+
+    def close(self) -> None:
+        """Waits for a save under way: what was begun is not lost because something else failed."""
+        self._thread.shutdown()
+        if self._under_way and (failure := self._under_way[0].exception()) and self.grid.world.index == 0:
+            print(f"error: {self._explained(failure, self._under_way[1])}", file=sys.stderr, flush=True)
+
+    def _staged(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Copies in the host's memory, in buffers that serve every save."""
+        for name, (local, _) in parts.items():
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name].copy_(local, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {name: Part(self._buffers[name], spec) for name, (_, spec) in parts.items()}
+
+    def _begin(self, step: int) -> Path:
+        try:
+            return catalog.begin(self.run_dir, step)
+        except OSError as error:
+            raise self._unwritable(catalog.name(step), error) from None
+
+    def _write(self, state: dict, writer: storage.Writer, saved: Saved, started: float) -> None:
+        dcp.save(state, storage_writer=writer, process_group=self._group)
+        saved.seconds = time.perf_counter() - started
+
+    def _commit(self, partial: Path) -> None:
+        catalog.commit(partial)
+        catalog.retain(self.run_dir, self.config.keep, self.config.keep_every)
+
+    def _explained(self, failure: BaseException, saved: Saved) -> BaseException:
+        """What a user is told of a save that failed; its files are removed, since they may fill the disk."""
+        if self.grid.world.index == 0:
+            catalog.remove_leftovers(self.run_dir)
+        if not isinstance(failure, CheckpointException):
+            return failure
+        rank, (error, _) = min(failure.failures.items())
+        if isinstance(error, OSError):
+            return self._unwritable(saved.path.name, error, f"rank {rank}: ")
+        return RuntimeError(f"{saved.path} could not be saved; rank {rank}: {error!r}").with_traceback(
+            error.__traceback__
+        )
+
+    def _unwritable(self, name: str, error: OSError, where: str = "") -> ConfigError:
+        newest = next(reversed(catalog.committed(self.run_dir)), None)
+        rest = f"the run can go on from {newest.name}" if newest else "there is none older to go on from"
+        return ConfigError(
+            f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); it needs room, and "
+            f"a file system that all nodes share; {rest}"
+        )

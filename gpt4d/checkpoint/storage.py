@@ -1,0 +1,231 @@
+"""How tensors lie on the disk: a storage of torch.distributed.checkpoint without pickles.
+
+Each rank writes one file, ``rank_00003.bin``, of raw values. ``tensors.json`` says what is where: for each global
+tensor its dtype, its shape and the chunks it is cut into, wherever those came from. Nothing in it knows of ranks or
+grids, so any other grid reads what it needs.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner as planning
+from torch.distributed.checkpoint import storage
+from torch.futures import Future
+
+from gpt4d.checkpoint import manifest
+from gpt4d.checkpoint.manifest import Damaged, Entry, NewFile
+
+TENSORS = "tensors.json"
+_ALIGNMENT = 64  # bytes: any dtype can be read in place
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+
+
+class Chunk(NamedTuple):
+    """A part of a global tensor and where its values are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int  # bytes
+
+
+@dataclass
+class StoredTensor:
+    """A global tensor on the disk."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+    def to_json(self) -> dict:
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, "chunks": self.chunks}
+
+    @classmethod
+    def from_json(cls, values: dict) -> "StoredTensor":
+        chunks = [Chunk(tuple(o), tuple(s), file, start) for o, s, file, start in values["chunks"]]
+        return cls(_DTYPES[values["dtype"]], tuple(values["shape"]), chunks)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def problem(self) -> str | None:
+        """Why the chunks are not the whole tensor, each part of it once; None if they are."""
+        if any(len(chunk.offsets) != len(self.shape) or len(chunk.sizes) != len(self.shape) for chunk in self.chunks):
+            return f"a chunk of it has not {len(self.shape)} dims"
+        if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
+            return "its chunks have not as many elements as it has"
+        starts = torch.tensor([chunk.offsets for chunk in self.chunks])
+        stops = starts + torch.tensor([chunk.sizes for chunk in self.chunks])
+        if (starts < 0).any() or (stops > torch.tensor(self.shape)).any():
+            return "a chunk reaches out of it"
+        overlaps = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
+        return "two of its chunks overlap" if int(overlaps.sum()) > len(self.chunks) else None
+
+
+class Files:
+    """The tensors of a checkpoint directory, read in place: nothing is in memory but what is looked at.
+
+    Damaged, naming the file, where a file is not as ``tensors.json`` says.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._mapped: dict[str, torch.Tensor] = {}
+        path = directory / TENSORS
+        try:
+            values = json.loads(path.read_bytes())
+            self.tensors = {name: StoredTensor.from_json(tensor) for name, tensor in values.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(f"{path}: damaged or missing ({error})") from None
+
+    def values(self, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
+        """The values of a chunk, in the file: to be read, not written."""
+        end = chunk.start + math.prod(chunk.sizes) * tensor.dtype.itemsize
+        values = self._bytes(chunk.file)[chunk.start : end]
+        if chunk.start % tensor.dtype.itemsize or len(values) != end - chunk.start:
+            raise Damaged(f"{self.directory / TENSORS}: a chunk is not in {chunk.file}, where it says")
+        return values.view(tensor.dtype).view(chunk.sizes)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A global tensor, in memory."""
+        tensor = self.tensors[name]
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            result[place] = self.values(tensor, chunk)
+        return result
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        if name not in self._mapped:
+            path = self.directory / name
+            if path.parent != self.directory or not path.is_file():
+                raise Damaged(f"{self.directory / TENSORS}: {name!r} is not a file of this directory")
+            self._mapped[name] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        return self._mapped[name]
+
+
+def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[Entry, list[int]]:
+    """A new file of the tensors' values; its entry, and where in it each tensor starts."""
+    starts = []
+    with NewFile(path) as file:
+        for tensor in tensors:
+            file.write(bytes(-file.size % _ALIGNMENT))
+            starts.append(file.size)
+            values = tensor.detach().cpu().contiguous().view(-1)
+            file.write(values.view(torch.uint8).numpy().data)
+    return file.entry, starts
+
+
+def describe(
+    directory: Path, tensors: Mapping[str, StoredTensor], documents: Mapping[str, bytes], entries: dict[str, Entry]
+) -> None:
+    """Completes a directory that has the files of ``entries``: what is where in them, other documents, the manifest."""
+    index = json.dumps({name: tensor.to_json() for name, tensor in tensors.items()}).encode()
+    for name, content in {**documents, TENSORS: index}.items():
+        entries[name] = manifest.write_file(directory / name, content)
+    manifest.write(directory, entries)
+
+
+class Writer(storage.StorageWriter):
+    """Writes a checkpoint into a new ``directory``: tensors and, beside them, ``documents``.
+
+    ``done`` is called on the first rank when all of it is on the disk. If anything fails on any rank, it fails on all.
+    """
+
+    def __init__(self, directory: Path, documents: Mapping[str, bytes], done: Callable[[], None] = lambda: None):
+        self.directory, self.documents, self.done = directory, documents, done
+
+    def reset(self, checkpoint_id=None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return False  # never chosen by torch itself
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_, **__) -> None:
+        if is_coordinator:
+            self.directory.mkdir()
+
+    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
+        return [replace(plan, storage_data=f"rank_{rank:05}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[storage.WriteResult]]:
+        entry, starts = write_values(self.directory / plan.storage_data, map(planner.resolve_data, plan.items))
+        told = Future()
+        told.set_result(
+            [
+                storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
+                for item, start in zip(plan.items, starts, strict=True)
+            ]
+        )
+        return told
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[storage.WriteResult]]) -> None:
+        tensors, entries = {}, {}
+        for name, described in metadata.state_dict_metadata.items():
+            tensors[name] = StoredTensor(described.properties.dtype, tuple(described.size), [])
+        sizes = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, described in metadata.state_dict_metadata.items()
+            for chunk in described.chunks
+        }
+        for result in (result for of_rank in results for result in of_rank):
+            file, entries[file], start = result.storage_data
+            name, offsets = result.index.fqn, tuple(result.index.offset)
+            tensors[name].chunks.append(Chunk(offsets, sizes[name, offsets], file, start))
+        describe(self.directory, tensors, self.documents, entries)
+        self.done()
+
+
+class Reader(storage.StorageReader):
+    """Fills tensors of any grid from a checkpoint directory."""
+
+    def __init__(self, files: Files):
+        self.files = files
+
+    def reset(self, checkpoint_id=None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return False
+
+    def read_metadata(self, *_, **__) -> dcp.Metadata:
+        tensors = {
+            name: dcp.TensorStorageMetadata(
+                dcp.TensorProperties(tensor.dtype),
+                torch.Size(tensor.shape),
+                [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
+            )
+            for name, tensor in self.files.tensors.items()
+        }
+        return dcp.Metadata(tensors)
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *_, **__) -> None: ...
+
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
+        return plans
+
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            tensor = self.files.tensors[item.storage_index.fqn]
+            values = self.files.values(tensor, tensor.chunks[item.storage_index.index])
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                values = values.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(values)
+            planner.commit_tensor(item, target)
+        done = Future()
+        done.set_result(None)
+        return done

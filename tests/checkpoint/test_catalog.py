@@ -1,0 +1,76 @@
+"""Which checkpoints a run has, which stay, and which are never chosen."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpt4d.checkpoint import catalog
+from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.config import ConfigError, GridSizes, ModelConfig
+from tests.checkpoint import MODEL, meta, saved_by
+
+
+def saved(ranks, run_dir, steps, keep=2, keep_every=None):
+    for step in steps:
+        config = {"keep": keep, "keep_every": keep_every}
+        ranks.run(1, saved_with, run_dir, step, config)
+    return [path.name for path in sorted((run_dir / "checkpoints").iterdir())]
+
+
+def saved_with(run_dir, step, config):
+    saved_by(GridSizes(), False, run_dir, (step,), **config)
+
+
+def test_the_newest_and_the_milestones_are_kept(ranks, tmp_path):
+    names = saved(ranks, tmp_path, (5, 10, 15, 20, 25), keep=2, keep_every=10)
+    assert names == ["step_00000010", "step_00000020", "step_00000025"]
+    assert saved(ranks, tmp_path, (100_000_000,), keep=1) == ["step_100000000"]
+
+
+def test_what_an_interruption_left_is_never_chosen_and_removed_by_the_next_save(ranks, tmp_path):
+    saved(ranks, tmp_path, (1, 2))
+    checkpoints = tmp_path / "checkpoints"
+    for name in ("step_00000003.partial", "step_00000004.removed", "step_00000005.damaged"):
+        (checkpoints / name).mkdir()
+    assert [path.name for path in catalog.to_try("auto", tmp_path)] == ["step_00000002", "step_00000001"]
+    assert saved(ranks, tmp_path, (6,)) == ["step_00000002", "step_00000006"]
+
+
+def test_what_resume_means(ranks, tmp_path):
+    assert catalog.to_try("auto", tmp_path) == [] == catalog.to_try("never", tmp_path)
+    saved(ranks, tmp_path, (2, 11))
+    elsewhere, older = tmp_path / "elsewhere", tmp_path / "checkpoints" / "step_00000002"
+    assert [path.name for path in catalog.to_try(str(tmp_path), elsewhere)] == ["step_00000011"]
+    assert catalog.to_try(str(older), elsewhere) == [older]
+    assert [path.name for path in catalog.to_try(str(tmp_path), tmp_path)] == ["step_00000011"]
+    for resume in ("never", str(older)):  # would write older steps beside newer ones, and lose them
+        with pytest.raises(ConfigError, match=r"choose another run\.name"):
+            catalog.to_try(resume, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 2}'])
+def test_a_directory_that_is_no_checkpoint_is_damaged(tmp_path, content):
+    (tmp_path / "meta.json").write_text(content)
+    with pytest.raises(Damaged, match="not that of a checkpoint of gpt4d"):
+        catalog.Meta.read(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_is_refused_but_not_called_damaged(tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(ConfigError, match="of format 99, this version reads 2") as raised:
+        catalog.Meta.read(tmp_path)
+    assert not isinstance(raised.value, Damaged)
+
+
+def test_meta_survives_the_disk(tmp_path):
+    written = meta(5, ModelConfig(dropout=0.25))
+    (tmp_path / "meta.json").write_bytes(written.to_json())
+    assert catalog.Meta.read(Path(tmp_path)) == written
+
+
+def test_the_first_that_can_be_read_decides_whether_the_model_fits(tmp_path):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "meta.json").write_bytes(meta(5, ModelConfig()).to_json())
+    with pytest.raises(ConfigError, match=r"model\.layers=1: the checkpoint .*whole has 4"):
+        catalog.check_newest_fits([tmp_path / "damaged", tmp_path / "whole"], MODEL)

@@ -1,0 +1,171 @@
+"""Saving in the background: the training goes on at once, and what goes wrong is told, not lost."""
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.checkpoint import catalog, saving, sharded, storage
+from gpt4d.config import CheckpointConfig, ConfigError, GridSizes, validate
+from gpt4d.trainer import Trainer
+from tests.checkpoint import MODEL, build, meta, saved_by
+from tests.grids import build_model, train_in_rank
+from tests.rank_pool import RankFailure
+
+GRID = GridSizes(1, 1, 2)
+
+
+def change_while_writing(run_dir):
+    """On a rank: parameters change when the save has begun, and only then does it write."""
+    model, optimizer = build(GRID)
+    changed, write = threading.Event(), storage.write_values
+
+    def late(path, tensors):
+        assert changed.wait(60)
+        return write(path, tensors)
+
+    storage.write_values = late
+    saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.weights.grid)
+    try:
+        saver.start(meta(1), sharded.parts(model, optimizer), Path(__file__))
+        assert saver.finished() is None
+        for parameter in model.parameters():
+            parameter.detach().fill_(9.0)
+        changed.set()
+        return saver.finished(wait=True)
+    finally:
+        storage.write_values = write
+        saver.close()
+
+
+def test_what_is_saved_is_what_was_there_when_the_save_began(ranks, tmp_path):
+    saved = ranks.run(2, change_while_writing, tmp_path)[0]
+    assert saved.progress.step == 1 and saved.blocked_s > 0
+    files = storage.Files(saved.path)
+    for name, parameter in build_model(MODEL, GridSizes(), torch.float32, seed=7).named_parameters():
+        assert torch.equal(files.whole(f"model.{name}"), parameter.detach())
+
+
+def staging_addresses(run_dir):
+    model, optimizer = build(GRID)
+    saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
+    seen = []
+    for step in (1, 2, 3):
+        saver.start(meta(step), sharded.parts(model, optimizer), Path(__file__))
+        saver.finished(wait=True)
+        seen.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
+    saver.close()
+    return seen
+
+
+def test_staging_buffers_serve_every_save(ranks, tmp_path):
+    first, *others = ranks.run(2, staging_addresses, tmp_path)[0]
+    assert first and others == [first, first]
+
+
+def fail_on_the_second_rank(run_dir, async_save):
+    """On a rank: saves twice; the second time its disk is full, on one rank only. What each rank is told."""
+    model, optimizer = build(GRID)
+    write = storage.write_values
+
+    def full(path, tensors):
+        if path.parent.name.startswith("step_00000002") and path.name == "rank_00001.bin":
+            path.write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, tensors)
+
+    storage.write_values = full
+    saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.weights.grid)
+    try:
+        for step in (1, 2):
+            saver.start(meta(step), sharded.parts(model, optimizer), Path(__file__))
+            while saver.finished() is None:
+                pass
+    except ConfigError as error:
+        return str(error)
+    finally:
+        storage.write_values = write
+        saver.close()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_rank_that_cannot_write_is_told_by_all_and_leaves_nothing(ranks, tmp_path, async_save):
+    told = ranks.run(2, fail_on_the_second_rank, tmp_path, async_save)
+    assert told[0] == told[1]
+    assert "step_00000002 could not be saved (rank 1: No space left on device)" in told[0]
+    assert "the run can go on from step_00000001" in told[0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def train_on_a_small_disk(config, limit):
+    """On a rank: a training whose files may have so many bytes at the most, once it has begun."""
+    trainer = Trainer(config, validate(config, dist.get_world_size()), torch.device("cpu"))
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        trainer.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+
+
+def test_a_save_that_fails_in_the_background_fails_the_run_soon_after(ranks, tiny):
+    run = tiny("train.steps=400", "checkpoint.every=2")
+    with pytest.raises(RankFailure, match=r"step_00000002 could not be saved \(rank 0: File too large\)"):
+        ranks.run(2, train_on_a_small_disk, run, 60_000)
+    assert len((Path(run.run.dir) / "metrics.jsonl").read_text().splitlines()) < 400
+    assert list((Path(run.run.dir) / "checkpoints").iterdir()) == []
+    ranks.run(2, train_in_rank, tiny("train.steps=4"))
+    assert [path.name for path in catalog.committed(Path(run.run.dir))] == ["step_00000004"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB, for those who may mount one."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", point], capture_output=True).returncode:
+        pytest.skip("only root can mount a file system")
+    yield point
+    subprocess.run(["umount", point], check=True)
+
+
+def test_a_run_on_a_full_disk_goes_on_from_its_last_checkpoint_once_there_is_room(ranks, tiny, small_disk):
+    straight = tiny("train.steps=8")
+    ranks.run(2, train_in_rank, straight)
+    size = sum(path.stat().st_size for path in catalog.committed(Path(straight.run.dir))[0].iterdir())
+    keep = 2 * 2**20 // size + 5  # more than there is room for
+    run_dir = small_disk / "run"
+    words = ("optim.schedule_steps=8", "checkpoint.every=1", f"checkpoint.keep={keep}", f"run.dir={run_dir}")
+    with pytest.raises(RankFailure, match=r"No space left on device.*the run can go on from step_"):
+        ranks.run(2, train_in_rank, tiny("train.steps=40", *words))
+    committed = catalog.committed(run_dir)
+    assert committed and set((run_dir / "checkpoints").iterdir()) == set(committed)
+
+
+def save_and_fail(run_dir):
+    model, optimizer = build(GRID)
+    saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
+    try:
+        saver.start(meta(1), sharded.parts(model, optimizer), Path(__file__))
+        raise ConfigError("something else")
+    finally:
+        saver.close()
+
+
+def test_a_save_under_way_is_not_lost_when_the_run_fails(ranks, tmp_path):
+    with pytest.raises(RankFailure, match="something else"):
+        ranks.run(2, save_and_fail, tmp_path)
+    assert [path.name for path in catalog.committed(tmp_path)] == ["step_00000001"]
+
+
+def test_another_runs_files_in_the_place_of_a_checkpoint_are_not_overwritten(ranks, tmp_path):
+    ranks.run(1, saved_by, GridSizes(), False, tmp_path)
+    with pytest.raises(RankFailure, match=r"step_00000003 could not be saved .*not empty"):
+        ranks.run(1, saved_by, GridSizes(), False, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
