@@ -14,7 +14,7 @@ _WAITING = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd"}
 def row(family: str, name: str, answers: list[dict]) -> dict:
     """One contender: its median step and the spread, every repeat, and what else its answers tell.
 
-    ``exposed_s``: the median wait for each axis. Other numbers are those of the last step.
+    ``exposed_s``: the median wait for each axis; other keys in ``_s``: the median. Other numbers are the last step's.
     """
     seconds = [answer["seconds"] for answer in answers]
     result = {
@@ -28,6 +28,8 @@ def row(family: str, name: str, answers: list[dict]) -> dict:
     for key, last in answers[-1].items():
         if key == "exposed_s":
             result[key] = {axis: statistics.median(a[key][axis] for a in answers) for axis in last}
+        elif key.endswith("_s"):
+            result[key] = statistics.median(a[key] for a in answers)
         elif key != "seconds":
             result[key] = last
     return result

@@ -130,6 +130,7 @@ class Trainer:
         loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)
         norm = squared_norm.sqrt()
         optim.clip(self.owned, norm, config.optim.clip_norm)
+        self.saver.before_change()
         self.optimizer.step()
         self.gradient_sum.spread()
         self.optimizer.zero_grad(set_to_none=True)

@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from gpt4d.config import Config, GridSizes, ModelConfig, validate
 from gpt4d.model import hf
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.weights import ParameterSpec, WeightStream
 
 # Every grid with axes of 1 and 2: 1 to 16 devices.
 BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=4)]
@@ -31,6 +32,16 @@ def build_model(
     model = GPT(config, weights, recompute=recompute)
     initialise(model, seed, weights.grid)
     return model
+
+
+def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch.Tensor:
+    """The global tensor of which ``local`` is this rank's part. All ranks call it."""
+    parts = [None] * grid.world.size
+    dist.all_gather_object(parts, (grid.local_slices(spec.shape, spec.layout), local.detach()))
+    whole = torch.full(spec.shape, torch.nan, dtype=local.dtype)
+    for place, part in parts:
+        whole[place] = part
+    return whole
 
 
 def hf_state(model: GPT) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,36 +30,49 @@ class Saved:
     blocked_s: float
 
 
+class _UnderWay(NamedTuple):
+    written: Future
+    copied: torch.cuda.Event | None  # by a GPU, beside its computation
+    saved: Saved
+
+
 class Saver:
     """Saves the checkpoints of a run, one at a time. All ranks call the same methods in the same order.
 
-    With ``async_save`` the training waits only until this rank's parts are in the host's memory; a thread writes them
-    from there, and its messages have a process group of their own.
+    With ``async_save`` a thread writes them, from a copy in the host's memory; its messages have a process group of
+    their own. A GPU copies beside the next forward and backward: only its update waits for it.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid):
         self.config, self.run_dir, self.grid = config, run_dir, grid
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._under_way: tuple[Future, Saved] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}  # on the host, for every save
+        self._stream = torch.cuda.Stream() if grid.device_type == "cuda" else None
+        self._under_way: _UnderWay | None = None
 
     def start(self, meta: catalog.Meta, parts: Mapping[str, Part], tokenizer: Path) -> None:
-        """Starts to save. Once it returns, the training may go on and change ``parts``; ``finished`` tells the end."""
+        """Starts to save. ``before_change`` says when ``parts`` may change; ``finished`` tells the end."""
         assert self._under_way is None, "one save at a time"
         started = time.perf_counter()
+        copied = None
         if self.config.async_save:
-            parts = self._staged(parts)
-        # Prepared by this thread: what it needs of the mesh is not made for two at once.
-        state = {name: part.as_global(self.grid) for name, part in parts.items()}
+            parts, copied = self._copied(parts)
+        tiles = {name: (part.local, part.spec.shape, part.tile(self.grid)) for name, part in parts.items()}
         partial = on_first_rank(lambda: self._begin(meta.progress.step))
         documents = {catalog.META: meta.to_json(), catalog.TOKENIZER: tokenizer.read_bytes()}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
-        self._under_way = self._thread.submit(self._write, state, writer, saved, started), saved
+        written = self._thread.submit(self._write, tiles, writer, saved, copied, started)
+        self._under_way = _UnderWay(written, copied, saved)
         if not self.config.async_save:
-            self._under_way[0].exception()
-        saved.blocked_s = time.perf_counter() - started
+            written.exception()
+        saved.blocked_s += time.perf_counter() - started
+
+    def before_change(self) -> None:
+        """Called before every update of what is being saved: on a GPU the update waits, this thread does not."""
+        if self._under_way and self._under_way.copied:
+            torch.cuda.current_stream().wait_event(self._under_way.copied)
 
     def finished(self, wait: bool = False) -> Saved | None:
         """The save that ended since it was last asked; None while it goes on or if there is none.
@@ -67,7 +81,7 @@ class Saver:
         """
         if self._under_way is None:
             return None
-        future, saved = self._under_way
+        future, saved = self._under_way.written, self._under_way.saved
         started = time.perf_counter()
         if wait:
             future.exception()
@@ -82,18 +96,20 @@ class Saver:
     def close(self) -> None:
         """Waits for a save under way: what was begun is not lost because something else failed."""
         self._thread.shutdown()
-        if self._under_way and (failure := self._under_way[0].exception()) and self.grid.world.index == 0:
-            print(f"error: {self._explained(failure, self._under_way[1])}", file=sys.stderr, flush=True)
+        if self._under_way and (failure := self._under_way.written.exception()) and self.grid.world.index == 0:
+            print(f"error: {self._explained(failure, self._under_way.saved)}", file=sys.stderr, flush=True)
 
-    def _staged(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """Copies in the host's memory, in buffers that serve every save."""
-        for name, (local, _) in parts.items():
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-            self._buffers[name].copy_(local, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return {name: Part(self._buffers[name], spec) for name, (_, spec) in parts.items()}
+    def _copied(self, parts: Mapping[str, Part]) -> tuple[dict[str, Part], torch.cuda.Event | None]:
+        """The parts in the host's memory, and when they are there if that is not yet."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, (local, _) in parts.items():
+                if name not in self._buffers:
+                    self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+                self._buffers[name].copy_(local, non_blocking=True)
+        copies = {name: Part(self._buffers[name], spec) for name, (_, spec) in parts.items()}
+        return copies, self._stream and self._stream.record_event()
 
     def _begin(self, step: int) -> Path:
         try:
@@ -101,8 +117,10 @@ class Saver:
         except OSError as error:
             raise self._unwritable(catalog.name(step), error) from None
 
-    def _write(self, state: dict, writer: storage.Writer, saved: Saved, started: float) -> None:
-        dcp.save(state, storage_writer=writer, process_group=self._group)
+    def _write(self, tiles: dict, writer: storage.Writer, saved: Saved, copied, started: float) -> None:
+        if copied:
+            copied.synchronize()
+        dcp.save({}, storage_writer=writer, planner=storage.Planner(tiles), process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
     def _commit(self, partial: Path) -> None:

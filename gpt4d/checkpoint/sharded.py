@@ -1,13 +1,12 @@
 """A run's state as global tensors, and how it is read back onto any grid."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gpt4d.checkpoint import catalog, manifest, storage
 from gpt4d.checkpoint.manifest import Damaged
@@ -24,15 +23,9 @@ class Part(NamedTuple):
     local: torch.Tensor
     spec: ParameterSpec
 
-    def as_global(self, grid: Grid) -> DTensor:
-        """The global tensor: a DTensor on the same memory."""
-        placements = []
-        for axis in grid.mesh.mesh_dim_names:
-            dims = [dim for dim, axes in enumerate(self.spec.layout.dims) if axis in axes]
-            placements.append(Shard(dims[0]) if dims else Replicate())
-        shape = torch.Size(self.spec.shape)
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(self.local, grid.mesh, placements, run_check=False, shape=shape, stride=strides)
+    def tile(self, grid: Grid) -> storage.Tile:
+        """Which part of the global tensor it is."""
+        return self.spec.layout.tile(self.spec.shape, grid.sizes._asdict(), grid.indices)
 
 
 def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Part]:
@@ -74,16 +67,21 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     progress, files = catalog.Meta.read(directory).progress, storage.Files(directory)
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = None
-    state = parts(model, optimizer)
-    for name, part in state.items():
-        found = files.tensors.get(name)
-        if found is None or found.shape != part.spec.shape:
-            theirs = "none of that name" if found is None else f"one of shape {list(found.shape)}"
-            raise ConfigError(
-                f"{directory}: another model's, which has {theirs} where this has {name} of {list(part.spec.shape)}"
-            )
-    dcp.load({n: part.as_global(grid) for n, part in state.items()}, storage_reader=storage.Reader(files))
+    fill(parts(model, optimizer), files, grid)
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(progress.step)
     return progress
+
+
+def fill(parts: Mapping[str, Part], files: storage.Files, grid: Grid) -> None:
+    """Reads ``parts`` in place. ConfigError if the files do not have tensors of their names and global shapes."""
+    for name, part in parts.items():
+        found = files.tensors.get(name)
+        if found is None or found.shape != part.spec.shape:
+            theirs = "none of that name" if found is None else f"one of shape {list(found.shape)}"
+            raise ConfigError(
+                f"{files.directory}: another model's, which has {theirs} where this has {name} of "
+                f"{list(part.spec.shape)}"
+            )
+        files.read(name, part.tile(grid), part.local)

@@ -1,8 +1,9 @@
-"""How tensors lie on the disk: a storage of torch.distributed.checkpoint without pickles.
+"""How tensors lie on the disk, and a storage and a planner by which torch.distributed.checkpoint writes them so.
 
 Each rank writes one file, ``rank_00003.bin``, of raw values. ``tensors.json`` says what is where: for each global
 tensor its dtype, its shape and the chunks it is cut into, wherever those came from. Nothing in it knows of ranks or
-grids, so any other grid reads what it needs.
+grids, so any other grid reads what it needs, without a plan: a rank knows its tile, the index knows the rest. There are
+no pickles.
 """
 
 import json
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.checkpoint import default_planner, storage
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner as planning
-from torch.distributed.checkpoint import storage
 from torch.futures import Future
 
 from gpt4d.checkpoint import manifest
@@ -23,6 +24,7 @@ from gpt4d.checkpoint.manifest import Damaged, Entry, NewFile
 
 TENSORS = "tensors.json"
 _ALIGNMENT = 64  # bytes: any dtype can be read in place
+Tile = tuple[tuple[int, int], ...]  # the (start, stop) along each dim of a part of a global tensor
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -97,10 +99,22 @@ class Files:
         """A global tensor, in memory."""
         tensor = self.tensors[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for chunk in tensor.chunks:
-            place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            result[place] = self.values(tensor, chunk)
+        self.read(name, tuple((0, extent) for extent in tensor.shape), result)
         return result
+
+    def read(self, name: str, tile: Tile, into: torch.Tensor) -> None:
+        """Fills ``into`` with the ``tile`` of a global tensor, from whatever chunks have some of it."""
+        tensor, read = self.tensors[name], 0
+        for chunk in tensor.chunks:
+            ends = zip(tile, chunk.offsets, chunk.sizes, strict=True)
+            common = [(max(start, o), min(stop, o + size)) for (start, stop), o, size in ends]
+            if all(start < stop for start, stop in common):
+                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, chunk.offsets, strict=True))
+                target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, tile, strict=True))
+                into[target] = self.values(tensor, chunk)[source]
+                read += math.prod(b - a for a, b in common)
+        if read != into.numel():
+            raise Damaged(f"{self.directory / TENSORS}: the chunks of {name} are not the whole of it")
 
     def _bytes(self, name: str) -> torch.Tensor:
         if name not in self._mapped:
@@ -131,6 +145,30 @@ def describe(
     for name, content in {**documents, TENSORS: index}.items():
         entries[name] = manifest.write_file(directory / name, content)
     manifest.write(directory, entries)
+
+
+class Planner(default_planner.DefaultSavePlanner):
+    """Plans a save of parts of global tensors: what several ranks have, one of them writes, all about as much."""
+
+    def __init__(self, parts: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Tile]]):
+        """``parts`` by name: this rank's values, the global shape, and which tile of it they are."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts = parts
+
+    def create_local_plan(self) -> planning.SavePlan:
+        items = []
+        for name, (local, shape, tile) in self.parts.items():
+            if local.numel():
+                offsets = torch.Size(start for start, _ in tile)
+                chunk = dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in tile))
+                data = planning.TensorWriteData(chunk, dcp.TensorProperties(local.dtype), torch.Size(shape))
+                kind = planning.WriteItemType.SHARD
+                items.append(planning.WriteItem(dcp.MetadataIndex(name, offsets), kind, tensor_data=data))
+        self.plan = planning.SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: dcp.MetadataIndex) -> torch.Tensor:
+        return self.parts[index.fqn][0]
 
 
 class Writer(storage.StorageWriter):
@@ -184,48 +222,3 @@ class Writer(storage.StorageWriter):
             tensors[name].chunks.append(Chunk(offsets, sizes[name, offsets], file, start))
         describe(self.directory, tensors, self.documents, entries)
         self.done()
-
-
-class Reader(storage.StorageReader):
-    """Fills tensors of any grid from a checkpoint directory."""
-
-    def __init__(self, files: Files):
-        self.files = files
-
-    def reset(self, checkpoint_id=None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False
-
-    def read_metadata(self, *_, **__) -> dcp.Metadata:
-        tensors = {
-            name: dcp.TensorStorageMetadata(
-                dcp.TensorProperties(tensor.dtype),
-                torch.Size(tensor.shape),
-                [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
-            )
-            for name, tensor in self.files.tensors.items()
-        }
-        return dcp.Metadata(tensors)
-
-    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *_, **__) -> None: ...
-
-    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        return plans
-
-    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            tensor = self.files.tensors[item.storage_index.fqn]
-            values = self.files.values(tensor, tensor.chunks[item.storage_index.index])
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                values = values.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(values)
-            planner.commit_tensor(item, target)
-        done = Future()
-        done.set_result(None)
-        return done

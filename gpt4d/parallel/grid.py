@@ -35,16 +35,14 @@ class Grid:
     """
 
     def __init__(self, sizes: GridSizes = GridSizes(), device_type: str = "cpu"):  # noqa: B008
-        self.sizes = sizes
+        self.sizes, self.device_type = sizes, device_type
         self.mesh: DeviceMesh | None = None
         rank = 0
         if dist.is_initialized():
             rank = dist.get_rank()
             assert dist.get_world_size() == sizes.devices, f"{dist.get_world_size()} ranks are not a grid of {sizes}"
             ranks = torch.arange(sizes.devices).view(sizes.data, sizes.z, sizes.y, sizes.x)
-            # In this order of the axes, every parameter's layout reads left to right as plain DTensor placements:
-            # z, which splits rows once more, comes after the axis that split them first.
-            self.mesh = DeviceMesh(device_type, ranks.permute(2, 3, 1, 0), mesh_dim_names=("y", "x", "z", "data"))
+            self.mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("data", "z", "y", "x"))
         else:
             assert sizes.devices == 1, f"a grid of {sizes} needs a process group"
         indices = self.coordinates(rank, sizes)

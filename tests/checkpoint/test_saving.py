@@ -35,6 +35,7 @@ def change_while_writing(run_dir):
     try:
         saver.start(meta(1), sharded.parts(model, optimizer), Path(__file__))
         assert saver.finished() is None
+        saver.before_change()
         for parameter in model.parameters():
             parameter.detach().fill_(9.0)
         changed.set()

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.checkpoint.sharded import Part
 from gpt4d.model import hf
 from gpt4d.parallel import gradients
-from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, fill_from_hf, grid_name
+from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, fill_from_hf, global_tensor, grid_name
 
 BATCH, LENGTH = 16, 12
 
@@ -50,7 +49,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     total.finish()
     norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
     grads = {
-        hf.hf_name(n): hf.export_tensor(n, Part(p.grad, p.spec).as_global(grid).full_tensor(), config)
+        hf.hf_name(n): hf.export_tensor(n, global_tensor(p.grad, p.spec, grid), config)
         for n, p in model.named_parameters()
     }
     own = (grid.batch_shard, grid.x.index, torch.cat(logits))
@@ -115,7 +114,7 @@ def gradients_in_bf16(sizes):
     (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
     total.finish()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    return {n: Part(p.grad, p.spec).as_global(grid).full_tensor() for n, p in model.named_parameters()}
+    return {n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}
 
 
 def gradients_in_fp32():

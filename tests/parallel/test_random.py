@@ -5,7 +5,7 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import random
-from tests.grids import TINY_MODEL, build_model
+from tests.grids import TINY_MODEL, build_model, global_tensor
 
 
 def test_any_part_of_a_normal_tensor_is_that_part_of_the_whole():
@@ -56,11 +56,10 @@ def test_any_columns_of_a_mask_are_those_of_the_whole():
 
 
 def initial_weights(sizes):
-    from gpt4d.checkpoint.sharded import Part
 
     model = build_model(TINY_MODEL, sizes, torch.float32)
     grid = model.weights.grid
-    return {n: Part(p, p.spec).as_global(grid).full_tensor().detach() for n, p in model.named_parameters()}
+    return {n: global_tensor(p, p.spec, grid) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (4, 1, 1, 2), (1, 3, 1, 1), (1, 2, 4, 1), (2, 2, 2, 2)], ids=str)

@@ -1,0 +1,56 @@
+"""Saving and loading beside a plain write of as many bytes, torch.save and torch's own distributed checkpoints.
+
+    python -m benchmarks.checkpoint [mib=2048] [where=.] [repeats=5] [out=docs/checkpoint]
+
+Four ranks of this machine hold matrices cut by rows and take turns in one run. ``save in the background`` is what the
+training waits for. A load checks every checksum first; it reads what the page cache has. ``where`` is a directory on
+the disk to measure. Writes the figures as ``out``.json and draws them as ``out``.png.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.cluster import Here
+from benchmarks.turns import Entry, take_turns
+from gpt4d.config import from_arguments
+from gpt4d.errors import one_line_errors
+
+RANKS = 4
+OTHERS = ("raw write and fsync", "torch.save and fsync", "torch.distributed.checkpoint")
+
+
+@dataclass
+class CheckpointBenchmark:
+    mib: int = 2048
+    where: str = "."
+    repeats: int = 5
+    out: str = "docs/checkpoint"
+
+
+def main(arguments: list[str]) -> None:
+    config = from_arguments(CheckpointBenchmark, arguments)
+    with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as home:
+        words = (f"mib={config.mib}", f"where={home}")
+        rows = take_turns(Here(RANKS), [Entry("ours", "benchmarks.teams.saving", arguments=words)], config.repeats)
+    for row in rows:
+        row["family"] = "torch" if row["name"] in OTHERS else "ours"
+        print(report.line(row))
+    seconds = {row["name"]: row["median_s"] for row in rows}
+    ratios = {
+        "raw / save": seconds["raw write and fsync"] / seconds["save"],
+        "waiting for a save in the background / save": seconds["save in the background"] / seconds["save"],
+        "load, rows to columns / load": seconds["load, rows to columns"] / seconds["load"],
+    }
+    for what, ratio in ratios.items():
+        print(f"{what}: {ratio:.2f}")
+    command = "python -m benchmarks.checkpoint " + " ".join(arguments)
+    report.write(Path(config.out), command.strip(), report.machine("torch"), rows, mib=config.mib, ratios=ratios)
+    report.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices cut by rows")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
