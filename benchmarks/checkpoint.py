@@ -19,7 +19,6 @@ from gpt4d.config import from_arguments
 from gpt4d.errors import one_line_errors
 
 RANKS = 4
-OTHERS = ("raw write and fsync", "torch.save and fsync", "torch.distributed.checkpoint")
 
 
 @dataclass
@@ -35,10 +34,13 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as home:
         words = (f"mib={config.mib}", f"where={home}")
         rows = take_turns(Here(RANKS), [Entry("ours", "benchmarks.teams.saving", arguments=words)], config.repeats)
-    for row in rows:
-        row["family"] = "torch" if row["name"] in OTHERS else "ours"
-        print(report.line(row))
     seconds = {row["name"]: row["median_s"] for row in rows}
+    for row in rows:
+        if row["name"].startswith("torch."):
+            row["family"], _, row["name"] = row["name"].partition(".")
+        elif row["name"].startswith("raw"):
+            row["family"] = "plain"
+        print(report.line(row))
     ratios = {
         "raw / save": seconds["raw write and fsync"] / seconds["save"],
         "waiting for a save in the background / save": seconds["save in the background"] / seconds["save"],

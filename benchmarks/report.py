@@ -7,7 +7,7 @@ import statistics
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_COLOURS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f"}
+_COLOURS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f", "plain": "#d9c89e"}
 _WAITING = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd"}
 
 
@@ -82,7 +82,7 @@ def bars(rows: list[dict], out: Path, title: str) -> None:
     axes.set_yticks(places, [f"{entry['family']} {entry['name']}" for entry in rows])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.set_xlabel("seconds a step (median, min–max)")
+    axes.set_xlabel("seconds (median, min–max)")
     axes.set_title(title)
     families = {entry["family"] for entry in rows}
     waiting = {axis for entry in rows for axis in entry.get("exposed_s", ())}

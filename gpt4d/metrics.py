@@ -63,6 +63,7 @@ class Report:
             self.file.write("\n")  # the last run was cut off within a line
         self.wandb = _start_wandb(config, run_dir)
         self.line = _ProgressLine()
+        self.wandb_step = 0
         self.seconds_a_step = 0.0
 
     def step(self, values: dict) -> None:
@@ -87,7 +88,9 @@ class Report:
         if self.wandb:
             prefix = f"{values['event']}/" if "event" in values else ""
             numbers = {prefix + k: v for k, v in _flat(values).items() if isinstance(v, int | float)}
-            self.wandb.log(numbers, step=values.get("step"))
+            # A save is told when it has ended, some steps later; wandb's steps only go up.
+            self.wandb_step = max(self.wandb_step, values.get("step", 0))
+            self.wandb.log(numbers, step=self.wandb_step)
 
     def close(self) -> None:
         self.line.close()
