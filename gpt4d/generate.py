@@ -81,7 +81,6 @@ def main(arguments: list[str]) -> None:
     device = device_of(launch)
     with process_group(launch, device):
         weights = WeightStream(Grid(device_type=device.type), compute_dtype("auto", device), device=device)
-        sharded.verify(directory, weights.grid)
         model = GPT(catalog.Meta.read(directory).model, weights)
         sharded.load(directory, model, None, weights.grid)
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

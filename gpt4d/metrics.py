@@ -1,5 +1,6 @@
 """What a run reports: metrics.jsonl, the console, Weights & Biases, the loss curve."""
 
+import fcntl
 import json
 import os
 import sys
@@ -8,10 +9,11 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
-from gpt4d.config import Config, ModelConfig
+from gpt4d.config import Config, ConfigError, ModelConfig
 
 # Dense bf16 peak of a device in FLOP/s, by a part of the name torch gives it.
 _PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "MI250X": 191.5e12, "MI300X": 1307e12}
@@ -59,6 +61,7 @@ class Report:
     def __init__(self, config: Config, run_dir: Path):
         self.steps, self.run_dir = config.train.steps, run_dir
         self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed by close()
+        _lock(self.file, run_dir)
         if self.file.tell() and not (run_dir / "metrics.jsonl").read_bytes().endswith(b"\n"):
             self.file.write("\n")  # the last run was cut off within a line
         self.wandb = _start_wandb(config, run_dir)
@@ -97,6 +100,18 @@ class Report:
         self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def _lock(file: TextIO, run_dir: Path) -> None:
+    """Keeps a run's directory to one job, as long as ``file`` is open. ConfigError if another has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"run.dir={run_dir}: another job writes to it; wait until it has ended, or choose another run.name"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 class Silence:

@@ -22,7 +22,7 @@ from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel import collectives, gradients, memory
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import on_first_rank
+from gpt4d.parallel.launch import on_every_rank, on_first_rank
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.profiling import Profile
 
@@ -44,6 +44,8 @@ class Trainer:
 
         on_first_rank(self._make_run_dir)
         self.files = on_first_rank(lambda: prepare(config.data))
+        self.tokenizer = (self.files.directory / catalog.TOKENIZER).read_bytes()
+        self.fingerprint = self.files.fingerprint()
         length, seed = config.train.seq_len, config.train.seed
         self.training = Sequences(self.files.tokens("train"), length, seed, config.data.shuffle)
         self.validation = Sequences(self.files.tokens("validation"), length, seed, shuffle=False)
@@ -74,8 +76,9 @@ class Trainer:
 
     def run(self) -> None:
         """Goes on from the newest checkpoint, if it may, to ``train.steps``."""
-        self.report = self._start_report()
+        self.report: metrics.Report | metrics.Silence = metrics.Silence()
         try:
+            on_first_rank(self._start_report)
             self._resume()
             with Profile(self.config, self.model, self.optimizer, self.report, self.progress.step) as profile:
                 self._loop(profile)
@@ -173,14 +176,12 @@ class Trainer:
 
     def _resume(self) -> None:
         """Goes on from the newest checkpoint that is as it was written."""
-        if not self.grid.world.index:
-            catalog.remove_leftovers(self.run_dir)
+        on_first_rank(lambda: catalog.remove_leftovers(self.run_dir))
         resume = self.config.checkpoint.resume
         checkpoints = on_first_rank(lambda: catalog.to_try(resume, self.run_dir))
         damaged = []
         for checkpoint in checkpoints:
             try:
-                sharded.verify(checkpoint, self.grid)
                 self._load(checkpoint)
                 break
             except Damaged as damage:
@@ -202,8 +203,8 @@ class Trainer:
             self.report.event("complete", words, **asdict(self.progress))
 
     def _load(self, checkpoint: Path) -> None:
-        catalog.check_fits(checkpoint, self.config.model)
-        if catalog.Meta.read(checkpoint).tokenizer != self.files.fingerprint():
+        on_every_rank(lambda: catalog.check_fits(checkpoint, self.config.model))
+        if catalog.Meta.read(checkpoint).tokenizer != self.fingerprint:
             raise ConfigError(
                 f"data={self.config.data.name}: {checkpoint} was trained with another tokenizer, its tokens mean "
                 "something else; give the corpus it had, or another run.name"
@@ -215,8 +216,8 @@ class Trainer:
         self._report_saved(wait=True)
         self.gradient_sum.arrive()
         sizes, data = self.grid.sizes._asdict(), self.config.data.name
-        meta = catalog.Meta(replace(self.progress), self.config.model, sizes, data, self.files.fingerprint())
-        self.saver.start(meta, sharded.parts(self.model, self.optimizer), self.files.directory / "tokenizer.json")
+        meta = catalog.Meta(replace(self.progress), self.config.model, sizes, data, self.fingerprint)
+        self.saver.start(meta, sharded.parts(self.model, self.optimizer), self.tokenizer)
 
     def _report_saved(self, wait: bool = False) -> None:
         """Reports a save that has ended. ConfigError if it has failed."""
@@ -234,10 +235,9 @@ class Trainer:
                 f"run.dir={self.config.run.dir}: {error.strerror}; choose a directory to write to"
             ) from None
 
-    def _start_report(self) -> "metrics.Report | metrics.Silence":
-        if self.grid.world.index:
-            return metrics.Silence()
+    def _start_report(self) -> None:
         config = self.config
+        self.report = metrics.Report(config, self.run_dir)
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
         size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
@@ -252,7 +252,6 @@ class Trainer:
         )
         if config.train.validation_batches and not self._validation_batches():
             print("no validation: the held-out text is shorter than one batch", flush=True)
-        return metrics.Report(config, self.run_dir)
 
     def _finish(self) -> None:
         """Says how it went: a sample, the loss curve, where everything is."""

@@ -41,37 +41,21 @@ class Import:
 
 
 def verify(config: Look) -> None:
-    """Prints a line for each checkpoint. ConfigError at the end if one is damaged."""
+    """Prints a line for each checkpoint. ConfigError at the end if one is not whole."""
+    from gpt4d.checkpoint import verifying
+
     path = Path(config.checkpoint)
-    found, damaged = catalog.committed(path) or [catalog.located(path)], []
+    found, bad = catalog.committed(path) or [catalog.located(path)], []
     for directory in found:
         try:
-            print(f"{directory}: whole, {_verified(directory)}", flush=True)
-        except Damaged as damage:
-            print(f"{directory}: DAMAGED, {damage}", flush=True)
-            damaged.append(directory.name)
-    if damaged:
-        raise ConfigError(f"{len(damaged)} of {len(found)} damaged: {', '.join(damaged)}")
-
-
-def _verified(directory: Path) -> str:
-    entries = manifest.read(directory)
-    manifest.check(directory, entries, entries)
-
-    from gpt4d.checkpoint import convert, storage
-
-    files, meta = storage.Files(directory), catalog.Meta.read(directory)
-    for name, tensor in files.tensors.items():
-        if problem := tensor.problem():
-            raise Damaged(f"{directory / storage.TENSORS}: {name}: {problem}")
-        for chunk in tensor.chunks:
-            files.values(tensor, chunk)
-    states = {name.rpartition(".")[2] for name in files.tensors if name.startswith("optim.")}
-    for parameter, shape in convert.shapes(meta.model).items():
-        for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
-            if name not in files.tensors or files.tensors[name].shape != shape:
-                raise Damaged(f"{directory / storage.TENSORS}: {name} of shape {list(shape)} is missing")
-    return f"{len(entries)} files, {_size(sum(e.bytes for e in entries.values()))}, {len(files.tensors)} tensors"
+            tensors, entries = verifying.verify(directory).tensors, manifest.read(directory)
+            size = _size(sum(entry.bytes for entry in entries.values()))
+            print(f"{directory}: whole, {len(entries)} files, {size}, {len(tensors)} tensors", flush=True)
+        except ConfigError as error:
+            print(f"{directory}: {'DAMAGED' if isinstance(error, Damaged) else 'UNREADABLE'}, {error}", flush=True)
+            bad.append(directory.name)
+    if bad:
+        raise ConfigError(f"{len(bad)} of {len(found)} not whole: {', '.join(bad)}")
 
 
 def inspect(config: Look) -> None:
@@ -90,22 +74,24 @@ def inspect(config: Look) -> None:
         f"  grid    {grid}\n"
         f"  files   {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
     )
-    alike: dict[tuple, list[storage.StoredTensor]] = {}
-    for name, tensor in files.tensors.items():
-        kind = re.sub(r"\.\d+\.", ".*.", name), tensor.shape, tensor.dtype
-        alike.setdefault(kind, []).append(tensor)
-    width = max(len(name) for name, *_ in alike)
-    for (name, shape, dtype), tensors in alike.items():
-        times = f"{len(tensors)} × " if len(tensors) > 1 else ""
-        size, dtype = _size(sum(tensor.nbytes for tensor in tensors)), str(dtype).removeprefix("torch.")
-        print(f"  {name:{width}}  {times + str(list(shape)):>22}  {dtype}  {size:>10}")
+    alike: dict[str, list[storage.StoredTensor]] = {}
+    for name, tensor in sorted(files.tensors.items()):
+        if name.startswith("optim."):  # of the same shapes as the model's
+            name = f"optim.*.{name.rpartition('.')[2]}"
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(tensor)
+    width = max(map(len, alike), default=0)
+    for name, tensors in alike.items():
+        shapes, dtypes = ({getattr(tensor, key) for tensor in tensors} for key in ("shape", "dtype"))
+        shape = str(list(shapes.pop())) if len(shapes) == 1 else "tensors"
+        what = f"{len(tensors)} × {shape}" if len(tensors) > 1 else shape
+        dtype = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        print(f"  {name:{width}}  {what:>20}  {dtype}  {_size(sum(tensor.nbytes for tensor in tensors)):>10}")
 
 
 def export(config: Export) -> None:
     from gpt4d.checkpoint import convert
 
     directory, out = catalog.located(Path(config.checkpoint)), Path(config.out)
-    manifest.check(directory, entries := manifest.read(directory), entries)
     convert.export(directory, out)
     print(f'{out}: {directory} for transformers: AutoModelForCausalLM.from_pretrained("{out}")')
 

@@ -49,15 +49,31 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """Damaged if ``directory`` has none that can be read, ConfigError if it is of another format."""
-        try:
-            values = json.loads((directory / META).read_bytes())
-            if values["format"] == _FORMAT:
-                model, progress = ModelConfig(**values.pop("model")), Progress(**values.pop("progress"))
-                return cls(progress, model, **values)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise Damaged(f"{directory / META}: not that of a checkpoint of gpt4d ({error})") from None
-        raise ConfigError(f"{directory}: a checkpoint of format {values['format']!r}, this version reads {_FORMAT}")
+        """Damaged if ``directory`` has none that means something, ConfigError if it is of another format."""
+
+        def meta(values: dict) -> "Meta":
+            if values["format"] != _FORMAT:
+                raise ConfigError(
+                    f"{directory}: a checkpoint of format {values['format']!r}, this version reads {_FORMAT}"
+                )
+            progress = Progress(**values.pop("progress"))
+            manifest.counts(asdict(progress).values())
+            found = cls(progress, _model(values.pop("model")), **values)
+            manifest.counts(found.grid.values())
+            if not (isinstance(found.data, str) and found.data.isprintable() and isinstance(found.tokenizer, str)):
+                raise ValueError("data and tokenizer are names")
+            return found
+
+        return manifest.parsed(directory / META, meta)
+
+
+def _model(values: dict) -> ModelConfig:
+    """ValueError or TypeError for what is no model."""
+    model = ModelConfig(**values)
+    sizes = [getattr(model, key) for key in _STRUCTURE if key != "norm_epsilon"]
+    if 0 in manifest.counts(sizes) or model.hidden % model.heads or not str(model.name).isprintable():
+        raise ValueError(f"{model} is no model")
+    return model
 
 
 def name(step: int) -> str:
@@ -65,9 +81,18 @@ def name(step: int) -> str:
 
 
 def committed(run_dir: Path) -> list[Path]:
-    """The committed checkpoints of a run, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted((path for path in found if re.fullmatch(r"step_\d{8,}", path.name)), key=_step)
+    """The committed checkpoints of a run, oldest first. ConfigError if its directory cannot be read."""
+    found = (path for path in _entries(run_dir) if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
+    return sorted(found, key=_step)
+
+
+def _entries(run_dir: Path) -> list[Path]:
+    try:
+        return list((run_dir / "checkpoints").iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir}: {error.filename} cannot be read ({error.strerror})") from None
 
 
 def to_try(resume: str, run_dir: Path) -> list[Path]:
@@ -120,6 +145,8 @@ def begin(run_dir: Path, step: int) -> Path:
     """The directory to write the checkpoint of a step to: not there yet, and nothing else that is no checkpoint."""
     remove_leftovers(run_dir)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for directory in (run_dir, run_dir.resolve().parent):
+        manifest.sync(directory)
     return run_dir / "checkpoints" / (name(step) + _PARTIAL)
 
 
@@ -127,30 +154,45 @@ def commit(partial: Path) -> Path:
     """Gives a checkpoint its name. OSError if there is one of that name."""
     final = partial.with_suffix("")
     os.rename(partial, final)
-    manifest.sync_directory(final.parent)
+    manifest.sync(final.parent)
     return final
 
 
-def retain(run_dir: Path, keep: int, keep_every: int | None) -> None:
-    """Removes all but the ``keep`` newest checkpoints and those of steps that ``keep_every`` divides."""
-    for path in committed(run_dir)[:-keep]:
+def retain(newest: Path, keep: int, keep_every: int | None) -> None:
+    """Removes all of a run's checkpoints but ``newest``, the ``keep`` - 1 before, and those ``keep_every`` divides."""
+    run_dir = newest.parent.parent
+    older = [path for path in committed(run_dir) if path != newest]
+    for path in older[: len(older) - (keep - 1)]:
         if not keep_every or _step(path) % keep_every:
-            shutil.rmtree(_renamed(path, _REMOVED))  # first another name: half a checkpoint must not look whole
-    for path in (run_dir / "checkpoints").glob("step_*" + _DAMAGED):
-        shutil.rmtree(path)
+            _remove(_renamed(path, _REMOVED))  # first another name: half a checkpoint must not look whole
+    for path in _entries(run_dir):
+        if path.name.endswith(_DAMAGED):
+            _remove(path)
 
 
 def set_aside(directory: Path) -> Path:
     """Takes a damaged checkpoint out of the run's. It is there to be looked at until the next is committed."""
-    shutil.rmtree(directory.with_name(directory.name + _DAMAGED), ignore_errors=True)
+    aside = directory.with_name(directory.name + _DAMAGED)
+    if aside.exists():
+        _remove(aside)
     return _renamed(directory, _DAMAGED)
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Removes what an interrupted save or removal left."""
-    for ending in (_PARTIAL, _REMOVED):
-        for path in (run_dir / "checkpoints").glob("step_*" + ending):
-            shutil.rmtree(path)
+    """Removes what an interrupted save or removal left. ConfigError if that cannot be."""
+    for path in _entries(run_dir):
+        if path.name.startswith("step_") and path.name.endswith((_PARTIAL, _REMOVED)):
+            try:
+                _remove(path)
+            except OSError as error:
+                raise ConfigError(f"run.dir={run_dir}: {path} cannot be removed ({error.strerror or error})") from None
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _renamed(directory: Path, ending: str) -> Path:

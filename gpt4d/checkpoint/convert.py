@@ -5,7 +5,7 @@ Both ways tensor by tensor, straight from file to file: the model need not fit i
 
 import hashlib
 import json
-import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,27 +15,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import catalog, storage
+from gpt4d.checkpoint import catalog, manifest, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data.tokens import END_OF_TEXT
 from gpt4d.model import hf
-from gpt4d.model.gpt import GPT
-from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
 
 _SHARD_BYTES = 2 << 30  # of a safetensors file; as much is in memory at once
 _INDEX = "model.safetensors.index.json"
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The global shapes of a model's parameters."""
-    model = GPT(config, WeightStream(Grid(), device="meta"))
-    return {name: parameter.spec.shape for name, parameter in model.named_parameters()}
-
-
 def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None:
     """Writes a checkpoint's model and tokenizer as transformers has them. ConfigError if ``out`` exists."""
-    meta, files = catalog.Meta.read(checkpoint), storage.Files(checkpoint)
+    files, meta = verifying.verify(checkpoint), catalog.Meta.read(checkpoint)
     with _new_directory(out) as directory:
         shards = _filled([n for n in files.tensors if n.startswith("model.")], files, shard_bytes)
         place = {}
@@ -84,15 +75,15 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
     """
     directory = Path(source) if Path(source).is_dir() else _downloaded(source)
     try:
-        values = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        values = dict(json.loads((directory / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"source={source}: no config.json that can be read ({error})") from None
     model = hf.model_config(source, values)
+    tokenizer = _tokenizer(directory)
     with _new_directory(run_dir) as made:
         partial = catalog.begin(made, step=0)
         partial.mkdir()
-        tokenizer = _tokenizer(directory)
-        wanted = shapes(model)
+        wanted = verifying.shapes(model)
         entry, starts = storage.write_values(partial / "imported.bin", _tensors(directory, wanted, model))
         tensors = {}
         for (name, shape), start in zip(wanted.items(), starts, strict=True):
@@ -129,15 +120,18 @@ def _tensors(directory: Path, wanted: dict[str, tuple[int, ...]], model: ModelCo
 
 def _tokenizer(directory: Path) -> bytes:
     """``tokenizer.json``, made of an older kind of tokenizer's files if there is none."""
-    path = directory / catalog.TOKENIZER
-    if path.exists():
-        return path.read_bytes()
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory).backend_tokenizer.to_str().encode()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{directory}: no tokenizer there ({error})") from None
+        path = directory / catalog.TOKENIZER
+        text = (
+            path.read_text() if path.exists() else AutoTokenizer.from_pretrained(directory).backend_tokenizer.to_str()
+        )
+        if Tokenizer.from_str(text).token_to_id(END_OF_TEXT) is None:
+            raise ValueError(f"it has no token {END_OF_TEXT}")
+    except Exception as error:  # the libraries have no kind of their own
+        raise ConfigError(f"{directory}: no tokenizer there that can be used ({error})") from None
+    return text.encode()
 
 
 def _downloaded(name: str) -> Path:
@@ -155,13 +149,16 @@ def _new_directory(path: Path) -> Iterator[Path]:
     """A directory that appears under its name only once it is whole. ConfigError if there is one."""
     if path.exists():
         raise ConfigError(f"out={path}: exists; choose another name, or remove it")
-    partial = path.with_name(path.name + ".partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
+            made = Path(temporary) / path.name
+            made.mkdir()
+            yield made
+            for file in made.rglob("*"):
+                manifest.sync(file)
+            manifest.sync(made)
+            made.rename(path)
+        manifest.sync(path.parent)
     except OSError as error:
-        raise ConfigError(f"out={path}: {error.strerror or error}; choose a directory with room to write to") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(f"out={path}: {error.filename or ''}: {error.strerror or error}") from None

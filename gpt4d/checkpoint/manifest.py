@@ -1,14 +1,18 @@
 """What the files of a checkpoint must be: ``manifest.json`` has the size and the checksum of each. No torch."""
 
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
 from gpt4d.config import ConfigError
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _PIECE = 1 << 20  # bytes: small enough to stay in a processor's cache between its checksum and its writing
@@ -23,6 +27,10 @@ class Entry(NamedTuple):
 
     bytes: int
     xxh3_128: str
+
+    @classmethod
+    def from_json(cls, values: dict) -> "Entry":
+        return cls(counts([values["bytes"]])[0], str(values["xxh3_128"]))
 
 
 class NewFile:
@@ -65,39 +73,83 @@ def write(directory: Path, entries: Mapping[str, Entry]) -> None:
     files = {name: entry._asdict() for name, entry in sorted(entries.items())}
     document = {"files": files, "xxh3_128": _checksum_of(files)}
     write_file(directory / MANIFEST, json.dumps(document, indent=1).encode())
-    sync_directory(directory)
+    sync(directory)
 
 
 def read(directory: Path) -> dict[str, Entry]:
     """The entries by the files' names. Damaged if there is no manifest, or it is not as it was written."""
-    try:
-        document = json.loads((directory / MANIFEST).read_bytes())
+
+    def entries(document: dict) -> dict[str, Entry]:
         if document["xxh3_128"] != _checksum_of(document["files"]):
             raise ValueError("its checksum is another")
-        return {name: Entry(**entry) for name, entry in document["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{directory / MANIFEST}: damaged or missing ({error})") from None
+        return {name: Entry.from_json(entry) for name, entry in document["files"].items()}
+
+    return parsed(directory / MANIFEST, entries)
+
+
+def parsed(path: Path, meaning: Callable[[Any], T]) -> T:
+    """What the JSON of a checkpoint's file means. Damaged if it is not there or means nothing.
+
+    ConfigError if only reading it fails: a disk that is out of reach is no damage.
+    """
+    try:
+        with open_regular(path) as file:
+            return meaning(json.loads(file.read()))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path}: damaged ({type(error).__name__}: {error})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def counts(values: Iterable) -> tuple[int, ...]:
+    """Values from JSON that are to be numbers of something. ValueError for any other."""
+    values = tuple(values)
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError(f"{values} are not all counts")
+    return values
+
+
+def open_regular(path: Path):
+    """A file of a checkpoint, unbuffered. Damaged if it is missing, or a link or a device: it comes from somebody."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{path}: missing") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(f"{path}: a link; a checkpoint has its files in its directory") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{path}: not a file")
+    return open(descriptor, "rb", buffering=0)
 
 
 def check(directory: Path, entries: Mapping[str, Entry], names: Iterable[str]) -> None:
-    """Damaged unless the named files are there with the size and the checksum of their entries."""
+    """Damaged unless the named files are there with the size and the checksum of their entries.
+
+    ConfigError if one cannot be read now.
+    """
     for name in names:
         path, expected = directory / name, entries[name]
         if Path(name).name != name:
             raise Damaged(f"{directory / MANIFEST}: {name!r} is not the name of a file of this directory")
         try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise Damaged(f"{path}: missing") from None
-        if size != expected.bytes:
-            raise Damaged(f"{path}: {size:,} bytes long, {expected.bytes:,} were written")
-        if _checksum_of_file(path) != expected.xxh3_128:
-            raise Damaged(f"{path}: damaged, its checksum is not that of what was written")
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected.bytes:
+                    raise Damaged(f"{path}: {size:,} bytes long, {expected.bytes:,} were written")
+                if _checksum_of_file(file) != expected.xxh3_128:
+                    raise Damaged(f"{path}: damaged, its checksum is not that of what was written")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def sync_directory(directory: Path) -> None:
-    """Returns when the names of a directory are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Returns when a file's content, or a directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -108,9 +160,8 @@ def _checksum_of(files: Mapping) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
 
 
-def _checksum_of_file(path: Path) -> str:
+def _checksum_of_file(file) -> str:
     checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            checksum.update(buffer[:size])
+    while size := file.readinto(buffer):
+        checksum.update(buffer[:size])
     return checksum.hexdigest()

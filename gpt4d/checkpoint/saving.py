@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -46,12 +47,15 @@ class Saver:
     def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid):
         self.config, self.run_dir, self.grid = config, run_dir, grid
         self._group = dist.new_group(backend="gloo")
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._buffers: dict[str, torch.Tensor] = {}  # on the host, for every save
-        self._stream = torch.cuda.Stream() if grid.device_type == "cuda" else None
+        self._stream, of_thread = None, {}
+        if grid.device_type == "cuda":
+            self._stream = torch.cuda.Stream()
+            of_thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+        self._thread = ThreadPoolExecutor(1, "checkpoint", **of_thread)
         self._under_way: _UnderWay | None = None
 
-    def start(self, meta: catalog.Meta, parts: Mapping[str, Part], tokenizer: Path) -> None:
+    def start(self, meta: catalog.Meta, parts: Mapping[str, Part], tokenizer: bytes) -> None:
         """Starts to save. ``before_change`` says when ``parts`` may change; ``finished`` tells the end."""
         assert self._under_way is None, "one save at a time"
         started = time.perf_counter()
@@ -60,10 +64,11 @@ class Saver:
             parts, copied = self._copied(parts)
         tiles = {name: (part.local, part.spec.shape, part.tile(self.grid)) for name, part in parts.items()}
         partial = on_first_rank(lambda: self._begin(meta.progress.step))
-        documents = {catalog.META: meta.to_json(), catalog.TOKENIZER: tokenizer.read_bytes()}
+        documents = {catalog.META: meta.to_json(), catalog.TOKENIZER: tokenizer}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
-        written = self._thread.submit(self._write, tiles, writer, saved, copied, started)
+        planner = storage.Planner(tiles, *([copied.synchronize] if copied else []))
+        written = self._thread.submit(self._write, planner, writer, saved, started)
         self._under_way = _UnderWay(written, copied, saved)
         if not self.config.async_save:
             written.exception()
@@ -117,20 +122,22 @@ class Saver:
         except OSError as error:
             raise self._unwritable(catalog.name(step), error) from None
 
-    def _write(self, tiles: dict, writer: storage.Writer, saved: Saved, copied, started: float) -> None:
-        if copied:
-            copied.synchronize()
-        dcp.save({}, storage_writer=writer, planner=storage.Planner(tiles), process_group=self._group)
+    def _write(self, planner: storage.Planner, writer: storage.Writer, saved: Saved, started: float) -> None:
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
     def _commit(self, partial: Path) -> None:
-        catalog.commit(partial)
-        catalog.retain(self.run_dir, self.config.keep, self.config.keep_every)
+        newest = catalog.commit(partial)
+        try:
+            catalog.retain(newest, self.config.keep, self.config.keep_every)
+        except OSError as error:  # the checkpoint is there all the same
+            print(f"warning: {error}; an old checkpoint stays until the next is saved", file=sys.stderr, flush=True)
 
     def _explained(self, failure: BaseException, saved: Saved) -> BaseException:
         """What a user is told of a save that failed; its files are removed, since they may fill the disk."""
         if self.grid.world.index == 0:
-            catalog.remove_leftovers(self.run_dir)
+            with suppress(ConfigError):  # what the user is to know is the first failure
+                catalog.remove_leftovers(self.run_dir)
         if not isinstance(failure, CheckpointException):
             return failure
         rank, (error, _) = min(failure.failures.items())

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from gpt4d.checkpoint import catalog, manifest, storage
-from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.checkpoint import catalog, storage, verifying
 from gpt4d.config import ConfigError
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.launch import on_every_rank
 from gpt4d.parallel.weights import ParameterSpec
 
 _STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, element by element; its step is the run's
@@ -39,35 +38,18 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str
     return found
 
 
-def verify(directory: Path, grid: Grid) -> None:
-    """Damaged, on all ranks alike, unless every file of a checkpoint is as it was written. Each rank reads some."""
-    problem = None
-    try:
-        entries = manifest.read(directory)
-        for name in (catalog.META, catalog.TOKENIZER, storage.TENSORS):
-            if name not in entries:
-                raise Damaged(f"{directory / manifest.MANIFEST}: does not know of {name}")
-        manifest.check(directory, entries, sorted(entries)[grid.world.index :: grid.world.size])
-    except Damaged as damage:
-        problem = damage
-    except OSError as error:
-        problem = ConfigError(f"{error.filename or directory}: {error.strerror}")
-    problems = [None] * grid.world.size
-    dist.all_gather_object(problems, problem)
-    for problem in filter(None, problems):
-        raise problem
-
-
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid) -> catalog.Progress:
     """Fills the model, and the optimizer if given, in place from a checkpoint written on any grid.
 
-    One without optimizer states, such as an imported model, leaves those of the optimizer as they are. ConfigError if
-    the checkpoint's tensors are not those of the model.
+    One without optimizer states, such as an imported model, leaves those of the optimizer as they are. Damaged, before
+    anything is filled, unless the checkpoint is whole: each rank reads some of it to see. ConfigError if its tensors
+    are not those of the model. All ranks call it, and if it fails on one, it fails alike on all.
     """
-    progress, files = catalog.Meta.read(directory).progress, storage.Files(directory)
+    files = on_every_rank(lambda: verifying.verify(directory, grid.world.index, grid.world.size))
+    progress = catalog.Meta.read(directory).progress
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = None
-    fill(parts(model, optimizer), files, grid)
+    on_every_rank(lambda: fill(parts(model, optimizer), files, grid))
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(progress.step)
@@ -77,11 +59,11 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
 def fill(parts: Mapping[str, Part], files: storage.Files, grid: Grid) -> None:
     """Reads ``parts`` in place. ConfigError if the files do not have tensors of their names and global shapes."""
     for name, part in parts.items():
-        found = files.tensors.get(name)
-        if found is None or found.shape != part.spec.shape:
-            theirs = "none of that name" if found is None else f"one of shape {list(found.shape)}"
+        found, wanted = files.tensors.get(name), (part.spec.shape, part.local.dtype)
+        if found is None or (found.shape, found.dtype) != wanted:
+            theirs = "none of that name" if found is None else f"one of shape {list(found.shape)}, {found.dtype}"
             raise ConfigError(
                 f"{files.directory}: another model's, which has {theirs} where this has {name} of "
-                f"{list(part.spec.shape)}"
+                f"{list(part.spec.shape)}, {part.local.dtype}"
             )
         files.read(name, part.tile(grid), part.local)

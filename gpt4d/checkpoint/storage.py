@@ -8,6 +8,7 @@ no pickles.
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,8 +51,13 @@ class StoredTensor:
 
     @classmethod
     def from_json(cls, values: dict) -> "StoredTensor":
-        chunks = [Chunk(tuple(o), tuple(s), file, start) for o, s, file, start in values["chunks"]]
-        return cls(_DTYPES[values["dtype"]], tuple(values["shape"]), chunks)
+        shape, chunks = manifest.counts(values["shape"]), []
+        for offsets, sizes, file, start in values["chunks"]:
+            chunk = Chunk(manifest.counts(offsets), manifest.counts(sizes), file, *manifest.counts([start]))
+            if not (len(chunk.offsets) == len(chunk.sizes) == len(shape) and isinstance(file, str)):
+                raise ValueError(f"{chunk} is no part of a tensor of shape {shape}")
+            chunks.append(chunk)
+        return cls(_DTYPES[values["dtype"]], shape, chunks)
 
     @property
     def nbytes(self) -> int:
@@ -59,13 +65,11 @@ class StoredTensor:
 
     def problem(self) -> str | None:
         """Why the chunks are not the whole tensor, each part of it once; None if they are."""
-        if any(len(chunk.offsets) != len(self.shape) or len(chunk.sizes) != len(self.shape) for chunk in self.chunks):
-            return f"a chunk of it has not {len(self.shape)} dims"
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
             return "its chunks have not as many elements as it has"
         starts = torch.tensor([chunk.offsets for chunk in self.chunks])
         stops = starts + torch.tensor([chunk.sizes for chunk in self.chunks])
-        if (starts < 0).any() or (stops > torch.tensor(self.shape)).any():
+        if (stops > torch.tensor(self.shape)).any():
             return "a chunk reaches out of it"
         overlaps = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
         return "two of its chunks overlap" if int(overlaps.sum()) > len(self.chunks) else None
@@ -80,12 +84,21 @@ class Files:
     def __init__(self, directory: Path):
         self.directory = directory
         self._mapped: dict[str, torch.Tensor] = {}
-        path = directory / TENSORS
-        try:
-            values = json.loads(path.read_bytes())
-            self.tensors = {name: StoredTensor.from_json(tensor) for name, tensor in values.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Damaged(f"{path}: damaged or missing ({error})") from None
+        self.tensors = manifest.parsed(
+            directory / TENSORS, lambda values: {name: StoredTensor.from_json(t) for name, t in values.items()}
+        )
+
+    def check(self, name: str, entries: Mapping[str, Entry]) -> None:
+        """Damaged unless a tensor's chunks are in files of the manifest and are all of it, each part once."""
+        tensor = self.tensors[name]
+        problem = tensor.problem()
+        for chunk in tensor.chunks:
+            if chunk.file not in entries:
+                problem = f"{chunk.file!r} is not a file of the manifest"
+            else:
+                self.values(tensor, chunk)
+        if problem:
+            raise Damaged(f"{self.directory / TENSORS}: {name}: {problem}")
 
     def values(self, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
         """The values of a chunk, in the file: to be read, not written."""
@@ -119,9 +132,11 @@ class Files:
     def _bytes(self, name: str) -> torch.Tensor:
         if name not in self._mapped:
             path = self.directory / name
-            if path.parent != self.directory or not path.is_file():
+            if path.parent != self.directory:
                 raise Damaged(f"{self.directory / TENSORS}: {name!r} is not a file of this directory")
-            self._mapped[name] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+            with manifest.open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+            self._mapped[name] = torch.from_file(str(path), size=size, dtype=torch.uint8)
         return self._mapped[name]
 
 
@@ -147,15 +162,27 @@ def describe(
     manifest.write(directory, entries)
 
 
+class _Item(planning.WriteItem):
+    """A tile to write. What counts when the writing is dealt out is its size, not that of the whole tensor."""
+
+    def tensor_storage_size(self) -> int:
+        return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
+
+
 class Planner(default_planner.DefaultSavePlanner):
     """Plans a save of parts of global tensors: what several ranks have, one of them writes, all about as much."""
 
-    def __init__(self, parts: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Tile]]):
-        """``parts`` by name: this rank's values, the global shape, and which tile of it they are."""
+    def __init__(
+        self,
+        parts: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Tile]],
+        wait: Callable[[], None] = lambda: None,
+    ):
+        """``parts`` by name: this rank's values, there after ``wait``, the global shape, and which tile they are."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.parts = parts
+        self.parts, self.wait = parts, wait
 
     def create_local_plan(self) -> planning.SavePlan:
+        self.wait()
         items = []
         for name, (local, shape, tile) in self.parts.items():
             if local.numel():
@@ -163,7 +190,7 @@ class Planner(default_planner.DefaultSavePlanner):
                 chunk = dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in tile))
                 data = planning.TensorWriteData(chunk, dcp.TensorProperties(local.dtype), torch.Size(shape))
                 kind = planning.WriteItemType.SHARD
-                items.append(planning.WriteItem(dcp.MetadataIndex(name, offsets), kind, tensor_data=data))
+                items.append(_Item(dcp.MetadataIndex(name, offsets), kind, tensor_data=data))
         self.plan = planning.SavePlan(items)
         return self.plan
 
@@ -197,8 +224,11 @@ class Writer(storage.StorageWriter):
         return [replace(plan, storage_data=f"rank_{rank:05}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[storage.WriteResult]]:
-        entry, starts = write_values(self.directory / plan.storage_data, map(planner.resolve_data, plan.items))
         told = Future()
+        if not plan.items:
+            told.set_result([])
+            return told
+        entry, starts = write_values(self.directory / plan.storage_data, map(planner.resolve_data, plan.items))
         told.set_result(
             [
                 storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))

@@ -51,7 +51,7 @@ def prepare(config: DataConfig) -> TokenFiles:
         mend = "; set data.validation_fraction=0, all of it is held out" if validation else ""
         raise ConfigError(f"{where}: there is no text to train on{mend}")
     tokenizer = _given(config) if config.tokenizer else None
-    kind = config.tokenizer_vocab if tokenizer is None else tokenizer.to_str()
+    kind = config.tokenizer_vocab if tokenizer is None else tokenizer_file(config.tokenizer).read_bytes()
     fingerprint = hashlib.sha256(repr((_FORMAT, kind, config.validation_fraction)).encode())
     for text in texts:
         fingerprint.update(hashlib.sha256(text.encode()).digest())
@@ -92,6 +92,8 @@ def _given(config: DataConfig) -> Tokenizer:
             f"data.tokenizer={config.tokenizer}: its {tokenizer.get_vocab_size()} tokens are more than "
             f"model.vocab_size={config.tokenizer_vocab}; raise that"
         )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 

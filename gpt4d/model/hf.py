@@ -63,7 +63,7 @@ def model_config(name: str, values: dict) -> ModelConfig:
     needed = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "n_inner": (None, 4 * values.get("n_embd", 0)),
+        "n_inner": (None, 4 * (values.get("n_embd") or 0)),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
@@ -73,20 +73,22 @@ def model_config(name: str, values: dict) -> ModelConfig:
         value = values.get(key, choices[0])
         if value not in choices:
             raise ConfigError(f"{name}: {key}={value!r} in its config.json; gpt4d has models with {key}={choices[0]!r}")
-    try:
-        return ModelConfig(
-            name=name,
-            layers=values["n_layer"],
-            hidden=values["n_embd"],
-            heads=values["n_head"],
-            vocab_size=values["vocab_size"],
-            max_positions=values["n_positions"],
-            dropout=values.get("resid_pdrop", 0.1),
-            attention_dropout=values.get("attn_pdrop", 0.1),
-            norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{name}: its config.json has no {error.args[0]}") from None
+    for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"):
+        if type(values.get(key)) is not int or values[key] < 1:
+            raise ConfigError(f"{name}: {key}={values.get(key)!r} in its config.json is not a size")
+    if values["n_embd"] % values["n_head"]:
+        raise ConfigError(f"{name}: n_head={values['n_head']} does not divide n_embd={values['n_embd']}")
+    return ModelConfig(
+        name=name,
+        layers=values["n_layer"],
+        hidden=values["n_embd"],
+        heads=values["n_head"],
+        vocab_size=values["vocab_size"],
+        max_positions=values["n_positions"],
+        dropout=values.get("resid_pdrop", 0.1),
+        attention_dropout=values.get("attn_pdrop", 0.1),
+        norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
+    )
 
 
 def export_tensor(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:

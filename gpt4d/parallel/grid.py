@@ -57,6 +57,15 @@ class Grid:
     z: Axis
     data: Axis
 
+    @classmethod
+    def alone(cls) -> "Grid":
+        """The grid of one device, whatever process group there may be: for shapes, not for training."""
+        grid = cls.__new__(cls)
+        grid.sizes, grid.device_type, grid.mesh = GridSizes(), "cpu", None
+        for name in (*grid.sizes._fields, "world"):
+            setattr(grid, name, Axis(name))
+        return grid
+
     @staticmethod
     def coordinates(rank: int, sizes: GridSizes) -> dict[str, int]:
         """The index along each axis of a rank."""

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,25 @@ def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """What ``work`` returns here, once it has succeeded on every rank. If it failed on any, all ranks raise alike."""
+    import torch.distributed as dist
+
+    result, error = None, None
+    try:
+        result = work()
+    except ConfigError as raised:
+        error = raised
+    except Exception as raised:
+        traceback.print_exc()
+        error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
+    errors = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise error
+    return result
 
 
 def agreed(flag: bool) -> bool:

@@ -1,6 +1,8 @@
 """Which checkpoints a run has, which stay, and which are never chosen."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,10 +51,10 @@ def test_what_resume_means(ranks, tmp_path):
             catalog.to_try(resume, tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 2}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 2}', "[" * 100_000])
 def test_a_directory_that_is_no_checkpoint_is_damaged(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
-    with pytest.raises(Damaged, match="not that of a checkpoint of gpt4d"):
+    with pytest.raises(Damaged, match=r"meta\.json: damaged"):
         catalog.Meta.read(tmp_path)
 
 
@@ -74,3 +76,78 @@ def test_the_first_that_can_be_read_decides_whether_the_model_fits(tmp_path):
     (tmp_path / "whole" / "meta.json").write_bytes(meta(5, ModelConfig()).to_json())
     with pytest.raises(ConfigError, match=r"model\.layers=1: the checkpoint .*whole has 4"):
         catalog.check_newest_fits([tmp_path / "damaged", tmp_path / "whole"], MODEL)
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_what_it_points_to_is_not(ranks, tmp_path):
+    saved(ranks, tmp_path / "other", (1,))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    elsewhere = tmp_path / "other" / "checkpoints" / "step_00000001"
+    (tmp_path / "run" / "checkpoints" / "step_00000001").symlink_to(elsewhere)
+    assert saved(ranks, tmp_path / "run", (2, 3), keep=1) == ["step_00000003"]
+    assert (elsewhere / "manifest.json").exists()
+
+
+def test_what_was_just_committed_is_never_removed(ranks, tmp_path):
+    saved(ranks, tmp_path, (5,), keep=1)
+    assert saved(ranks, tmp_path, (3,), keep=1) == ["step_00000003"]
+
+
+def save_recorded(run_dir):
+    """On a rank: saves twice, and lists what is synced, renamed and removed, in order."""
+    happened = []
+
+    def recorded(module, name, label):
+        original = getattr(module, name)
+
+        def call(first, *args, **kwargs):
+            path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
+            happened.append((label, Path(path).name))
+            return original(first, *args, **kwargs)
+
+        setattr(module, name, call)
+        return lambda: setattr(module, name, original)
+
+    undo = [recorded(os, "fsync", "sync"), recorded(os, "rename", "rename"), recorded(shutil, "rmtree", "remove")]
+    try:
+        saved_by(GridSizes(), False, run_dir, (1, 2), keep=1)
+    finally:
+        for one in undo:
+            one()
+    return happened
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_nothing_is_removed_before_that_is(ranks, tmp_path):
+    happened = ranks.run(1, save_recorded, tmp_path)[0]
+    second = happened[happened.index(("sync", "checkpoints")) + 1 :]
+    partial = "step_00000002.partial"
+    files = {(kind, name) for kind, name in second[: second.index(("sync", partial))] if kind == "sync"}
+    assert files >= {("sync", n) for n in ("rank_00000.bin", "tensors.json", "meta.json", "tokenizer.json")}
+    assert second[second.index(("sync", partial)) - 1] == ("sync", "manifest.json")
+    ending = second[second.index(("sync", partial)) :]
+    assert ending[:5] == [
+        ("sync", partial),
+        ("rename", partial),
+        ("sync", "checkpoints"),
+        ("rename", "step_00000001"),
+        ("remove", "step_00000001.removed"),
+    ]
+
+
+def save_where_nothing_can_be_removed(run_dir):
+    removed = shutil.rmtree
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(".removed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return removed(path, *args, **kwargs)
+
+    shutil.rmtree = refuse
+    try:
+        return saved_by(GridSizes(), False, run_dir, (1, 2), keep=1)
+    finally:
+        shutil.rmtree = removed
+
+
+def test_a_save_is_not_failed_because_an_old_one_cannot_be_removed(ranks, tmp_path):
+    assert ranks.run(1, save_where_nothing_can_be_removed, tmp_path)[0].path.name == "step_00000002"
+    assert saved(ranks, tmp_path, (3,), keep=1) == ["step_00000003"]

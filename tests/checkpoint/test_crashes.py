@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.checkpoint import catalog, manifest
+from gpt4d.checkpoint import catalog, verifying
+from gpt4d.config import GridSizes
+from tests.checkpoint import saved_by
 from tests.grids import metric_lines, train_in_rank
 
 KILLS = 25  # of each kind
@@ -68,12 +70,13 @@ def test_killed_while_it_saves_a_run_goes_on_from_the_newest_committed(ranks, ti
     longest = 2 * max(json.loads(line)["seconds"] for line in lines if '"event": "checkpoint"' in line)
     draw, config = random.Random(async_save), tiny(*options, "train.steps=1000", "checkpoint.every=1")
     run_dir = Path(config.run.dir)
+    midway = 0
     for number in range(KILLS):
         live(ranks.context, config, str(tmp_path / f"store{number}"), draw.uniform(0, longest))
+        midway += any(path.suffix for path in (run_dir / "checkpoints").iterdir())
         for directory in catalog.committed(run_dir):
-            entries = manifest.read(directory)
-            manifest.check(directory, entries, entries)
-    assert catalog.committed(run_dir), "no save was ever whole"
+            verifying.verify(directory)
+    assert catalog.committed(run_dir) and 0 < midway < KILLS, "kills must fall into saves and beside them"
     steps = catalog.Meta.read(catalog.committed(run_dir)[-1]).progress.step
     end = tiny(*options, f"train.steps={steps + 2}", "checkpoint.every=1")
     assert live(ranks.context, end, str(tmp_path / "last"), None)
@@ -87,3 +90,58 @@ def test_killed_while_it_saves_a_run_goes_on_from_the_newest_committed(ranks, ti
     kept = {f"step_{step:08d}" for step in (steps + 1, steps + 2)}
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == kept
     assert {path.name for path in run_dir.iterdir()} == {"checkpoints", "config.yaml", "loss.png", "metrics.jsonl"}
+
+
+def dying(run_dir, operation):
+    """A process that saves three checkpoints and is killed before or after it syncs, renames or removes something."""
+    import torch.distributed as dist
+
+    count = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            count += 1
+            if count == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    os.fsync, os.rename, os.unlink, os.rmdir = map(counted, (os.fsync, os.rename, os.unlink, os.rmdir))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saved_by(GridSizes(), False, run_dir, (1, 2, 3), keep=1, async_save=operation % 2 == 0)
+
+
+def test_killed_at_any_operation_of_a_save_it_leaves_the_newest_committed(ranks, tmp_path):
+    operation, seen, step = 0, set(), 7
+    while True:
+        operation += step
+        run_dir = tmp_path / str(operation)
+        process = ranks.context.Process(target=dying, args=(run_dir, operation), daemon=True)
+        process.start()
+        process.join()
+        committed = catalog.committed(run_dir)
+        for directory in committed:
+            verifying.verify(directory)
+        newest = int(committed[-1].name[-1]) if committed else 0
+        assert newest >= max(seen, default=0), "what was committed is lost"
+        seen.add(newest)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        assert saved_again(ranks, run_dir) == ["step_00000004"], "something leaks"
+    assert seen == {0, 1, 2, 3} and operation > 10 * step
+
+
+def saved_again(ranks, run_dir):
+    ranks.run(1, save_once_more, run_dir)
+    return [path.name for path in (run_dir / "checkpoints").iterdir()]
+
+
+def save_once_more(run_dir):
+    saved_by(GridSizes(), False, run_dir, (4,), keep=1)

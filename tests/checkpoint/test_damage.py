@@ -1,6 +1,8 @@
 """Whatever happens to a file of a checkpoint is noticed, and a foreign one can do no harm."""
 
+import errno
 import json
+import os
 import pickle
 import re
 import shutil
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import catalog, manifest, storage
+from gpt4d.checkpoint import catalog, manifest, verifying
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, GridSizes
@@ -50,7 +52,7 @@ def test_any_harm_to_any_file_is_told_by_its_name(pristine, tmp_path, capsys, na
     main(["verify", f"checkpoint={directory}"])
     assert "whole, 5 files" in capsys.readouterr().out
     harm(directory / name)
-    with pytest.raises(ConfigError, match="1 of 1 damaged: copy"):
+    with pytest.raises(ConfigError, match="1 of 1 not whole: copy"):
         main(["verify", f"checkpoint={directory}"])
     assert f"DAMAGED, {directory / name}" in capsys.readouterr().out
 
@@ -98,7 +100,7 @@ def no_such_tensor(index):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (reach_outside, "is not a file of this directory"),
+        (reach_outside, "is not a file of the manifest"),
         (beyond_the_end, "is not in rank_0000.+, where it says"),
         (overlapping, "two of its chunks overlap"),
         (out_of_the_tensor, "a chunk reaches out of it"),
@@ -108,7 +110,7 @@ def no_such_tensor(index):
 )
 def test_an_index_that_lies_is_refused(pristine, tmp_path, capsys, change, said):
     directory = rewritten(pristine, tmp_path / "copy", change)
-    with pytest.raises(ConfigError, match="1 of 1 damaged"):
+    with pytest.raises(ConfigError, match="1 of 1 not whole"):
         main(["verify", f"checkpoint={directory}"])
     assert re.search(said, capsys.readouterr().out)
 
@@ -119,7 +121,8 @@ def test_nothing_of_a_checkpoint_is_ever_unpickled(pristine, monkeypatch):
 
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads")):
         monkeypatch.setattr(module, name, refuse)
-    files = storage.Files(pristine)
+    monkeypatch.setattr(pickle, "Unpickler", refuse)
+    files = verifying.verify(pristine)
     for name in files.tensors:
         files.whole(name)
     for path in pristine.iterdir():
@@ -160,3 +163,69 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(ranks, tiny
         ranks.run(1, train_in_rank, tiny("train.steps=3"))
     with pytest.raises(RankFailure, match=r"rank_00000.bin: [0-9,]+ bytes long"):
         ranks.run(1, train_in_rank, tiny("run.dir=" + run.run.dir + "-other", f"checkpoint.resume={run.run.dir}"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "tensors.json", "rank_00000.bin"])
+def test_a_disk_that_cannot_be_read_now_is_not_called_damage(pristine, monkeypatch, name):
+    opened = os.open
+
+    def out_of_reach(path, *args):
+        if Path(path).name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", out_of_reach)
+    with pytest.raises(ConfigError, match=f"{name}: Input/output error") as raised:
+        verifying.verify(pristine)
+    assert not isinstance(raised.value, Damaged)
+
+
+def link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("harm", [link, pipe], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_links_and_pipes_are_no_files_of_a_checkpoint(pristine, tmp_path, name, harm):
+    directory = tmp_path / "copy"
+    shutil.copytree(pristine, directory)
+    harm(directory / name)
+    with pytest.raises(Damaged, match=rf"{name}: (a link|not a file)"):
+        verifying.verify(directory)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(pristine, tmp_path):
+    shutil.copytree(pristine, tmp_path / "step_00000009")
+    with pytest.raises(Damaged, match=r"renamed, meta\.json says that it is of step 3"):
+        verifying.verify(tmp_path / "step_00000009")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{"model": {"layers": "x"}}, {"model": {"heads": 0}}, {"progress": {"step": -1}}, {"data": "\x1b[2J"}, {"grid": 3}],
+)
+def test_a_meta_that_makes_no_sense_is_damaged(pristine, tmp_path, meta):
+    values = json.loads((pristine / "meta.json").read_text())
+    for key, value in meta.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    (tmp_path / "meta.json").write_text(json.dumps(values))
+    with pytest.raises(Damaged, match=r"meta\.json: damaged"):
+        catalog.Meta.read(tmp_path)
+
+
+def test_what_one_rank_finds_wrong_all_ranks_say(ranks, tiny):
+    run = tiny("train.steps=2", "parallel.gz=2")
+    ranks.run(2, train_in_rank, run)
+    (directory,) = catalog.committed(Path(run.run.dir))
+    rewritten(directory, directory.with_name("copy"), overlapping)
+    shutil.rmtree(directory)
+    directory.with_name("copy").rename(directory)
+    with pytest.raises(RankFailure) as raised:
+        ranks.run(2, train_in_rank, tiny("train.steps=3", "parallel.gz=2"))
+    assert str(raised.value).count("is damaged; put one back") == 2

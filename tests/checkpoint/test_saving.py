@@ -33,7 +33,7 @@ def change_while_writing(run_dir):
     storage.write_values = late
     saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.weights.grid)
     try:
-        saver.start(meta(1), sharded.parts(model, optimizer), Path(__file__))
+        saver.start(meta(1), sharded.parts(model, optimizer), b"{}")
         assert saver.finished() is None
         saver.before_change()
         for parameter in model.parameters():
@@ -58,7 +58,7 @@ def staging_addresses(run_dir):
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
     seen = []
     for step in (1, 2, 3):
-        saver.start(meta(step), sharded.parts(model, optimizer), Path(__file__))
+        saver.start(meta(step), sharded.parts(model, optimizer), b"{}")
         saver.finished(wait=True)
         seen.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
     saver.close()
@@ -85,7 +85,7 @@ def fail_on_the_second_rank(run_dir, async_save):
     saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.weights.grid)
     try:
         for step in (1, 2):
-            saver.start(meta(step), sharded.parts(model, optimizer), Path(__file__))
+            saver.start(meta(step), sharded.parts(model, optimizer), b"{}")
             while saver.finished() is None:
                 pass
     except ConfigError as error:
@@ -153,7 +153,7 @@ def save_and_fail(run_dir):
     model, optimizer = build(GRID)
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
     try:
-        saver.start(meta(1), sharded.parts(model, optimizer), Path(__file__))
+        saver.start(meta(1), sharded.parts(model, optimizer), b"{}")
         raise ConfigError("something else")
     finally:
         saver.close()

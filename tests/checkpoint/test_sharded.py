@@ -1,7 +1,6 @@
 """A checkpoint holds global tensors: what one grid wrote, any other reads, bit by bit."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ def read(sizes, directory, shard):
     """On a rank: what a model of other weights becomes when it is filled from a checkpoint."""
     model, optimizer = build(sizes, shard, seed=8)
     grid = model.weights.grid
-    sharded.verify(directory, grid)
     progress = sharded.load(directory, model, optimizer, grid)
     steps = {int(state["step"]) for state in optimizer.state.values()}
     parts = sharded.parts(model, optimizer)
@@ -86,7 +84,7 @@ def load_as(model, directory):
 def test_tensors_of_another_shape_are_refused_by_name(ranks, tmp_path):
     ranks.run(1, saved_by, GridSizes(), False, tmp_path)
     (directory,) = catalog.committed(tmp_path)
-    with pytest.raises(RankFailure, match=r"which has one of shape \[48, 24\] where this has model\.tokens"):
+    with pytest.raises(RankFailure, match=r"which has one of shape \[48, 24\], torch.float32 where"):
         ranks.run(1, load_as, replace(MODEL, hidden=48), directory)
     with pytest.raises(RankFailure, match=r"has none of that name where this has model\.blocks\.1"):
         ranks.run(1, load_as, replace(MODEL, layers=2), directory)
@@ -104,7 +102,7 @@ def uneven(sizes, run_dir, read_by=None):
     local = whole[grid.local_slices(spec.shape, layout)].clone()
     if read_by is None:
         saver = Saver(CheckpointConfig(), run_dir, grid)
-        saver.start(meta(3), {"model.w": sharded.Part(local, spec)}, Path(__file__))
+        saver.start(meta(3), {"model.w": sharded.Part(local, spec)}, b"{}")
         saver.finished(wait=True)
         return saver.close()
     found = torch.full_like(local, torch.nan)

