@@ -15,6 +15,7 @@ from pathlib import Path
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, ModelConfig
+from gpt4d.files import sync
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
@@ -146,7 +147,7 @@ def begin(run_dir: Path, step: int) -> Path:
     remove_leftovers(run_dir)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for directory in (run_dir, run_dir.resolve().parent):
-        manifest.sync(directory)
+        sync(directory)
     return run_dir / "checkpoints" / (name(step) + _PARTIAL)
 
 
@@ -154,7 +155,7 @@ def commit(partial: Path) -> Path:
     """Gives a checkpoint its name. OSError if there is one of that name."""
     final = partial.with_suffix("")
     os.rename(partial, final)
-    manifest.sync(final.parent)
+    sync(final.parent)
     return final
 
 

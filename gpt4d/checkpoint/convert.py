@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import catalog, manifest, storage, verifying
+from gpt4d.checkpoint import catalog, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data.tokens import END_OF_TEXT
+from gpt4d.files import sync
 from gpt4d.model import hf
 
 _SHARD_BYTES = 2 << 30  # of a safetensors file; as much is in memory at once
@@ -156,9 +157,9 @@ def _new_directory(path: Path) -> Iterator[Path]:
             made.mkdir()
             yield made
             for file in made.rglob("*"):
-                manifest.sync(file)
-            manifest.sync(made)
+                sync(file)
+            sync(made)
             made.rename(path)
-        manifest.sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise ConfigError(f"out={path}: {error.filename or ''}: {error.strerror or error}") from None

@@ -6,66 +6,20 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
 from gpt4d.config import ConfigError
+from gpt4d.files import Entry, checksum, sync, write_file
 
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
-_PIECE = 1 << 20  # bytes: small enough to stay in a processor's cache between its checksum and its writing
 
 
 class Damaged(ConfigError):
     """A checkpoint is not what was written. Names the file."""
-
-
-class Entry(NamedTuple):
-    """What the manifest says of a file."""
-
-    bytes: int
-    xxh3_128: str
-
-    @classmethod
-    def from_json(cls, values: dict) -> "Entry":
-        return cls(counts([values["bytes"]])[0], str(values["xxh3_128"]))
-
-
-class NewFile:
-    """A file that is checksummed while it is written. Once the ``with`` is over it is on the disk, and has an entry."""
-
-    def __init__(self, path: Path):
-        self.file = open(path, "xb", buffering=0)  # noqa: SIM115 – closed by __exit__
-        self.size, self.checksum = 0, xxhash.xxh3_128()
-
-    def __enter__(self) -> "NewFile":
-        return self
-
-    def write(self, content: bytes | memoryview) -> None:
-        content = memoryview(content)
-        for start in range(0, len(content), _PIECE):
-            piece = content[start : start + _PIECE]
-            self.checksum.update(piece)
-            while piece:
-                piece = piece[self.file.write(piece) :]
-        self.size += len(content)
-
-    def __exit__(self, kind, *_) -> None:
-        with self.file:
-            if kind is None:
-                os.fsync(self.file.fileno())
-
-    @property
-    def entry(self) -> Entry:
-        return Entry(self.size, self.checksum.hexdigest())
-
-
-def write_file(path: Path, content: bytes) -> Entry:
-    with NewFile(path) as file:
-        file.write(content)
-    return file.entry
 
 
 def write(directory: Path, entries: Mapping[str, Entry]) -> None:
@@ -82,7 +36,9 @@ def read(directory: Path) -> dict[str, Entry]:
     def entries(document: dict) -> dict[str, Entry]:
         if document["xxh3_128"] != _checksum_of(document["files"]):
             raise ValueError("its checksum is another")
-        return {name: Entry.from_json(entry) for name, entry in document["files"].items()}
+        return {
+            name: Entry(*counts([entry["bytes"]]), str(entry["xxh3_128"])) for name, entry in document["files"].items()
+        }
 
     return parsed(directory / MANIFEST, entries)
 
@@ -141,27 +97,11 @@ def check(directory: Path, entries: Mapping[str, Entry], names: Iterable[str]) -
                 size = os.fstat(file.fileno()).st_size
                 if size != expected.bytes:
                     raise Damaged(f"{path}: {size:,} bytes long, {expected.bytes:,} were written")
-                if _checksum_of_file(file) != expected.xxh3_128:
+                if checksum(file) != expected.xxh3_128:
                     raise Damaged(f"{path}: damaged, its checksum is not that of what was written")
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def sync(path: Path) -> None:
-    """Returns when a file's content, or a directory's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _checksum_of(files: Mapping) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
-
-
-def _checksum_of_file(file) -> str:
-    checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
-    while size := file.readinto(buffer):
-        checksum.update(buffer[:size])
-    return checksum.hexdigest()

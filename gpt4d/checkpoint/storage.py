@@ -21,7 +21,8 @@ from torch.distributed.checkpoint import planner as planning
 from torch.futures import Future
 
 from gpt4d.checkpoint import manifest
-from gpt4d.checkpoint.manifest import Damaged, Entry, NewFile
+from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.files import Entry, NewFile, write_file
 
 TENSORS = "tensors.json"
 _ALIGNMENT = 64  # bytes: any dtype can be read in place
@@ -158,7 +159,7 @@ def describe(
     """Completes a directory that has the files of ``entries``: what is where in them, other documents, the manifest."""
     index = json.dumps({name: tensor.to_json() for name, tensor in tensors.items()}).encode()
     for name, content in {**documents, TENSORS: index}.items():
-        entries[name] = manifest.write_file(directory / name, content)
+        entries[name] = write_file(directory / name, content)
     manifest.write(directory, entries)
 
 

@@ -15,6 +15,7 @@ from gpt4d.checkpoint import catalog, manifest, verifying
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, GridSizes
+from gpt4d.files import Entry, write_file
 from tests.checkpoint import saved_by
 from tests.grids import metric_lines, train_in_rank
 from tests.rank_pool import RankFailure
@@ -65,7 +66,7 @@ def rewritten(pristine, directory, change):
     entries = manifest.read(directory)
     for name in ("tensors.json", "manifest.json"):
         (directory / name).unlink()
-    entries["tensors.json"] = manifest.write_file(directory / "tensors.json", json.dumps(index).encode())
+    entries["tensors.json"] = write_file(directory / "tensors.json", json.dumps(index).encode())
     manifest.write(directory, entries)
     return directory
 
@@ -130,7 +131,7 @@ def test_nothing_of_a_checkpoint_is_ever_unpickled(pristine, monkeypatch):
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
-    entry = manifest.Entry(0, "")
+    entry = Entry(0, "")
     with pytest.raises(Damaged, match="not the name of a file of this directory"):
         manifest.check(tmp_path, {"../other": entry}, ["../other"])
 
