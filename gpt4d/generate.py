@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import catalog, sharded
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.data.tokens import END_OF_TEXT
+from gpt4d.data.tokenizers import end_of_text
 from gpt4d.errors import one_line_errors
 from gpt4d.model.gpt import GPT
 from gpt4d.parallel import collectives
@@ -44,7 +44,7 @@ def continuation(
     The whole text is computed again for each token: simple, and right on every grid.
     """
     grid, device = model.weights.grid, model.weights.device
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text(tokenizer)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(seed)
     model.eval()

@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from gpt4d.checkpoint import catalog, sharded
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Config, ConfigError, GridSizes
-from gpt4d.data.sampler import Sequences
-from gpt4d.data.tokens import prepare
+from gpt4d.data.loader import Loader
+from gpt4d.data.prepare import corpus
+from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.generate import continuation
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
@@ -43,17 +43,18 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         on_first_rank(self._make_run_dir)
-        self.files = on_first_rank(lambda: prepare(config.data))
+        self.corpus = on_first_rank(lambda: corpus(config.data))
+        self.files = self.corpus.first
         self.tokenizer = (self.files.directory / catalog.TOKENIZER).read_bytes()
         self.fingerprint = self.files.fingerprint()
-        length, seed = config.train.seq_len, config.train.seed
-        self.training = Sequences(self.files.tokens("train"), length, seed, config.data.shuffle)
-        self.validation = Sequences(self.files.tokens("validation"), length, seed, shuffle=False)
-        if not self.training.count:
-            raise ConfigError(
-                f"train.seq_len={length}: a sequence takes {length + 1} tokens and the text to train on has only "
-                f"{len(self.training.tokens)}; use more text or shorter sequences"
-            )
+        training = self._sequences("train", config.data.shuffle)
+        for sequences in training:
+            if not sequences.count:
+                raise ConfigError(
+                    f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens and the "
+                    f"text to train on has only {len(sequences.tokens)}; use more text or shorter sequences"
+                )
+        validation = self._sequences("validation", shuffle=False)
 
         self.grid = Grid(sizes, device.type)
         dtype = compute_dtype(config.train.precision, device)
@@ -64,8 +65,11 @@ class Trainer:
             weights,
             recompute=config.train.activation_checkpointing == "full",
             cache_layers=config.model.layers if cache_layers == "all" else cache_layers,
+            document_end=self.files.end_of_text if config.data.reset_attention else None,
         )
-        initialise(self.model, seed, self.grid)
+        initialise(self.model, config.train.seed, self.grid)
+        self.training = self._loader(training, config.data.workers)
+        self.validation = self._loader(validation, workers=0) if all(s.count for s in validation) else None
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         self.gradient_sum = gradients.GradientSum(
             weights, parameters, config.parallel.overlap.data, shard=config.optim.shard_states
@@ -84,6 +88,7 @@ class Trainer:
                 self._loop(profile)
             self._finish()
         finally:
+            self.training.close()
             self.saver.close()
             self.report.close()
 
@@ -123,7 +128,7 @@ class Trainer:
         tokens = config.train.batch_size * config.train.seq_len
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.train()
-        for ids, targets, numbers in self._microbatches(self.training, progress.samples):
+        for ids, targets, numbers in self.training.step(progress.samples):
             # A sum over all tokens of the step divided by their count: how they are dealt out makes no difference.
             part = self.model.loss_sum(ids, targets, numbers) / tokens
             part.backward()
@@ -143,13 +148,18 @@ class Trainer:
         progress.tokens += tokens
         return loss, norm, lr
 
-    def _microbatches(self, sequences: Sequences, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """This rank's share of the global batch that begins with sequence ``first``, a microbatch at a time."""
-        share = self.config.train.batch_size // self.grid.sizes.batch_shards
-        size = self.config.train.micro_batch_size or share
-        first += self.grid.batch_shard * share
-        for start in range(first, first + share, size):
-            yield tuple(tensor.to(self.device) for tensor in sequences.batch(start, size))
+    def _sequences(self, split: str, shuffle: bool) -> list[Sequences]:
+        length, seed = self.config.train.seq_len, self.config.train.seed
+        return [Sequences(files.tokens(split), length, seed, shuffle) for files in self.corpus.files]
+
+    def _loader(self, sequences: list[Sequences], workers: int) -> Loader:
+        train, grid = self.config.train, self.grid
+        source = sequences[0] if len(sequences) == 1 else Blend(sequences, self.corpus.weights)
+        place = (grid.batch_shard, grid.sizes.batch_shards)
+        return Loader(source, train.batch_size, *place, train.micro_batch_size, self.device, workers)
+
+    def _count(self, split: str) -> int:
+        return sum(files.count(split, "tokens") for files in self.corpus.files)
 
     def _once(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss as summed over the world: ranks along x and y have the same samples, and one of them counts."""
@@ -164,7 +174,7 @@ class Trainer:
         self.model.eval()
         with torch.no_grad():
             for batch in range(batches):
-                for microbatch in self._microbatches(self.validation, batch * config.batch_size):
+                for microbatch in self.validation.step(batch * config.batch_size):
                     loss += self.model.loss_sum(*microbatch)
         loss = collectives.all_reduce(self._once(loss), self.grid.world).item()
         self.validation_loss = loss = loss / (batches * config.batch_size * config.seq_len)
@@ -172,7 +182,10 @@ class Trainer:
         self.report.event("validation", text, **asdict(self.progress), loss=loss)
 
     def _validation_batches(self) -> int:
-        return min(self.config.train.validation_batches, self.validation.count // self.config.train.batch_size)
+        if self.validation is None:
+            return 0
+        whole = self.validation.sequences.count // self.config.train.batch_size
+        return min(self.config.train.validation_batches, whole)
 
     def _resume(self) -> None:
         """Goes on from the newest checkpoint that is as it was written."""
@@ -246,8 +259,8 @@ class Trainer:
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "
             f"grid {self.grid.sizes} (x, y, z, data)\n"
             f"memory of a device by the layouts, in GiB: {parts}; activations and what is gathered come on top\n"
-            f"{config.data.name}: {len(self.training.tokens):,} tokens to train on, "
-            f"{len(self.validation.tokens):,} held out",
+            f"{config.data.name}: {self._count('train'):,} tokens to train on, "
+            f"{self._count('validation'):,} held out",
             flush=True,
         )
         if config.train.validation_batches and not self._validation_batches():
@@ -273,6 +286,7 @@ class Trainer:
 
     def _restart_clock(self) -> None:
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
+        self.training.waited_s = 0.0
         for axis in self.grid:
             axis.traffic.read()
 
@@ -291,6 +305,7 @@ class Trainer:
             "lr": lr,
             "tokens": self.progress.tokens,
             "step_time_s": seconds,
+            "data_wait_s": self.training.waited_s / steps,
             "tokens_per_s": config.train.batch_size * config.train.seq_len / seconds,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / peak if peak else None,

@@ -60,7 +60,7 @@ def test_a_mistake_is_one_line_and_exit_code_1(words, said, tmp_path):
     [
         (["parallel.gx=3"], "does not divide the 2 process(es)"),
         (["train.seq_length=2"], "did you mean train.seq_len?"),
-        (["data=text", "data.path={empty}"], "there is no text to train on"),
+        (["data=text", "data.path={empty}"], "an empty document; remove it"),
         (["train.seq_len=250", "data=text", "data.path={short}", "data.validation_fraction=0"], "takes 251 tokens"),
     ],
 )

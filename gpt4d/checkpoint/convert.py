@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import catalog, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
-from gpt4d.data.tokens import END_OF_TEXT
+from gpt4d.data.tokenizers import end_of_text
 from gpt4d.files import sync
 from gpt4d.model import hf
 
@@ -63,8 +63,9 @@ def _export_tokenizer(checkpoint: Path, directory: Path, model: ModelConfig) -> 
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer.from_file(str(checkpoint / catalog.TOKENIZER))
-    hf.hf_config(model, tokenizer.token_to_id(END_OF_TEXT)).save_pretrained(directory)
-    ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    end = end_of_text(tokenizer)
+    hf.hf_config(model, end).save_pretrained(directory)
+    ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.id_to_token(end))
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=model.max_positions, **ends)
     theirs.save_pretrained(directory)
 
@@ -128,8 +129,7 @@ def _tokenizer(directory: Path) -> bytes:
         text = (
             path.read_text() if path.exists() else AutoTokenizer.from_pretrained(directory).backend_tokenizer.to_str()
         )
-        if Tokenizer.from_str(text).token_to_id(END_OF_TEXT) is None:
-            raise ValueError(f"it has no token {END_OF_TEXT}")
+        end_of_text(Tokenizer.from_str(text))
     except Exception as error:  # the libraries have no kind of their own
         raise ConfigError(f"{directory}: no tokenizer there that can be used ({error})") from None
     return text.encode()

@@ -1,6 +1,6 @@
 """The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
 
-from gpt4d.config.checks import grid_problem, profiled_steps, tokenizer_file, validate, value_of
+from gpt4d.config.checks import check_data, grid_problem, profiled_steps, tokenizer_file, validate, value_of
 from gpt4d.config.composing import CONFIG_DIR, compose, explained, from_arguments, known_keys, typed
 from gpt4d.config.schema import (
     CheckpointConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "OverlapConfig",
     "ParallelConfig",
     "TrainConfig",
+    "check_data",
     "compose",
     "explained",
     "from_arguments",

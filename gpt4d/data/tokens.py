@@ -1,129 +1,132 @@
-"""A corpus as token files: a BPE tokenizer trained on it, and the encoded training and validation splits, cached."""
+"""Token files: a corpus as numbers, mapped into memory.
+
+A directory has the files of its parts, ``train_00000.bin`` and ``validation_00000.bin`` of uint16 or uint32, beside
+each an index, ``train_00000.idx``, of the uint64 ends of its documents, the ``tokenizer.json``, and last of all
+``header.json``: what there is, with sizes and checksums.
+"""
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from gpt4d.config import ConfigError, DataConfig, tokenizer_file
-from gpt4d.data import corpus
+from gpt4d.config import ConfigError
+from gpt4d.data.tokenizers import end_of_text
+from gpt4d.files import Entry, checksum
 
-END_OF_TEXT = "<|endoftext|>"
-_FORMAT = 1  # part of the cache's name: change it when the files would come out differently
+HEADER = "header.json"
+FORMAT = 2
+SPLITS = ("train", "validation")
+
+
+class Tokens:
+    """The tokens of one split, of all parts: ``len`` and slices, read from the files when they are asked for."""
+
+    def __init__(self, parts: list[np.ndarray], dtype: str):
+        self.parts, self.dtype = parts, np.dtype(dtype)
+        self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.parts else 0
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        start, stop, step = place.indices(len(self))
+        assert step == 1, "tokens are read in a row"
+        found = []
+        for number in range(int(np.searchsorted(self.ends, start, side="right")), len(self.parts)):
+            before = int(self.ends[number]) - len(self.parts[number])
+            if before >= stop:
+                break
+            found.append(self.parts[number][max(0, start - before) : stop - before])
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
+
+    def tolist(self) -> list[int]:
+        return self[:].tolist()
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """A directory with ``tokenizer.json``, ``train.bin`` and ``validation.bin`` (uint16 or uint32)."""
+    """A directory of token files that is whole: ``opened`` makes sure of it."""
 
     directory: Path
+
+    @classmethod
+    def opened(cls, directory: Path) -> "TokenFiles":
+        """ConfigError, naming the file, if there are none, one is missing, or one is not as long as it was."""
+        files = cls(directory)
+        for path, entry in files.entries():
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.bytes:
+                found = "missing" if size is None else f"{size:,} bytes long, {entry.bytes:,} were written"
+                raise ConfigError(f"{path}: {found}; prepare the tokens anew")
+        if files.fingerprint() != files.header["tokenizer"]:
+            raise ConfigError(
+                f"{directory / 'tokenizer.json'}: not the one the tokens were made with; prepare them anew"
+            )
+        return files
+
+    @cached_property
+    def header(self) -> dict:
+        path = self.directory / HEADER
+        try:
+            header = json.loads(path.read_bytes())
+            if header["format"] != FORMAT:
+                raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
+            return header
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: no token files there ({error}); make them with python -m gpt4d.data.prepare out=DIR"
+            ) from None
+
+    def entries(self) -> Iterator[tuple[Path, Entry]]:
+        """The files and what was written to them."""
+        for part in self.header["parts"]:
+            for file, entry in part["files"].items():
+                yield self.directory / file, Entry(**entry)
+
+    def verify(self) -> None:
+        """ConfigError, naming the file, if one is not what was written. Reads all of them."""
+        for path, entry in self.entries():
+            with open(path, "rb", buffering=0) as file:
+                if checksum(file) != entry.xxh3_128:
+                    raise ConfigError(f"{path}: damaged, its checksum is another; prepare the tokens anew")
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
     def fingerprint(self) -> str:
         """Of the tokenizer: two with the same give the same ids."""
-        return hashlib.sha256((self.directory / "tokenizer.json").read_bytes()).hexdigest()
+        path = self.directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path}: missing; prepare the tokens anew")
+        return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def tokens(self, split: str) -> np.memmap:
-        header = json.loads((self.directory / "header.json").read_text())
-        if not header["tokens"][split]:
-            return np.empty(0, header["dtype"])
-        return np.memmap(self.directory / f"{split}.bin", dtype=header["dtype"], mode="r")
+    @cached_property
+    def end_of_text(self) -> int:
+        return end_of_text(self.tokenizer())
 
+    def tokens(self, split: str) -> Tokens:
+        dtype = self.header["dtype"]
+        return Tokens(list(self._mapped(split, "bin", dtype)), dtype)
 
-def prepare(config: DataConfig) -> TokenFiles:
-    """The token files of a corpus, made now unless they are in the cache.
+    def document_ends(self, split: str) -> Iterator[np.ndarray]:
+        """Of each part: where its documents end, their end-of-text included, counted from its beginning."""
+        return self._mapped(split, "idx", "uint64")
 
-    ConfigError if there is no text to train on. A directory appears in the cache only once it is whole.
-    """
-    texts = list(corpus.documents(corpus.files(config)))
-    training = [text for text in texts if not corpus.held_out(text, config.validation_fraction)]
-    validation = [text for text in texts if corpus.held_out(text, config.validation_fraction)]
-    if not training:
-        where = f"data.source={config.source}, data.path={config.path!r}"
-        mend = "; set data.validation_fraction=0, all of it is held out" if validation else ""
-        raise ConfigError(f"{where}: there is no text to train on{mend}")
-    tokenizer = _given(config) if config.tokenizer else None
-    kind = config.tokenizer_vocab if tokenizer is None else tokenizer_file(config.tokenizer).read_bytes()
-    fingerprint = hashlib.sha256(repr((_FORMAT, kind, config.validation_fraction)).encode())
-    for text in texts:
-        fingerprint.update(hashlib.sha256(text.encode()).digest())
-    directory = Path(config.cache_dir) / f"{config.name}-{fingerprint.hexdigest()[:16]}"
-    if not directory.exists():
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"data.cache_dir={config.cache_dir}: {error.strerror}; choose another") from None
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".making-") as temporary:
-            making = Path(temporary) / directory.name
-            making.mkdir()
-            if tokenizer is None:
-                tokenizer = _train_bpe(training, config.tokenizer_vocab)
-                tokenizer.save(str(making / "tokenizer.json"))
-            else:
-                shutil.copy(tokenizer_file(config.tokenizer), making / "tokenizer.json")
-            _write(making, training, validation, tokenizer)
-            try:
-                os.replace(making, directory)
-            except OSError:  # another job was quicker; its files are the same
-                if not directory.exists():
-                    raise
-    return TokenFiles(directory)
+    def _mapped(self, split: str, suffix: str, dtype: str) -> Iterator[np.ndarray]:
+        for number, part in enumerate(self.header["parts"]):
+            if part[split]["documents"]:
+                yield np.memmap(self.directory / file_name(split, number, suffix), dtype=dtype, mode="r")
+
+    def count(self, split: str, what: str) -> int:
+        """Of ``tokens`` or ``documents``."""
+        return sum(part[split][what] for part in self.header["parts"])
 
 
-def _given(config: DataConfig) -> Tokenizer:
-    """The tokenizer of ``data.tokenizer``. ConfigError if it is none, or none for the model."""
-    path = tokenizer_file(config.tokenizer)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no kind of its own
-        raise ConfigError(f"data.tokenizer={config.tokenizer}: not a tokenizer.json ({error})") from None
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ConfigError(f"data.tokenizer={config.tokenizer}: it has no token {END_OF_TEXT} to end a document with")
-    if tokenizer.get_vocab_size() > config.tokenizer_vocab:
-        raise ConfigError(
-            f"data.tokenizer={config.tokenizer}: its {tokenizer.get_vocab_size()} tokens are more than "
-            f"model.vocab_size={config.tokenizer_vocab}; raise that"
-        )
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _write(directory: Path, training: list[str], validation: list[str], tokenizer: Tokenizer) -> None:
-    dtype = "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    counts = {}
-    for split, texts in (("train", training), ("validation", validation)):
-        counts[split] = 0
-        with open(directory / f"{split}.bin", "wb") as file:
-            for text in texts:
-                # Paragraph by paragraph: one long string takes the tokenizer many times as long.
-                paragraphs = tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
-                ids = [i for paragraph in paragraphs for i in paragraph.ids] + [end]
-                np.asarray(ids, dtype).tofile(file)
-                counts[split] += len(ids)
-    (directory / "header.json").write_text(json.dumps({"dtype": dtype, "tokens": counts}) + "\n")
-
-
-def _train_bpe(texts: list[str], vocabulary: int) -> Tokenizer:
-    """GPT-2's kind of tokenizer: byte-level BPE, so that any text has tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    lines = (line for text in texts for line in text.splitlines(keepends=True))
-    tokenizer.train_from_iterator(lines, trainer)
-    return tokenizer
+def file_name(split: str, part: int, suffix: str) -> str:
+    return f"{split}_{part:05}.{suffix}"

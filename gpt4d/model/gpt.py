@@ -17,6 +17,14 @@ from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
 
+Documents = torch.Tensor | None  # which document of its sequence each token is of; None: all of one
+
+
+def documents(ids_BS: torch.Tensor, end: int) -> torch.Tensor:
+    """Of each token, how many documents of its sequence end before it: [B, S]."""
+    ends = (ids_BS == end).long()
+    return ends.cumsum(1) - ends
+
 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, weights: WeightStream, residual_std: float):
@@ -25,8 +33,8 @@ class Attention(nn.Module):
         self.core = CausalAttention(config.heads, config.attention_dropout, weights.grid.x)
         self.output = Linear(weights, config.hidden, config.hidden, transposed=True, std=residual_std)
 
-    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
-        mixed_BSN = self.core(self.qkv(x_BSH), sample_ids_B)
+    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: Documents) -> torch.Tensor:
+        mixed_BSN = self.core(self.qkv(x_BSH), sample_ids_B, documents_BS)
         return self.output(mixed_BSN)
 
 
@@ -52,8 +60,8 @@ class Block(nn.Module):
         self.mlp = MLP(config, weights, residual_std)
         self.mlp_dropout = Dropout(config.dropout, weights.grid.y)
 
-    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x_BSH), sample_ids_B)
+    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: Documents = None) -> torch.Tensor:
+        attended = self.attention(self.attention_norm(x_BSH), sample_ids_B, documents_BS)
         x_BSH = x_BSH + self.attention_dropout(attended, sample_ids_B)
         return x_BSH + self.mlp_dropout(self.mlp(self.mlp_norm(x_BSH)), sample_ids_B)
 
@@ -63,12 +71,20 @@ class GPT(nn.Module):
 
     ``recompute``: keep only each block's input for the backward and compute the block again there (full activation
     checkpointing). ``cache_layers``: of so many blocks, the last ones, the gathered weights stay from the forward to
-    the backward; they are the first that the backward comes to.
+    the backward; they are the first that the backward comes to. ``document_end``: the token after which attention and
+    positions begin anew.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightStream, recompute: bool = False, cache_layers: int = 0):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightStream,
+        recompute: bool = False,
+        cache_layers: int = 0,
+        document_end: int | None = None,
+    ):
         super().__init__()
-        self.config, self.weights, self.recompute = config, weights, recompute
+        self.config, self.weights, self.recompute, self.document_end = config, weights, recompute, document_end
         self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden)
         self.positions = PositionEmbedding(weights, config.max_positions, config.hidden)
         self.dropout = Dropout(config.dropout, weights.grid.y)
@@ -84,12 +100,15 @@ class GPT(nn.Module):
         ``ids_BS`` are this rank's sequences, ``sample_ids_B`` their running numbers in the whole run, which dropout
         depends on.
         """
-        x_BSH = self.tokens(ids_BS) + self.positions(ids_BS.shape[1])
+        documents_BS = None if self.document_end is None else documents(ids_BS, self.document_end)
+        x_BSH = self.tokens(ids_BS) + self.positions(ids_BS.shape[1], documents_BS)
         x_BSH = self.dropout(x_BSH, sample_ids_B)
-        x_BSH = self.through_blocks(x_BSH, sample_ids_B)
+        x_BSH = self.through_blocks(x_BSH, sample_ids_B, documents_BS)
         return self.head(self.norm(x_BSH), self.tokens.weight)
 
-    def through_blocks(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+    def through_blocks(
+        self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: Documents = None
+    ) -> torch.Tensor:
         """The residual stream after all blocks, of the same shape."""
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
@@ -98,12 +117,13 @@ class GPT(nn.Module):
                     block,
                     x_BSH,
                     sample_ids_B,
+                    documents_BS,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=self.weights.checkpoint_contexts,
                 )
             else:
-                x_BSH = block(x_BSH, sample_ids_B)
+                x_BSH = block(x_BSH, sample_ids_B, documents_BS)
         return x_BSH
 
     def loss_sum(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+_SIGN_OF_LIFE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def agreed(flag: bool) -> bool:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, on every rank.
+    """What ``work`` returns on rank 0, on every rank, however long it takes.
 
     A ConfigError there is raised on every rank alike; after any other failure no rank goes on.
     """
@@ -140,18 +142,47 @@ def on_first_rank(work: Callable[[], T]) -> T:
 
     if not dist.is_initialized():
         return work()
-    result, error = None, None
+    outcome, failure = None, None
     if dist.get_rank() == 0:
-        try:
-            result = work()
-        except ConfigError as raised:
-            error = raised
-        except BaseException as raised:
-            dist.broadcast_object_list([(None, RuntimeError(f"rank 0 failed: {raised!r}"))], src=0)
-            raise
-    box = [(result, error)]
-    dist.broadcast_object_list(box, src=0)
-    result, error = box[0]
+        with _others_kept_waiting():
+            try:
+                outcome = work(), None
+            except ConfigError as error:
+                outcome = None, error
+            except BaseException as raised:
+                outcome, failure = (None, RuntimeError(f"rank 0 failed: {raised!r}")), raised
+    while (received := _from_first_rank(outcome)) is None:
+        pass  # a sign of life
+    if failure is not None:
+        raise failure
+    result, error = received
     if error is not None:
         raise error
     return result
+
+
+def _from_first_rank(value: T) -> T:
+    import torch
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+@contextmanager
+def _others_kept_waiting() -> Iterator[None]:
+    """Gives the other ranks signs of life: a broadcast that nobody begins is an error after half an hour."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_SIGN_OF_LIFE_S):
+            _from_first_rank(None)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()

@@ -92,12 +92,12 @@ def test_export_and_import_give_the_same_weights_and_a_run_goes_on_from_them(ran
 def first_loss_by_transformers(config, directory):
     from transformers import AutoModelForCausalLM
 
-    from gpt4d.data.sampler import Sequences
-    from gpt4d.data.tokens import prepare
+    from gpt4d.data import sampler
+    from gpt4d.data.prepare import corpus as prepared
 
-    tokens = prepare(config.data).tokens("train")
-    data = Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
-    ids, targets, _ = data.batch(0, config.train.batch_size)
+    tokens = prepared(config.data).first.tokens("train")
+    data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
+    ids, targets, _ = sampler.batch(data, 0, config.train.batch_size)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(directory).eval()(ids).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()

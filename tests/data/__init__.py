@@ -1,0 +1,7 @@
+from gpt4d.config import DataConfig
+
+
+def words(corpus, tmp_path) -> DataConfig:
+    """The small corpus of the tests, prepared in this process."""
+    where = {"path": corpus, "cache_dir": str(tmp_path / "c")}
+    return DataConfig("words", "text", tokenizer_vocab=300, validation_fraction=0.2, processes=1, **where)

@@ -1,11 +1,22 @@
 """Sample i of a run is a function of (seed, i): each sequence once an epoch, in an order that has no memory."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt4d.data.sampler import Sequences, permuted
+from gpt4d.data.sampler import Blend, Sequences, batch, permuted
+from gpt4d.data.tokens import Tokens
+
+
+def in_parts(count, size=37):
+    """Tokens 0 … in files of several lengths, one of them empty."""
+    ids = np.arange(count, dtype=np.uint16)
+    cuts = sorted({0, count // 3, *range(0, count, size), count})
+    parts = [ids[a:b] for a, b in itertools.pairwise(cuts)]
+    return Tokens([*parts[:1], ids[:0], *parts[1:]], "uint16")
 
 
 @given(st.integers(1, 300), st.integers(0, 2**31))
@@ -23,18 +34,53 @@ def test_an_order_is_neither_the_files_nor_another_seeds_or_epochs():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_epoch_has_every_sequence_once_and_targets_are_the_next_tokens(shuffle):
-    tokens = np.arange(100, dtype=np.uint16)
-    data = Sequences(tokens, length=7, seed=3, shuffle=shuffle)
+    data = Sequences(in_parts(100), length=7, seed=3, shuffle=shuffle)
     assert data.count == 14  # 99 tokens have a next one
     for epoch in range(2):
-        ids, targets, numbers = data.batch(epoch * 14, 14)
+        ids, targets, numbers = batch(data, epoch * 14, 14)
         assert sorted(ids[:, 0].tolist()) == list(range(0, 98, 7))
         assert (targets == ids + 1).all()
         assert numbers.tolist() == list(range(epoch * 14, epoch * 14 + 14))
 
 
 def test_a_batch_is_the_same_in_parts():
-    data = Sequences(np.arange(1000, dtype=np.uint16), length=9, seed=0, shuffle=True)
-    whole, _, _ = data.batch(5, 12)
-    parts = [data.batch(5 + start, 4)[0] for start in (0, 4, 8)]
+    data = Sequences(in_parts(1000), length=9, seed=0, shuffle=True)
+    whole, _, _ = batch(data, 5, 12)
+    parts = [batch(data, 5 + start, 4)[0] for start in (0, 4, 8)]
     assert np.array_equal(whole, np.concatenate(parts))
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_tokens_in_parts_are_the_tokens(start, size):
+    assert in_parts(50, 7)[start : start + size].tolist() == list(range(50))[start : start + size]
+
+
+def of_source(number, count):
+    return Sequences(Tokens([np.full(count * 4 + 1, number, np.uint16)], "uint16"), 4, seed=1, shuffle=True)
+
+
+WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
+
+
+@given(WEIGHTS, st.integers(0, 3000), st.integers(1, 800))
+def test_a_blend_has_its_weights_in_any_window(weights, first, size):
+    blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
+    drawn = [blend.choice(i)[0] for i in range(first, first + size)]
+    for source, weight in enumerate(weights):
+        assert abs(drawn.count(source) - size * weight / sum(weights)) <= 2 + size * 1e-3
+
+
+@given(WEIGHTS, st.integers(1, 3000))
+def test_a_blend_takes_every_sequence_of_a_source_in_its_order(weights, size):
+    blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
+    taken = [blend.choice(i) for i in range(size)]
+    for source in range(len(weights)):
+        numbers = [number for k, number in taken if k == source]
+        assert numbers == list(range(len(numbers)))
+
+
+def test_a_blends_rows_are_those_of_its_sources():
+    sources = [of_source(7, 5), of_source(8, 9)]
+    blend = Blend(sources, [3.0, 1.0])
+    assert [int(blend.row(i)[0]) for i in range(8)].count(7) == 6
+    assert blend.count == 6  # then the first source begins again

@@ -4,8 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt4d.config import GridSizes
 from gpt4d.model import hf
+from gpt4d.model.gpt import GPT
 from gpt4d.parallel import gradients
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.weights import WeightStream
 from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, fill_from_hf, global_tensor, grid_name
 
 BATCH, LENGTH = 16, 12
@@ -129,3 +133,36 @@ def test_bf16_compute_gives_fp32_gradients_near_those_of_fp32(ranks, sizes):
     near = ranks.run(sizes.devices, gradients_in_bf16, sizes)[0]
     for name, grad in exact.items():
         assert relative(near[name], grad) < 0.05, name
+
+
+def logits_of_packed(sizes, state, ids, recompute):
+    """On a rank: its logits of sequences in which a 0 ends a document, its shard and its place on x."""
+    weights = WeightStream(Grid(sizes), torch.float64, torch.float64)
+    model = GPT(TINY_MODEL, weights, recompute=recompute, document_end=0)
+    fill_from_hf(model, state)
+    grid = weights.grid
+    return grid.batch_shard, grid.x.index, model(batch_part(ids, grid), torch.arange(len(ids))).detach()
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(2, 2, 2)], ids=grid_name)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_documents_of_a_sequence_are_as_if_each_were_alone(ranks, sizes, recompute):
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(hf.hf_config(TINY_MODEL)).double().eval()
+    ids = torch.randint(1, TINY_MODEL.vocab_size, (4, 12))
+    ids[0, [3, 4, 9]] = ids[1, 11] = ids[2, 0] = 0
+    expected = torch.empty(4, 12, TINY_MODEL.vocab_size, dtype=torch.float64)
+    for row, sequence in enumerate(ids.tolist()):
+        start = 0
+        for stop in [i + 1 for i, token in enumerate(sequence) if token == 0] + [12]:
+            if start < stop:
+                with torch.no_grad():
+                    expected[row, start:stop] = theirs(ids[row : row + 1, start:stop]).logits
+            start = stop
+    answers = ranks.run(sizes.devices, logits_of_packed, sizes, theirs.state_dict(), ids, recompute)
+    by_place = {(shard, x): logits for shard, x, logits in answers}
+    rows = [torch.cat([by_place[shard, x] for x in range(sizes.x)], -1) for shard in range(sizes.batch_shards)]
+    found = torch.cat(rows)[..., : TINY_MODEL.vocab_size]
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

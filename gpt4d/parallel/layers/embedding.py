@@ -53,12 +53,20 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned vectors of the positions 0 … length-1: [length, hidden over y], in the compute dtype."""
+    """Learned vectors of the positions 0 … length-1, in the compute dtype: [length, hidden over y].
+
+    With ``documents`` [batch, length] positions begin anew with each: [batch, length, hidden over y].
+    """
 
     def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
         super().__init__()
         self.dtype = weights.compute_dtype
         self.weight = weights.parameter((positions, hidden), Layout((), ("y",)), std=std, decay=True)
 
-    def forward(self, length: int) -> torch.Tensor:
-        return self.weight[:length].to(self.dtype)
+    def forward(self, length: int, documents: torch.Tensor | None = None) -> torch.Tensor:
+        if documents is None:
+            return self.weight[:length].to(self.dtype)
+        places = torch.arange(length, device=documents.device).expand_as(documents)
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        first = torch.where(begins, places, 0).cummax(1).values
+        return F.embedding(places - first, self.weight).to(self.dtype)

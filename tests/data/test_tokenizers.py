@@ -1,0 +1,88 @@
+"""Tokenizers: GPT-2's own without a network, given ones used whole, and pieces that change no token."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data import documents, prepare, tokenizers
+from tests.data import words
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return tokenizers.gpt2()
+
+
+def test_gpt2s_vocabulary_is_its_own(gpt2):
+    assert gpt2.encode("Hello world").ids == [15496, 995]
+    assert gpt2.get_vocab_size() == 50257 and tokenizers.end_of_text(gpt2) == 50256
+
+
+TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
+
+
+@given(TEXTS)
+def test_cut_into_pieces_a_text_has_the_same_tokens(text):
+    gpt2 = _cached_gpt2()
+    assert tokenizers.encode(gpt2, text) == gpt2.encode(text, add_special_tokens=False).ids
+
+
+def _cached_gpt2(made=[]):  # noqa: B006 – hypothesis cannot take a fixture
+    if not made:
+        made.append(tokenizers.gpt2())
+    return made[0]
+
+
+def test_real_text_with_gpt2s_vocabulary_has_the_tokens_known_of_it(gpt2):
+    """2,389,404 is what is known of the speeches joined by empty lines: each of the 248 joints is two tokens."""
+    texts = [document.text for document in documents.documents(DataConfig())]
+    assert sum(len(tokenizers.encode(gpt2, text)) for text in texts) + 2 * 248 == 2_389_404
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    return words(corpus, tmp_path)
+
+
+def test_a_given_tokenizer_is_used_whole(config, tmp_path):
+    """Whatever its file says of truncating and padding, which is about batches of short texts."""
+    trained = prepare.corpus(config).first
+    tokenizer = trained.tokenizer()
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "short.json"))
+    given_files = prepare.corpus(replace(config, tokenizer=str(tmp_path / "short.json"))).first
+    assert given_files.tokens("train").tolist() == trained.tokens("train").tolist()
+    assert given_files.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
+
+
+def test_one_of_transformers_is_taken_from_its_directory(config, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    trained = prepare.corpus(config).first
+    theirs = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer(), eos_token="<|endoftext|>")
+    theirs.save_pretrained(tmp_path / "theirs")
+    files = prepare.corpus(replace(config, tokenizer=str(tmp_path / "theirs"))).first
+    assert files.tokens("validation").tolist() == trained.tokens("validation").tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{}", "not a tokenizer that can be used"),
+        ("no end", "has no token to end a document with"),
+        (None, r"its \d+ tokens are more than model.vocab_size=258"),
+    ],
+)
+def test_a_tokenizer_that_will_not_do_is_refused(config, tmp_path, content, said):
+    text = prepare.corpus(config).first.tokenizer().to_str()
+    if content == "no end":
+        content = json.dumps(json.loads(text.replace("<|endoftext|>", "<|other|>")))
+    (tmp_path / "t.json").write_text(content or text)
+    with pytest.raises(ConfigError, match=said):
+        prepare.corpus(replace(config, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))
