@@ -31,7 +31,7 @@ from gpt4d.errors import one_line_errors
 from gpt4d.files import NewFile, sync, write_file
 
 _PART_TOKENS = 1 << 26  # of the training split, then another part begins: what an interruption may cost
-_BATCH_CHARACTERS = 1 << 20  # of the documents a process encodes at a time
+_BATCH_CHARACTERS = 1 << 18  # of the documents a process encodes at a time
 _PROGRESS = "progress.json"
 
 
@@ -137,10 +137,10 @@ class _Preparation:
         todo = itertools.islice(documents.documents(self.config), self.done, None)
         encoded = self._encoded(todo)
         while True:
-            part = _Part(self.directory, len(self.parts), self.dtype)
+            part = _Part(self.directory, len(self.parts))
             with part:
                 for held_out, ids in encoded:
-                    part.add("validation" if held_out else "train", [*ids, self.end])
+                    part.add("validation" if held_out else "train", ids)
                     at += 1
                     if part.counts["train"]["tokens"] >= _PART_TOKENS:
                         break
@@ -214,19 +214,18 @@ class _Preparation:
         os.replace(new, self.directory / _PROGRESS)
         sync(self.directory)
 
-    def _encoded(self, todo: Iterable[Document]) -> Iterator[tuple[bool, list[int]]]:
-        """Whether each document is held out, and its ids, in order; several processes share the work."""
-        fraction = self.config.validation_fraction
+    def _encoded(self, todo: Iterable[Document]) -> Iterator[tuple[bool, np.ndarray]]:
+        """Whether each document is held out, and its ids with the end's, in order; several processes share the work."""
+        how = self.config.validation_fraction, self.end, self.dtype
         processes = self.config.processes or _cores()
         batches = _batches(todo)
         first = list(itertools.islice(batches, 2))
         if processes == 1 or len(first) < 2:  # not worth the start of a process
             for texts in itertools.chain(first, batches):
-                yield from _encode_all(self.tokenizer, texts, fraction)
+                yield from _encode_all(texts, self.tokenizer, *how)
             return
         context = multiprocessing.get_context("spawn")
-        arguments = (str(self.directory / "tokenizer.json"), fraction)
-        with context.Pool(processes, _start_process, arguments) as pool:
+        with context.Pool(processes, _start_process, (str(self.directory / "tokenizer.json"), *how)) as pool:
             under_way: deque = deque()  # bounded: a corpus may be larger than memory
             for texts in itertools.chain(first, batches):
                 under_way.append(pool.apply_async(_encode_in_process, (texts,)))
@@ -239,8 +238,8 @@ class _Preparation:
 class _Part:
     """The files of a part while they are written."""
 
-    def __init__(self, directory: Path, number: int, dtype: str):
-        self.directory, self.number, self.dtype = directory, number, dtype
+    def __init__(self, directory: Path, number: int):
+        self.directory, self.number = directory, number
         self.counts = {split: {"tokens": 0, "documents": 0} for split in tokens.SPLITS}
         self.files = {
             (split, suffix): NewFile(directory / file_name(split, number, suffix))
@@ -248,11 +247,11 @@ class _Part:
             for suffix in ("bin", "idx")
         }
 
-    def add(self, split: str, ids: list[int]) -> None:
+    def add(self, split: str, ids: np.ndarray) -> None:
         count = self.counts[split]
         count["tokens"] += len(ids)
         count["documents"] += 1
-        self.files[split, "bin"].write(np.asarray(ids, self.dtype).data.cast("B"))
+        self.files[split, "bin"].write(ids.data.cast("B"))
         self.files[split, "idx"].write(np.asarray([count["tokens"]], np.uint64).data.cast("B"))
 
     def told(self) -> dict:
@@ -283,19 +282,23 @@ def _batches(todo: Iterable[Document]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode_all(tokenizer: Tokenizer, texts: list[str], fraction: float) -> list[tuple[bool, list[int]]]:
-    return [(documents.held_out(text, fraction), tokenizers.encode(tokenizer, text)) for text in texts]
+def _encode_all(
+    texts: list[str], tokenizer: Tokenizer, fraction: float, end: int, dtype: str
+) -> list[tuple[bool, np.ndarray]]:
+    return [
+        (documents.held_out(text, fraction), np.array([*tokenizers.encode(tokenizer, text), end], dtype))
+        for text in texts
+    ]
 
 
-def _start_process(tokenizer: str, fraction: float) -> None:
+def _start_process(tokenizer: str, *how) -> None:
     global _in_process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _in_process = Tokenizer.from_file(tokenizer), fraction
+    _in_process = Tokenizer.from_file(tokenizer), *how
 
 
-def _encode_in_process(texts: list[str]) -> list[tuple[bool, list[int]]]:
-    tokenizer, fraction = _in_process
-    return _encode_all(tokenizer, texts, fraction)
+def _encode_in_process(texts: list[str]) -> list[tuple[bool, np.ndarray]]:
+    return _encode_all(texts, *_in_process)
 
 
 def _cores() -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -9,24 +10,35 @@ import torch
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
+_BLOCK = 4096  # sequences whose places are computed at once
 _PERIOD = 10_000  # of a blend, at the most about
 
 
-def permuted(index: int, size: int, *key: int) -> int:
-    """Where ``index`` goes under the pseudo-random permutation of ``range(size)`` that ``key`` names.
+def permuted(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
+    """Where ``indices`` go under the pseudo-random permutation of ``range(size)`` that ``key`` names.
 
     A Feistel network over the next power of four, walked until it falls inside: no table, no memory.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(_ROUNDS):
-            digest = hashlib.blake2b(repr((key, turn, right)).encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        index = left << half | right
-        if index < size:
-            return index
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = [hashlib.blake2b(repr((key, turn)).encode(), digest_size=8).digest() for turn in range(_ROUNDS)]
+    keys = np.frombuffer(b"".join(keys), "<u8")
+    result = indices.astype(np.uint64)
+    walking = np.arange(len(result))
+    while len(walking):
+        left, right = result[walking] >> half, result[walking] & mask
+        for turn_key in keys:
+            left, right = right, left ^ (_mixed(right + turn_key) & mask)
+        result[walking] = left << half | right
+        walking = walking[result[walking] >= size]
+    return result.astype(np.int64)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood): each bit of the result depends on each of the value."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
 
 
 class Sequences:
@@ -38,16 +50,28 @@ class Sequences:
     def __init__(self, tokens: Tokens, length: int, seed: int, shuffle: bool):
         self.tokens, self.length, self.seed, self.shuffle = tokens, length, seed, shuffle
         self.count = max(0, len(tokens) - 1) // length
+        self._block = lru_cache(maxsize=4)(self._positions_of_block)
 
-    def position(self, index: int) -> int:
-        """Which of the ``count`` sequences of the files is the ``index``-th of the run."""
-        epoch, within = divmod(index, self.count)
-        return permuted(within, self.count, self.seed, epoch) if self.shuffle else within
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """These sequences of the run: [n, length + 1], int64."""
+        return self.tokens.rows(self.positions(indices) * self.length, self.length + 1)
 
-    def row(self, index: int) -> np.ndarray:
-        """The ``index``-th sequence of the run: [length + 1]."""
-        start = self.position(index) * self.length
-        return self.tokens[start : start + self.length + 1]
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        """Which of the ``count`` sequences of the files these of the run are."""
+        if not self.shuffle:
+            return indices % self.count
+        blocks, places = np.divmod(indices, _BLOCK)
+        result = np.empty_like(indices)
+        for block in np.unique(blocks).tolist():
+            result[blocks == block] = self._block(block)[places[blocks == block]]
+        return result
+
+    def _positions_of_block(self, block: int) -> np.ndarray:
+        """Of so many sequences in a row: one by one they would cost more than to read them."""
+        epochs, within = np.divmod(np.arange(block * _BLOCK, (block + 1) * _BLOCK), self.count)
+        for epoch in np.unique(epochs).tolist():
+            within[epochs == epoch] = permuted(within[epochs == epoch], self.count, self.seed, epoch)
+        return within
 
 
 class Blend:
@@ -62,25 +86,29 @@ class Blend:
         self.sources = sources
         shares = _whole_shares(weights)
         self.period = sum(shares)
-        taken, self.choices, self.before = [0] * len(shares), [], []
+        taken, choices, before = [0] * len(shares), [], []
         for place in range(self.period):
             behind = [share * (place + 1) - self.period * done for share, done in zip(shares, taken, strict=True)]
             source = behind.index(max(behind))  # furthest behind its share
-            self.choices.append(source)
-            self.before.append(taken[source])
+            choices.append(source)
+            before.append(taken[source])
             taken[source] += 1
-        self.shares = shares
+        self.choices, self.before, self.shares = np.array(choices), np.array(before), np.array(shares)
         self.count = min(source.count * self.period // share for source, share in zip(sources, shares, strict=True))
 
-    def choice(self, index: int) -> tuple[int, int]:
-        """Which source the ``index``-th sequence of the run is from, and which of that source's it is."""
-        rounds, place = divmod(index, self.period)
-        source = self.choices[place]
-        return source, rounds * self.shares[source] + self.before[place]
+    def choose(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which source these sequences of the run are from, and which of that source's they are."""
+        rounds, places = np.divmod(indices, self.period)
+        sources = self.choices[places]
+        return sources, rounds * self.shares[sources] + self.before[places]
 
-    def row(self, index: int) -> np.ndarray:
-        source, number = self.choice(index)
-        return self.sources[source].row(number)
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """As ``Sequences.rows``."""
+        sources, numbers = self.choose(indices)
+        rows = np.empty((len(indices), self.sources[0].length + 1), np.int64)
+        for source in np.unique(sources).tolist():
+            rows[sources == source] = self.sources[source].rows(numbers[sources == source])
+        return rows
 
 
 def _whole_shares(weights: list[float]) -> list[int]:
@@ -94,5 +122,5 @@ def _whole_shares(weights: list[float]) -> list[int]:
 def batch(sequences: Sequences | Blend, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sequences ``first`` … of the run: inputs and targets [size, length] and their numbers [size], all int64."""
     numbers = np.arange(first, first + size)
-    rows = torch.from_numpy(np.stack([sequences.row(int(i)) for i in numbers]).astype(np.int64))
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.from_numpy(numbers)
+    rows = torch.from_numpy(sequences.rows(numbers))
+    return rows[:, :-1], rows[:, 1:], torch.from_numpy(numbers)

@@ -1,6 +1,7 @@
 """Tokenizers: GPT-2's, one of transformers', one in a file, or one trained on the corpus."""
 
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 
 END_OF_TEXT = "<|endoftext|>"
+_CUT = re.compile(r"\n(?=\S)")
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -92,9 +94,12 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def pieces(text: str) -> list[str]:
+def pieces(text: str, size: int = 1 << 14) -> list[str]:
     """A text cut where no token of byte-level BPE can reach across: before a newline that something visible follows.
 
-    One long string takes the tokenizer many times as long.
+    A string of millions takes the tokenizer many times as long; many short ones cost more than they save.
     """
-    return re.split(r"(?=\n\S)", text)
+    cuts = [0]
+    while place := _CUT.search(text, cuts[-1] + max(1, size)):
+        cuts.append(place.start())
+    return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]

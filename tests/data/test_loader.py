@@ -37,14 +37,14 @@ def test_shards_microbatches_and_workers_deal_out_the_same_batch(workers, shards
 
 def test_the_next_step_is_read_before_it_is_asked_for():
     read, sequences = threading.Event(), data()
-    row = sequences.row
+    rows = sequences.rows
 
-    def watched(index):
-        if index == 15:
+    def watched(indices):
+        if 15 in indices:
             read.set()
-        return row(index)
+        return rows(indices)
 
-    sequences.row = watched
+    sequences.rows = watched
     loader = Loader(sequences, 8, 0, 1, None, CPU, workers=1)
     next(loader.step(0))
     assert read.wait(60)
@@ -56,14 +56,14 @@ def test_the_next_step_is_read_before_it_is_asked_for():
 
 def test_what_fails_while_it_is_read_ahead_is_told_when_it_is_needed():
     sequences = data()
-    row = sequences.row
+    rows = sequences.rows
 
-    def failing(index):
-        if index >= 8:
+    def failing(indices):
+        if 8 in indices:
             raise OSError("the disk is gone")
-        return row(index)
+        return rows(indices)
 
-    sequences.row = failing
+    sequences.rows = failing
     loader = Loader(sequences, 8, 0, 1, None, CPU, workers=1)
     list(loader.step(0))
     with pytest.raises(OSError, match="the disk is gone"):

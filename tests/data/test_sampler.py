@@ -21,11 +21,11 @@ def in_parts(count, size=37):
 
 @given(st.integers(1, 300), st.integers(0, 2**31))
 def test_permuted_is_a_permutation(size, seed):
-    assert sorted(permuted(i, size, seed) for i in range(size)) == list(range(size))
+    assert sorted(permuted(np.arange(size), size, seed).tolist()) == list(range(size))
 
 
 def test_an_order_is_neither_the_files_nor_another_seeds_or_epochs():
-    orders = [[permuted(i, 1000, *key) for i in range(1000)] for key in ((0, 0), (0, 1), (1, 0))]
+    orders = [permuted(np.arange(1000), 1000, *key).tolist() for key in ((0, 0), (0, 1), (1, 0))]
     for order in orders:
         assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
         assert sum(a == b for a, b in zip(order, range(1000), strict=True)) < 12
@@ -65,7 +65,7 @@ WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
 @given(WEIGHTS, st.integers(0, 3000), st.integers(1, 800))
 def test_a_blend_has_its_weights_in_any_window(weights, first, size):
     blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
-    drawn = [blend.choice(i)[0] for i in range(first, first + size)]
+    drawn = blend.choose(np.arange(first, first + size))[0].tolist()
     for source, weight in enumerate(weights):
         assert abs(drawn.count(source) - size * weight / sum(weights)) <= 2 + size * 1e-3
 
@@ -73,7 +73,7 @@ def test_a_blend_has_its_weights_in_any_window(weights, first, size):
 @given(WEIGHTS, st.integers(1, 3000))
 def test_a_blend_takes_every_sequence_of_a_source_in_its_order(weights, size):
     blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
-    taken = [blend.choice(i) for i in range(size)]
+    taken = list(zip(*(part.tolist() for part in blend.choose(np.arange(size))), strict=True))
     for source in range(len(weights)):
         numbers = [number for k, number in taken if k == source]
         assert numbers == list(range(len(numbers)))
@@ -82,5 +82,12 @@ def test_a_blend_takes_every_sequence_of_a_source_in_its_order(weights, size):
 def test_a_blends_rows_are_those_of_its_sources():
     sources = [of_source(7, 5), of_source(8, 9)]
     blend = Blend(sources, [3.0, 1.0])
-    assert [int(blend.row(i)[0]) for i in range(8)].count(7) == 6
+    assert blend.rows(np.arange(8))[:, 0].tolist().count(7) == 6
     assert blend.count == 6  # then the first source begins again
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both(shuffle):
+    data = Sequences(in_parts(100), length=7, seed=3, shuffle=shuffle)
+    whole = np.concatenate([data.rows(np.arange(14)), data.rows(np.arange(14, 28))])
+    assert np.array_equal(data.rows(np.arange(9, 20)), whole[9:20])

@@ -26,10 +26,12 @@ def test_gpt2s_vocabulary_is_its_own(gpt2):
 TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
 
 
-@given(TEXTS)
-def test_cut_into_pieces_a_text_has_the_same_tokens(text):
-    gpt2 = _cached_gpt2()
-    assert tokenizers.encode(gpt2, text) == gpt2.encode(text, add_special_tokens=False).ids
+@given(TEXTS, st.integers(0, 5))
+def test_cut_into_pieces_a_text_has_the_same_tokens(text, size):
+    gpt2, cut = _cached_gpt2(), tokenizers.pieces(text, size)
+    assert "".join(cut) == text
+    ids = [i for piece in cut for i in gpt2.encode(piece, add_special_tokens=False).ids]
+    assert ids == gpt2.encode(text, add_special_tokens=False).ids
 
 
 def _cached_gpt2(made=[]):  # noqa: B006 – hypothesis cannot take a fixture

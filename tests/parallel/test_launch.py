@@ -1,9 +1,13 @@
 """Rank and world from what launchers say, and errors that reach every rank."""
 
+import threading
+
 import pytest
 
 from gpt4d.config import ConfigError
+from gpt4d.parallel import launch
 from gpt4d.parallel.launch import Launch, first_host, on_first_rank, tasks_on_node
+from tests.rank_pool import RankFailure
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "71",
@@ -69,3 +73,35 @@ def fail_on_the_first_rank():
 
 def test_a_mistake_found_on_rank_0_is_raised_on_every_rank(ranks):
     assert ranks.run(3, fail_on_the_first_rank) == ["data.path: no"] * 3
+
+
+def slow_on_the_first(answer):
+    """On a rank: the first works for many signs of life."""
+    launch._SIGN_OF_LIFE_S = 0.01
+    told, sent = threading.Event(), []
+    first = launch._from_first_rank
+
+    def counted(value):
+        sent.append(value)
+        if sent.count(None) >= 5:
+            told.set()
+        return first(value)
+
+    def work():
+        assert told.wait(60)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    launch._from_first_rank = counted
+    try:
+        return launch.on_first_rank(work)
+    finally:
+        launch._from_first_rank, launch._SIGN_OF_LIFE_S = first, 60.0
+
+
+def test_other_ranks_hear_from_a_first_rank_that_works_for_long(ranks):
+    assert ranks.run(3, slow_on_the_first, {"a": 1}) == [{"a": 1}] * 3
+    with pytest.raises(RankFailure) as raised:
+        ranks.run(3, slow_on_the_first, ConfigError("a mistake"))
+    assert str(raised.value).count("ConfigError: a mistake") == 3
