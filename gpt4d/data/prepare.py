@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig, check_data, compose, tokenizer_file
@@ -32,6 +33,7 @@ from gpt4d.files import NewFile, sync, write_file
 
 _PART_TOKENS = 1 << 26  # of the training split, then another part begins: what an interruption may cost
 _BATCH_CHARACTERS = 1 << 18  # of the documents a process encodes at a time
+_WORD_S = 2.0  # between two words of how it goes
 _PROGRESS = "progress.json"
 
 
@@ -69,7 +71,8 @@ def corpus(config: DataConfig) -> Corpus:
                 )
         return Corpus(found, list(weights.values()))
     name = hashlib.sha256(_identity(config).encode()).hexdigest()[:16]
-    return Corpus([prepare(config, Path(config.cache_dir) / f"{config.name}-{name}")], [1.0])
+    directory = Path(config.cache_dir) / f"{config.name}-{name}"
+    return Corpus([prepare(config, directory, lambda words: print(f"{directory}: {words}", flush=True))], [1.0])
 
 
 def prepare(config: DataConfig, out: Path, told: Callable[[str], None] = lambda text: None) -> TokenFiles:
@@ -133,7 +136,8 @@ class _Preparation:
         self.dtype = "uint16" if self.tokenizer.get_vocab_size() <= 2**16 else "uint32"
 
     def run(self) -> None:
-        started, before, at = time.monotonic(), self.done, self.done
+        self.started, self.before, at = time.monotonic(), self.done, self.done
+        next_word = self.started + _WORD_S
         todo = itertools.islice(documents.documents(self.config), self.done, None)
         encoded = self._encoded(todo)
         while True:
@@ -142,6 +146,9 @@ class _Preparation:
                 for held_out, ids in encoded:
                     part.add("validation" if held_out else "train", ids)
                     at += 1
+                    if time.monotonic() > next_word:
+                        self._tell(at, part)
+                        next_word += _WORD_S
                     if part.counts["train"]["tokens"] >= _PART_TOKENS:
                         break
             if at == self.done:
@@ -150,9 +157,6 @@ class _Preparation:
             self.parts.append(part.told())
             self.done = at
             self._note_progress()
-            total = sum(part["train"]["tokens"] + part["validation"]["tokens"] for part in self.parts)
-            rate = (at - before) / (time.monotonic() - started)
-            self.told(f"{at:,} documents, {total:,} tokens, {rate:,.0f} documents/s")
         if not sum(part["train"]["tokens"] for part in self.parts):
             where = f"data.source={self.config.source}, data.path={self.config.path!r}"
             mend = "; set data.validation_fraction=0, all of it is held out" if self.parts else ""
@@ -168,6 +172,11 @@ class _Preparation:
         write_file(self.directory / tokens.HEADER, json.dumps(header, indent=1).encode())
         (self.directory / _PROGRESS).unlink()
         sync(self.directory)
+
+    def _tell(self, at: int, part: "_Part") -> None:
+        tokens_done = sum(counts[split]["tokens"] for counts in (*self.parts, part.counts) for split in tokens.SPLITS)
+        rate = (at - self.before) / (time.monotonic() - self.started)
+        self.told(f"{at:,} documents, {tokens_done:,} tokens, {rate:,.0f} documents/s")
 
     def _resumed(self) -> Tokenizer | None:
         """The tokenizer of an interrupted preparation of the same corpus; None if there was none."""
@@ -318,7 +327,9 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"data.source={config.source}: these are token files already; prepare takes text")
     check_data(config)
     out = Path(words["out"])
-    files = prepare(config, out, lambda text: print(text, flush=True))
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as shown:
+        line = shown.add_task(f"preparing {out}", total=None)
+        files = prepare(config, out, lambda words: shown.update(line, description=words))
     counts = ", ".join(
         f"{split} {files.count(split, 'documents'):,} documents of {files.count(split, 'tokens'):,} tokens"
         for split in tokens.SPLITS
