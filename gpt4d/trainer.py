@@ -304,6 +304,7 @@ class Trainer:
             "grad_norm": norm,
             "lr": lr,
             "tokens": self.progress.tokens,
+            "epoch": self.progress.samples / self.training.sequences.count,
             "step_time_s": seconds,
             "data_wait_s": self.training.waited_s / steps,
             "tokens_per_s": config.train.batch_size * config.train.seq_len / seconds,

@@ -90,6 +90,8 @@ def test_20_steps_are_those_of_the_serial_run_on_every_grid(ranks, serial_run, t
         ("train.micro_batch_size=1",),
         ("train.activation_checkpointing=full", "train.micro_batch_size=2"),
         ("train.deterministic=true",),
+        ("data.workers=3",),
+        ("data.workers=0",),
         ("optim.shard_states=true",),
         ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
     ],
@@ -168,11 +170,13 @@ def test_the_run_directory_tells_what_happened(ranks, tiny):
     steps = [line for line in lines if "event" not in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert set(steps[-1]) == {
-        "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
+        "step", "loss", "grad_norm", "lr", "tokens", "epoch", "step_time_s", "data_wait_s", "tokens_per_s",
         "tflops_per_device", "mfu",
         "memory_gib", "memory", "comm",
     }  # fmt: skip
     assert steps[-1]["tokens"] == 4 * 16 * 16
+    trained_on = len(prepared(config.data).first.tokens("train"))
+    assert steps[-1]["epoch"] == 4 * 16 / ((trained_on - 1) // 16)
     assert set(steps[-1]["comm"]) == {"x", "y", "world"}
     assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
     events = [(line["event"], line["step"]) for line in lines if "event" in line]

@@ -81,7 +81,8 @@ def check_data(data: DataConfig) -> None:
         needed = {"hub": "the name of its dataset", "tokens": "the directory of prepare's out=DIR"}
         what = needed.get(data.source, 'the glob of its files, e.g. data.path="books/*.txt"')
         raise ConfigError(f"data.path=null: data.source={data.source} needs {what}")
-    if data.source == "blend" and not (data.blend and min(data.blend.values()) > 0):
+    weights = data.blend.values() if isinstance(data.blend, dict) else []
+    if data.source == "blend" and not (weights and all(isinstance(w, int | float) and w > 0 for w in weights)):
         raise ConfigError(
             f"data.blend={data.blend}: give directories of token files and weights above 0: "
             "'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"

@@ -48,7 +48,7 @@ class DataConfig:
     split: str = "train"  # hub
     column: str = "text"  # jsonl, parquet, hub: where the text is
     skip_empty: bool = False  # false: an empty document is an error
-    blend: dict[str, float] = field(default_factory=dict)  # source=blend: directories of token files, and weights
+    blend: Any = None  # source=blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}
     tokenizer: str | None = None  # gpt2; a tokenizer.json or a directory; a hub name; null: trained on the corpus
     tokenizer_vocab: int = "${model.vocab_size}"  # tokens of the BPE tokenizer trained on the corpus, at the most
     validation_fraction: float = 0.05  # of the documents, chosen by their hash; never trained on

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig
+from gpt4d.config import ConfigError, DataConfig, validate
 from gpt4d.data import documents as texts
 from gpt4d.data import prepare, tokenizers
 from gpt4d.data.tokens import TokenFiles
@@ -152,6 +152,22 @@ def test_the_command_prepares_what_train_then_trains_on(ranks, tiny, corpus, tmp
     small = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "model.vocab_size=260", "data.tokenizer_vocab=260")
     with pytest.raises(RankFailure, match=r"more than model\.vocab_size=260; raise that"):
         ranks.run(2, train_in_rank, small)
+
+
+def test_a_blend_of_token_files_is_trained_on(ranks, tiny, config, tmp_path):
+    one = prepare.prepare(config, tmp_path / "one").directory
+    other = replace(config, tokenizer=str(one), validation_fraction=0.3)
+    two = prepare.prepare(other, tmp_path / "two").directory
+    ranks.run(2, train_in_rank, tiny("data=blend", f"data.blend={{{one}: 3, {two}: 1}}", "train.steps=2"))
+    odd = prepare.prepare(replace(config, tokenizer_vocab=280), tmp_path / "odd").directory
+    with pytest.raises(RankFailure, match=f"odd: made with another tokenizer than .*data.tokenizer={one}"):
+        ranks.run(2, train_in_rank, tiny("data=blend", f"data.blend={{{one}: 3, {odd}: 1}}", "run.name=odd"))
+
+
+@pytest.mark.parametrize("blend", ["{}", "null", "{a: 0}", "{a: x}", "3"])
+def test_a_blend_that_is_none_is_refused(tiny, blend):
+    with pytest.raises(ConfigError, match=r"data\.blend=.*give directories of token files and weights above 0"):
+        validate(tiny("data=blend", f"data.blend={blend}"), 1)
 
 
 @pytest.mark.parametrize(
