@@ -61,6 +61,8 @@ class Sequences:
         if not self.shuffle:
             return indices % self.count
         blocks, places = np.divmod(indices, _BLOCK)
+        if blocks[0] == blocks[-1] and (blocks == blocks[0]).all():  # nearly always
+            return self._block(int(blocks[0]))[places]
         result = np.empty_like(indices)
         for block in np.unique(blocks).tolist():
             result[blocks == block] = self._block(block)[places[blocks == block]]

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,10 @@ class Tokens:
 
     def __init__(self, parts: list[np.ndarray], dtype: str):
         self.parts, self.dtype = parts, np.dtype(dtype)
-        self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        lengths = np.array([len(part) for part in parts], np.int64)
+        self.ends = lengths.cumsum()
+        self._begins = self.ends - lengths
+        self._windows = lru_cache(maxsize=None)(self._all_windows)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.parts else 0
@@ -47,18 +50,22 @@ class Tokens:
 
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
         """From each start so many tokens: [n, size], int64."""
-        rows = np.empty((len(starts), size), np.int64)
         numbers = np.searchsorted(self.ends, starts, side="right")
         across = starts + size > self.ends[numbers]
+        if not across.any() and (numbers == numbers[0]).all():  # nearly always
+            return self._windows(int(numbers[0]), size)[starts - self._begins[numbers[0]]].astype(np.int64)
+        rows = np.empty((len(starts), size), np.int64)
         for number in np.unique(numbers).tolist():
             of_it = (numbers == number) & ~across
             if of_it.any():
-                part = self.parts[number]
-                windows = np.lib.stride_tricks.sliding_window_view(part, size)  # all rows there could be, no copies
-                rows[of_it] = windows[starts[of_it] - self.ends[number] + len(part)]
+                rows[of_it] = self._windows(number, size)[starts[of_it] - self._begins[number]]
         for row in np.flatnonzero(across).tolist():
             rows[row] = self[int(starts[row]) : int(starts[row]) + size]
         return rows
+
+    def _all_windows(self, number: int, size: int) -> np.ndarray:
+        """Every row of so many tokens that there is in a part, without a copy."""
+        return np.lib.stride_tricks.sliding_window_view(self.parts[number], size)
 
     def tolist(self) -> list[int]:
         return self[:].tolist()

@@ -45,7 +45,7 @@ def test_what_one_grid_writes_any_other_reads_bit_by_bit(ranks, tmp_path):
     written = what_was_written()
     runs = iter(range(1000))
 
-    @settings(max_examples=10, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
     @given(GRIDS, st.booleans(), GRIDS, st.booleans())
     def check(writer, writer_shards, reader, reader_shards):
         run = tmp_path / str(next(runs))
@@ -111,7 +111,7 @@ def uneven(sizes, run_dir, read_by=None):
 
 
 def test_extents_that_no_axis_divides_are_cut_as_the_layout_says(ranks, tmp_path):
-    grids = [GridSizes(2, 2, 1, 2), GridSizes(1, 4, 2, 1), GridSizes(3, 1, 1, 1)]
+    grids = [GridSizes(2, 2, 1, 2), GridSizes(1, 4, 2, 1)]
     for number, writer in enumerate(grids):
         ranks.run(writer.devices, uneven, writer, tmp_path / str(number))
         (directory,) = catalog.committed(tmp_path / str(number))
