@@ -4,7 +4,7 @@
 
 Preparation of the speeches with GPT-2's vocabulary takes turns with ``datasets.map`` and the same tokenizer, by as many
 processes; both write their files. The loader's shuffled batches take turns with a plain sequential read of the same
-tokens. Writes the figures as ``out``.json and draws them as ``out``.png.
+tokens. Writes the figures as ``out``.json.
 """
 
 import json
