@@ -11,7 +11,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 from collections import deque
@@ -102,10 +101,14 @@ def prepare(config: DataConfig, out: Path, told: Callable[[str], None] = lambda 
 
 def _identity(config: DataConfig) -> str:
     """What the token files depend on."""
-    tokenizer = config.tokenizer and tokenizers.given(config).to_str()
-    return repr(
-        (tokens.FORMAT, documents.identity(config), tokenizer or config.tokenizer_vocab, config.validation_fraction)
-    )
+    kind = _given(config) if config.tokenizer else config.tokenizer_vocab
+    return repr((tokens.FORMAT, documents.identity(config), kind, config.validation_fraction))
+
+
+def _given(config: DataConfig) -> str:
+    """The tokenizer.json of ``data.tokenizer``; a file as it is, since its fingerprint tells models apart."""
+    tokenizer, file = tokenizers.given(config), tokenizer_file(config.tokenizer)
+    return file.read_text(encoding="utf-8") if file.is_file() else tokenizer.to_str()
 
 
 @contextmanager
@@ -193,21 +196,16 @@ class _Preparation:
                 path.unlink()  # of the part that was interrupted
         if self.done:
             self.told(f"going on after {self.done:,} documents")
-        return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        return tokenizers.read(self.directory / "tokenizer.json")
 
     def _begun(self) -> Tokenizer:
         for path in self.directory.iterdir():
             path.unlink()
-        config, path = self.config, self.directory / "tokenizer.json"
-        if config.tokenizer and tokenizer_file(config.tokenizer).is_file():
-            tokenizer = tokenizers.given(config)
-            shutil.copy(tokenizer_file(config.tokenizer), path)  # as it is: its fingerprint tells models apart
-        else:
-            tokenizer = tokenizers.given(config) if config.tokenizer else self._trained()
-            tokenizer.save(str(path))
-        sync(path)
+        path = self.directory / "tokenizer.json"
+        text = _given(self.config) if self.config.tokenizer else self._trained().to_str()
+        write_file(path, text.encode())
         self._note_progress()
-        return tokenizer
+        return tokenizers.read(path)
 
     def _trained(self) -> Tokenizer:
         self.told(f"training a tokenizer of {self.config.tokenizer_vocab:,} tokens")
@@ -303,7 +301,7 @@ def _encode_all(
 def _start_process(tokenizer: str, *how) -> None:
     global _in_process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _in_process = Tokenizer.from_file(tokenizer), *how
+    _in_process = tokenizers.read(Path(tokenizer)), *how
 
 
 def _encode_in_process(texts: list[str]) -> list[tuple[bool, np.ndarray]]:

@@ -34,11 +34,11 @@ def given(config: DataConfig) -> Tokenizer:
         if name == "gpt2":
             tokenizer = gpt2()
         elif tokenizer_file(name).is_file():
-            tokenizer = Tokenizer.from_file(str(tokenizer_file(name)))
+            tokenizer = read(tokenizer_file(name))
         else:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(name).backend_tokenizer
+            tokenizer = _whole(AutoTokenizer.from_pretrained(name).backend_tokenizer)
         end_of_text(tokenizer)
     except Exception as error:  # the libraries have no kind of their own
         words = " ".join(str(error).split())[:300]
@@ -48,6 +48,15 @@ def given(config: DataConfig) -> Tokenizer:
             f"data.tokenizer={name}: its {tokenizer.get_vocab_size()} tokens are more than "
             f"model.vocab_size={config.tokenizer_vocab}; raise that"
         )
+    return tokenizer
+
+
+def read(path: Path) -> Tokenizer:
+    """The tokenizer of a file, for whole documents, whatever the file says of truncating and padding."""
+    return _whole(Tokenizer.from_file(str(path)))
+
+
+def _whole(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

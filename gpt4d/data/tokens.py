@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
-from gpt4d.data.tokenizers import end_of_text
+from gpt4d.data import tokenizers
 from gpt4d.files import Entry, checksum
 
 HEADER = "header.json"
@@ -119,7 +119,7 @@ class TokenFiles:
                     raise ConfigError(f"{path}: damaged, its checksum is another; prepare the tokens anew")
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        return tokenizers.read(self.directory / "tokenizer.json")
 
     def fingerprint(self) -> str:
         """Of the tokenizer: two with the same give the same ids."""
@@ -128,9 +128,9 @@ class TokenFiles:
             raise ConfigError(f"{path}: missing; prepare the tokens anew")
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    @cached_property
+    @property
     def end_of_text(self) -> int:
-        return end_of_text(self.tokenizer())
+        return self.header["end_of_text"]
 
     def tokens(self, split: str) -> Tokens:
         dtype = self.header["dtype"]

@@ -51,16 +51,28 @@ def config(corpus, tmp_path):
     return words(corpus, tmp_path)
 
 
-def test_a_given_tokenizer_is_used_whole(config, tmp_path):
+def test_a_given_tokenizer_is_used_whole(config, tmp_path, monkeypatch):
     """Whatever its file says of truncating and padding, which is about batches of short texts."""
     trained = prepare.corpus(config).first
     tokenizer = trained.tokenizer()
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "short.json"))
-    given_files = prepare.corpus(replace(config, tokenizer=str(tmp_path / "short.json"))).first
-    assert given_files.tokens("train").tolist() == trained.tokens("train").tolist()
-    assert given_files.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
+    monkeypatch.setattr(prepare, "_BATCH_CHARACTERS", 2000)
+    for processes in (1, 2):
+        words = {"tokenizer": str(tmp_path / "short.json"), "processes": processes}
+        given_files = prepare.prepare(replace(config, **words), tmp_path / f"by{processes}")
+        assert given_files.tokens("train").tolist() == trained.tokens("train").tolist()
+        assert given_files.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
+
+
+def test_equal_tokenizers_of_other_bytes_do_not_share_a_cache(config, tmp_path):
+    """Runs tell tokenizers apart by their bytes."""
+    text = prepare.corpus(config).first.tokenizer().to_str()
+    for name, content in (("a.json", text), ("b.json", text + "\n")):
+        (tmp_path / name).write_text(content)
+        files = prepare.corpus(replace(config, tokenizer=str(tmp_path / name))).first
+        assert files.fingerprint() == hashlib.sha256(content.encode()).hexdigest()
 
 
 def test_one_of_transformers_is_taken_from_its_directory(config, tmp_path):
