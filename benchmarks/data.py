@@ -4,7 +4,7 @@
 
 Preparation of the speeches with GPT-2's vocabulary takes turns with ``datasets.map`` and the same tokenizer, by as many
 processes; both write their files. The loader's shuffled batches take turns with a plain sequential read of the same
-tokens. Writes the figures as ``out``.json.
+file of random tokens, too large for a cache. Writes the figures as ``out``.json.
 """
 
 import json
@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks import report
 from gpt4d.config import DataConfig, from_arguments
 from gpt4d.data import documents, prepare, tokenizers
-from gpt4d.data.loader import Loader
 from gpt4d.data.sampler import Sequences
-from gpt4d.data.tokens import TokenFiles
+from gpt4d.data.tokens import Tokens
 from gpt4d.errors import one_line_errors
 
 LENGTH, BATCH = 1024, 64
+TOKENS = 2**26
 PROCESSES = len(os.sched_getaffinity(0))
 
 
@@ -61,8 +60,17 @@ def theirs(source: Path, home: Path) -> int:
     return sum(map(len, mapped["ids"]))
 
 
-def loaded(files: TokenFiles) -> int:
-    sequences = Sequences(files.tokens("train"), LENGTH, seed=0, shuffle=True)
+def random_tokens(path: Path) -> Tokens:
+    np.random.default_rng(0).integers(0, 50257, TOKENS, np.uint16).tofile(path)
+    return Tokens([np.memmap(path, np.uint16, mode="r").view(np.ndarray)], "uint16")
+
+
+def loaded(tokens: Tokens) -> int:
+    import torch  # not above: the processes of a preparation import this module too
+
+    from gpt4d.data.loader import Loader
+
+    sequences = Sequences(tokens, LENGTH, seed=0, shuffle=True)
     loader = Loader(sequences, BATCH, 0, 1, None, torch.device("cpu"), workers=1)
     batches = sequences.count // BATCH
     for batch in range(batches):
@@ -72,15 +80,17 @@ def loaded(files: TokenFiles) -> int:
     return batches * BATCH * LENGTH
 
 
-def read(files: TokenFiles) -> int:
+def read(tokens: Tokens) -> int:
     """The same tokens in their order, as the same tensors."""
-    (tokens,) = files.tokens("train").parts
+    import torch
+
+    (ids,) = tokens.parts
     rows = BATCH * LENGTH
-    batches = (len(tokens) - 1) // rows
+    batches = (len(ids) - 1) // rows
     for batch in range(batches):
         start = batch * rows
-        torch.from_numpy(tokens[start : start + rows].astype(np.int64)).view(BATCH, LENGTH)
-        torch.from_numpy(tokens[start + 1 : start + rows + 1].astype(np.int64)).view(BATCH, LENGTH)
+        torch.from_numpy(ids[start : start + rows].astype(np.int64)).view(BATCH, LENGTH)
+        torch.from_numpy(ids[start + 1 : start + rows + 1].astype(np.int64)).view(BATCH, LENGTH)
     return batches * rows
 
 
@@ -121,10 +131,9 @@ def main(arguments: list[str]) -> None:
             return turn
 
         rows = turns({"ours: prepare": anew(ours), "datasets.map": anew(theirs)}, config.repeats)
-        ours(source, Path(temporary))
-        files = TokenFiles.opened(Path(temporary) / "ours")
+        tokens = random_tokens(Path(temporary) / "tokens.bin")
         rows += turns(
-            {"ours: shuffled batches": lambda: loaded(files), "sequential read": lambda: read(files)}, config.repeats
+            {"ours: shuffled batches": lambda: loaded(tokens), "sequential read": lambda: read(tokens)}, config.repeats
         )
     rate = {row["name"]: row["tokens_per_s"] for row in rows}
     ratios = {

@@ -13,6 +13,7 @@ from gpt4d.config import GridSizes
 from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.model import hf
+from tests.data import batch
 from tests.grids import BINARY_GRIDS, build_model, grid_name, hf_state, metric_lines, on_grid, train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -51,7 +52,7 @@ def plain_torch_run(config, state):
     data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
     losses, norms = [], []
     for step in range(config.train.steps):
-        ids, targets, _ = sampler.batch(data, step * config.train.batch_size, config.train.batch_size)
+        ids, targets = batch(data, step * config.train.batch_size, config.train.batch_size)
         loss = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm).item())

@@ -4,19 +4,22 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 
-from gpt4d.data import sampler
 from gpt4d.data.sampler import Blend, Sequences
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_SPAN = 2**20  # tokens read ahead at once: to wake another thread costs as much as to copy 50,000
 
 
 class Loader:
     """This rank's share of each global batch, a microbatch at a time, on ``device``.
 
     ``shard`` of ``shards`` is the part of the batch. Ranks with the same shard read the same sequences, others none of
-    them. ``workers`` steps are read ahead, by as many threads; what is read does not depend on it.
+    them. ``workers`` threads read ahead, each a step or, of small ones, several at once; what is read does not depend
+    on it.
     """
 
     def __init__(
@@ -35,25 +38,43 @@ class Loader:
         self.size = micro_batch_size or self.share
         self.waited_s = 0.0  # by the training, for data, since it was last set to 0
         self._threads = ThreadPoolExecutor(workers, "loader") if workers else None
-        self._ahead: dict[int, Future[list[Batch]]] = {}
+        most = min(_SPAN // (self.share * sequences.length), sequences.count // batch_size)
+        self._steps_at_once = max(1, most)
+        self._here: dict[int, torch.Tensor] = {}  # steps, by their first sequence
+        self._ahead: dict[int, Future[torch.Tensor]] = {}  # several steps each, by the first one's
 
     def step(self, first: int) -> Iterator[Batch]:
-        """Of the global batch that begins with sequence ``first``: inputs, targets, numbers of each microbatch."""
+        """Of the global batch that begins with sequence ``first``: inputs and targets [microbatch, length] and numbers
+        [microbatch] of each microbatch, all int64."""
         started = time.perf_counter()
-        here = self._ahead.pop(first, None)
-        batches = here.result() if here else self._read(first)
+        if first not in self._here:
+            self._here = self._steps_from(first)
+        rows = self._here[first]
         self.waited_s += time.perf_counter() - started
-        wanted = [first + ahead * self.batch_size for ahead in range(1, self.workers + 1)]
-        self._ahead = {at: self._ahead.get(at) or self._threads.submit(self._read, at) for at in wanted}
-        for tensors in batches:
-            yield tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        for start in range(0, self.share, self.size):
+            number = first + self.offset + start
+            numbers = torch.arange(number, number + self.size, device=self.device)
+            moved = rows[start : start + self.size].to(self.device, non_blocking=True)
+            yield moved[:, :-1], moved[:, 1:], numbers
 
     def close(self) -> None:
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
 
-    def _read(self, first: int) -> list[Batch]:
-        first += self.offset
-        read = (sampler.batch(self.sequences, at, self.size) for at in range(first, first + self.share, self.size))
-        pinned = self.device.type == "cuda"
-        return [tuple(tensor.pin_memory() if pinned else tensor for tensor in tensors) for tensors in read]
+    def _steps_from(self, first: int) -> dict[int, torch.Tensor]:
+        """The step that begins with ``first``, and those that were read with it. Has the next ones read."""
+        expected = self._ahead.pop(first, None)
+        read = expected.result() if expected else self._read(first, steps=1)
+        after, stride = first + len(read) * self.batch_size, self._steps_at_once * self.batch_size
+        wanted = [after + place * stride for place in range(2 * self.workers)]  # so that no thread is ever idle
+        self._ahead = {
+            at: self._ahead.get(at) or self._threads.submit(self._read, at, self._steps_at_once) for at in wanted
+        }
+        return {first + step * self.batch_size: rows for step, rows in enumerate(read)}
+
+    def _read(self, first: int, steps: int) -> torch.Tensor:
+        """[steps, share, length + 1]."""
+        begins = first + self.offset + np.arange(steps) * self.batch_size
+        rows = self.sequences.rows((begins[:, None] + np.arange(self.share)).ravel())
+        rows = torch.from_numpy(rows).view(steps, self.share, -1)
+        return rows.pin_memory() if self.device.type == "cuda" else rows

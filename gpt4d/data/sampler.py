@@ -5,7 +5,6 @@ import math
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from gpt4d.data.tokens import Tokens
 
@@ -17,19 +16,21 @@ _PERIOD = 10_000  # of a blend, at the most about
 def permuted(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
     """Where ``indices`` go under the pseudo-random permutation of ``range(size)`` that ``key`` names.
 
-    A Feistel network over the next power of four, walked until it falls inside: no table, no memory.
+    A Feistel network over the next power of two, walked until it falls inside: no table, no memory.
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
+    bits = (size - 1).bit_length()
+    low = np.uint64(bits - bits // 2)
+    masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << int(low)) - 1)
     keys = [hashlib.blake2b(repr((key, turn)).encode(), digest_size=8).digest() for turn in range(_ROUNDS)]
     keys = np.frombuffer(b"".join(keys), "<u8")
     result = indices.astype(np.uint64)
     walking = np.arange(len(result))
     while len(walking):
-        left, right = result[walking] >> half, result[walking] & mask
-        for turn_key in keys:
-            left, right = right, left ^ (_mixed(right + turn_key) & mask)
-        result[walking] = left << half | right
+        halves = [result[walking] >> low, result[walking] & masks[1]]
+        for turn, turn_key in enumerate(keys):
+            here, other = turn % 2, (turn + 1) % 2
+            halves[here] ^= _mixed(halves[other] + turn_key) & masks[here]
+        result[walking] = halves[0] << low | halves[1]
         walking = walking[result[walking] >= size]
     return result.astype(np.int64)
 
@@ -95,6 +96,7 @@ class Blend:
             choices.append(source)
             before.append(taken[source])
             taken[source] += 1
+        self.length = sources[0].length
         self.choices, self.before, self.shares = np.array(choices), np.array(before), np.array(shares)
         self.count = min(source.count * self.period // share for source, share in zip(sources, shares, strict=True))
 
@@ -107,7 +109,7 @@ class Blend:
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """As ``Sequences.rows``."""
         sources, numbers = self.choose(indices)
-        rows = np.empty((len(indices), self.sources[0].length + 1), np.int64)
+        rows = np.empty((len(indices), self.length + 1), np.int64)
         for source in np.unique(sources).tolist():
             rows[sources == source] = self.sources[source].rows(numbers[sources == source])
         return rows
@@ -119,10 +121,3 @@ def _whole_shares(weights: list[float]) -> list[int]:
     parts = [max(1, round(weight / total * _PERIOD)) for weight in weights]
     divisor = math.gcd(*parts)
     return [part // divisor for part in parts]
-
-
-def batch(sequences: Sequences | Blend, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sequences ``first`` … of the run: inputs and targets [size, length] and their numbers [size], all int64."""
-    numbers = np.arange(first, first + size)
-    rows = torch.from_numpy(sequences.rows(numbers))
-    return rows[:, :-1], rows[:, 1:], torch.from_numpy(numbers)

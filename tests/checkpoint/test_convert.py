@@ -11,6 +11,7 @@ from gpt4d.checkpoint import catalog, convert, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.model import hf
+from tests.data import batch
 from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, train_in_rank
 
 
@@ -97,7 +98,7 @@ def first_loss_by_transformers(config, directory):
 
     tokens = prepared(config.data).first.tokens("train")
     data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
-    ids, targets, _ = sampler.batch(data, 0, config.train.batch_size)
+    ids, targets = batch(data, 0, config.train.batch_size)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(directory).eval()(ids).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()

@@ -1,3 +1,6 @@
+import numpy as np
+import torch
+
 from gpt4d.config import DataConfig
 
 
@@ -5,3 +8,9 @@ def words(corpus, tmp_path) -> DataConfig:
     """The small corpus of the tests, prepared in this process."""
     where = {"path": corpus, "cache_dir": str(tmp_path / "c")}
     return DataConfig("words", "text", tokenizer_vocab=300, validation_fraction=0.2, processes=1, **where)
+
+
+def batch(data, first, size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of sequences ``first`` … of the run."""
+    rows = torch.from_numpy(data.rows(np.arange(first, first + size)))
+    return rows[:, :-1], rows[:, 1:]

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from gpt4d.data import sampler
 from gpt4d.data.loader import Loader
 from gpt4d.data.sampler import Sequences
+from tests.data import batch
 from tests.data.test_sampler import in_parts
 
 CPU = torch.device("cpu")
@@ -29,10 +29,11 @@ def test_shards_microbatches_and_workers_deal_out_the_same_batch(workers, shards
             loader.close()
         assert torch.cat(parts).tolist() == list(range(first, first + 8))
     loader = Loader(data(), 8, 0, 1, None, CPU, workers)
-    ((ids, targets, _),) = loader.step(16)
+    for first in (16, 24, 32):
+        ((ids, targets, _),) = loader.step(first)
+        expected = batch(data(), first, 8)
+        assert torch.equal(ids, expected[0]) and torch.equal(targets, expected[1])
     loader.close()
-    expected = sampler.batch(data(), 16, 8)
-    assert torch.equal(ids, expected[0]) and torch.equal(targets, expected[1])
 
 
 def test_the_next_step_is_read_before_it_is_asked_for():
