@@ -54,7 +54,7 @@ class Loader:
         for start in range(0, self.share, self.size):
             number = first + self.offset + start
             numbers = torch.arange(number, number + self.size, device=self.device)
-            moved = rows[start : start + self.size].to(self.device, non_blocking=True)
+            moved = rows[start : start + self.size].to(self.device, non_blocking=True).long()
             yield moved[:, :-1], moved[:, 1:], numbers
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class Loader:
         return {first + step * self.batch_size: rows for step, rows in enumerate(read)}
 
     def _read(self, first: int, steps: int) -> torch.Tensor:
-        """[steps, share, length + 1]."""
+        """[steps, share, length + 1], as the files have them: a quarter of the bytes to keep and to send to a GPU."""
         begins = first + self.offset + np.arange(steps) * self.batch_size
         rows = self.sequences.rows((begins[:, None] + np.arange(self.share)).ravel())
         rows = torch.from_numpy(rows).view(steps, self.share, -1)

@@ -54,7 +54,7 @@ class Sequences:
         self._block = lru_cache(maxsize=4)(self._positions_of_block)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """These sequences of the run: [n, length + 1], int64."""
+        """These sequences of the run: [n, length + 1], as the files have them."""
         return self.tokens.rows(self.positions(indices) * self.length, self.length + 1)
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
@@ -109,7 +109,7 @@ class Blend:
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """As ``Sequences.rows``."""
         sources, numbers = self.choose(indices)
-        rows = np.empty((len(indices), self.length + 1), np.int64)
+        rows = np.empty((len(indices), self.length + 1), self.sources[0].tokens.dtype)
         for source in np.unique(sources).tolist():
             rows[sources == source] = self.sources[source].rows(numbers[sources == source])
         return rows

@@ -49,12 +49,12 @@ class Tokens:
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
 
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
-        """From each start so many tokens: [n, size], int64."""
+        """From each start so many tokens: [n, size], as the files have them."""
         numbers = np.searchsorted(self.ends, starts, side="right")
         across = starts + size > self.ends[numbers]
         if not across.any() and (numbers == numbers[0]).all():  # nearly always
-            return self._windows(int(numbers[0]), size)[starts - self._begins[numbers[0]]].astype(np.int64)
-        rows = np.empty((len(starts), size), np.int64)
+            return self._windows(int(numbers[0]), size)[starts - self._begins[numbers[0]]]
+        rows = np.empty((len(starts), size), self.dtype)
         for number in np.unique(numbers).tolist():
             of_it = (numbers == number) & ~across
             if of_it.any():

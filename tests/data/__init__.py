@@ -12,5 +12,5 @@ def words(corpus, tmp_path) -> DataConfig:
 
 def batch(data, first, size) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of sequences ``first`` … of the run."""
-    rows = torch.from_numpy(data.rows(np.arange(first, first + size)))
+    rows = torch.from_numpy(data.rows(np.arange(first, first + size))).long()
     return rows[:, :-1], rows[:, 1:]
