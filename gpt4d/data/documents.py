@@ -17,6 +17,7 @@ from gpt4d.config import ConfigError, DataConfig
 class Document(NamedTuple):
     text: str
     where: str  # as an error names it: books.jsonl:17
+    read: int = 0  # of the bytes of the corpus, this document's included, as they are in its files
 
 
 def documents(config: DataConfig) -> Iterator[Document]:
@@ -44,6 +45,11 @@ def files(config: DataConfig) -> list[Path]:
     return sorted(Path(path) for path in found if os.path.isfile(path))
 
 
+def size(config: DataConfig) -> int | None:
+    """The bytes of the corpus; None of a dataset of the hub, where they are not known beforehand."""
+    return None if config.source == "hub" else sum(path.stat().st_size for path in files(config))
+
+
 def identity(config: DataConfig) -> str:
     """What tells a corpus from another without reading it: its files with their sizes and times, or its name."""
     if config.source == "hub":
@@ -65,25 +71,34 @@ def _package(name: str) -> Path:
     return Path(package.origin).parent
 
 
-def _opened(path: Path) -> BinaryIO:
-    """A file's content, of .gz and .zst what is compressed in it."""
+def _content(path: Path, file: BinaryIO) -> BinaryIO:
+    """Of .gz and .zst what is compressed in it."""
     if path.suffix == ".gz":
-        return gzip.open(path)
+        return gzip.open(file)
     if path.suffix == ".zst":
         import zstandard
 
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return open(path, "rb")
+        return io.BufferedReader(zstandard.open(file, "rb"))
+    return file
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path}: cannot be read ({error}); get or make the file anew")
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _files_and_bytes_before(config: DataConfig) -> Iterator[tuple[Path, int]]:
+    before = 0
+    for path in files(config):
+        yield path, before
+        before += path.stat().st_size
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Each with how far the file is read."""
     try:
-        with _opened(path) as file:
-            yield from file
+        with open(path, "rb") as file, _content(path, file) as content:
+            for line in content:
+                yield line, file.tell()
     except (OSError, EOFError) as error:  # cut off, or not compressed at all
         raise _unreadable(path, error) from None
     except Exception as error:
@@ -100,36 +115,39 @@ def _decoded(line: bytes, where: str) -> str:
 
 
 def _texts(config: DataConfig) -> Iterator[Document]:
-    for path in files(config):
-        lines = [_decoded(line, f"{path}:{number}") for number, line in enumerate(_lines(path), 1)]
-        yield Document("".join(lines).replace("\r\n", "\n"), str(path))
+    for path, before in _files_and_bytes_before(config):
+        lines = [_decoded(line, f"{path}:{number}") for number, (line, _) in enumerate(_lines(path), 1)]
+        yield Document("".join(lines).replace("\r\n", "\n"), str(path), before + path.stat().st_size)
 
 
 def _json_lines(config: DataConfig) -> Iterator[Document]:
-    for path in files(config):
-        for number, line in enumerate(_lines(path), 1):
+    for path, before in _files_and_bytes_before(config):
+        for number, (line, read) in enumerate(_lines(path), 1):
             where = f"{path}:{number}"
             try:
                 row = json.loads(_decoded(line, where))
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{where}: not JSON ({error}); mend the line, or remove it") from None
-            yield Document(_text_of(row, config.column, where), where)
+            yield Document(_text_of(row, config.column, where), where, before + read)
 
 
 def _parquet(config: DataConfig) -> Iterator[Document]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    for path in files(config):
+    for path, before in _files_and_bytes_before(config):
         number = 0
         try:
             with ParquetFile(path) as file:
+                bytes_per_row = path.stat().st_size / max(1, file.metadata.num_rows)
                 names = file.schema_arrow.names
                 columns = [config.column] if config.column in names else names
                 for batch in file.iter_batches(batch_size=1000, columns=columns):
                     for row in batch.to_pylist():
-                        yield Document(_text_of(row, config.column, f"{path}: row {number}"), f"{path}: row {number}")
+                        where = f"{path}: row {number}"
                         number += 1
+                        read = before + int(bytes_per_row * number)
+                        yield Document(_text_of(row, config.column, where), where, read)
         except (pyarrow.ArrowException, OSError) as error:
             raise _unreadable(path, error) from None
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -139,19 +140,19 @@ class _Preparation:
         self.dtype = "uint16" if self.tokenizer.get_vocab_size() <= 2**16 else "uint32"
 
     def run(self) -> None:
-        self.started, self.before, at = time.monotonic(), self.done, self.done
-        next_word = self.started + _WORD_S
-        todo = itertools.islice(documents.documents(self.config), self.done, None)
-        encoded = self._encoded(todo)
+        at = self.done
+        pace = _Pace(documents.size(self.config))
+        encoded = self._encoded(pace.watched(itertools.islice(documents.documents(self.config), self.done, None)))
         while True:
             part = _Part(self.directory, len(self.parts))
             with part:
                 for held_out, ids in encoded:
                     part.add("validation" if held_out else "train", ids)
                     at += 1
-                    if time.monotonic() > next_word:
-                        self._tell(at, part)
-                        next_word += _WORD_S
+                    if pace.due():
+                        every = (*self.parts, part.counts)
+                        count = sum(counts[split]["tokens"] for counts in every for split in tokens.SPLITS)
+                        self.told(f"{at:,} documents, {count:,} tokens{pace}")
                     if part.counts["train"]["tokens"] >= _PART_TOKENS:
                         break
             if at == self.done:
@@ -175,11 +176,6 @@ class _Preparation:
         write_file(self.directory / tokens.HEADER, json.dumps(header, indent=1).encode())
         (self.directory / _PROGRESS).unlink()
         sync(self.directory)
-
-    def _tell(self, at: int, part: "_Part") -> None:
-        tokens_done = sum(counts[split]["tokens"] for counts in (*self.parts, part.counts) for split in tokens.SPLITS)
-        rate = (at - self.before) / (time.monotonic() - self.started)
-        self.told(f"{at:,} documents, {tokens_done:,} tokens, {rate:,.0f} documents/s")
 
     def _resumed(self) -> Tokenizer | None:
         """The tokenizer of an interrupted preparation of the same corpus; None if there was none."""
@@ -240,6 +236,35 @@ class _Preparation:
                     yield from under_way.popleft().get()
             while under_way:
                 yield from under_way.popleft().get()
+
+
+class _Pace:
+    """How far the reading of a corpus is, in bytes of ``size`` (None: not known), and how long the rest will take."""
+
+    def __init__(self, size: int | None):
+        self.size, self.read, self.before = size, 0, None
+        self.started = time.monotonic()
+        self.next_word = self.started + _WORD_S
+
+    def watched(self, todo: Iterable[Document]) -> Iterator[Document]:
+        for document in todo:
+            if self.before is None:  # what an earlier preparation did says nothing about the pace of this one
+                self.before, self.started = document.read, time.monotonic()
+            self.read = document.read
+            yield document
+
+    def due(self) -> bool:
+        """Whether it is time for a word again."""
+        if time.monotonic() < self.next_word:
+            return False
+        self.next_word += _WORD_S
+        return True
+
+    def __str__(self) -> str:
+        if not self.size or self.before is None or self.read <= self.before:
+            return ""
+        left = (time.monotonic() - self.started) * (self.size - self.read) / (self.read - self.before)
+        return f", {self.read / self.size:.0%} read, {timedelta(seconds=round(left))} left"
 
 
 class _Part:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data.documents import documents
+from gpt4d.data.documents import documents, size
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
 
@@ -72,6 +72,13 @@ KINDS = [as_text, as_compressed_text, as_json, as_compressed_json, as_parquet, a
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_documents_are_the_same_from_every_source(tmp_path, kind):
     assert [document.text for document in documents(kind(tmp_path))] == TEXTS
+
+
+@pytest.mark.parametrize("kind", KINDS[:5], ids=lambda kind: kind.__name__)
+def test_documents_say_how_much_of_the_files_is_read(tmp_path, kind):
+    config = kind(tmp_path)
+    read = [document.read for document in documents(config)]
+    assert read == sorted(read) and 0 < read[0] and read[-1] == size(config)
 
 
 @pytest.mark.parametrize(

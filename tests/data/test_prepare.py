@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -92,6 +93,14 @@ def test_a_killed_preparation_goes_on_where_it_was(ranks, config, tmp_path, monk
     assert "going on after" in told[0]
     assert digests(tmp_path / "out") == digests(tmp_path / "straight")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "straight"]
+
+
+def test_it_is_told_how_much_is_read_and_how_long_the_rest_takes(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_WORD_S", 0.0)
+    told = []
+    prepare.prepare(config, tmp_path / "out", told.append)
+    assert re.search(r"\d+ documents, [\d,]+ tokens, \d+% read, \d+:\d\d:\d\d left", told[-1])
+    assert "100% read, 0:00:00 left" in told[-1]
 
 
 def test_what_an_interrupted_preparation_of_something_else_left_is_not_used(config, tmp_path, monkeypatch):
