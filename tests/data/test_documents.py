@@ -78,7 +78,7 @@ def test_documents_are_the_same_from_every_source(tmp_path, kind):
 def test_documents_say_how_much_of_the_files_is_read(tmp_path, kind):
     config = kind(tmp_path)
     read = [document.read for document in documents(config)]
-    assert read == sorted(read) and 0 < read[0] and read[-1] == size(config)
+    assert read == sorted(read) and read[0] > 0 and read[-1] == size(config)
 
 
 @pytest.mark.parametrize(
