@@ -21,8 +21,8 @@ from gpt4d.generate import continuation
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel import collectives, gradients, memory
+from gpt4d.parallel.agreement import on_every_rank, on_first_rank
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import on_every_rank, on_first_rank
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.profiling import Profile
 

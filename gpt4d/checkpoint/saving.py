@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gpt4d.checkpoint import catalog, storage
 from gpt4d.checkpoint.sharded import Part
 from gpt4d.config import CheckpointConfig, ConfigError
+from gpt4d.parallel.agreement import agreed, on_first_rank
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import agreed, on_first_rank
 
 
 @dataclass

@@ -9,8 +9,8 @@ from torch import nn
 
 from gpt4d.checkpoint import catalog, storage, verifying
 from gpt4d.config import ConfigError
+from gpt4d.parallel.agreement import on_every_rank
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import on_every_rank
 from gpt4d.parallel.weights import ParameterSpec
 
 _STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, element by element; its step is the run's

@@ -3,20 +3,15 @@
 import os
 import re
 import socket
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from gpt4d.config import ConfigError, NodeError
+from gpt4d.config import NodeError
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
-_SIGN_OF_LIFE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -102,87 +97,3 @@ def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def on_every_rank(work: Callable[[], T]) -> T:
-    """What ``work`` returns here, once it has succeeded on every rank. If it failed on any, all ranks raise alike."""
-    import torch.distributed as dist
-
-    result, error = None, None
-    try:
-        result = work()
-    except ConfigError as raised:
-        error = raised
-    except Exception as raised:
-        traceback.print_exc()
-        error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
-    errors = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise error
-    return result
-
-
-def agreed(flag: bool) -> bool:
-    """Whether ``flag`` holds on every rank. All ranks ask."""
-    import torch
-    import torch.distributed as dist
-
-    everywhere = torch.tensor(int(flag))
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
-
-
-def on_first_rank(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, on every rank, however long it takes.
-
-    A ConfigError there is raised on every rank alike; after any other failure no rank goes on.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return work()
-    outcome, failure = None, None
-    if dist.get_rank() == 0:
-        with _others_kept_waiting():
-            try:
-                outcome = work(), None
-            except ConfigError as error:
-                outcome = None, error
-            except BaseException as raised:
-                outcome, failure = (None, RuntimeError(f"rank 0 failed: {raised!r}")), raised
-    while (received := _from_first_rank(outcome)) is None:
-        pass  # a sign of life
-    if failure is not None:
-        raise failure
-    result, error = received
-    if error is not None:
-        raise error
-    return result
-
-
-def _from_first_rank(value: T) -> T:
-    import torch
-    import torch.distributed as dist
-
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
-
-
-@contextmanager
-def _others_kept_waiting() -> Iterator[None]:
-    """Gives the other ranks signs of life: a broadcast that nobody begins is an error after half an hour."""
-    over = threading.Event()
-
-    def tell() -> None:
-        while not over.wait(_SIGN_OF_LIFE_S):
-            _from_first_rank(None)
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        over.set()
-        teller.join()

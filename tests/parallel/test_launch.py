@@ -1,13 +1,8 @@
-"""Rank and world from what launchers say, and errors that reach every rank."""
-
-import threading
+"""Rank and world from what launchers say."""
 
 import pytest
 
-from gpt4d.config import ConfigError
-from gpt4d.parallel import launch
-from gpt4d.parallel.launch import Launch, first_host, on_first_rank, tasks_on_node
-from tests.rank_pool import RankFailure
+from gpt4d.parallel.launch import Launch, first_host, tasks_on_node
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "71",
@@ -59,49 +54,3 @@ def test_first_host(nodes, first):
 
 def test_tasks_on_node():
     assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
-
-
-def fail_on_the_first_rank():
-    def work():
-        raise ConfigError("data.path: no")
-
-    try:
-        on_first_rank(work)
-    except ConfigError as error:
-        return str(error)
-
-
-def test_a_mistake_found_on_rank_0_is_raised_on_every_rank(ranks):
-    assert ranks.run(3, fail_on_the_first_rank) == ["data.path: no"] * 3
-
-
-def slow_on_the_first(answer):
-    """On a rank: the first works for many signs of life."""
-    launch._SIGN_OF_LIFE_S = 0.01
-    told, sent = threading.Event(), []
-    first = launch._from_first_rank
-
-    def counted(value):
-        sent.append(value)
-        if sent.count(None) >= 5:
-            told.set()
-        return first(value)
-
-    def work():
-        assert told.wait(60)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    launch._from_first_rank = counted
-    try:
-        return launch.on_first_rank(work)
-    finally:
-        launch._from_first_rank, launch._SIGN_OF_LIFE_S = first, 60.0
-
-
-def test_other_ranks_hear_from_a_first_rank_that_works_for_long(ranks):
-    assert ranks.run(3, slow_on_the_first, {"a": 1}) == [{"a": 1}] * 3
-    with pytest.raises(RankFailure) as raised:
-        ranks.run(3, slow_on_the_first, ConfigError("a mistake"))
-    assert str(raised.value).count("ConfigError: a mistake") == 3
