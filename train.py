@@ -14,6 +14,7 @@ from gpt4d.checkpoint import catalog
 from gpt4d.config import CONFIG_DIR, typed, validate
 from gpt4d.errors import one_line_errors
 from gpt4d.parallel.launch import Launch, device_of, process_group
+from gpt4d.signals import listening
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
@@ -23,11 +24,12 @@ def main(composed) -> None:
     sizes = validate(config, launch.world_size)
     catalog.check_newest_fits(catalog.to_try(config.checkpoint.resume, Path(config.run.dir)), config.model)
 
-    from gpt4d.trainer import Trainer  # torch takes seconds to import: only once the configuration is known to be right
+    with listening(told=not launch.rank) as stop:
+        from gpt4d.trainer import Trainer  # torch takes seconds to import: only once the configuration is right
 
-    device = device_of(launch)
-    with process_group(launch, device):
-        Trainer(config, sizes, device).run()
+        device = device_of(launch)
+        with process_group(launch, device):
+            Trainer(config, sizes, device).run(stop)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -86,7 +87,7 @@ class Report:
         self.line.print(words)
 
     def _write(self, values: dict) -> None:
-        self.file.write(json.dumps(values) + "\n")
+        self.file.write(json.dumps(_without_nan(values), allow_nan=False) + "\n")
         self.file.flush()
         if self.wandb:
             prefix = f"{values['event']}/" if "event" in values else ""
@@ -182,6 +183,13 @@ def _where_time_went(values: dict) -> str:
     return f"  computing {computing:.2f} s, hidden {hidden:.2f} s, exposed {waited:.2f} s ({by_axis})"
 
 
+def _without_nan(values):
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(values, dict):
+        return {key: _without_nan(value) for key, value in values.items()}
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
 def _flat(values: dict, prefix: str = "") -> dict:
     flat = {}
     for key, value in values.items():
@@ -210,7 +218,7 @@ def plot_losses(run_dir: Path) -> Path:
 
     lines = _readable(run_dir / "metrics.jsonl")
     # By step: what a restarted run did again replaces what it did first.
-    training = {line["step"]: line for line in lines if "event" not in line}
+    training = {line["step"]: line for line in lines if "event" not in line and line["loss"] is not None}
     validation = {line["step"]: line for line in lines if line.get("event") == "validation"}
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -40,6 +40,12 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor) -> None:
+    """One step of ``optimizer``; none if ``skipped``, a flag on the device: weights and states stay as they are."""
+    optimizer.found_inf = skipped.float()  # as torch.amp's scaler tells a fused optimizer
+    optimizer.step()
+
+
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
     """Scales all gradients, in place, so that their global ``norm`` is at most ``limit`` (0: none).
 

@@ -3,13 +3,14 @@
 import math
 import os
 import time
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
-from gpt4d import metrics, optim
+from gpt4d import metrics, optim, signals
 from gpt4d.checkpoint import catalog, sharded
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.checkpoint.saving import Saver
@@ -18,13 +19,15 @@ from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.generate import continuation
+from gpt4d.health import Health, Numbers, OnTheWay, all_finite
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel import collectives, gradients, memory
-from gpt4d.parallel.agreement import on_every_rank, on_first_rank
+from gpt4d.parallel.agreement import agreed, on_every_rank, on_first_rank
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.profiling import Profile
+from gpt4d.signals import StopRequest
 
 
 class Trainer:
@@ -76,15 +79,21 @@ class Trainer:
         )
         self.owned = self.gradient_sum.owned
         self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), config.optim)
+        self.health = Health(config.train, config.optim.lr)
         self.saver = Saver(config.checkpoint, self.run_dir, self.grid)
 
-    def run(self) -> None:
-        """Goes on from the newest checkpoint, if it may, to ``train.steps``."""
+    def run(self, stop: StopRequest | None = None) -> None:
+        """Goes on from the newest checkpoint, if it may, to ``train.steps``.
+
+        Stopped, on all ranks alike, when any of them was asked to ``stop`` and what there was is saved.
+        """
+        self.stop = stop or StopRequest()
         self.report: metrics.Report | metrics.Silence = metrics.Silence()
         try:
             on_first_rank(self._start_report)
             self._resume()
-            with Profile(self.config, self.model, self.optimizer, self.report, self.progress.step) as profile:
+            tracing = Profile(self.config, self.model, self.optimizer, self.report, self.progress.step)
+            with tracing as profile, self.stop.deferred():
                 self._loop(profile)
             self._finish()
         finally:
@@ -95,31 +104,47 @@ class Trainer:
     def _loop(self, profile: Profile) -> None:
         config = self.config
         self._restart_clock()
-        while self.progress.step < config.train.steps:
+        unread: deque[OnTheWay] = deque()
+        stopping = False
+        while self.progress.step < config.train.steps and not stopping:
             with profile.step(self.progress.step + 1):
-                loss, norm, lr = self._step()
+                unread.append(self._step())
             self._report_saved()
             step = self.progress.step
-            last = step == config.train.steps
-            validating = last or _due(step, config.train.validate_every)
-            saving = last or _due(step, config.checkpoint.every)
-            if validating or saving or _due(step, config.logging.every):
-                loss, norm = loss.item(), norm.item()  # waits for the device
-                if not (math.isfinite(loss) and math.isfinite(norm)):
-                    raise ConfigError(
-                        f"optim.lr={self.config.optim.lr}: at step {step} loss and gradient norm are {loss}, {norm}; "
-                        "a lower rate or a longer optim.warmup_steps may do. Nothing of it was saved"
-                    )
-                self.report.step(self._measured(loss, norm, lr))
+            validating = step == config.train.steps or _due(step, config.train.validate_every)
+            saving = step == config.train.steps or _due(step, config.checkpoint.every)
+            reporting = validating or saving or _due(step, config.logging.every)
+            # A GPU works a step ahead of what is read of it, unless it is waited for anyway.
+            while len(unread) > (0 if reporting or stopping or config.train.skip_spikes else 1):
+                numbers = self._read(unread.popleft())
+                stopping |= numbers.stopping
+            if reporting or stopping:
+                self.report.step(self._measured(numbers))
                 if validating:
                     self._validate()
-                if saving:
+                if (saving or stopping) and self.health.sound:
                     self._save()
                 self._restart_clock()
         self._report_saved(wait=True)
+        if step == config.train.steps and not self.health.sound:
+            self.health.give_up()
+        if stopping and step < config.train.steps:
+            words = (
+                f"{self.stop.asked or 'another rank was asked'}: stopped after step {step}; the same command goes on"
+            )
+            self.report.event("signal", words, **asdict(self.progress), signal=self.stop.asked)
+            raise signals.Stopped
 
-    def _step(self) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """One update. Returns the mean loss a token, the gradient's global norm (both on the device) and the rate."""
+    def _read(self, numbers: OnTheWay) -> Numbers:
+        numbers = numbers.read()
+        self.progress.skipped += numbers.skipped
+        if told := self.health.note(numbers):
+            words, values = told
+            self.report.event("skipped" if numbers.skipped else "spike", words, **values)
+        return numbers
+
+    def _step(self) -> OnTheWay:
+        """One update, unless its numbers are not finite."""
         config, grid, progress = self.config, self.grid, self.progress
         lr = optim.learning_rate(progress.step, config.optim, config.train.steps)
         for group in self.optimizer.param_groups:
@@ -135,18 +160,22 @@ class Trainer:
             loss += part.detach()
         self.gradient_sum.finish()
         squared_norm = gradients.squared_norm(self.owned, grid, self.device)
-        loss, squared_norm = collectives.all_reduce(torch.stack((self._once(loss), squared_norm)), grid.world)
-        norm = squared_norm.sqrt()
+        stopping = torch.tensor(float(self.stop.asked is not None), dtype=torch.float64, device=self.device)
+        totals = collectives.all_reduce(torch.stack((self._once(loss), squared_norm, stopping)), grid.world)
+        loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]
+        skipped = ~(loss.isfinite() & norm.isfinite())
+        if config.train.skip_spikes and self.health.spikes(loss.item(), norm.item()):
+            skipped = torch.ones_like(skipped)
         optim.clip(self.owned, norm, config.optim.clip_norm)
         self.saver.before_change()
-        self.optimizer.step()
+        optim.update(self.optimizer, skipped)
         self.gradient_sum.spread()
         self.optimizer.zero_grad(set_to_none=True)
 
         progress.step += 1
         progress.samples += config.train.batch_size
         progress.tokens += tokens
-        return loss, norm, lr
+        return OnTheWay(progress.step, lr, torch.stack((loss, norm, skipped.double(), stopping)))
 
     def _sequences(self, split: str, shuffle: bool) -> list[Sequences]:
         length, seed = self.config.train.seq_len, self.config.train.seed
@@ -217,20 +246,30 @@ class Trainer:
 
     def _load(self, checkpoint: Path) -> None:
         on_every_rank(lambda: catalog.check_fits(checkpoint, self.config.model))
-        if catalog.Meta.read(checkpoint).tokenizer != self.fingerprint:
+        meta = catalog.Meta.read(checkpoint)
+        if meta.tokenizer != self.fingerprint:
             raise ConfigError(
                 f"data={self.config.data.name}: {checkpoint} was trained with another tokenizer, its tokens mean "
                 "something else; give the corpus it had, or another run.name"
             )
         self.progress = sharded.load(checkpoint, self.model, self.optimizer, self.grid)
+        self.health.restore(meta.bounds)
         self.report.event("resume", f"going on from {checkpoint}", **asdict(self.progress), path=str(checkpoint))
 
     def _save(self) -> None:
         self._report_saved(wait=True)
         self.gradient_sum.arrive()
+        parts = sharded.parts(self.model, self.optimizer)
+        if not agreed(all_finite([part.local for part in parts.values()])):
+            raise ConfigError(
+                f"optim.lr={self.config.optim.lr}: after step {self.progress.step} weights or states are not finite, "
+                "and are not saved; a lower rate may do"
+            )
         sizes, data = self.grid.sizes._asdict(), self.config.data.name
-        meta = catalog.Meta(replace(self.progress), self.config.model, sizes, data, self.fingerprint)
-        self.saver.start(meta, sharded.parts(self.model, self.optimizer), self.tokenizer)
+        meta = catalog.Meta(
+            replace(self.progress), self.config.model, sizes, data, self.fingerprint, self.health.state()
+        )
+        self.saver.start(meta, parts, self.tokenizer)
 
     def _report_saved(self, wait: bool = False) -> None:
         """Reports a save that has ended. ConfigError if it has failed."""
@@ -290,7 +329,7 @@ class Trainer:
         for axis in self.grid:
             axis.traffic.read()
 
-    def _measured(self, loss: float, norm: float, lr: float) -> dict:
+    def _measured(self, numbers: Numbers) -> dict:
         """The line of metrics.jsonl for the steps since the clock was started: times and bytes are those of a step."""
         config, world = self.config, self.grid.sizes.devices
         steps = self.progress.step - self.clock_step
@@ -300,9 +339,10 @@ class Trainer:
         used = {axis.name: axis.traffic.read() for axis in self.grid if axis.size > 1}
         return {
             "step": self.progress.step,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
+            "loss": numbers.loss,
+            "grad_norm": numbers.norm,
+            "lr": numbers.lr,
+            "skipped": self.progress.skipped,
             "tokens": self.progress.tokens,
             "epoch": self.progress.samples / self.training.sequences.count,
             "step_time_s": seconds,

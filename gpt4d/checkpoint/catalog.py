@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from gpt4d.checkpoint import manifest
@@ -19,7 +19,7 @@ from gpt4d.files import sync
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
-_FORMAT = 2
+_FORMAT = 3
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 # Fields of the model that decide its parameters' shapes and what they compute.
 _STRUCTURE = ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon")
@@ -32,6 +32,7 @@ class Progress:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped: int = 0  # steps without an update
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Meta:
     grid: dict[str, int]  # it was written on
     data: str  # the name of the corpus
     tokenizer: str  # SHA-256 of tokenizer.json: what its token ids mean
+    bounds: dict[str, dict[str, float]] = field(default_factory=dict)  # beyond which a loss or a norm is a spike
     format: int = _FORMAT
 
     def to_json(self) -> bytes:
@@ -61,6 +63,8 @@ class Meta:
             manifest.counts(asdict(progress).values())
             found = cls(progress, _model(values.pop("model")), **values)
             manifest.counts(found.grid.values())
+            if not all(isinstance(v, int | float) and v >= 0 for b in found.bounds.values() for v in b.values()):
+                raise ValueError(f"bounds are not {found.bounds}")
             if not (isinstance(found.data, str) and found.data.isprintable() and isinstance(found.tokenizer, str)):
                 raise ValueError("data and tokenizer are names")
             return found

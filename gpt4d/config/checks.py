@@ -126,11 +126,11 @@ def _check_values(config: Config) -> None:
         "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.vocab_size": 1, "model.vocab_multiple": 1,
         "model.max_positions": 1, "data.tokenizer_vocab": 258,  # 256 bytes, end-of-text and one merge
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
-        "data.processes": 1, "data.workers": 0, "train.validate_every": 0,
+        "data.processes": 1, "data.workers": 0, "train.validate_every": 0, "train.max_skipped": 1,
         "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
-        "logging.every": 1,        "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,
+        "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,
     }  # fmt: skip
     for key, least in at_least.items():
         value = value_of(config, key)

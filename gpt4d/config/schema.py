@@ -91,6 +91,8 @@ class TrainConfig:
     seed: int = 0
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 elsewhere. Master weights are always fp32
     activation_checkpointing: str = "none"  # full: each block is computed again in the backward
+    max_skipped: int = 10  # steps in a row without an update, their numbers not finite (or spikes): then the run ends
+    skip_spikes: bool = False  # leave out steps whose loss or norm jumps; asks the device for them at every step
     deterministic: bool = False  # only algorithms that give the same bits each time
     validate_every: int = 200  # steps; 0: only at the end
     validation_batches: int = 8  # of `batch_size` sequences, at the most

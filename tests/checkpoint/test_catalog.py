@@ -51,7 +51,7 @@ def test_what_resume_means(ranks, tmp_path):
             catalog.to_try(resume, tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 2}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 3}', "[" * 100_000])
 def test_a_directory_that_is_no_checkpoint_is_damaged(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(Damaged, match=r"meta\.json: damaged"):
@@ -60,7 +60,7 @@ def test_a_directory_that_is_no_checkpoint_is_damaged(tmp_path, content):
 
 def test_a_checkpoint_of_another_format_is_refused_but_not_called_damaged(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(ConfigError, match="of format 99, this version reads 2") as raised:
+    with pytest.raises(ConfigError, match="of format 99, this version reads 3") as raised:
         catalog.Meta.read(tmp_path)
     assert not isinstance(raised.value, Damaged)
 
