@@ -7,29 +7,36 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us whole; we say them in one line
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that is lost is told without stacks of C++
 
 import hydra
 
 from gpt4d.checkpoint import catalog
-from gpt4d.config import CONFIG_DIR, typed, validate
+from gpt4d.config import CONFIG_DIR, Config, typed, validate
 from gpt4d.errors import one_line_errors
-from gpt4d.parallel.launch import Launch, device_of, process_group
+from gpt4d.parallel.launch import Launch
 from gpt4d.signals import listening
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
 @one_line_errors()  # within Hydra, which would announce an error itself, and around it, for what it finds wrong
 def main(composed) -> None:
-    config, launch = typed(composed), Launch.from_environment()
+    train(typed(composed))
+
+
+def train(config: Config) -> None:
+    """Trains as this process's launcher says. Ends it with exit code 75 if it was asked to stop and has saved."""
+    launch = Launch.from_environment()
     sizes = validate(config, launch.world_size)
     catalog.check_newest_fits(catalog.to_try(config.checkpoint.resume, Path(config.run.dir)), config.model)
 
     with listening(told=not launch.rank) as stop:
-        from gpt4d.trainer import Trainer  # torch takes seconds to import: only once the configuration is right
+        # torch takes seconds to import: only once the configuration is known to be right.
+        from gpt4d.parallel.job import process_group
+        from gpt4d.trainer import Trainer
 
-        device = device_of(launch)
-        with process_group(launch, device):
-            Trainer(config, sizes, device).run(stop)
+        with process_group(launch) as job:
+            Trainer(config, sizes, job.device).run(stop, job.watch)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """How errors reach people: a user's mistake is one line and exit code 1; a failure of ours keeps its traceback."""
 
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from gpt4d.config import ConfigError, NodeError, explained
-from gpt4d.parallel.launch import Launch
+from gpt4d.parallel.launch import Launch, tell_error
 
 _PATIENCE_S = 30.0
 
@@ -33,7 +30,5 @@ def one_line_errors() -> Iterator[None]:
             time.sleep(_PATIENCE_S)
         if launch.local_rank:
             sys.exit(1)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its own words with what stands there
-            Path(report).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+        tell_error(str(error))
         sys.exit(1)

@@ -16,7 +16,8 @@ from gpt4d.errors import one_line_errors
 from gpt4d.model.gpt import GPT
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import Launch, device_of, process_group
+from gpt4d.parallel.job import process_group
+from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 
 
@@ -77,9 +78,8 @@ def main(arguments: list[str]) -> None:
         if getattr(config, key) < 0:
             raise ConfigError(f"{key}={getattr(config, key)}: use a value of at least 0")
     directory = catalog.located(Path(config.checkpoint))
-    launch = Launch()  # one process, whatever a launcher may say
-    device = device_of(launch)
-    with process_group(launch, device):
+    with process_group(Launch()) as job:  # one process, whatever a launcher may say
+        device = job.device
         weights = WeightStream(Grid(device_type=device.type), compute_dtype("auto", device), device=device)
         model = GPT(catalog.Meta.read(directory).model, weights)
         sharded.load(directory, model, None, weights.grid)

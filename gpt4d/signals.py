@@ -37,10 +37,8 @@ class StopRequest:
         Outside, there is nothing to save, and the first ends the process.
         """
         self._deferring = True
-        try:
-            yield
-        finally:
-            self._deferring = False
+        yield
+        self._deferring = False  # not after an error: a launcher's signals must not keep it from being told
 
     def hear(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()

@@ -25,9 +25,12 @@ from gpt4d.model.init import initialise
 from gpt4d.parallel import collectives, gradients, memory
 from gpt4d.parallel.agreement import agreed, on_every_rank, on_first_rank
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.watch import Guard, Watch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.profiling import Profile
 from gpt4d.signals import StopRequest
+
+_FIRST_STEPS = 2  # of a job: what is made at its first use takes longer than it will
 
 
 class Trainer:
@@ -82,12 +85,13 @@ class Trainer:
         self.health = Health(config.train, config.optim.lr)
         self.saver = Saver(config.checkpoint, self.run_dir, self.grid)
 
-    def run(self, stop: StopRequest | None = None) -> None:
+    def run(self, stop: StopRequest | None = None, watch: Watch | None = None) -> None:
         """Goes on from the newest checkpoint, if it may, to ``train.steps``.
 
-        Stopped, on all ranks alike, when any of them was asked to ``stop`` and what there was is saved.
+        Stopped, on all ranks alike, when any of them was asked to ``stop`` and what there was is saved. While steps go
+        on, ``watch`` ends the job if a collective takes longer than ``parallel.timeout_s``.
         """
-        self.stop = stop or StopRequest()
+        self.stop, self.watch = stop or StopRequest(), watch
         self.report: metrics.Report | metrics.Silence = metrics.Silence()
         try:
             on_first_rank(self._start_report)
@@ -106,11 +110,14 @@ class Trainer:
         self._restart_clock()
         unread: deque[OnTheWay] = deque()
         stopping = False
+        settled = self.progress.step + _FIRST_STEPS
         while self.progress.step < config.train.steps and not stopping:
             with profile.step(self.progress.step + 1):
                 unread.append(self._step())
             self._report_saved()
             step = self.progress.step
+            if self.watch and step == settled:
+                self.watch.guard = Guard(self.grid, self.model, config.parallel.timeout_s, self.run_dir / "hang")
             validating = step == config.train.steps or _due(step, config.train.validate_every)
             saving = step == config.train.steps or _due(step, config.checkpoint.every)
             reporting = validating or saving or _due(step, config.logging.every)
@@ -125,6 +132,8 @@ class Trainer:
                 if (saving or stopping) and self.health.sound:
                     self._save()
                 self._restart_clock()
+        if self.watch:
+            self.watch.guard = None
         self._report_saved(wait=True)
         if step == config.train.steps and not self.health.sound:
             self.health.give_up()

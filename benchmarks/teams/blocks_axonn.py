@@ -22,7 +22,8 @@ from benchmarks.teams import blocks
 from benchmarks.teams.blocks import HEADS, HIDDEN, LAYERS, SIZES
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import Launch, process_group
+from gpt4d.parallel.job import process_group
+from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
 

@@ -11,7 +11,8 @@ from gpt4d import optim
 from gpt4d.config import GridSizes, ModelConfig
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.launch import Launch, process_group
+from gpt4d.parallel.job import process_group
+from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream
 
 

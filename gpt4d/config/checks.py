@@ -130,7 +130,8 @@ def _check_values(config: Config) -> None:
         "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
-        "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0, "model.norm_epsilon": 0,
+        "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0,
+        "parallel.timeout_s": 1, "model.norm_epsilon": 0,
     }  # fmt: skip
     for key, least in at_least.items():
         value = value_of(config, key)

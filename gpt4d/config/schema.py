@@ -79,6 +79,7 @@ class ParallelConfig:
     gz: int = 1
     gdata: int | None = None  # null: what is left of the world
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    timeout_s: float = 120.0  # for a collective, after the first steps; then the job ends and names who is missing
     cache_layers: Any = 0  # blocks, the last first, whose gathered weights stay until the backward; or all
 
 

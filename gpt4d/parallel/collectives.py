@@ -51,7 +51,8 @@ def _named(start: Callable[..., Pending]) -> Callable[..., Pending]:
         if axis.size == 1:
             return start(tensor, axis, *rest)
         name = f"{kind} {axis.name}"
-        with axis.traffic.named_range(name):
+        axis.traffic.begun += 1
+        with axis.traffic.named_range(name), axis.traffic.noted(name, axis.traffic.begun):
             pending = start(tensor, axis, *rest)
         pending.run.name = name
         return pending

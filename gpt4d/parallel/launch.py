@@ -1,11 +1,14 @@
-"""Who am I: rank, world and device from torchrun's or Slurm's variables; and the life of the process group."""
+"""Who am I: rank, world and device from torchrun's or Slurm's variables; and how a rank tells why it ends."""
 
+import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt4d.config import NodeError
@@ -72,28 +75,8 @@ def device_of(launch: Launch) -> "torch.device":
     return torch.device("cuda", launch.local_rank)
 
 
-@contextmanager
-def process_group(launch: Launch, device: "torch.device") -> Iterator[None]:
-    """The process group of the whole job: NCCL for tensors on GPUs, gloo for those of the host."""
-    import torch
-    import torch.distributed as dist
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        # macOS does not tell which cores a process may use.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // launch.local_world_size))
-    if launch.master is None:
-        where = {"store": dist.HashStore()}
-    else:
-        where = {"init_method": f"tcp://{launch.master}"}
-        if os.environ.get("TORCHELASTIC_RUN_ID"):
-            where = {"init_method": "env://"}  # torchrun has a store running already
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **where)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def tell_error(words: str) -> None:
+    """One line, on the console and, where torchrun asks for it, for the end of its own words."""
+    print(f"error: {words}", file=sys.stderr, flush=True)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).write_text(json.dumps({"message": f"error: {words}", "timestamp": int(time.time())}))

@@ -1,8 +1,8 @@
 """What an axis carried, and how much of it the computation noticed."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,22 @@ class Traffic:
     bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
     waits: list[tuple] = field(default_factory=list)  # (from, to) of the computation's waits
     runs: list[tuple] = field(default_factory=list)  # (from, to) of the collectives; the last may still be under way
+    begun: int = 0  # collectives, ever
+    waiting: tuple[str, int, float] | None = None  # for which the computation waits now: name, number, since when
     named_range: Callable[[str], AbstractContextManager] = nullcontext  # a profiler's, while one is at work
+
+    @contextmanager
+    def noted(self, name: str, number: int) -> Iterator[None]:
+        """While entered, this rank waits for a collective. PeerLost if it cannot be, as when another rank has ended."""
+        self.waiting = name, number, time.perf_counter()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(f"{name}: {error}") from error
+        finally:
+            self.waiting = None
 
     def read(self) -> dict[str, float]:
         """``{"bytes", "exposed_s", "hidden_s"}`` since the last call, and starts anew. On a GPU it waits for it."""
@@ -50,12 +65,16 @@ def now(device: torch.device):
     return time.perf_counter()
 
 
+class PeerLost(RuntimeError):
+    """A collective failed here, most likely because another rank has ended."""
+
+
 class Run:
     """One collective under way: notes on its axis when it ran and how long it was waited for."""
 
     def __init__(self, traffic: Traffic, work: dist.Work, device: torch.device, sent_bytes: float):
         self.traffic, self.work, self.device = traffic, work, device
-        self.name = ""  # in a profiler's trace
+        self.name, self.number = "", traffic.begun  # in a profiler's trace, and in what is told of a hang
         self.started = now(device)
         traffic.bytes += sent_bytes
         if device.type == "cuda":
@@ -68,7 +87,7 @@ class Run:
 
     def wait(self) -> None:
         before = now(self.device)
-        with self.traffic.named_range(f"wait {self.name}"):
+        with self.traffic.named_range(f"wait {self.name}"), self.traffic.noted(self.name, self.number):
             self.work.wait()
         after = now(self.device)
         self.traffic.waits.append((before, after))
