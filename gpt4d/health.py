@@ -1,6 +1,7 @@
 """What the numbers of a step say: ones that are none, and ones that jump."""
 
 import math
+import statistics
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, NoReturn
 
@@ -11,6 +12,8 @@ from gpt4d.config import ConfigError, TrainConfig
 _WINDOW = 100  # values that a bound remembers, about
 _FEWEST = 20  # before that many there is no bound
 _DEVIATIONS = 6.0
+_LATE = 1.5  # times the median seconds of a step
+_LATE_TIMES = 5  # lines of metrics.jsonl in a row
 
 
 class Numbers(NamedTuple):
@@ -119,6 +122,26 @@ class Health:
 
     def restore(self, state: dict[str, dict]) -> None:
         self.bounds |= {name: Bound(**bound) for name, bound in state.items()}
+
+
+class Stragglers:
+    """Finds the rank that the others wait for, if it is the same again and again."""
+
+    def __init__(self, hosts: list[str]):
+        self.hosts = hosts
+        self.slowest, self.times = -1, 0
+
+    def note(self, busy: list[float]) -> tuple[dict, str]:
+        """Takes in each rank's seconds of a step without waiting. Their spread, and a word on who is late, or none."""
+        usual, most = statistics.median(busy), max(busy)
+        rank = busy.index(most)
+        late = most > _LATE * usual
+        self.times = self.times + 1 if late and rank == self.slowest else int(late)
+        self.slowest = rank
+        words = ""
+        if self.times and self.times % _LATE_TIMES == 0:
+            words = f"rank {rank} on {self.hosts[rank]} takes {most:.3f} s a step, the others about {usual:.3f}"
+        return {"min": min(busy), "median": usual, "max": most, "slowest": rank}, words
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

@@ -19,11 +19,11 @@ from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.generate import continuation
-from gpt4d.health import Health, Numbers, OnTheWay, all_finite
+from gpt4d.health import Health, Numbers, OnTheWay, Stragglers, all_finite
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
-from gpt4d.parallel import collectives, gradients, memory
-from gpt4d.parallel.agreement import agreed, on_every_rank, on_first_rank
+from gpt4d.parallel import collectives, gradients, memory, startup
+from gpt4d.parallel.agreement import agreed, gathered, on_every_rank, on_first_rank
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.watch import Guard, Watch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
@@ -63,6 +63,8 @@ class Trainer:
         validation = self._sequences("validation", shuffle=False)
 
         self.grid = Grid(sizes, device.type)
+        hosts, self.slow = startup.compare(config, self.grid, device)
+        self.stragglers = Stragglers(hosts)
         dtype = compute_dtype(config.train.precision, device)
         weights = WeightStream(self.grid, dtype, device=device, overlap=config.parallel.overlap)
         cache_layers = config.parallel.cache_layers
@@ -95,6 +97,8 @@ class Trainer:
         self.report: metrics.Report | metrics.Silence = metrics.Silence()
         try:
             on_first_rank(self._start_report)
+            for words in self.slow:
+                self.report.event("slow", f"SLOW: {words}", what=words)
             self._resume()
             tracing = Profile(self.config, self.model, self.optimizer, self.report, self.progress.step)
             with tracing as profile, self.stop.deferred():
@@ -346,6 +350,16 @@ class Trainer:
         flops = metrics.step_flops(config.model, config.train.batch_size, config.train.seq_len) / seconds / world
         peak = metrics.peak_flops(self.device)
         used = {axis.name: axis.traffic.read() for axis in self.grid if axis.size > 1}
+        waited = sum(total["exposed_s"] for total in used.values()) / steps
+        busy, late = self.stragglers.note(gathered(seconds - waited))
+        if late:
+            self.report.event(
+                "straggler",
+                f"LATE: {late}",
+                step=self.progress.step,
+                host=self.stragglers.hosts[busy["slowest"]],
+                **busy,
+            )
         return {
             "step": self.progress.step,
             "loss": numbers.loss,
@@ -355,6 +369,7 @@ class Trainer:
             "tokens": self.progress.tokens,
             "epoch": self.progress.samples / self.training.sequences.count,
             "step_time_s": seconds,
+            "busy_s": busy,
             "data_wait_s": self.training.waited_s / steps,
             "tokens_per_s": config.train.batch_size * config.train.seq_len / seconds,
             "tflops_per_device": flops / 1e12,

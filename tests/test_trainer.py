@@ -171,8 +171,8 @@ def test_the_run_directory_tells_what_happened(ranks, tiny):
     steps = [line for line in lines if "event" not in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert set(steps[-1]) == {
-        "step", "loss", "grad_norm", "lr", "skipped", "tokens", "epoch", "step_time_s", "data_wait_s", "tokens_per_s",
-        "tflops_per_device", "mfu",
+        "step", "loss", "grad_norm", "lr", "skipped", "tokens", "epoch", "step_time_s", "busy_s", "data_wait_s",
+            "tokens_per_s",         "tflops_per_device", "mfu",
         "memory_gib", "memory", "comm",
     }  # fmt: skip
     assert steps[-1]["tokens"] == 4 * 16 * 16

@@ -25,11 +25,16 @@ def on_every_rank(work: Callable[[], T]) -> T:
     except Exception as raised:
         traceback.print_exc()
         error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
-    errors = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise error
+    for failure in filter(None, gathered(error)):
+        raise failure
     return result
+
+
+def gathered(value: T) -> list[T]:
+    """The ``value`` of each rank. All ranks call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def agreed(flag: bool) -> bool:

@@ -67,6 +67,8 @@ def device_of(launch: Launch) -> "torch.device":
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1:  # of its own, as Slurm's --gpus-per-task gives; that it is, the ranks compare
+        return torch.device("cuda", 0)
     if launch.local_world_size > torch.cuda.device_count():
         raise NodeError(
             f"node {socket.gethostname()} has {torch.cuda.device_count()} GPU(s) and {launch.local_world_size} tasks: "

@@ -1,0 +1,177 @@
+"""Numbers that are none change nothing, ones that jump are told, a rank that is late is named."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt4d.config import ConfigError, TrainConfig
+from gpt4d.health import Bound, Health, Numbers, Stragglers, all_finite
+from tests.grids import metric_lines
+from tests.rank_pool import RankFailure
+
+NAN = math.nan
+
+
+def numbers(step, loss, norm=1.0, skipped=False):
+    return Numbers(step, loss, norm, 1e-3, skipped, stopping=False)
+
+
+def test_a_bound_learns_what_is_usual_and_a_spike_does_not_hide_the_next():
+    bound = Bound()
+    for step in range(200):
+        assert 3 + math.sin(step) <= bound.limit
+        bound.add(3 + math.sin(step))
+    assert 4.5 < bound.limit < 9
+    limit = bound.limit
+    bound.add(1e6)
+    assert bound.limit < 2 * limit
+
+
+def test_spikes_are_told_with_their_bound():
+    health = Health(TrainConfig(), 1e-3)
+    for step in range(50):
+        assert health.note(numbers(step, 3.0 + step % 2 / 10)) is None
+    words, values = health.note(numbers(50, 9.0))
+    assert "step 50: loss 9.0000" in words and "loss above 3." in words and "skipped" not in words
+    assert values["bounds"].keys() == {"loss"} and values["skipped"] is False
+
+
+def test_so_many_skipped_steps_in_a_row_end_the_run():
+    health = Health(TrainConfig(max_skipped=3), 1e-3)
+    for step in range(1, 6):  # never three in a row
+        health.note(numbers(step, NAN, NAN, skipped=True))
+        health.note(numbers(step, NAN, NAN, skipped=True))
+        assert not health.sound
+        health.note(numbers(step, 3.0))
+        assert health.sound
+    with pytest.raises(
+        ConfigError, match=r"3 step\(s\) in a row were skipped; at step 9 loss and gradient norm are nan"
+    ):
+        for step in range(7, 10):
+            health.note(numbers(step, NAN, NAN, skipped=True))
+
+
+def test_bounds_go_on_after_a_checkpoint():
+    straight, resumed = Health(TrainConfig(), 1e-3), Health(TrainConfig(), 1e-3)
+    for step in range(60):
+        straight.note(numbers(step, 3 + math.sin(step)))
+        if step == 29:
+            resumed.restore(json.loads(json.dumps(straight.state())))
+        elif step > 29:
+            resumed.note(numbers(step, 3 + math.sin(step)))
+    assert resumed.bounds == straight.bounds
+
+
+def test_not_finite_is_found_wherever_it_is():
+    tensors = [torch.ones(3, 4), torch.zeros(()), torch.ones(5, dtype=torch.bfloat16)]
+    assert all_finite(tensors)
+    for bad in (math.nan, math.inf, -math.inf):
+        for tensor in tensors:
+            one = tensor.clone().view(-1)
+            one[-1] = bad
+            assert not all_finite([*tensors, one])
+
+
+def test_a_rank_that_is_late_again_and_again_is_named():
+    stragglers = Stragglers(["a", "a", "b", "b"])
+    spread, words = stragglers.note([1.0, 1.0, 1.0, 1.1])
+    assert spread == {"min": 1.0, "median": 1.0, "max": 1.1, "slowest": 3} and not words
+    told = [stragglers.note([1.0, 1.0, 2.0, 1.0])[1] for _ in range(5)]
+    assert told[:4] == [""] * 4 and told[4] == "rank 2 on b takes 2.000 s a step, the others about 1.000"
+    assert not stragglers.note([2.0, 1.0, 1.0, 1.0])[1]
+
+
+def spoil(config, steps, value, which=1):
+    """On a rank: trains; one rank's gradient of one parameter is ``value`` in some steps. Returns all weights."""
+    import torch.distributed as dist
+
+    from gpt4d.parallel.gradients import GradientSum
+    from gpt4d.trainer import Trainer
+    from tests.grids import global_tensor
+
+    trainer = Trainer(config, *sizes_and_device(config))
+    finish, taken = GradientSum.finish, []
+
+    def spoilt(self):
+        if trainer.progress.step + 1 in steps and dist.get_rank() == which:
+            next(p for p in trainer.model.parameters() if p.grad is not None).grad.view(-1)[0] = value
+        finish(self)
+        taken.append({n: global_tensor(p, p.spec, trainer.grid) for n, p in trainer.model.named_parameters()})
+
+    GradientSum.finish = spoilt
+    try:
+        trainer.run()
+    finally:
+        GradientSum.finish = finish
+    return taken
+
+
+def sizes_and_device(config):
+    import torch.distributed as dist
+
+    from gpt4d.config import validate
+
+    return validate(config, dist.get_world_size()), torch.device("cpu")
+
+
+def test_a_nan_in_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
+    config = tiny("parallel.gz=2", "train.steps=6", "parallel.overlap.data=false", "checkpoint.every=1")
+    weights = ranks.run(4, spoil, config, (3, 4), NAN)
+    before = weights[0]  # as they were ahead of the update of each step
+    for step in (3, 4):  # of the third and the fourth step
+        assert all(torch.equal(before[step][name], before[2][name]) for name in before[2])
+    assert any(not torch.equal(before[5][name], before[4][name]) for name in before[4])
+    for other in weights[1:]:
+        assert all(torch.equal(other[step][name], before[step][name]) for step in range(6) for name in before[step])
+    lines = metric_lines(config.run.dir)
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 2, 2, 2]
+    assert [line["grad_norm"] is None for line in lines] == [False, False, True, True, False, False]
+    events = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in events if line.get("event") == "skipped"] == [3, 4]
+    # No save after a step whose numbers are not finite.
+    assert [line["step"] for line in events if line.get("event") == "checkpoint"] == [1, 2, 5, 6]
+
+
+def test_numbers_that_stay_bad_end_the_run(ranks, tiny):
+    config = tiny("train.steps=9", "train.max_skipped=3", "checkpoint.every=1", "parallel.overlap.data=false")
+    with pytest.raises(RankFailure, match=r"3 step\(s\) in a row were skipped; at step 5") as raised:
+        ranks.run(2, spoil, config, range(3, 10), math.inf)
+    assert str(raised.value).count("in a row were skipped; at step 5") == 2
+
+
+def test_skipped_spikes_leave_the_weights_as_they_are(ranks, tiny):
+    settings = (
+        "train.steps=30",
+        "train.skip_spikes=true",
+        "parallel.overlap.data=false",
+        "optim.lr=1e-4",
+        "optim.min_lr=0",
+    )
+    weights = ranks.run(2, spoil, tiny(*settings), (25,), 1e4)[0]
+    assert all(torch.equal(weights[25][name], weights[24][name]) for name in weights[24])
+    lines = metric_lines(tiny().run.dir)
+    assert [line["skipped"] for line in lines] == [0] * 24 + [1] * 6
+
+
+def train_spoilt_weights(config):
+    from gpt4d.trainer import Trainer
+
+    trainer = Trainer(config, *sizes_and_device(config))
+    save = trainer._save
+
+    def spoilt():
+        next(trainer.model.parameters()).data.view(-1)[0] = math.nan
+        save()
+
+    trainer._save = spoilt
+    trainer.run()
+
+
+def test_weights_that_are_not_finite_reach_no_checkpoint(ranks, tiny):
+    config = tiny("train.steps=2", "checkpoint.every=2")
+    with pytest.raises(RankFailure, match="after step 2 weights or states are not finite, and are not saved"):
+        ranks.run(2, train_spoilt_weights, config)
+    assert not (Path(config.run.dir) / "checkpoints").exists()
