@@ -1,9 +1,9 @@
-# make train: from a fresh clone to a trained GPT.   make test: lint and all tests.
+# make train: from a fresh clone to a trained GPT.   make test: lint and all tests.   make soak: a hundred faults.
 # PYTHON chooses the interpreter of the virtual environment; ARGS are overrides: make train ARGS="train.steps=100".
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test lint format clean
+.PHONY: train test soak lint format clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
@@ -14,6 +14,9 @@ test: lint
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+soak: $(VENV)/installed
+	$(VENV)/bin/python -m tests.soak $(ARGS)
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .

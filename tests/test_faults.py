@@ -97,7 +97,7 @@ def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(ranks, tiny, u
     assert losses(config) == uninterrupted
 
 
-def kill_itself(phase, which, rank):
+def kill_itself(phase, which, rank, step=5):
     quickly()
     if rank != which:
         return
@@ -118,7 +118,7 @@ def kill_itself(phase, which, rank):
     def arm(_=None):
         setattr(room, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
-    arm() if phase in ("start", "save") else at_step(5, arm)
+    arm() if phase in ("start", "save") else at_step(step, arm)
 
 
 @pytest.mark.parametrize(
