@@ -1,0 +1,35 @@
+"""Keys that a run is given by its environment stay there."""
+
+import os
+
+from tests.jobs import Job
+from tests.test_faults import at_step, quickly
+
+KEYS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_NotARealTokenNotARealToken",
+    "HUGGING_FACE_HUB_TOKEN": "hf_AnotherTokenThatIsNotReal",
+    "AWS_SECRET_ACCESS_KEY": "NotARealSecretEitherNotARealSecret",
+}
+
+
+def fail_with_keys(rank):
+    os.environ.update(KEYS)
+    quickly()
+
+    def act(_):
+        raise ValueError("any")
+
+    if rank == 1:
+        at_step(4, act)
+
+
+def test_no_key_is_in_logs_configs_or_checkpoints(ranks, tiny):
+    config = tiny("logging.wandb.mode=offline", "checkpoint.every=2", "profile.steps=1", "parallel.gz=2")
+    with Job(ranks.context, config, 2, fail_with_keys) as job:
+        assert job.ends() == [1, 1], job.said()
+    files = [path for path in job.run_dir.rglob("*") if path.is_file()]
+    assert {"config.yaml", "metrics.jsonl", "meta.json", "wandb_id"} <= {path.name for path in files}
+    for path in [*files, *job.logs]:
+        content = path.read_bytes()
+        assert not [key for key, value in KEYS.items() if value.encode() in content], path
