@@ -162,9 +162,42 @@ def test_a_hang_is_told_with_its_collective_axis_layer_and_who_is_missing(ranks,
     with Job(ranks.context, config, 2, sleep) as job:
         assert job.ends() == [1, 1]
         said = job.said()[0]
-    told = r"hang: rank 0 on \S+ waited 2 s .* for all_gather z of tokens.weight: rank 1 on \S+ has not begun it"
+    told = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens.weight: rank 1 on \S+ has not begun it"
     assert re.search(rf"error: {told}, it is in trainer.py:\d+ \(_loop\)", said), said
     records = sorted((tmp_path / "run" / "hang").iterdir())
     assert [path.name for path in records] == ["rank_00000.txt", "rank_00001.txt"]
     assert "waits for {'axis': 'z', 'name': 'all_gather z'" in records[0].read_text()
     assert "waits for None" in records[1].read_text() and "_step" in records[1].read_text()
+
+
+def lack_a_gpu(rank):
+    from gpt4d.config import NodeError
+    from gpt4d.parallel import job
+
+    def device_of(_):
+        raise NodeError("node b has 2 GPU(s) and 4 tasks")
+
+    quickly()
+    if rank == 1:
+        job.device_of = device_of
+
+
+def test_a_node_with_too_few_gpus_keeps_nobody_waiting(ranks, tiny):
+    with Job(ranks.context, tiny(), 2, lack_a_gpu) as job:
+        assert job.ends() == [1, 1], job.said()
+        assert re.search(r"error: rank 1 on \S+ failed: node b has 2 GPU", job.said()[0])
+
+
+def stay_away(rank):
+    from gpt4d.parallel import job
+
+    job._MEETING_S = 1.0
+    quickly()
+    if rank:
+        os._exit(3)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks, tiny):
+    with Job(ranks.context, tiny(), 2, stay_away) as job:
+        assert job.ends() == [1, 3], job.said()
+        assert "error: 1 of 2 ranks did not come within 1 s, the first of them rank 1" in job.said()[0]

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, NodeError
 from gpt4d.parallel.launch import Launch, device_of, tell_error
 from gpt4d.parallel.watch import Failure, Watch
 
@@ -53,6 +53,10 @@ def process_group(launch: Launch, device: torch.device | None = None) -> Iterato
         meeting.all_here()
         with _initialised(launch, meeting.store, device):
             yield Job(device, meeting.watch)
+    except NodeError as error:  # the others wait for this rank
+        meeting.watch.fail(str(error), of_another=False)
+        meeting.leave(_TELLING_S)
+        raise
     except _ORDERLY as error:
         meeting.leave(_LEAVING_S if isinstance(error, SystemExit) else _TELLING_S)
         raise
@@ -122,10 +126,11 @@ class _Meeting:
         """The store goes with rank 0: it stays a moment longer than those who may read there still."""
         deadline = time.monotonic() + _TELLING_S
         with suppress(RuntimeError):
-            count = self.store.add("last word", 1)
+            store = self.watch.store  # the main thread may be waiting on the other
+            count = store.add("last word", 1)
             while self.launch.rank == 0 and count < self.launch.world_size and time.monotonic() < deadline:
                 time.sleep(0.01)
-                count = self.store.add("last word", 0)
+                count = store.add("last word", 0)
 
     def _together(self, what: str, patience_s: float) -> bool:
         """Returns when all ranks have called this, or after a while; whether they have."""

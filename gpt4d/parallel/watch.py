@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -47,6 +48,9 @@ class Guard:
     def __init__(self, grid: Grid, model: nn.Module, timeout_s: float, directory: Path):
         self.axes: dict[str, Axis] = {axis.name: axis for axis in grid if axis.size > 1}
         self.timeout_s, self.directory = timeout_s, directory
+        if grid.device_type == "cuda":  # a GPU's collectives are watched over by NCCL, with its flight recorder
+            for axis in self.axes.values():
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
         self.main = threading.main_thread().ident
         self.names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters()) if name}
 
