@@ -6,7 +6,7 @@ import pytest
 from tests.slurm.cluster import ROOT, Cluster, NoSlurm, install
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster():
     try:
         install()
@@ -29,7 +29,7 @@ def standing_in(at: Path, *plan: str, name: str = "run") -> tuple[dict[str, str]
     return {"GPT4D_VENV": str(directory), "STAND_IN": str(directory)}, directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def limited(cluster, tmp_path_factory):
     """A job with less time than the warning takes. Slurm looks twice a minute: it waits while other tests run."""
     at = tmp_path_factory.mktemp("limited")
