@@ -53,7 +53,11 @@ train() {
     local options=() heard code
     while [ "$1" != -- ]; do options+=("$1"); shift; done
     shift
-    # srun takes --cpus-per-task from sbatch only since Slurm 23.11 again.
+    if ! command -v "${python[0]}" > /dev/null; then
+        say "there is no ${python[0]}: GPT4D_VENV and GPT4D_CONTAINER say what to run in (scripts/slurm/README.md)"
+        exit 1
+    fi
+    # Since Slurm 22.05 srun does not take this from sbatch by itself.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || options+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
     # Ranks that have saved leave one after the other, so the first to leave must not end the rest (kill-on-bad-exit).
     # If one fails, the others wait for it in vain: they are ended when it has been gone for two minutes.
@@ -85,17 +89,27 @@ train() {
 # still is: scancel, the end of its time or Slurm's own requeue have decided already, and a requeue would undo scancel.
 go_on() {
     local state
-    state=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -om1 'JobState=[A-Z_]*')
-    if [ "$state" != JobState=RUNNING ]; then
-        say "ended from outside ($state); if Slurm has not requeued it, the same sbatch command goes on"
-        return
-    fi
+    state=$(patiently scontrol show job "$SLURM_JOB_ID" --oneliner | grep -om1 'JobState=[A-Z_]*')
+    case $state in
+        JobState=RUNNING | JobState=SIGNALING) ;;
+        *) say "ended from outside ($state); if Slurm has not requeued it, the same sbatch command goes on"; return ;;
+    esac
     note_progress "$@" || return
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if patiently scontrol requeue "$SLURM_JOB_ID"; then
         say "${asked:+$asked: }saved, and back in the queue"
     else
         say "cannot be requeued here; the same sbatch command goes on"
     fi
+}
+
+# patiently COMMAND...: until it succeeds, for a minute: the controller of a large machine is out of reach at times.
+patiently() {
+    local seconds
+    for seconds in 5 15 40; do
+        "$@" && return
+        sleep "$seconds"
+    done
+    "$@"
 }
 
 # note_progress [WORD OF TRAIN.PY]...: notes in run.dir from which checkpoint this job goes on; fails if it has gone on

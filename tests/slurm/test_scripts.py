@@ -109,12 +109,17 @@ def test_a_run_that_comes_no_further_is_requeued_three_times(stand_in):
     assert sourced("note_progress", {**environment, "SLURM_JOB_ID": "8"}).returncode == 0
 
 
-def test_outside_a_job_or_a_repository_the_scripts_say_so(tmp_path):
-    script, environment = SCRIPTS / "generic.sh", {"PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and "start it with sbatch" in done.stderr
-    done = subprocess.run(["bash", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and "call sbatch in the repository" in done.stderr
+def test_what_is_missing_is_said_in_one_line(tmp_path):
+    script, bare = SCRIPTS / "generic.sh", {"PATH": os.environ["PATH"]}
+    for words, environment, cwd in (
+        ("start it with sbatch", {}, ROOT),
+        ("call sbatch in the repository, or set GPT4D_HOME", {"SLURM_JOB_ID": "7"}, tmp_path),
+        (f"there is no {tmp_path}/bin/python", {"SLURM_JOB_ID": "7", "GPT4D_VENV": str(tmp_path)}, ROOT),
+    ):
+        done = subprocess.run(
+            ["bash", script], cwd=cwd, env={**bare, **environment}, capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 1 and words in done.stderr.splitlines()[-1]
 
 
 def sourced(words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
