@@ -98,6 +98,8 @@ class Cluster:
             "ThreadsPerCore=2 RealMemory=1000 Gres=gpu:8 Feature=gpu"
             for name, port in zip(self.names, ports[1:], strict=True)
         ]
+        # Where rank 0 listens follows from the job's number (launch.py): this keeps two sessions of tests on one
+        # machine apart, and below the ports that the kernel gives out.
         settings = f"""
             ClusterName=gpt4d
             SlurmctldHost={host}(127.0.0.1)
@@ -116,6 +118,7 @@ class Cluster:
             AccountingStorageType=accounting_storage/none
             SwitchType=switch/none
             MpiDefault=none
+            FirstJobId={1 + os.getpid() % 180}
             MailProg=/bin/true
             SelectType=select/cons_tres
             SelectTypeParameters=CR_CPU
