@@ -14,6 +14,7 @@ test: lint
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/shellcheck -x scripts/slurm/*.sh
 
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m tests.soak $(ARGS)
