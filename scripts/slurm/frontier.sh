@@ -52,8 +52,8 @@ default MIOPEN_CUSTOM_CACHE_DIR "$MIOPEN_USER_DB_PATH"
 in_container apptainer exec --rocm --bind "$PWD" "${GPT4D_CONTAINER:-}"
 
 # The task with local rank i takes GCD i, on the cores closest to it: GCDs 0 to 7 hang on chiplets 6 7 2 3 0 1 4 5, of
-# which the system keeps the first core. (--gpu-bind=closest would hide from each task the GPUs of the others: RCCL
-# wants to see them, and train.py counts them.)
+# which the system keeps the first core. (--gpu-bind=closest would hide from each task the GPUs of the others, which
+# RCCL wants to see.)
 chiplets=(0xfe000000000000 0xfe00000000000000 0xfe0000 0xfe000000 0xfe 0xfe00 0xfe00000000 0xfe0000000000)
 default GPT4D_CPU_BIND "mask_cpu:$(IFS=,; echo "${chiplets[*]}")"
 train --gpu-bind=none --cpu-bind="$GPT4D_CPU_BIND" -- "$@"

@@ -47,5 +47,5 @@ default FI_CXI_RDZV_EAGER_SIZE 0
 in_container shifter --image="${GPT4D_CONTAINER:-}" --module=gpu,nccl-plugin
 
 # GPU i is closest to NUMA domain 3-i, and the task with local rank i takes GPU i. Each task sees all GPUs of the node:
-# NCCL needs that for NVLink, and train.py counts them. map_ldom wants whole nodes: in a part of one, GPT4D_CPU_BIND=cores.
+# NCCL needs that for NVLink. map_ldom wants whole nodes: in a part of one, GPT4D_CPU_BIND=cores.
 train --gpu-bind=none --cpu-bind="${GPT4D_CPU_BIND:-map_ldom:3,2,1,0}" -- "$@"
