@@ -1,13 +1,15 @@
 """Every kind of source gives the same documents, and what is wrong with one is told with its file and line."""
 
 import gzip
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data.documents import documents, size
+from gpt4d.data.documents import documents, held_out, identity, size
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
 
@@ -22,9 +24,28 @@ def lines_of_json(key="text") -> bytes:
     return "".join(json.dumps({"id": 1, key: text}) + "\n" for text in TEXTS).encode()
 
 
+def damaged_gz() -> bytes:
+    """Its first block is of a kind that there is none of."""
+    content = gzip.compress(lines_of_json(), mtime=0)
+    return content[:10] + b"\x07" + content[11:]
+
+
+def not_utf8_in_parquet() -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    text = pyarrow.array([b"fine", b"\xff\xfe"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": text}), content := io.BytesIO())
+    return content.getvalue()
+
+
 def as_text(directory):
     for number, text in enumerate(TEXTS):
         (directory / f"{number}.txt").write_text(text, encoding="utf-8")
+    return text_config(directory)
+
+
+def text_config(directory):
     return DataConfig(source="text", path=str(directory / "*.txt"))
 
 
@@ -89,16 +110,98 @@ def test_documents_say_how_much_of_the_files_is_read(tmp_path, kind):
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1: no text under data.column=text; .* nothing"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: byte 10 is not UTF-8; convert the file"),
         ("a.jsonl", b'{"text": "x"}\n{"text": " "}\n', r"a\.jsonl:2: an empty document; .* data\.skip_empty=true"),
+        ("a.jsonl", b'{"text": "a \\ud800"}\n', r"a\.jsonl:1: character 2 of data\.column=text is half of a surrogate"),
+        ("a.jsonl", b'{"text": "x", "id": ' + b"1" * 5000 + b"}\n", r"a\.jsonl:1: not JSON .* mend the line"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", r"a\.jsonl:1: not JSON .* mend the line"),
         ("a.jsonl.gz", gzip.compress(lines_of_json())[:-9], r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", damaged_gz(), r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(it is empty\)"),
         ("a.jsonl.zst", b"nonsense", r"a\.jsonl\.zst: cannot be read"),
+        ("a.jsonl.zst", zst(lines_of_json())[:-3], r"a\.jsonl\.zst: cannot be read \(it is cut off\)"),
+        ("a.jsonl.zst", zst(lines_of_json()) * 2 + zst(b"{}")[:-3], r"cannot be read \(it is cut off\)"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst: cannot be read \(it is empty\)"),
         ("a.parquet", b"nonsense", r"a\.parquet: cannot be read"),
+        ("a.parquet", not_utf8_in_parquet(), r"a\.parquet: cannot be read \(.*utf-8"),
     ],
 )
 def test_what_is_wrong_is_told_with_file_line_and_mend(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     source = "parquet" if name.endswith("parquet") else "jsonl"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as raised:
         list(documents(DataConfig(source=source, path=str(tmp_path / name))))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_a_library_says_in_several_lines_is_told_in_one(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    def failing(*_):
+        raise pyarrow.ArrowInvalid("one\n  two\nthree")
+
+    config = as_parquet(tmp_path)
+    monkeypatch.setattr(parquet, "ParquetFile", failing)
+    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read \(one two three\); get or make"):
+        list(documents(config))
+
+
+@pytest.mark.parametrize("content", [b'{"text": "x"}\n{"text": \n', b'{"text": "\xff"}\n'], ids=["JSON", "UTF-8"])
+def test_a_copy_of_the_hub_with_a_bad_file_is_one_line(tmp_path, content):
+    config = as_copy_of_the_hub(tmp_path)
+    (tmp_path / "d" / "train.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"d: row \d+: cannot be read \(.*mend the dataset") as raised:
+        list(documents(config))
+    assert "\n" not in str(raised.value)
+
+
+def test_all_frames_of_a_zst_are_read_and_those_without_text_left_out(tmp_path):
+    """As pzstd writes them: a frame for each piece, before each one that says how long it is."""
+    note = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"long"
+    whole = lines_of_json()
+    (tmp_path / "a.jsonl.zst").write_bytes(note + zst(whole[:20]) + note + zst(b"") + zst(whole[20:]))
+    config = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl.zst"))
+    assert [document.text for document in documents(config)] == TEXTS
+
+
+def test_a_zst_larger_than_memory_is_read_as_it_is_needed(tmp_path):
+    """Its first line comes before the file is read to where it is cut off."""
+    lines = b"".join(b'{"text": "%d"}\n' % number for number in range(100_000))
+    (tmp_path / "a.jsonl.zst").write_bytes(zst(lines)[:-3])
+    assert next(documents(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl.zst")))).text == "0"
+
+
+def test_a_file_that_a_glob_finds_twice_is_read_once(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "one.txt").write_text("one")
+    config = DataConfig(source="text", path=str(tmp_path / "**" / "**" / "*.txt"))
+    assert [document.text for document in documents(config)] == ["one"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_text_that_was_changed_is_another_corpus(tmp_path, kind):
+    config = kind(tmp_path)
+    before = identity(config)
+    assert identity(config) == before
+    path = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    touched = identity(config)
+    path.write_bytes(path.read_bytes() + b"\n")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert len({before, touched, identity(config)}) == 3
+
+
+def test_lines_may_end_as_on_windows(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\r\n{"text": "two"}\r\n')
+    assert [document.text for document in documents(text_config(tmp_path))] == ["one\ntwo"]
+    rows = documents(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")))
+    assert [document.text for document in rows] == ["one", "two"]
+
+
+def test_what_is_held_out_is_what_was_held_out_before():
+    """By these documents, which have always been: another choice would train on what others keep for validation."""
+    assert [number for number in range(20) if held_out(str(number), 0.2)] == [8, 9]
 
 
 def test_empty_documents_are_skipped_where_that_is_asked_for(tmp_path):
