@@ -2,15 +2,17 @@
 
 import hashlib
 import math
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 
+from gpt4d.config import ConfigError
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
 _BLOCK = 4096  # sequences whose places are computed at once
-_PERIOD = 10_000  # of a blend, at the most about
+_PERIOD = 100_000  # of a blend, at the most: its choices are kept in memory
 
 
 def permuted(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
@@ -51,6 +53,7 @@ class Sequences:
     def __init__(self, tokens: Tokens, length: int, seed: int, shuffle: bool):
         self.tokens, self.length, self.seed, self.shuffle = tokens, length, seed, shuffle
         self.count = max(0, len(tokens) - 1) // length
+        self._at_once = min(_BLOCK, 4 * max(1, self.count))  # a permutation for each epoch: a few of them
         self._block = lru_cache(maxsize=4)(self._positions_of_block)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
@@ -61,7 +64,7 @@ class Sequences:
         """Which of the ``count`` sequences of the files these of the run are."""
         if not self.shuffle:
             return indices % self.count
-        blocks, places = np.divmod(indices, _BLOCK)
+        blocks, places = np.divmod(indices, self._at_once)
         if blocks[0] == blocks[-1] and (blocks == blocks[0]).all():  # nearly always
             return self._block(int(blocks[0]))[places]
         result = np.empty_like(indices)
@@ -71,28 +74,35 @@ class Sequences:
 
     def _positions_of_block(self, block: int) -> np.ndarray:
         """Of so many sequences in a row: one by one they would cost more than to read them."""
-        epochs, within = np.divmod(np.arange(block * _BLOCK, (block + 1) * _BLOCK), self.count)
+        epochs, within = np.divmod(np.arange(self._at_once) + block * self._at_once, self.count)
         for epoch in np.unique(epochs).tolist():
             within[epochs == epoch] = permuted(within[epochs == epoch], self.count, self.seed, epoch)
         return within
 
 
 class Blend:
-    """Several ``Sequences`` mixed by weight: of any so many sequences in a row, each source has its share, give or take
-    one or two.
+    """Several ``Sequences`` mixed by weight: of the first n of a run, each source has its share rounded up or down, so
+    of any n in a row its share give or take less than two.
 
-    The choice repeats itself after ``period`` sequences, which have exactly the weights.
+    The choice repeats itself after ``period`` sequences, which have exactly the weights: 0.7 and 0.3 after ten.
+    ConfigError for weights that repeat themselves too late.
     """
 
     def __init__(self, sources: list[Sequences], weights: list[float]):
         assert len(sources) == len(weights) and all(source.count for source in sources)
         self.sources = sources
-        shares = _whole_shares(weights)
+        shares = whole_shares(weights)
         self.period = sum(shares)
         taken, choices, before = [0] * len(shares), [], []
         for place in range(self.period):
-            behind = [share * (place + 1) - self.period * done for share, done in zip(shares, taken, strict=True)]
-            source = behind.index(max(behind))  # furthest behind its share
+            # Each source's next sequence has a first and a last place that keep it to its share. Of those that may come
+            # here the one that must come first comes: that misses no last place where none need be missed.
+            due = [
+                (-(-(done + 1) * self.period // share), source)
+                for source, (share, done) in enumerate(zip(shares, taken, strict=True))
+                if done * self.period // share <= place
+            ]
+            source = min(due)[1]
             choices.append(source)
             before.append(taken[source])
             taken[source] += 1
@@ -115,9 +125,23 @@ class Blend:
         return rows
 
 
-def _whole_shares(weights: list[float]) -> list[int]:
-    """The smallest whole numbers in the proportions of ``weights``, to four digits."""
-    total = sum(weights)
-    parts = [max(1, round(weight / total * _PERIOD)) for weight in weights]
-    divisor = math.gcd(*parts)
-    return [part // divisor for part in parts]
+def whole_shares(weights: list[float]) -> list[int]:
+    """The smallest whole numbers in the very proportions of the weights as they are written in decimals.
+
+    ConfigError, with weights that would do, if they add up to too many.
+    """
+    written = [Fraction(str(weight)) for weight in weights]
+    shares = _smallest(written)
+    if sum(shares) > _PERIOD:
+        near = _smallest([max(Fraction(1, 1000), round(weight / sum(written), 3)) for weight in written])
+        raise ConfigError(
+            f"data.blend: the weights {', '.join(map(str, weights))} repeat themselves only after more than "
+            f"{_PERIOD:,} sequences; weights that would do: {', '.join(map(str, near))}"
+        )
+    return shares
+
+
+def _smallest(weights: list[Fraction]) -> list[int]:
+    whole = [weight * math.lcm(*(weight.denominator for weight in weights)) for weight in weights]
+    divisor = math.gcd(*map(int, whole))
+    return [int(share) // divisor for share in whole]
