@@ -98,7 +98,7 @@ def check_data(data: DataConfig) -> None:
 
 def tokenizer_file(path: str) -> Path:
     """The file that ``data.tokenizer`` means."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))  # as it is where there is no such user
     return path / "tokenizer.json" if path.is_dir() else path
 
 

@@ -62,7 +62,7 @@ def corpus(config: DataConfig) -> Corpus:
             if files.header["vocabulary"] > config.tokenizer_vocab:
                 raise ConfigError(
                     f"{files.directory}: made with {files.header['vocabulary']} tokens, more than "
-                    f"model.vocab_size={config.tokenizer_vocab}; raise that"
+                    f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and that where it is set"
                 )
             if files.fingerprint() != found[0].fingerprint():
                 raise ConfigError(
@@ -137,7 +137,7 @@ class _Preparation:
         self.done = 0  # documents, in whole parts
         self.tokenizer = self._resumed() or self._begun()
         self.end = tokenizers.end_of_text(self.tokenizer)
-        self.dtype = "uint16" if self.tokenizer.get_vocab_size() <= 2**16 else "uint32"
+        self.dtype = "uint16" if tokenizers.vocabulary(self.tokenizer) <= 2**16 else "uint32"
 
     def run(self) -> None:
         at = self.done
@@ -169,7 +169,7 @@ class _Preparation:
             "format": tokens.FORMAT,
             "dtype": self.dtype,
             "tokenizer": TokenFiles(self.directory).fingerprint(),
-            "vocabulary": self.tokenizer.get_vocab_size(),
+            "vocabulary": tokenizers.vocabulary(self.tokenizer),
             "end_of_text": self.end,
             "parts": self.parts,
         }

@@ -13,6 +13,7 @@ from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 
 END_OF_TEXT = "<|endoftext|>"
 _CUT = re.compile(r"\n(?=\S)")
+_PIECE = 1 << 14  # characters
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -22,6 +23,11 @@ def end_of_text(tokenizer: Tokenizer) -> int:
         if (number := tokenizer.token_to_id(token)) is not None:
             return number
     raise ConfigError(f"the tokenizer has no token to end a document with, such as {', '.join(_ENDS)}")
+
+
+def vocabulary(tokenizer: Tokenizer) -> int:
+    """Its ids are below this. Not how many tokens it has: some leave numbers out."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def given(config: DataConfig) -> Tokenizer:
@@ -43,22 +49,27 @@ def given(config: DataConfig) -> Tokenizer:
     except Exception as error:  # the libraries have no kind of their own
         words = " ".join(str(error).split())[:300]
         raise ConfigError(f"data.tokenizer={name}: not a tokenizer that can be used ({words})") from None
-    if tokenizer.get_vocab_size() > config.tokenizer_vocab:
+    if vocabulary(tokenizer) > config.tokenizer_vocab:
         raise ConfigError(
-            f"data.tokenizer={name}: its {tokenizer.get_vocab_size()} tokens are more than "
-            f"model.vocab_size={config.tokenizer_vocab}; raise that"
+            f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
+            f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and that where it is set"
         )
     return tokenizer
 
 
 def read(path: Path) -> Tokenizer:
-    """The tokenizer of a file, for whole documents, whatever the file says of truncating and padding."""
+    """The tokenizer of a file, for whole documents, whatever the file says of truncating, padding and dropout."""
     return _whole(Tokenizer.from_file(str(path)))
 
 
 def _whole(tokenizer: Tokenizer) -> Tokenizer:
+    """Gives a text the same tokens each time, all of them, and the end of a document to none that only names it."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
+    tokenizer.add_special_tokens([token for token in _ENDS if tokenizer.token_to_id(token) is not None][:1])
+    tokenizer.encode_special_tokens = True  # as the text that they are
     return tokenizer
 
 
@@ -97,13 +108,22 @@ def _byte_level(model: models.BPE) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """A document's ids, those of the whole text, without marks for its beginning and end."""
-    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel) and tokenizer.normalizer is None:
-        found = tokenizer.encode_batch_fast(pieces(text), add_special_tokens=False)
-        return [i for piece in found for i in piece.ids]
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    cut = pieces(text) if len(text) > _PIECE and _may_be_cut(tokenizer) else [text]
+    found = tokenizer.encode_batch_fast(cut, add_special_tokens=False)
+    return [i for piece in found for i in piece.ids]
 
 
-def pieces(text: str, size: int = 1 << 14) -> list[str]:
+def _may_be_cut(tokenizer: Tokenizer) -> bool:
+    """Whether pieces have the tokens of the whole: words are GPT-2's, and no added token takes in what is beside it."""
+    words = tokenizer.pre_tokenizer
+    if not isinstance(words, pre_tokenizers.ByteLevel) or not words.use_regex or words.add_prefix_space:
+        return False
+    added = tokenizer.get_added_tokens_decoder().values()
+    across = any(token.lstrip or token.rstrip or "\n" in token.content for token in added)
+    return tokenizer.normalizer is None and not across
+
+
+def pieces(text: str, size: int = _PIECE) -> list[str]:
     """A text cut where no token of byte-level BPE can reach across: before a newline that something visible follows.
 
     A string of millions takes the tokenizer many times as long; many short ones cost more than they save.

@@ -159,7 +159,7 @@ def test_the_command_prepares_what_train_then_trains_on(ranks, tiny, corpus, tmp
     run = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "train.steps=2")
     ranks.run(2, train_in_rank, run)
     small = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "model.vocab_size=260", "data.tokenizer_vocab=260")
-    with pytest.raises(RankFailure, match=r"more than model\.vocab_size=260; raise that"):
+    with pytest.raises(RankFailure, match=r"more than data\.tokenizer_vocab=260; raise model\.vocab_size"):
         ranks.run(2, train_in_rank, small)
 
 
