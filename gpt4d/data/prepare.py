@@ -5,36 +5,36 @@ model.vocab_size=50257``. ``data=tokens data.path=DIR`` trains on them. A prepar
 it was when it is called again. ``python -m gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
 """
 
+import errno
 import fcntl
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig, check_data, compose, tokenizer_file
-from gpt4d.data import documents, tokenizers, tokens
+from gpt4d.data import documents, encoding, parts, tokenizers, tokens
 from gpt4d.data.documents import Document
-from gpt4d.data.tokens import TokenFiles, file_name
+from gpt4d.data.encoding import Encoded, Encoding
+from gpt4d.data.sampler import whole_shares
+from gpt4d.data.tokens import TokenFiles
 from gpt4d.errors import one_line_errors
-from gpt4d.files import NewFile, sync, write_file
+from gpt4d.files import sync, write_file
 
 _PART_TOKENS = 1 << 26  # of the training split, then another part begins: what an interruption may cost
-_BATCH_CHARACTERS = 1 << 18  # of the documents a process encodes at a time
 _WORD_S = 2.0  # between two words of how it goes
 _PROGRESS = "progress.json"
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Corpus:
     """What a run trains on: token files, and where there are several the weight of each."""
 
     files: list[TokenFiles]
-    weights: list[float]
+    weights: list[int]
 
     @property
     def first(self) -> TokenFiles:
@@ -57,7 +57,8 @@ def corpus(config: DataConfig) -> Corpus:
     """
     if config.source in ("tokens", "blend"):
         weights = config.blend if config.source == "blend" else {config.path: 1.0}
-        found = [TokenFiles.opened(Path(path).expanduser()) for path in weights]
+        shares = whole_shares(list(weights.values()))
+        found = [TokenFiles.opened(Path(os.path.expanduser(path))) for path in weights]
         for files in found:
             if files.header["vocabulary"] > config.tokenizer_vocab:
                 raise ConfigError(
@@ -69,41 +70,50 @@ def corpus(config: DataConfig) -> Corpus:
                     f"{files.directory}: made with another tokenizer than {found[0].directory}; prepare it anew with "
                     f"data.tokenizer={found[0].directory}"
                 )
-        return Corpus(found, list(weights.values()))
-    name = hashlib.sha256(_identity(config).encode()).hexdigest()[:16]
-    directory = Path(config.cache_dir) / f"{config.name}-{name}"
-    return Corpus([prepare(config, directory, lambda words: print(f"{directory}: {words}", flush=True))], [1.0])
+        return Corpus(found, shares)
+    directory = Path(os.path.expanduser(config.cache_dir)) / f"{config.name}-{_identity(config)[:16]}"
+    return Corpus([prepare(config, directory, lambda words: print(f"{directory}: {words}", flush=True))], [1])
 
 
 def prepare(config: DataConfig, out: Path, told: Callable[[str], None] = lambda text: None) -> TokenFiles:
     """The token files of a corpus in ``out``, made now unless they are there. ``told`` is told how it goes.
 
     They appear under this name only once they are whole; until then they are in ``out``.partial, where an interrupted
-    preparation finds what it had. ConfigError if there is no text to train on.
+    preparation finds what it had. ConfigError if there is no text to train on, or ``out`` has something else.
     """
-    if (out / tokens.HEADER).exists():
-        return TokenFiles.opened(out)
-    if out.exists():
-        raise ConfigError(f"out={out}: exists and has no token files; choose another name, or remove it")
-    partial = out.with_name(out.name + ".partial")
+    identity = _identity(config)
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with _alone(partial, told):
-            if not out.exists():  # another job may have made it while this one waited
-                _Preparation(config, partial, told).run()
-                os.rename(partial, out)
-                sync(out.parent)
+        if not out.exists():
+            _make(config, identity, out, told)
+        elif not (out / tokens.HEADER).exists():
+            raise ConfigError(f"out={out}: exists and has no token files; choose another name, or remove it")
     except OSError as error:
+        mend = "; it needs room and a place to write to" if error.errno in _NO_PLACE else ""
+        raise ConfigError(f"{error.filename or out}: {error.strerror or error}{mend}") from None
+    files = TokenFiles.opened(out)
+    if files.header["identity"] != identity:
         raise ConfigError(
-            f"{error.filename or out}: {error.strerror or error}; it needs room and a place to write to"
-        ) from None
-    return TokenFiles.opened(out)
+            f"out={out}: holds the tokens of another corpus or other settings; choose another name, or remove it"
+        )
+    return files
+
+
+def _make(config: DataConfig, identity: str, out: Path, told: Callable[[str], None]) -> None:
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _alone(partial, told):
+        if not out.exists():  # another job may have made it while this one waited
+            _Preparation(config, identity, partial, told).run()
+            os.rename(partial, out)
+            sync(out.parent)
+            (out / _PROGRESS).unlink()  # not before: without it all would be made anew
 
 
 def _identity(config: DataConfig) -> str:
-    """What the token files depend on."""
+    """A hash of what the token files depend on."""
     kind = _given(config) if config.tokenizer else config.tokenizer_vocab
-    return repr((tokens.FORMAT, documents.identity(config), kind, config.validation_fraction))
+    facts = (tokens.FORMAT, documents.identity(config), kind, config.validation_fraction)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _given(config: DataConfig) -> str:
@@ -130,78 +140,98 @@ def _alone(directory: Path, told: Callable[[str], None]) -> Iterator[None]:
 class _Preparation:
     """Writes part after part, in the order of the documents. What it has done stands in ``progress.json``."""
 
-    def __init__(self, config: DataConfig, directory: Path, told: Callable[[str], None]):
-        self.config, self.directory, self.told = config, directory, told
-        self.identity = hashlib.sha256(_identity(config).encode()).hexdigest()
+    def __init__(self, config: DataConfig, identity: str, directory: Path, told: Callable[[str], None]):
+        self.config, self.identity, self.directory, self.told = config, identity, directory, told
+        self.tokenizer_file = directory / "tokenizer.json"
         self.parts: list[dict] = []
         self.done = 0  # documents, in whole parts
-        self.tokenizer = self._resumed() or self._begun()
-        self.end = tokenizers.end_of_text(self.tokenizer)
-        self.dtype = "uint16" if tokenizers.vocabulary(self.tokenizer) <= 2**16 else "uint32"
+        tokenizer = self._resumed() or self._begun()
+        self.vocabulary, self.end = tokenizers.vocabulary(tokenizer), tokenizers.end_of_text(tokenizer)
+        self.dtype = parts.dtype_for(self.vocabulary)
 
     def run(self) -> None:
-        at = self.done
+        how = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction)
         pace = _Pace(documents.size(self.config))
-        encoded = self._encoded(pace.watched(itertools.islice(documents.documents(self.config), self.done, None)))
-        while True:
-            part = _Part(self.directory, len(self.parts))
-            with part:
-                for held_out, ids in encoded:
-                    part.add("validation" if held_out else "train", ids)
-                    at += 1
-                    if pace.due():
-                        every = (*self.parts, part.counts)
-                        count = sum(counts[split]["tokens"] for counts in every for split in tokens.SPLITS)
-                        self.told(f"{at:,} documents, {count:,} tokens{pace}")
-                    if part.counts["train"]["tokens"] >= _PART_TOKENS:
-                        break
-            if at == self.done:
-                part.remove()
-                break
-            self.parts.append(part.told())
-            self.done = at
-            self._note_progress()
+        todo = pace.watched(itertools.islice(documents.documents(self.config), self.done, None))
+        with closing(encoding.encoded(todo, how, self.config.processes)) as encoded:
+            while self._write_part(encoded, pace):
+                self._note_progress()
         if not sum(part["train"]["tokens"] for part in self.parts):
             where = f"data.source={self.config.source}, data.path={self.config.path!r}"
             mend = "; set data.validation_fraction=0, all of it is held out" if self.parts else ""
             raise ConfigError(f"{where}: there is no text to train on{mend}")
         header = {
             "format": tokens.FORMAT,
+            "identity": self.identity,
             "dtype": self.dtype,
             "tokenizer": TokenFiles(self.directory).fingerprint(),
-            "vocabulary": tokenizers.vocabulary(self.tokenizer),
+            "vocabulary": self.vocabulary,
             "end_of_text": self.end,
             "parts": self.parts,
         }
         write_file(self.directory / tokens.HEADER, json.dumps(header, indent=1).encode())
-        (self.directory / _PROGRESS).unlink()
         sync(self.directory)
 
+    def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
+        """False if there was no document left for it."""
+        part = parts.Part(self.directory, len(self.parts))
+        with part:
+            for held_out, ids in encoded:
+                part.add("validation" if held_out else "train", ids)
+                if pace.due():
+                    every = (*self.parts, part.counts)
+                    count = sum(counts[split]["tokens"] for counts in every for split in parts.SPLITS)
+                    self.told(f"{self.done + part.documents:,} documents, {count:,} tokens{pace}")
+                if part.counts["train"]["tokens"] >= _PART_TOKENS:
+                    break
+        if not part.documents:
+            part.remove()
+            return False
+        self.parts.append(part.told())
+        self.done += part.documents
+        return True
+
     def _resumed(self) -> Tokenizer | None:
-        """The tokenizer of an interrupted preparation of the same corpus; None if there was none."""
+        """The tokenizer of an interrupted preparation; None if there was none, or it cannot be gone on with."""
+        path = self.directory / _PROGRESS
+        if not path.exists():
+            return None
         try:
-            progress = json.loads((self.directory / _PROGRESS).read_bytes())
-        except (FileNotFoundError, ValueError):
+            tokenizer = self._kept(json.loads(path.read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.told(f"beginning anew, for what is there is not this preparation's, or damaged ({error})")
             return None
-        if progress["identity"] != self.identity:
-            return None
-        self.parts, self.done = progress["parts"], progress["documents"]
-        kept = {name for part in self.parts for name in part["files"]} | {_PROGRESS, "tokenizer.json"}
+        kept = {name for part in self.parts for name in part["files"]} | {_PROGRESS, self.tokenizer_file.name}
         for path in self.directory.iterdir():
             if path.name not in kept:
                 path.unlink()  # of the part that was interrupted
         if self.done:
             self.told(f"going on after {self.done:,} documents")
-        return tokenizers.read(self.directory / "tokenizer.json")
+        return tokenizer
+
+    def _kept(self, progress: dict) -> Tokenizer:
+        """Takes over what is done. An error of any kind that JSON can make if it is not as it was written."""
+        if progress["identity"] != self.identity:
+            raise ValueError("of another corpus or other settings")
+        if TokenFiles(self.directory).fingerprint() != progress["tokenizer"]:
+            raise ValueError("another tokenizer.json")
+        tokenizer = tokenizers.read(self.tokenizer_file)
+        found = parts.checked(progress["parts"], parts.dtype_for(tokenizers.vocabulary(tokenizer)))
+        done = sum(part[split]["documents"] for part in found for split in parts.SPLITS)
+        if parts.count(progress["documents"]) != done:
+            raise ValueError(f"{progress['documents']} documents, {done} in its parts")
+        parts.check_sizes(self.directory, found)
+        parts.check_content(self.directory, found)
+        self.parts, self.done = found, done
+        return tokenizer
 
     def _begun(self) -> Tokenizer:
         for path in self.directory.iterdir():
             path.unlink()
-        path = self.directory / "tokenizer.json"
         text = _given(self.config) if self.config.tokenizer else self._trained().to_str()
-        write_file(path, text.encode())
+        write_file(self.tokenizer_file, text.encode())
         self._note_progress()
-        return tokenizers.read(path)
+        return tokenizers.read(self.tokenizer_file)
 
     def _trained(self) -> Tokenizer:
         self.told(f"training a tokenizer of {self.config.tokenizer_vocab:,} tokens")
@@ -210,32 +240,17 @@ class _Preparation:
         return tokenizers.train(texts, self.config.tokenizer_vocab)
 
     def _note_progress(self) -> None:
-        progress = {"identity": self.identity, "documents": self.done, "parts": self.parts}
+        progress = {
+            "identity": self.identity,
+            "tokenizer": TokenFiles(self.directory).fingerprint(),
+            "documents": self.done,
+            "parts": self.parts,
+        }
         new = self.directory / (_PROGRESS + ".new")
         new.unlink(missing_ok=True)
         write_file(new, json.dumps(progress).encode())
         os.replace(new, self.directory / _PROGRESS)
         sync(self.directory)
-
-    def _encoded(self, todo: Iterable[Document]) -> Iterator[tuple[bool, np.ndarray]]:
-        """Whether each document is held out, and its ids with the end's, in order; several processes share the work."""
-        how = self.config.validation_fraction, self.end, self.dtype
-        processes = self.config.processes or _cores()
-        batches = _batches(todo)
-        first = list(itertools.islice(batches, 2))
-        if processes == 1 or len(first) < 2:  # not worth the start of a process
-            for texts in itertools.chain(first, batches):
-                yield from _encode_all(texts, self.tokenizer, *how)
-            return
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(processes, _start_process, (str(self.directory / "tokenizer.json"), *how)) as pool:
-            under_way: deque = deque()  # bounded: a corpus may be larger than memory
-            for texts in itertools.chain(first, batches):
-                under_way.append(pool.apply_async(_encode_in_process, (texts,)))
-                if len(under_way) > 2 * processes:
-                    yield from under_way.popleft().get()
-            while under_way:
-                yield from under_way.popleft().get()
 
 
 class _Pace:
@@ -267,80 +282,10 @@ class _Pace:
         return f", {self.read / self.size:.0%} read, {timedelta(seconds=round(left))} left"
 
 
-class _Part:
-    """The files of a part while they are written."""
-
-    def __init__(self, directory: Path, number: int):
-        self.directory, self.number = directory, number
-        self.counts = {split: {"tokens": 0, "documents": 0} for split in tokens.SPLITS}
-        self.files = {
-            (split, suffix): NewFile(directory / file_name(split, number, suffix))
-            for split in tokens.SPLITS
-            for suffix in ("bin", "idx")
-        }
-
-    def add(self, split: str, ids: np.ndarray) -> None:
-        count = self.counts[split]
-        count["tokens"] += len(ids)
-        count["documents"] += 1
-        self.files[split, "bin"].write(ids.data.cast("B"))
-        self.files[split, "idx"].write(np.asarray([count["tokens"]], np.uint64).data.cast("B"))
-
-    def told(self) -> dict:
-        files = {file_name(s, self.number, suffix): f.entry._asdict() for (s, suffix), f in self.files.items()}
-        return {**self.counts, "files": files}
-
-    def remove(self) -> None:
-        for split, suffix in self.files:
-            (self.directory / file_name(split, self.number, suffix)).unlink()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error) -> None:
-        for file in self.files.values():
-            file.__exit__(*error)
-
-
-def _batches(todo: Iterable[Document]) -> Iterator[list[str]]:
-    """Texts of about ``_BATCH_CHARACTERS`` together."""
-    batch, size = [], 0
-    for document in todo:
-        batch.append(document.text)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode_all(
-    texts: list[str], tokenizer: Tokenizer, fraction: float, end: int, dtype: str
-) -> list[tuple[bool, np.ndarray]]:
-    return [
-        (documents.held_out(text, fraction), np.array([*tokenizers.encode(tokenizer, text), end], dtype))
-        for text in texts
-    ]
-
-
-def _start_process(tokenizer: str, *how) -> None:
-    global _in_process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _in_process = tokenizers.read(Path(tokenizer)), *how
-
-
-def _encode_in_process(texts: list[str]) -> list[tuple[bool, np.ndarray]]:
-    return _encode_all(texts, *_in_process)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def main(arguments: list[str]) -> None:
     words = dict(word.partition("=")[::2] for word in arguments if word.startswith(("out=", "verify=")))
     if "verify" in words:
-        TokenFiles.opened(Path(words["verify"])).verify()
+        TokenFiles.opened(Path(os.path.expanduser(words["verify"]))).verify()
         print(f"{words['verify']}: whole")
         return
     if not words.get("out"):
@@ -349,13 +294,13 @@ def main(arguments: list[str]) -> None:
     if config.source in ("tokens", "blend"):
         raise ConfigError(f"data.source={config.source}: these are token files already; prepare takes text")
     check_data(config)
-    out = Path(words["out"])
+    out = Path(os.path.expanduser(words["out"]))
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as shown:
         line = shown.add_task(f"preparing {out}", total=None)
         files = prepare(config, out, lambda words: shown.update(line, description=words))
     counts = ", ".join(
         f"{split} {files.count(split, 'documents'):,} documents of {files.count(split, 'tokens'):,} tokens"
-        for split in tokens.SPLITS
+        for split in parts.SPLITS
     )
     print(
         f"{out}: {counts}\ntrain on it with data=tokens data.path={out} model.vocab_size={files.header['vocabulary']}"

@@ -16,12 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
-from gpt4d.data import tokenizers
-from gpt4d.files import Entry, checksum
+from gpt4d.data import parts, tokenizers
 
 HEADER = "header.json"
-FORMAT = 2
-SPLITS = ("train", "validation")
+FORMAT = 3
 
 
 class Tokens:
@@ -42,7 +40,7 @@ class Tokens:
         assert step == 1, "tokens are read in a row"
         found = []
         for number in range(int(np.searchsorted(self.ends, start, side="right")), len(self.parts)):
-            before = int(self.ends[number]) - len(self.parts[number])
+            before = int(self._begins[number])
             if before >= stop:
                 break
             found.append(self.parts[number][max(0, start - before) : stop - before])
@@ -67,9 +65,6 @@ class Tokens:
         """Every row of so many tokens that there is in a part, without a copy."""
         return np.lib.stride_tricks.sliding_window_view(self.parts[number], size)
 
-    def tolist(self) -> list[int]:
-        return self[:].tolist()
-
 
 @dataclass(frozen=True)
 class TokenFiles:
@@ -79,44 +74,32 @@ class TokenFiles:
 
     @classmethod
     def opened(cls, directory: Path) -> "TokenFiles":
-        """ConfigError, naming the file, if there are none, one is missing, or one is not as long as it was."""
+        """ConfigError, naming the file, if there are none, one is missing or not as long as it was, or what the header
+        says is not so."""
         files = cls(directory)
-        for path, entry in files.entries():
-            size = path.stat().st_size if path.is_file() else None
-            if size != entry.bytes:
-                found = "missing" if size is None else f"{size:,} bytes long, {entry.bytes:,} were written"
-                raise ConfigError(f"{path}: {found}; prepare the tokens anew")
-        if files.fingerprint() != files.header["tokenizer"]:
-            raise ConfigError(
-                f"{directory / 'tokenizer.json'}: not the one the tokens were made with; prepare them anew"
-            )
+        header, tokenizer = files.header, directory / "tokenizer.json"
+        parts.check_sizes(directory, header["parts"])
+        if files.fingerprint() != header["tokenizer"]:
+            raise ConfigError(f"{tokenizer}: not the one the tokens were made with; prepare them anew")
+        found = files.tokenizer()
+        for key, of in (("vocabulary", tokenizers.vocabulary), ("end_of_text", tokenizers.end_of_text)):
+            if of(found) != header[key]:
+                raise ConfigError(f"{directory / HEADER}: its {key} is not that of {tokenizer}; prepare them anew")
         return files
 
     @cached_property
     def header(self) -> dict:
         path = self.directory / HEADER
         try:
-            header = json.loads(path.read_bytes())
-            if header["format"] != FORMAT:
-                raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
-            return header
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return _checked(json.loads(path.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: no token files there ({error}); make them with python -m gpt4d.data.prepare out=DIR"
             ) from None
 
-    def entries(self) -> Iterator[tuple[Path, Entry]]:
-        """The files and what was written to them."""
-        for part in self.header["parts"]:
-            for file, entry in part["files"].items():
-                yield self.directory / file, Entry(**entry)
-
     def verify(self) -> None:
         """ConfigError, naming the file, if one is not what was written. Reads all of them."""
-        for path, entry in self.entries():
-            with open(path, "rb", buffering=0) as file:
-                if checksum(file) != entry.xxh3_128:
-                    raise ConfigError(f"{path}: damaged, its checksum is another; prepare the tokens anew")
+        parts.check_content(self.directory, self.header["parts"])
 
     def tokenizer(self) -> Tokenizer:
         return tokenizers.read(self.directory / "tokenizer.json")
@@ -133,23 +116,28 @@ class TokenFiles:
         return self.header["end_of_text"]
 
     def tokens(self, split: str) -> Tokens:
-        dtype = self.header["dtype"]
-        return Tokens(list(self._mapped(split, "bin", dtype)), dtype)
+        return Tokens(list(self._mapped(split)), self.header["dtype"])
 
-    def document_ends(self, split: str) -> Iterator[np.ndarray]:
-        """Of each part: where its documents end, their end-of-text included, counted from its beginning."""
-        return self._mapped(split, "idx", "uint64")
-
-    def _mapped(self, split: str, suffix: str, dtype: str) -> Iterator[np.ndarray]:
+    def _mapped(self, split: str) -> Iterator[np.ndarray]:
         for number, part in enumerate(self.header["parts"]):
             if part[split]["documents"]:
-                mapped = np.memmap(self.directory / file_name(split, number, suffix), dtype=dtype, mode="r")
-                yield mapped.view(np.ndarray)  # a plain array is sliced faster
+                path = self.directory / parts.file_name(split, number, "bin")
+                yield np.memmap(path, self.header["dtype"], "r").view(np.ndarray)  # a plain array is sliced faster
 
     def count(self, split: str, what: str) -> int:
         """Of ``tokens`` or ``documents``."""
         return sum(part[split][what] for part in self.header["parts"])
 
 
-def file_name(split: str, part: int, suffix: str) -> str:
-    return f"{split}_{part:05}.{suffix}"
+def _checked(header: dict) -> dict:
+    """What JSON says of token files. ValueError, KeyError, TypeError or AttributeError if it cannot be so."""
+    if header["format"] != FORMAT:
+        raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
+    vocabulary, end = parts.count(header["vocabulary"]), parts.count(header["end_of_text"])
+    if header["dtype"] != parts.dtype_for(vocabulary) or end >= vocabulary:
+        raise ValueError(f"ids of {header['dtype']!r} and the end {end} with a vocabulary of {vocabulary}")
+    for key in ("tokenizer", "identity"):
+        if not isinstance(header[key], str):
+            raise TypeError(f"{key} is no text")
+    parts.checked(header["parts"], header["dtype"])
+    return header

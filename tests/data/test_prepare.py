@@ -1,16 +1,21 @@
 """A corpus becomes tokens: all of it, the same each time, gone on with after a kill, refused in one line."""
 
+import errno
 import hashlib
+import json
+import multiprocessing
 import os
 import re
 import signal
+from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig, validate
 from gpt4d.data import documents as texts
-from gpt4d.data import prepare, tokenizers
+from gpt4d.data import encoding, parts, prepare, tokenizers
 from gpt4d.data.tokens import TokenFiles
 from tests.data import words
 from tests.grids import train_in_rank
@@ -31,7 +36,7 @@ def test_the_tokens_of_both_splits_are_the_whole_text(config, tmp_path):
     tokenizer, end = files.tokenizer(), files.end_of_text
     found = []
     for split in ("train", "validation"):
-        ids = files.tokens(split).tolist()
+        ids = files.tokens(split)[:].tolist()
         assert ids[-1] == end and ids.count(end) == files.count(split, "documents")
         split_texts = tokenizer.decode(ids, skip_special_tokens=False).split(tokenizers.END_OF_TEXT)[:-1]
         assert all(texts.held_out(text, 0.2) == (split == "validation") for text in split_texts)
@@ -44,12 +49,12 @@ def test_the_tokens_of_both_splits_are_the_whole_text(config, tmp_path):
 def test_parts_processes_and_batches_change_nothing_of_the_tokens(config, tmp_path, monkeypatch):
     whole = prepare.prepare(config, tmp_path / "whole")
     monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
-    monkeypatch.setattr(prepare, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
         parts = prepare.prepare(replace(config, processes=processes), tmp_path / f"by{processes}")
         assert len(parts.header["parts"]) > 5
         for split in ("train", "validation"):
-            assert parts.tokens(split).tolist() == whole.tokens(split).tolist()
+            assert parts.tokens(split)[:].tolist() == whole.tokens(split)[:].tolist()
             assert parts.count(split, "tokens") == len(whole.tokens(split))
     assert digests(tmp_path / "by1") == digests(tmp_path / "by2")
 
@@ -58,10 +63,11 @@ def test_the_index_says_where_documents_end(config, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
     files = prepare.prepare(config, tmp_path / "out")
     for split in ("train", "validation"):
-        parts = files.tokens(split).parts
-        ends = list(files.document_ends(split))
-        assert len(parts) == len(ends) > 2
-        for ids, index in zip(parts, ends, strict=True):
+        found = files.tokens(split).parts
+        indices = [np.fromfile(path, "uint64") for path in sorted(files.directory.glob(f"{split}_*.idx"))]
+        indices = [index for index in indices if len(index)]  # a part need not have a held-out document
+        assert len(found) == len(indices) > 2
+        for ids, index in zip(found, indices, strict=True):
             assert (ids[index.astype(int) - 1] == files.end_of_text).all()
             assert int((ids == files.end_of_text).sum()) == len(index) and index[-1] == len(ids)
 
@@ -83,8 +89,8 @@ def killed_while_preparing(config, out, parts):
 def test_a_killed_preparation_goes_on_where_it_was(ranks, config, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
     prepare.prepare(config, tmp_path / "straight")
-    for parts in (0, 2, 4):
-        process = ranks.context.Process(target=killed_while_preparing, args=(config, tmp_path / "out", parts))
+    for count in (0, 2, 4):
+        process = ranks.context.Process(target=killed_while_preparing, args=(config, tmp_path / "out", count))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL and not (tmp_path / "out").exists()
@@ -93,6 +99,138 @@ def test_a_killed_preparation_goes_on_where_it_was(ranks, config, tmp_path, monk
     assert "going on after" in told[0]
     assert digests(tmp_path / "out") == digests(tmp_path / "straight")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "straight"]
+
+
+def interrupted(config, out, documents=25):
+    """Leaves what a preparation leaves that is ended after so many documents, within a part."""
+    added, add = [], parts.Part.add
+
+    def until(self, *document):
+        added.append(document)
+        if len(added) > documents:
+            raise KeyboardInterrupt
+        add(self, *document)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(parts.Part, "add", until)
+        prepare.prepare(config, out)
+    return out.with_name(out.name + ".partial")
+
+
+def test_files_of_the_part_that_was_interrupted_are_not_kept(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_PART_TOKENS", 1200)
+    prepare.prepare(config, tmp_path / "straight")
+    partial = interrupted(config, tmp_path / "out")
+    begun = [path for path in partial.glob("train_*.bin") if path.name not in (partial / "progress.json").read_text()]
+    assert len(begun) == 1 and begun[0].stat().st_size
+    told = []
+    prepare.prepare(config, tmp_path / "out", told.append)
+    assert "going on after" in told[0]
+    assert digests(tmp_path / "out") == digests(tmp_path / "straight")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(name, change):
+    """A function that changes what a file of JSON says."""
+
+    def harm(directory):
+        content = json.loads((directory / name).read_bytes())
+        (directory / name).write_text(json.dumps(change(content) or content))
+
+    return harm
+
+
+HARMS = {
+    "no JSON": lambda d: (d / "progress.json").write_text("{"),
+    "deep": lambda d: (d / "progress.json").write_text("[" * 100_000),
+    "a list": lambda d: (d / "progress.json").write_text("[1]"),
+    "no parts": rewrite("progress.json", lambda p: p.pop("parts") and None),
+    "parts null": rewrite("progress.json", lambda p: p.update(parts=None)),
+    "documents true": rewrite("progress.json", lambda p: p.update(documents=True)),
+    "more documents": rewrite("progress.json", lambda p: p.update(documents=p["documents"] + 1)),
+    "a part less": rewrite("progress.json", lambda p: p["parts"].pop() and None),
+    "a file elsewhere": rewrite("progress.json", lambda p: p["parts"][0]["files"].update({"../a": {"bytes": 0}})),
+    "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),
+    "another tokenizer": lambda d: (d / "tokenizer.json").write_text((d / "tokenizer.json").read_text() + " "),
+    "a part missing": lambda d: (d / "train_00000.bin").unlink(),
+    "a part cut off": lambda d: os.truncate(d / "train_00001.bin", 8),
+    "a flipped bit": lambda d: flip(d / "train_00001.idx"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_interrupted_preparation_that_was_damaged_is_begun_anew(config, tmp_path, monkeypatch, harm):
+    monkeypatch.setattr(prepare, "_PART_TOKENS", 1200)
+    prepare.prepare(config, tmp_path / "straight")
+    HARMS[harm](interrupted(config, tmp_path / "out"))
+    told = []
+    prepare.prepare(config, tmp_path / "out", told.append)
+    assert "beginning anew" in told[0] and "\n" not in told[0]
+    assert digests(tmp_path / "out") == digests(tmp_path / "straight")
+
+
+def test_what_fails_at_the_very_end_loses_no_parts(config, tmp_path, monkeypatch):
+    prepare.prepare(config, tmp_path / "straight")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device; it needs room"):
+        patch.setattr(os, "rename", full)
+        prepare.prepare(config, tmp_path / "out")
+    monkeypatch.setattr(parts.Part, "add", lambda *_: pytest.fail("encoded again"))
+    prepare.prepare(config, tmp_path / "out")
+    assert digests(tmp_path / "out") == digests(tmp_path / "straight")
+
+
+def test_tokens_of_something_else_are_not_taken_for_these(config, tmp_path):
+    out = tmp_path / "out"
+    prepare.prepare(config, out)
+    prepare.prepare(replace(config, processes=2), out)  # makes no difference
+    (tmp_path / "other.txt").write_text("something else " * 50)
+    others = {"validation_fraction": 0.4}, {"tokenizer_vocab": 280}, {"path": str(tmp_path / "other.txt")}
+    for other in others:
+        with pytest.raises(ConfigError, match=r"out=.*: holds the tokens of another corpus or other settings; choose"):
+            prepare.prepare(replace(config, **other), out)
+
+
+def test_a_job_that_waited_for_another_does_not_take_its_tokens_for_its_own(config, tmp_path, monkeypatch):
+    out, alone = tmp_path / "out", prepare._alone
+
+    @contextmanager
+    def waiting(directory, told):
+        monkeypatch.setattr(prepare, "_alone", alone)
+        prepare.prepare(replace(config, validation_fraction=0.4), out)  # the other job's
+        yield
+
+    monkeypatch.setattr(prepare, "_alone", waiting)
+    with pytest.raises(ConfigError, match="holds the tokens of another corpus"):
+        prepare.prepare(config, out)
+
+
+def test_a_process_that_is_killed_while_it_encodes_is_told(config, tmp_path, monkeypatch):
+    def killing(*_):
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(parts.Part, "add", killing)
+    with pytest.raises(ConfigError, match=r"data\.processes=2: a process that encodes was ended \(out of memory\?\)"):
+        prepare.prepare(replace(config, processes=2), tmp_path / "out")
+
+
+def test_an_output_that_cannot_be_written_is_one_line(config, tmp_path):
+    with pytest.raises(ConfigError, match="File name too long") as raised:
+        prepare.prepare(config, tmp_path / ("x" * 300))
+    assert "room" not in str(raised.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        prepare.prepare(config, tmp_path / "file" / "out")
 
 
 def test_it_is_told_how_much_is_read_and_how_long_the_rest_takes(config, tmp_path, monkeypatch):
@@ -106,7 +244,7 @@ def test_it_is_told_how_much_is_read_and_how_long_the_rest_takes(config, tmp_pat
 def test_what_an_interrupted_preparation_of_something_else_left_is_not_used(config, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_PART_TOKENS", 900)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare._Part, "told", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(parts.Part, "told", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare.prepare(replace(config, validation_fraction=0.4), tmp_path / "out")
     prepare.prepare(config, tmp_path / "out")
     prepare.prepare(config, tmp_path / "straight")
@@ -120,7 +258,18 @@ def test_the_cache_is_read_again_and_other_text_is_not_taken_for_it(config, tmp_
         assert prepare.corpus(config).first.directory == first
     (tmp_path / "other.txt").write_text("something else " * 50)
     other = replace(config, path=str(tmp_path / "other.txt"), validation_fraction=0.0)
-    assert prepare.corpus(other).first.directory != first
+    second = prepare.corpus(other).first.directory
+    assert second != first
+    os.utime(tmp_path / "other.txt", ns=(1, 1))
+    assert prepare.corpus(other).first.directory not in (first, second)
+
+
+def test_a_tokenizer_is_not_trained_on_what_is_held_out(config, tmp_path, monkeypatch):
+    seen, train = [], tokenizers.train
+    monkeypatch.setattr(tokenizers, "train", lambda some, size: train(seen.extend(some) or seen, size))
+    prepare.prepare(config, tmp_path / "out")
+    assert seen == [d.text for d in texts.documents(config) if not texts.held_out(d.text, 0.2)]
+    assert len(seen) < 40
 
 
 @pytest.mark.parametrize(
@@ -199,6 +348,36 @@ def test_sotu_is_there_and_a_twentieth_is_held_out():
     assert 5 <= sum(texts.held_out(text, 0.05) for text in speeches) <= 20
 
 
+LIES = {
+    "a list": lambda h: [h],
+    "another format": lambda h: h.update(format="2"),
+    "floats": lambda h: h.update(dtype="float16"),
+    "wider than they are": lambda h: h.update(dtype="uint32"),
+    "vocabulary true": lambda h: h.update(vocabulary=True),
+    "a vocabulary below 0": lambda h: h.update(vocabulary=-1),
+    "another vocabulary": lambda h: h.update(vocabulary=h["vocabulary"] + 1),
+    "another end": lambda h: h.update(end_of_text=h["end_of_text"] + 1),
+    "no end": lambda h: h.pop("end_of_text") and None,
+    "no identity": lambda h: h.pop("identity") and None,
+    "parts as text": lambda h: h.update(parts="none"),
+    "another token": lambda h: h["parts"][0]["train"].update(tokens=h["parts"][0]["train"]["tokens"] + 1),
+    "another document": lambda h: h["parts"][0]["train"].update(documents=h["parts"][0]["train"]["documents"] + 1),
+    "half a document": lambda h: h["parts"][0]["train"].update(documents=0.5),
+    "a file elsewhere": lambda h: h["parts"][0]["files"].update({"../a": {"bytes": 0, "xxh3_128": ""}}),
+    "a file less": lambda h: h["parts"][0]["files"].pop("train_00000.idx") and None,
+    "no checksum": lambda h: h["parts"][0]["files"]["train_00000.idx"].update(xxh3_128=None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_cannot_be_so_is_refused(config, tmp_path, lie):
+    directory = prepare.prepare(config, tmp_path / "out").directory
+    rewrite("header.json", LIES[lie])(directory)
+    with pytest.raises(ConfigError, match=r"header\.json: (no token files there|its)") as raised:
+        TokenFiles.opened(directory)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("harm", ["truncated", "missing", "another tokenizer", "no header"])
 def test_token_files_that_are_not_whole_are_refused_by_name(config, tmp_path, harm):
     directory = prepare.prepare(config, tmp_path / "out").directory
@@ -214,8 +393,6 @@ def test_token_files_that_are_not_whole_are_refused_by_name(config, tmp_path, ha
 
 def test_a_flipped_bit_is_found_by_verify(config, tmp_path):
     directory = prepare.prepare(config, tmp_path / "out").directory
-    content = bytearray((directory / "validation_00000.bin").read_bytes())
-    content[7] ^= 1
-    (directory / "validation_00000.bin").write_bytes(content)
+    flip(directory / "validation_00000.bin")
     with pytest.raises(ConfigError, match=r"validation_00000\.bin: damaged"):
         prepare.main([f"verify={directory}"])
