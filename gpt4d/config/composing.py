@@ -77,7 +77,7 @@ def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
 def _flat_keys(values: dict, prefix: str = "") -> list[str]:
     keys = []
     for name, value in values.items():
-        keys += _flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+        keys += _flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
     return keys
 
 

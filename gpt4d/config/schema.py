@@ -55,7 +55,7 @@ class DataConfig:
     shuffle: bool = True
     reset_attention: bool = False  # attention and positions stay inside a document
     processes: int | None = None  # that encode; null: the cores
-    workers: int = 1  # steps read ahead, by as many threads; 0: none
+    workers: int = 1  # threads that read ahead, each 2 spans of a million tokens, at least a step each; 0: none
     cache_dir: str = "runs/cache"  # trained tokenizers and encoded tokens
 
 

