@@ -39,7 +39,7 @@ class Launch:
         if int(e.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             world_size = int(e["SLURM_STEP_NUM_TASKS"])
             host = e.get("MASTER_ADDR") or first_host(e["SLURM_STEP_NODELIST"])
-            # Jobs that share a node must not meet on one port: their ids differ. Above these the kernel hands out its own.
+            # Jobs that share a node must not meet on one port: their ids differ. The kernel's own ports are higher.
             port = e.get("MASTER_PORT") or 20000 + (int(e["SLURM_JOB_ID"]) * 64 + int(e["SLURM_STEP_ID"])) % 12000
             local_world_size = tasks_on_node(e["SLURM_STEP_TASKS_PER_NODE"], int(e["SLURM_NODEID"]))
             return cls(int(e["SLURM_PROCID"]), world_size, int(e["SLURM_LOCALID"]), local_world_size, f"{host}:{port}")
