@@ -1,6 +1,7 @@
 """Files that are on the disk when they are said to be, with the checksum of what was written."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,14 @@ class Entry(NamedTuple):
 
     bytes: int
     xxh3_128: str
+
+
+def counts(values: Iterable) -> tuple[int, ...]:
+    """Values from JSON that are to be numbers of something. ValueError for any other."""
+    values = tuple(values)
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError(f"{values} are not all counts")
+    return values
 
 
 class NewFile:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import time
 from collections import deque
 from dataclasses import asdict, replace
@@ -51,16 +52,13 @@ class Trainer:
         on_first_rank(self._make_run_dir)
         self.corpus = on_first_rank(lambda: corpus(config.data))
         self.files = self.corpus.first
-        self.tokenizer = (self.files.directory / catalog.TOKENIZER).read_bytes()
-        self.fingerprint = self.files.fingerprint()
-        training = self._sequences("train", config.data.shuffle)
+        training, validation = on_every_rank(self._read_corpus)
         for files, sequences in zip(self.corpus.files, training, strict=True):
             if not sequences.count:
                 raise ConfigError(
                     f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens and the "
                     f"text to train on in {files.directory} has {len(sequences.tokens)}; use more text or shorter ones"
                 )
-        validation = self._sequences("validation", shuffle=False)
 
         self.grid = Grid(sizes, device.type)
         hosts, self.slow = startup.compare(config, self.grid, device)
@@ -189,6 +187,16 @@ class Trainer:
         progress.samples += config.train.batch_size
         progress.tokens += tokens
         return OnTheWay(progress.step, lr, torch.stack((loss, norm, skipped.double(), stopping)))
+
+    def _read_corpus(self) -> tuple[list[Sequences], list[Sequences]]:
+        try:
+            self.tokenizer = (self.files.directory / catalog.TOKENIZER).read_bytes()
+            self.fingerprint = self.files.fingerprint()
+            return self._sequences("train", self.config.data.shuffle), self._sequences("validation", shuffle=False)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: {error.strerror} on {socket.gethostname()}; all nodes must share its file system"
+            ) from None
 
     def _sequences(self, split: str, shuffle: bool) -> list[Sequences]:
         length, seed = self.config.train.seq_len, self.config.train.seed

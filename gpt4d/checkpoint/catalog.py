@@ -15,7 +15,7 @@ from pathlib import Path
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, ModelConfig
-from gpt4d.files import sync
+from gpt4d.files import counts, sync
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
@@ -60,9 +60,9 @@ class Meta:
                     f"{directory}: a checkpoint of format {values['format']!r}, this version reads {_FORMAT}"
                 )
             progress = Progress(**values.pop("progress"))
-            manifest.counts(asdict(progress).values())
+            counts(asdict(progress).values())
             found = cls(progress, _model(values.pop("model")), **values)
-            manifest.counts(found.grid.values())
+            counts(found.grid.values())
             if not all(isinstance(v, int | float) and v >= 0 for b in found.bounds.values() for v in b.values()):
                 raise ValueError(f"bounds are not {found.bounds}")
             if not (isinstance(found.data, str) and found.data.isprintable() and isinstance(found.tokenizer, str)):
@@ -76,7 +76,7 @@ def _model(values: dict) -> ModelConfig:
     """ValueError or TypeError for what is no model."""
     model = ModelConfig(**values)
     sizes = [getattr(model, key) for key in _STRUCTURE if key != "norm_epsilon"]
-    if 0 in manifest.counts(sizes) or model.hidden % model.heads or not str(model.name).isprintable():
+    if 0 in counts(sizes) or model.hidden % model.heads or not str(model.name).isprintable():
         raise ValueError(f"{model} is no model")
     return model
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from gpt4d.config import ConfigError
-from gpt4d.files import Entry, checksum, sync, write_file
+from gpt4d.files import Entry, checksum, counts, sync, write_file
 
 T = TypeVar("T")
 
@@ -57,14 +57,6 @@ def parsed(path: Path, meaning: Callable[[Any], T]) -> T:
         raise Damaged(f"{path}: damaged ({type(error).__name__}: {error})") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-
-
-def counts(values: Iterable) -> tuple[int, ...]:
-    """Values from JSON that are to be numbers of something. ValueError for any other."""
-    values = tuple(values)
-    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise ValueError(f"{values} are not all counts")
-    return values
 
 
 def open_regular(path: Path):

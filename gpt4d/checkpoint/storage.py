@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.files import Entry, NewFile, write_file
+from gpt4d.files import Entry, NewFile, counts, write_file
 
 TENSORS = "tensors.json"
 _ALIGNMENT = 64  # bytes: any dtype can be read in place
@@ -52,9 +52,9 @@ class StoredTensor:
 
     @classmethod
     def from_json(cls, values: dict) -> "StoredTensor":
-        shape, chunks = manifest.counts(values["shape"]), []
+        shape, chunks = counts(values["shape"]), []
         for offsets, sizes, file, start in values["chunks"]:
-            chunk = Chunk(manifest.counts(offsets), manifest.counts(sizes), file, *manifest.counts([start]))
+            chunk = Chunk(counts(offsets), counts(sizes), file, *counts([start]))
             if not (len(chunk.offsets) == len(chunk.sizes) == len(shape) and isinstance(file, str)):
                 raise ValueError(f"{chunk} is no part of a tensor of shape {shape}")
             chunks.append(chunk)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpt4d.config import ConfigError
-from gpt4d.files import Entry, NewFile, checksum
+from gpt4d.files import Entry, NewFile, checksum, counts
 
 SPLITS = ("train", "validation")
 
@@ -65,21 +65,15 @@ def checked(parts: Any, dtype: str) -> list[dict]:
     for number, part in enumerate(parts):
         sizes = {}
         for split in SPLITS:
-            sizes[file_name(split, number, "bin")] = count(part[split]["tokens"]) * itemsize
-            sizes[file_name(split, number, "idx")] = count(part[split]["documents"]) * 8
+            counts(part[split].values())
+            sizes[file_name(split, number, "bin")] = part[split]["tokens"] * itemsize
+            sizes[file_name(split, number, "idx")] = part[split]["documents"] * 8
         files = {name: Entry(**entry) for name, entry in part["files"].items()}
-        if {name: count(entry.bytes) for name, entry in files.items()} != sizes:
+        if {name: entry.bytes for name, entry in files.items()} != sizes:
             raise ValueError(f"part {number} does not have the files of its tokens and documents")
         if not all(isinstance(entry.xxh3_128, str) for entry in files.values()):
             raise TypeError(f"part {number} has a file without a checksum")
     return list(parts)
-
-
-def count(value: Any) -> int:
-    """A value from JSON that is to be a number of something. TypeError for any other."""
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is not a count")
-    return value
 
 
 def entries(directory: Path, parts: list[dict]) -> Iterator[tuple[Path, Entry]]:

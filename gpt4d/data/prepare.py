@@ -218,7 +218,7 @@ class _Preparation:
         tokenizer = tokenizers.read(self.tokenizer_file)
         found = parts.checked(progress["parts"], parts.dtype_for(tokenizers.vocabulary(tokenizer)))
         done = sum(part[split]["documents"] for part in found for split in parts.SPLITS)
-        if parts.count(progress["documents"]) != done:
+        if progress["documents"] != done:
             raise ValueError(f"{progress['documents']} documents, {done} in its parts")
         parts.check_sizes(self.directory, found)
         parts.check_content(self.directory, found)

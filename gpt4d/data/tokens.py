@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
 from gpt4d.data import parts, tokenizers
+from gpt4d.files import counts
 
 HEADER = "header.json"
 FORMAT = 3
@@ -133,7 +134,7 @@ def _checked(header: dict) -> dict:
     """What JSON says of token files. ValueError, KeyError, TypeError or AttributeError if it cannot be so."""
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
-    vocabulary, end = parts.count(header["vocabulary"]), parts.count(header["end_of_text"])
+    vocabulary, end = counts((header["vocabulary"], header["end_of_text"]))
     if header["dtype"] != parts.dtype_for(vocabulary) or end >= vocabulary:
         raise ValueError(f"ids of {header['dtype']!r} and the end {end} with a vocabulary of {vocabulary}")
     for key in ("tokenizer", "identity"):
