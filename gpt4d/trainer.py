@@ -111,10 +111,10 @@ class Trainer:
         config = self.config
         self._restart_clock()
         unread: deque[OnTheWay] = deque()
-        stopping = False
-        settled = self.progress.step + _FIRST_STEPS
-        while self.progress.step < config.train.steps and not stopping:
-            with profile.step(self.progress.step + 1):
+        step, stopping = self.progress.step, False
+        settled = step + _FIRST_STEPS
+        while step < config.train.steps and not stopping:
+            with profile.step(step + 1):
                 unread.append(self._step())
             self._report_saved()
             step = self.progress.step
