@@ -83,8 +83,8 @@ def test_the_same_run_serial_under_torchrun_and_generated_from(tiny, tmp_path):
     alone = command("train.py", *overrides(tiny()), *short, f"run.dir={serial}")
     assert alone.returncode == 0, alone.stderr
     assert f"run {serial}" in alone.stdout and "validation loss" in alone.stdout
-    eight = torchrun(4, *overrides(tiny()), *short, f"run.dir={grid}", "parallel.gx=2", "parallel.gz=2")
-    assert eight.returncode == 0, eight.stderr
+    two = torchrun(2, *overrides(tiny()), *short, f"run.dir={grid}", "parallel.gx=2")
+    assert two.returncode == 0, two.stderr
     losses = []
     for run in (serial, grid):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

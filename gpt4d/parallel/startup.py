@@ -1,6 +1,7 @@
 """What all ranks compare before they train together: a node with other code, another disk or a slow link is named."""
 
 import hashlib
+import math
 import platform
 import socket
 import statistics
@@ -18,8 +19,8 @@ from gpt4d.parallel.grid import Grid
 
 _MARK = ".these-ranks-meet-here"
 _PATIENCE_S = 30.0  # for a file to be seen from another node
-_REPEATS = 5
-_TENSOR = 1 << 18  # elements
+_REPEATS = 3
+_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # exchanged; squared in a computation, about
 _SLOWER = 3.0  # times the median: worth a word
 
 
@@ -139,9 +140,10 @@ def _timed(work: Callable[[], None]) -> Iterator[float]:
 
 
 def _exchange(axis, device: torch.device) -> None:
-    collectives.all_reduce(torch.ones(_TENSOR, device=device), axis)[0].item()
+    collectives.all_reduce(torch.ones(_ELEMENTS[device.type], device=device), axis)[0].item()
 
 
 def _compute(device: torch.device) -> None:
-    square = torch.ones(512, 512, device=device)
+    side = math.isqrt(_ELEMENTS[device.type])
+    square = torch.ones(side, side, device=device)
     (square @ square)[0, 0].item()

@@ -14,7 +14,7 @@ from gpt4d.config import GridSizes
 from tests.checkpoint import saved_by
 from tests.grids import metric_lines, train_in_rank
 
-KILLS = 25  # of each kind
+KILLS = {"true": 25, "false": 8}  # in the background there is more that may go wrong
 RANKS = 2
 
 
@@ -71,12 +71,12 @@ def test_killed_while_it_saves_a_run_goes_on_from_the_newest_committed(ranks, ti
     draw, config = random.Random(async_save), tiny(*options, "train.steps=1000", "checkpoint.every=1")
     run_dir = Path(config.run.dir)
     midway = 0
-    for number in range(KILLS):
+    for number in range(KILLS[async_save]):
         live(ranks.context, config, str(tmp_path / f"store{number}"), draw.uniform(0, longest))
         midway += any(path.suffix for path in (run_dir / "checkpoints").iterdir())
         for directory in catalog.committed(run_dir):
             verifying.verify(directory)
-    assert catalog.committed(run_dir) and 0 < midway < KILLS, "kills must fall into saves and beside them"
+    assert catalog.committed(run_dir) and 0 < midway < KILLS[async_save], "kills must fall into saves and beside them"
     steps = catalog.Meta.read(catalog.committed(run_dir)[-1]).progress.step
     end = tiny(*options, f"train.steps={steps + 2}", "checkpoint.every=1")
     assert live(ranks.context, end, str(tmp_path / "last"), None)
