@@ -60,7 +60,7 @@ train() {
     # Since Slurm 22.05 srun does not take this from sbatch by itself.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || options+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
     # Ranks that have saved leave one after the other, so the first to leave must not end the rest (kill-on-bad-exit).
-    # If one fails, the others wait for it in vain: they are ended when it has been gone for two minutes.
+    # If one fails, the others end themselves and say why; one that cannot is ended after two minutes.
     options+=(--kill-on-bad-exit=0 --wait=120)
 
     if [ -n "$asked" ]; then
