@@ -170,6 +170,14 @@ def test_a_hang_is_told_with_its_collective_axis_layer_and_who_is_missing(ranks,
     assert "waits for None" in records[1].read_text() and "_step" in records[1].read_text()
 
 
+def test_a_hang_ends_the_job_where_nothing_can_be_written_down_too(ranks, tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hang").write_text("in the way")
+    with Job(ranks.context, tiny("parallel.gz=2", "parallel.timeout_s=2"), 2, sleep) as job:
+        assert job.ends() == [1, 1]
+        assert "error: hang: rank 0 on" in job.said()[0]
+
+
 def lack_a_gpu(rank):
     from gpt4d.config import NodeError
     from gpt4d.parallel import job

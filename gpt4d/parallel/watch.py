@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,12 +55,12 @@ class Guard:
         self.main = threading.main_thread().ident
         self.names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters()) if name}
 
-    def waiting(self) -> dict | None:
-        """The collective that this rank waits for: its axis, name and number there, for how long, and its layer."""
+    def waiting(self, at_least_s: float = 0.0) -> dict | None:
+        """The collective that this rank has waited for so long: its axis, name and number there, and its layer."""
         for axis in self.axes.values():
-            if now := axis.traffic.waiting:
-                name, number, since = now
-                waited = time.perf_counter() - since
+            now = axis.traffic.waiting
+            if now and (waited := time.perf_counter() - now[2]) >= at_least_s:
+                name, number, _ = now
                 found = {"axis": axis.name, "name": name, "number": number, "s": waited, "layer": self._layer()}
                 return {**found, "members": dist.get_process_group_ranks(axis.group)}
         return None
@@ -173,8 +174,8 @@ class Watch:
 
     def _hang(self) -> Failure | None:
         guard = self.guard
-        waiting = guard and guard.waiting()
-        if not waiting or waiting["s"] < guard.timeout_s:
+        waiting = guard and guard.waiting(guard.timeout_s)
+        if not waiting:
             return None
         cause = f"{waiting['name']} was not over after {guard.timeout_s:g} s (parallel.timeout_s)"
         return self._tell(Failure(self.rank, self._host(self.rank), cause, waiting))
@@ -183,9 +184,11 @@ class Watch:
         """Writes down what this rank is about. The rank that noticed finds out who kept it waiting, and tells all."""
         directory = self.guard.directory
         record = self.guard.record()
-        directory.mkdir(parents=True, exist_ok=True)
         text = f"rank {self.rank} on {self._host(self.rank)}, begun on each axis {record['begun']}, waits for "
-        (directory / f"rank_{self.rank:05d}.txt").write_text(f"{text}{record['waiting']}\n\n{record.pop('stack')}")
+        text += f"{record['waiting']}\n\n{record.pop('stack')}"
+        with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"rank_{self.rank:05d}.txt").write_text(text)
         self.store.set(f"record/{self.rank}", json.dumps(record))
         if failure.rank == self.rank:
             missing = "; ".join(self._missing(failure.waiting)) or "all ranks of the axis have begun it"
