@@ -95,9 +95,9 @@ class Trainer:
         self.report: metrics.Report | metrics.Silence = metrics.Silence()
         try:
             on_first_rank(self._start_report)
-            for words in self.slow:
-                self.report.event("slow", f"SLOW: {words}", what=words)
             self._resume()
+            for words in self.slow:
+                self.report.event("slow", f"SLOW: {words}", step=self.progress.step, what=words)
             tracing = Profile(self.config, self.model, self.optimizer, self.report, self.progress.step)
             with tracing as profile, self.stop.deferred():
                 self._loop(profile)

@@ -17,6 +17,8 @@ from tests.data import batch
 from tests.grids import BINARY_GRIDS, build_model, grid_name, hf_state, metric_lines, on_grid, train_in_rank
 from tests.rank_pool import RankFailure
 
+OF_THE_MACHINE = "slow", "straggler"  # events that depend on what else it does
+
 
 def losses_and_norms(lines):
     return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
@@ -180,7 +182,7 @@ def test_the_run_directory_tells_what_happened(ranks, tiny):
     assert steps[-1]["epoch"] == 4 * 16 / ((trained_on - 1) // 16)
     assert set(steps[-1]["comm"]) == {"x", "y", "world"}
     assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
-    events = [(line["event"], line["step"]) for line in lines if "event" in line]
+    events = [(line["event"], line["step"]) for line in lines if line.get("event") not in (None, *OF_THE_MACHINE)]
     # A save is told when it has ended, which may be after the next validation.
     assert sorted(events[:-1]) == [("checkpoint", 2), ("checkpoint", 4), ("validation", 2), ("validation", 4)]
     assert events[-1] == ("sample", 4)

@@ -41,6 +41,27 @@ def test_what_is_slow_is_named_with_its_node():
     ]
 
 
+def _measure(seconds):
+    """On a rank: what is said to be slow, where the last rank takes ``seconds`` one after another, the rest 1 each."""
+    import torch.distributed as dist
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    taken = iter(seconds if last else [1.0] * len(seconds))
+    startup._best, best = (lambda _: next(taken)), startup._best
+    try:
+        return startup._slow_again_and_again({"computation": None}, ["a", "b", "c"])
+    finally:
+        startup._best = best
+
+
+def test_what_is_slow_once_is_not_told_and_what_stays_slow_is(ranks):
+    assert ranks.run(3, _measure, [9.0, 1.0, 9.0]) == [[]] * 3
+    assert (
+        ranks.run(3, _measure, [9.0, 8.0, 9.0])
+        == [["computation is slow on 1 rank(s) (c): 8000.0 ms on rank 2, 1000.0 elsewhere"]] * 3
+    )
+
+
 def train_with_other_code(config):
     import torch.distributed as dist
 
