@@ -12,7 +12,7 @@ from torch import nn
 from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import BATCH_AXES, Axis, Grid
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.layout import over_data
 from gpt4d.parallel.weights import WeightStream
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency counts; above, it no longer does
@@ -143,16 +143,12 @@ class GradientSum:
 
 
 def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
-    """This rank's rows along data of a weight, on its memory.
-
-    All of it where data does not divide the rows, and of what is not streamed: vectors are small.
-    """
-    first, *others = parameter.spec.layout.dims
-    rows, size, index = len(parameter), grid.data.size, grid.data.index
-    if size == 1 or rows % size or "z" not in first:
+    """This rank's rows along data of a parameter, on its memory; the parameter itself if data does not cut it."""
+    layout = over_data(parameter.spec.shape, parameter.spec.layout, grid.sizes._asdict())
+    if grid.data.size == 1 or layout == parameter.spec.layout:
         return parameter
-    own = nn.Parameter(parameter.detach().chunk(size)[index])
-    own.spec = replace(parameter.spec, layout=Layout((*first, "data"), *others))
+    own = nn.Parameter(parameter.detach().chunk(grid.data.size)[grid.data.index])
+    own.spec = replace(parameter.spec, layout=layout)
     return own
 
 

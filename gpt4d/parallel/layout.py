@@ -4,6 +4,7 @@ Initialisation, gradient reduction, the global norm, checkpoints and exports all
 element of a tensor lives. No torch here: a layout is a value.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,3 +52,31 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({', '.join(map(repr, self.dims))})"
+
+
+# Where the layers' parameters live (4D paper, §III): what a layer declares, and what a planner counts by.
+EMBEDDING = Layout(("x", "z"), ("y",))  # [vocabulary, hidden]
+POSITIONS = Layout((), ("y",))  # [positions, hidden]
+NORM = Layout(("y",))  # [hidden]
+
+
+def linear(transposed: bool, parts: int | None = None) -> tuple[Layout, Layout]:
+    """Of a fully connected layer: its weight [in, out], or [in, parts, out], and its bias [out], or [parts, out].
+
+    Normal: in over y, out over x; transposed the other way round. z cuts the rows once more, as they are stored.
+    """
+    contracted, produced = ("x", "y") if transposed else ("y", "x")
+    out = ((produced,),) if parts is None else ((), (produced,))
+    return Layout((contracted, "z"), *out), Layout(*out)
+
+
+def over_data(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Where the optimizer's states of a parameter live when they are cut over data too (ZeRO, stage 1).
+
+    As the parameter does where data does not divide its rows, and if no layer streams it: vectors are small.
+    """
+    first, *others = layout.dims
+    rows = shape[0] // math.prod(sizes[axis] for axis in first)
+    if "z" not in first or rows % sizes["data"]:
+        return layout
+    return Layout((*first, "data"), *others)

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel import collectives
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel import collectives, layout
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -46,7 +45,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, weights: WeightStream, rows: int, hidden: int, std: float = 0.02):
         super().__init__()
         self.weights = weights
-        self.weight = weights.parameter((rows, hidden), Layout(("x", "z"), ("y",)), std=std, decay=True)
+        self.weight = weights.parameter((rows, hidden), layout.EMBEDDING, std=std, decay=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return _LookUp.apply(self.weight, ids, self.weights)
@@ -61,7 +60,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
         super().__init__()
         self.dtype = weights.compute_dtype
-        self.weight = weights.parameter((positions, hidden), Layout((), ("y",)), std=std, decay=True)
+        self.weight = weights.parameter((positions, hidden), layout.POSITIONS, std=std, decay=True)
 
     def forward(self, length: int, documents: torch.Tensor | None = None) -> torch.Tensor:
         if documents is None:

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpt4d.parallel import collectives
+from gpt4d.parallel import collectives, layout
 from gpt4d.parallel.grid import Axis
-from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -106,12 +105,11 @@ class Linear(nn.Module):
         super().__init__()
         grid = weights.grid
         self.weights = weights
-        self.contracted, self.produced = contracted, produced = (grid.x, grid.y) if transposed else (grid.y, grid.x)
+        self.contracted, self.produced = (grid.x, grid.y) if transposed else (grid.y, grid.x)
         out_shape = (out_features,) if parts is None else (parts, out_features)
-        out_dims = ((produced.name,),) if parts is None else ((), (produced.name,))
-        layout = Layout((contracted.name, "z"), *out_dims)
-        self.weight = weights.parameter((in_features, *out_shape), layout, std=std, decay=True)
-        self.bias = weights.parameter(out_shape, Layout(*out_dims))
+        of_weight, of_bias = layout.linear(transposed, parts)
+        self.weight = weights.parameter((in_features, *out_shape), of_weight, std=std, decay=True)
+        self.bias = weights.parameter(out_shape, of_bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         sides = _Sides(self.weights, torch.is_grad_enabled(), self.contracted, self.produced, transposed_storage=False)

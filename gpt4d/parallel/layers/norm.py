@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel import collectives
+from gpt4d.parallel import collectives, layout
 from gpt4d.parallel.grid import Axis
-from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -47,8 +46,8 @@ class LayerNorm(nn.Module):
     def __init__(self, weights: WeightStream, features: int, epsilon: float = 1e-5):
         super().__init__()
         self.axis, self.epsilon = weights.grid.y, epsilon
-        self.weight = weights.parameter((features,), Layout(("y",)), mean=1.0)
-        self.bias = weights.parameter((features,), Layout(("y",)))
+        self.weight = weights.parameter((features,), layout.NORM, mean=1.0)
+        self.bias = weights.parameter((features,), layout.NORM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
