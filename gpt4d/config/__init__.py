@@ -4,10 +4,13 @@ from gpt4d.config.checks import check_data, grid_problem, profiled_steps, tokeni
 from gpt4d.config.composing import CONFIG_DIR, compose, explained, from_arguments, known_keys, typed
 from gpt4d.config.schema import (
     CheckpointConfig,
+    ClusterConfig,
     Config,
     ConfigError,
     DataConfig,
     GridSizes,
+    LevelConfig,
+    MeasuredConfig,
     ModelConfig,
     NodeError,
     OptimConfig,
@@ -19,10 +22,13 @@ from gpt4d.config.schema import (
 __all__ = [
     "CONFIG_DIR",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "DataConfig",
     "GridSizes",
+    "LevelConfig",
+    "MeasuredConfig",
     "ModelConfig",
     "NodeError",
     "OptimConfig",

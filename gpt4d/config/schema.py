@@ -74,6 +74,7 @@ class OverlapConfig:
 class ParallelConfig:
     """The grid: 3-D tensor parallelism (gx, gy, gz) times data parallelism. x is innermost in rank order."""
 
+    mode: str = "4d"  # auto: the planner chooses the grid, for the machine `cluster`
     gx: int = 1
     gy: int = 1
     gz: int = 1
@@ -81,6 +82,46 @@ class ParallelConfig:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     timeout_s: float = 120.0  # for a collective, after the first steps; then the job ends and names who is missing
     cache_layers: Any = 0  # blocks, the last first, whose gathered weights stay until the backward; or all
+
+
+@dataclass
+class LevelConfig:
+    """Links of a machine that join groups of devices, such as nodes, or single ones (ATP paper, §3.4). Bytes one way."""
+
+    ranks: int | None = None  # groups that it joins; null, of the outermost: as many as there are
+    group_gb_s: float = 1.0  # between one group and all others; 1 GB is 10^9 bytes
+    pair_gb_s: float | None = None  # between two of the groups; null: all of group_gb_s
+    latency_us: float = 10.0  # of one message
+
+
+@dataclass
+class MeasuredConfig:
+    """What a collective takes over groups of one kind, all of them at once: latency + bytes sent / bandwidth."""
+
+    kind: str = "all_reduce"  # all_gather, reduce_scatter
+    local: int = 1  # ranks of a group on one node
+    nodes: int = 1  # that a group spans
+    sharing: int = 1  # groups that go through one node's links to the others
+    latency_us: float = 10.0
+    gb_s: float = 1.0  # the bytes a rank sends by the ring algorithm, a second
+    hidden: float = 1.0  # of its time, what can pass beside a computation without slowing that
+
+
+@dataclass
+class ClusterConfig:
+    """A machine, as the planner sees it. ``python -m gpt4d.planner.calibrate`` measures one."""
+
+    name: str = "local"
+    device: str = "cpu"  # or cuda: what train.precision=auto means there
+    memory_gib: float = 8.0  # of a device
+    reserved_gib: float = 0.5  # of that, what libraries take before any tensor is there
+    peak_tflops: float | None = None  # of a device, by its maker: what utilisation is measured against
+    matmul_tflops: float = 0.05  # a device reaches in a large product
+    memory_gb_s: float = 5.0  # a device reads and writes in operations on elements
+    operation_us: float = 20.0  # that each operation takes at the least
+    levels: list[LevelConfig] = field(default_factory=lambda: [LevelConfig()])  # outermost first
+    measured: list[MeasuredConfig] = field(default_factory=list)  # comes before what levels would give
+    atp_gb_s: Any = None  # measured all-reduce bandwidths of ATP's meshes: {2x4: [1.2, 4.95]}; before levels too
 
 
 @dataclass
@@ -156,6 +197,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

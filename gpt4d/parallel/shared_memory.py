@@ -36,6 +36,7 @@ class Message:
             self.memory.await_others(self.number)
             self.result = self.combine(self.memory.slots(self.number, self.like))
             self.combine = self.like = None
+            self.memory.open.remove(self)  # or the result would stay in memory as long as this
 
 
 class SharedMemory:
@@ -59,7 +60,7 @@ class SharedMemory:
         # A slot is written again after _SLOTS messages. By then all must have read it; and they have, once they posted
         # the message _AHEAD back: nobody posts one before it is through with those _AHEAD older.
         while self.open and self.open[0].number <= number - _AHEAD:
-            self.open.popleft().wait()
+            self.open[0].wait()
         self.await_others(number - _AHEAD)
         self.slots(number, tensor)[self.index].copy_(tensor)
         for rank, other in self.others.items():

@@ -1,0 +1,74 @@
+"""The 4D paper's two performance models (§V, Eq. 1-10), as published: seconds of communication and nothing else.
+
+Of a transformer they count the four fully connected layers of each block. What they leave out, the planner's own model
+(gpt4d.planner.step) has: embedding and head, norms and biases, latency, computation, and what hides behind it.
+"""
+
+from gpt4d.config import ClusterConfig, Config, GridSizes, ModelConfig
+from gpt4d.planner.device import sent_bytes
+from gpt4d.planner.topology import group_bandwidth, node_size
+from gpt4d.planner.workload import MASTER_BYTES, compute_bytes
+
+
+def layers(model: ModelConfig) -> list[tuple[int, int, bool]]:
+    """(k, n, transposed) of the fully connected layers of one block."""
+    h = model.hidden
+    return [(h, 3 * h, False), (h, h, True), (h, 4 * h, False), (4 * h, h, True)]
+
+
+def bandwidths(sizes: GridSizes, node: int, inter: float, intra: float) -> GridSizes:
+    """Eq. 10: what a group of each axis has, in the unit of ``inter`` and ``intra``, on nodes of ``node`` devices."""
+    found, inner = [], 1
+    for size in sizes:
+        found.append(intra if inner * size <= node else inter / min(node, inner))
+        inner *= size
+    return GridSizes(*found)
+
+
+def layer_bytes(
+    m: float, k: int, n: int, transposed: bool, sizes: GridSizes, element: int, gradient: int
+) -> dict[str, dict[str, float]]:
+    """Eq. 4-8: what a rank sends for one layer, by axis and collective. ``m``: rows a data-parallel group.
+
+    ``element`` and ``gradient``: bytes of one of an activation or gathered weight, and of a weight's gradient.
+    """
+    gx, gy = (sizes.y, sizes.x) if transposed else (sizes.x, sizes.y)
+    weight = k * n / (gx * gy)
+    along_y = sent_bytes("all_reduce", gy, m * n / (sizes.z * gx) * element)
+    along_x = sent_bytes("all_reduce", gx, m * k / (sizes.z * gy) * element)
+    y, x = ("x", "y") if transposed else ("y", "x")
+    return {
+        "z": {
+            "all_gather": sent_bytes("all_gather", sizes.z, weight / sizes.z * element),
+            "reduce_scatter": sent_bytes("reduce_scatter", sizes.z, weight * gradient),
+        },
+        y: {"forward": along_y},
+        x: {"backward": along_x},
+        "data": {"all_reduce": sent_bytes("all_reduce", sizes.data, weight / sizes.z * gradient)},
+    }
+
+
+def communication(config: Config, cluster: ClusterConfig, sizes: GridSizes, aware: bool) -> dict[str, float]:
+    """Seconds along each axis in a step (Eq. 9, summed over layers); with Eq. 10's bandwidths if ``aware``.
+
+    Under activation checkpointing the forward's collectives count once more, but for the gathers that are cached.
+    """
+    e = compute_bytes(config, cluster)
+    m = config.train.batch_size * config.train.seq_len / sizes.data
+    again = config.train.activation_checkpointing == "full"
+    cached = config.parallel.cache_layers
+    cached = config.model.layers if cached == "all" else cached
+    sent = dict.fromkeys(sizes._asdict(), 0.0)
+    for k, n, transposed in layers(config.model):
+        for axis, kinds in layer_bytes(m, k, n, transposed, sizes, e, MASTER_BYTES).items():
+            for kind, nbytes in kinds.items():
+                sent[axis] += nbytes * config.model.layers
+                if again and kind == "forward":
+                    sent[axis] += nbytes * config.model.layers
+                if again and kind == "all_gather":
+                    sent[axis] += nbytes * (config.model.layers - cached)
+    outer, inner = cluster.levels[0], cluster.levels[-1]
+    inter = group_bandwidth(outer, 2)
+    intra = group_bandwidth(inner, 2)
+    beta = bandwidths(sizes, node_size(cluster), inter, intra) if aware else GridSizes(inter, inter, inter, inter)
+    return {axis: nbytes / 1e9 / getattr(beta, axis) for axis, nbytes in sent.items()}
