@@ -4,6 +4,7 @@ Words after it are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``
 """
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us whole; we say them in one line
@@ -12,9 +13,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that is lost is 
 import hydra
 
 from gpt4d.checkpoint import catalog
-from gpt4d.config import CONFIG_DIR, Config, typed, validate
+from gpt4d.config import CONFIG_DIR, Config, spelled_out, typed, validate
 from gpt4d.errors import one_line_errors
 from gpt4d.parallel.launch import Launch
+from gpt4d.planner.search import choose
 from gpt4d.signals import listening
 
 
@@ -27,6 +29,8 @@ def main(composed) -> None:
 def train(config: Config) -> None:
     """Trains as this process's launcher says. Ends it with exit code 75 if it was asked to stop and has saved."""
     launch = Launch.from_environment()
+    if config.parallel.mode == "auto":
+        config = planned(config, launch)
     sizes = validate(config, launch.world_size)
     catalog.check_newest_fits(catalog.to_try(config.checkpoint.resume, Path(config.run.dir)), config.model)
 
@@ -39,6 +43,16 @@ def train(config: Config) -> None:
             Trainer(config, sizes, job.device).run(stop, job.watch)
 
 
+def planned(config: Config, launch: Launch) -> Config:
+    """The same on the grid that the planner thinks best. Every rank finds it by itself, and the same."""
+    config, plans = choose(config, launch.world_size)
+    if not launch.rank:
+        told = ", then ".join(f"{plan.sizes} ({plan.step_time_s:.3g} s a step)" for plan in plans)
+        print(f"parallel.mode=auto on {config.cluster.name}: the grid {told}", flush=True)
+    return config
+
+
 if __name__ == "__main__":
     with one_line_errors():
+        sys.argv[1:] = spelled_out(sys.argv[1:])
         main()

@@ -1,7 +1,25 @@
 """The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
 
-from gpt4d.config.checks import check_data, grid_problem, profiled_steps, tokenizer_file, validate, value_of
-from gpt4d.config.composing import CONFIG_DIR, compose, explained, from_arguments, known_keys, typed
+from gpt4d.config.checks import (
+    check_data,
+    check_values,
+    divisors,
+    grid_problem,
+    profiled_steps,
+    tokenizer_file,
+    validate,
+    value_of,
+)
+from gpt4d.config.composing import (
+    CONFIG_DIR,
+    compose,
+    explained,
+    from_arguments,
+    known_keys,
+    read_cluster,
+    spelled_out,
+    typed,
+)
 from gpt4d.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -36,12 +54,16 @@ __all__ = [
     "ParallelConfig",
     "TrainConfig",
     "check_data",
+    "check_values",
     "compose",
+    "divisors",
     "explained",
     "from_arguments",
     "grid_problem",
     "known_keys",
     "profiled_steps",
+    "read_cluster",
+    "spelled_out",
     "tokenizer_file",
     "typed",
     "validate",

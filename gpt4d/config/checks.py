@@ -15,7 +15,12 @@ def validate(config: Config, world_size: int) -> GridSizes:
 
     Raises ConfigError naming the key, its value and the values that would do.
     """
-    _check_values(config)
+    check_values(config)
+    if config.parallel.mode == "atp":
+        raise ConfigError(
+            "parallel.mode=atp: the planner ranks meshes so, python -m gpt4d.planner parallel.mode=atp world_size=…; "
+            "train on DeviceMesh(d1, d2) with parallel.gx=d1 parallel.gy=d2"
+        )
     sizes = grid_sizes(config.parallel, world_size)
     problem = grid_problem(config.model, config.train, sizes)
     if problem:
@@ -135,7 +140,7 @@ def profiled_steps(config: Config) -> tuple[int, int] | None:
     return first, last
 
 
-def _check_values(config: Config) -> None:
+def check_values(config: Config) -> None:
     model, train, optim = config.model, config.train, config.optim
     at_least = {
         "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.vocab_size": 1, "model.vocab_multiple": 1,
@@ -155,6 +160,7 @@ def _check_values(config: Config) -> None:
     layers = config.parallel.cache_layers
     if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= model.layers):
         raise ConfigError(f"parallel.cache_layers={layers}: use all, or a number of blocks from 0 to {model.layers}")
+    _choice("parallel.mode", config.parallel.mode, ("4d", "atp", "auto"))
     _choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
     _choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
     _choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
@@ -198,7 +204,8 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d < n]
 
 
 def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:

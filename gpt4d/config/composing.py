@@ -2,11 +2,11 @@
 
 import difflib
 import re
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gpt4d.config.schema import Config, ConfigError
+from gpt4d.config.schema import ClusterConfig, Config, ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -17,7 +17,7 @@ def compose(overrides: list[str] | None = None) -> Config:
 
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            return typed(hydra.compose("train", overrides=overrides or []))
+            return typed(hydra.compose("train", overrides=spelled_out(overrides or [])))
     except Exception as error:
         raise explained(error) from None
 
@@ -31,6 +31,41 @@ def typed(composed) -> Config:
     if added:
         raise unknown_key(min(added))
     return OmegaConf.to_object(composed)
+
+
+def read_cluster(path: str | Path) -> ClusterConfig:
+    """A machine that ``gpt4d.planner.calibrate`` has written down. ConfigError if it is none."""
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(path)))
+    except FileNotFoundError:
+        raise ConfigError(f"cluster={path}: no such file") from None
+    except Exception as error:
+        raise ConfigError(f"cluster={path}: {' '.join(str(explained(error, ClusterConfig)).split())}") from None
+
+
+def spelled_out(words: list[str]) -> list[str]:
+    """Overrides with ``cluster=FILE.yaml`` told value by value: Hydra would look for it among configurations."""
+    spelled = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "cluster" and value.endswith((".yaml", ".yml")):
+            read = asdict(read_cluster(value))
+            spelled += [f"cluster.{name}={_in_hydras_grammar(found)}" for name, found in read.items()]
+        else:
+            spelled.append(word)
+    return spelled
+
+
+def _in_hydras_grammar(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_in_hydras_grammar(found)}" for key, found in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_in_hydras_grammar, value)) + "]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return "null" if value is None else repr(value)
 
 
 def from_arguments(schema: type, arguments: list[str]) -> Any:

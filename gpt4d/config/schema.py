@@ -74,7 +74,7 @@ class OverlapConfig:
 class ParallelConfig:
     """The grid: 3-D tensor parallelism (gx, gy, gz) times data parallelism. x is innermost in rank order."""
 
-    mode: str = "4d"  # auto: the planner chooses the grid, for the machine `cluster`
+    mode: str = "4d"  # auto: the planner chooses the grid, for the machine `cluster`; atp: it ranks ATP's meshes
     gx: int = 1
     gy: int = 1
     gz: int = 1
@@ -86,7 +86,7 @@ class ParallelConfig:
 
 @dataclass
 class LevelConfig:
-    """Links of a machine that join groups of devices, such as nodes, or single ones (ATP paper, §3.4). Bytes one way."""
+    """Links of a machine that join single devices or groups of them, such as nodes (ATP paper, §3.4). Bytes one way."""
 
     ranks: int | None = None  # groups that it joins; null, of the outermost: as many as there are
     group_gb_s: float = 1.0  # between one group and all others; 1 GB is 10^9 bytes

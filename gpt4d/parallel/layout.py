@@ -6,7 +6,7 @@ element of a tensor lives. No torch here: a layout is a value.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, init=False)
@@ -18,16 +18,13 @@ class Layout:
     """
 
     dims: tuple[tuple[str, ...], ...]
+    axes: frozenset[str] = field(compare=False)  # that split the tensor
 
     def __init__(self, *dims: tuple[str, ...]):
         named = [axis for dim in dims for axis in dim]
         assert len(named) == len(set(named)), f"an axis splits one dim of a tensor at the most, not {dims}"
         object.__setattr__(self, "dims", tuple(tuple(dim) for dim in dims))
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes that split the tensor."""
-        return frozenset(axis for dim in self.dims for axis in dim)
+        object.__setattr__(self, "axes", frozenset(named))
 
     def tile(
         self, shape: tuple[int, ...], sizes: Mapping[str, int], indices: Mapping[str, int]

@@ -26,7 +26,7 @@ class Traffic:
     @contextmanager
     def noted(self, name: str, number: int) -> Iterator[None]:
         """While entered, this rank waits for a collective. PeerLost if it cannot be, as when another rank has ended."""
-        self.waiting = name, number, time.perf_counter()
+        self.waiting = name, number, time.monotonic()
         try:
             yield
         except torch.OutOfMemoryError:

@@ -23,6 +23,7 @@ from gpt4d.parallel.grid import Axis, Grid
 
 _BEAT_S = 1.0  # between two signs of life
 _SILENT_S = 40.0  # without any from a rank, it counts as lost
+_STOPPED_S = 10.0  # between two looks: this process was stopped, by Ctrl-Z or a laptop's lid, and the others with it
 _MISSED_S = 6.0  # the same, once a collective has failed because of some rank
 _RECORDS_S = 10.0  # for a rank to write down what it waits for
 _HOUSE = str(Path(__file__).parents[1])
@@ -55,11 +56,14 @@ class Guard:
         self.main = threading.main_thread().ident
         self.names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters()) if name}
 
-    def waiting(self, at_least_s: float = 0.0) -> dict | None:
-        """The collective that this rank has waited for so long: its axis, name and number there, and its layer."""
+    def waiting(self, at_least_s: float = 0.0, since: float = 0.0) -> dict | None:
+        """The collective that this rank has waited for so long: its axis, name and number there, and its layer.
+
+        What it waited before ``since`` does not count.
+        """
         for axis in self.axes.values():
             now = axis.traffic.waiting
-            if now and (waited := time.perf_counter() - now[2]) >= at_least_s:
+            if now and (waited := time.monotonic() - max(now[2], since)) >= at_least_s:
                 name, number, _ = now
                 found = {"axis": axis.name, "name": name, "number": number, "s": waited, "layer": self._layer()}
                 return {**found, "members": dist.get_process_group_ranks(axis.group)}
@@ -99,6 +103,7 @@ class Watch:
         self.store, self.rank, self.size, self.first_host, self.ended = store, rank, size, first_host, ended
         self.guard: Guard | None = None
         self._over = threading.Event()
+        self._went_on = 0.0  # when this process was last stopped, and went on
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -146,12 +151,16 @@ class Watch:
     def _watch(self) -> None:
         next_rank = (self.rank + 1) % self.size
         beats, changed = 0, time.monotonic()
+        looked = changed
         try:
             while not self._over.wait(_BEAT_S):
                 self.store.add(f"alive/{self.rank}", 1)
                 if failure := self.first_failure():
                     break
                 now, seen = time.monotonic(), self._beats(next_rank)
+                if now - looked > _STOPPED_S:
+                    changed = self._went_on = now
+                looked = now
                 if seen != beats:
                     beats, changed = seen, now
                 elif now - changed > _SILENT_S:
@@ -174,7 +183,7 @@ class Watch:
 
     def _hang(self) -> Failure | None:
         guard = self.guard
-        waiting = guard and guard.waiting(guard.timeout_s)
+        waiting = guard and guard.waiting(guard.timeout_s, self._went_on)
         if not waiting:
             return None
         cause = f"{waiting['name']} was not over after {guard.timeout_s:g} s (parallel.timeout_s)"

@@ -62,7 +62,7 @@ class Device:
         self.compute_s += seconds
 
     def start(self, kind: str, axis: str, nbytes: float) -> UnderWay | None:
-        """A collective of ``nbytes`` here: a shard to gather, or a whole to reduce. Nothing on an axis of one device."""
+        """A collective of ``nbytes`` here: a shard to gather, or a whole to reduce. None on an axis of one device."""
         size = self.links.sizes[axis]
         if size == 1:
             return None

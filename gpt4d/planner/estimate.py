@@ -1,28 +1,16 @@
 """What a whole step takes of a device on one grid: a few short steps walked through, and drawn out to their length."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import Step, bucket_bytes
-from gpt4d.planner.workload import compute_bytes, hardware_flops, model_flops, training_state
+from gpt4d.planner.workload import hardware_flops, model_flops, training_state
 
 GIB = 2**30
-_BLOCKS, _MICROBATCHES = 2, 2  # more of them add what the last one added
+_WALKED = 64  # blocks in all microbatches of a step: more are drawn out from fewer
+_BLOCKS = 3  # of a kind: more of them add what the last one added
 AXES = (*GridSizes._fields, "world")
-
-
-class _Walked(NamedTuple):
-    """What a walk found, or what several of them together tell: seconds and bytes, all of them as one row of numbers."""
-
-    peak: float
-    numbers: tuple[float, ...]  # step and computation in s, then of each axis: bytes, s, exposed s
-
-    def beyond(self, before: "_Walked", times: int) -> "_Walked":
-        """With ``times`` more of what this one has and ``before`` has not."""
-        peak = self.peak + times * (self.peak - before.peak)
-        return _Walked(peak, tuple(a + times * (a - b) for a, b in zip(self.numbers, before.numbers, strict=True)))
 
 
 @dataclass
@@ -57,32 +45,50 @@ class Estimate:
         self.bucket_bytes = bucket_bytes(config, sizes)
         self.state = training_state(config.model, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
+        self._known: dict[int, tuple[float, float]] = {}
 
     def least_gib(self) -> float:
         """What the training state and the machine take before the first activation."""
         return self.config.cluster.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
 
     def memory_gib(self, micro_batch: int) -> float:
-        """The peak of a step; an upper bound, quickly, where there are several microbatches."""
-        several = self.share > micro_batch
-        return self.least_gib() + (self._blocks(micro_batch, 1).peak + several * self.state["gradients"]) / GIB
+        """The peak of a step with microbatches of so many sequences."""
+        return self._quick(micro_batch)[1]
+
+    def quick_s(self, micro_batch: int) -> float:
+        """About the seconds of a step, to tell which grids are worth a ``plan``."""
+        return self._quick(micro_batch)[0]
+
+    def _quick(self, micro_batch: int) -> tuple[float, float]:
+        """Seconds and GiB, from the last microbatch of a few blocks."""
+        if micro_batch not in self._known:
+            microbatches = self.share // micro_batch
+            kinds = self._kinds(_BLOCKS)
+            layers = self.config.model.layers
+            step = self._step(micro_batch, kinds, between=layers - len(kinds))
+            device = step.run(1, accumulated=microbatches > 1)
+            seconds = device.now * layers / len(kinds) * microbatches
+            self._known[micro_batch] = seconds, self.least_gib() + device.peak / GIB
+        return self._known[micro_batch]
 
     def plan(self, micro_batch: int) -> Plan:
         config, cluster, state = self.config, self.config.cluster, self.state
         microbatches = self.share // micro_batch
-        walked = self._blocks(micro_batch, min(microbatches, _MICROBATCHES))
-        peak = walked.peak
-        if microbatches > _MICROBATCHES:
-            walked = walked.beyond(self._blocks(micro_batch, _MICROBATCHES - 1), microbatches - _MICROBATCHES)
-        seconds, compute_s, *rest = walked.numbers
+        everything = self._kinds(config.model.layers)
+        if len(everything) * microbatches <= _WALKED:
+            walked = self._walk(micro_batch, microbatches, everything)
+        else:
+            walked = self._walk(micro_batch, 1, everything)
+            walked = _sum(walked, self._microbatch(micro_batch), microbatches - 1)
+        seconds, compute_s, *rest = walked
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
             for n, axis in enumerate(AXES)
             if self.links.sizes[axis] > 1
         }
         held = {kind: nbytes / GIB for kind, nbytes in state.items()}
-        held["activations"] = max(0.0, peak / GIB - held["gradients"])
         held["reserved"] = cluster.reserved_gib
+        held["activations"] = self.memory_gib(micro_batch) - sum(held.values())
         train, devices = config.train, self.sizes.devices
         flops = model_flops(config.model, train.batch_size, train.seq_len)
         hardware = hardware_flops(config.model, train.batch_size, train.seq_len)
@@ -102,29 +108,40 @@ class Estimate:
             overrides=overrides,
         )
 
-    def _blocks(self, micro_batch: int, microbatches: int) -> _Walked:
-        """All blocks, those whose weights are cached and the others, drawn out from a few of each."""
+    def _kinds(self, most: int) -> tuple[bool, ...]:
+        """For some of the blocks, at the most ``most`` of a kind, whether their weights are cached: the last ones."""
         layers, cached = self.config.model.layers, self.config.parallel.cache_layers
         cached = layers if cached == "all" else cached
-        counts = layers - cached, cached
-        few = tuple(min(count, _BLOCKS) for count in counts)
-        base = walked = self._walk(micro_batch, microbatches, *few)
-        for kind, count in enumerate(counts):
-            if count > few[kind]:
-                fewer = [few[0], few[1]]
-                fewer[kind] -= 1
-                longer = base.beyond(self._walk(micro_batch, microbatches, *fewer), count - few[kind])
-                added = tuple(a + b - c for a, b, c in zip(walked.numbers, longer.numbers, base.numbers, strict=True))
-                walked = _Walked(walked.peak + longer.peak - base.peak, added)
-        return walked
+        return (False,) * min(layers - cached, most) + (True,) * min(cached, most)
 
-    def _walk(self, micro_batch: int, microbatches: int, plain: int, cached: int) -> _Walked:
-        kinds = (False,) * plain + (True,) * cached  # the last blocks are the cached ones
-        cluster = self.config.cluster
-        device = Step(
-            self.config, cluster, self.sizes, self.links, micro_batch, kinds, self.bucket_bytes
-        ).run(microbatches)
+    def _microbatch(self, micro_batch: int) -> tuple[float, ...]:
+        """What one microbatch more takes, drawn out from that of a few blocks."""
+
+        def one(kinds: tuple[bool, ...]) -> tuple[float, ...]:
+            return _sum(self._walk(micro_batch, 2, kinds), self._walk(micro_batch, 1, kinds), -1)
+
+        all_of_them, few = self._kinds(self.config.model.layers), self._kinds(_BLOCKS)
+        base = whole = one(few)
+        for kind in False, True:
+            more = all_of_them.count(kind) - few.count(kind)
+            if more:
+                fewer = list(few)
+                fewer.remove(kind)
+                whole = _sum(whole, _sum(base, one(tuple(fewer)), -1), more)
+        return whole
+
+    def _walk(self, micro_batch: int, microbatches: int, kinds: tuple[bool, ...]) -> tuple[float, ...]:
+        """Seconds and bytes: of the step and of its computation in s, then of each axis: bytes, s, exposed s."""
+        device = self._step(micro_batch, kinds).run(microbatches)
         numbers = [device.now, device.compute_s]
         for axis in AXES:
             numbers += device.bytes[axis], device.time_s[axis], device.exposed_s[axis]
-        return _Walked(device.peak, tuple(numbers))
+        return tuple(numbers)
+
+    def _step(self, micro_batch: int, kinds: tuple[bool, ...], between: int = 0) -> Step:
+        cluster = self.config.cluster
+        return Step(self.config, cluster, self.sizes, self.links, micro_batch, kinds, self.bucket_bytes, between)
+
+
+def _sum(one: tuple[float, ...], other: tuple[float, ...], times: int) -> tuple[float, ...]:
+    return tuple(a + times * b for a, b in zip(one, other, strict=True))

@@ -1,12 +1,14 @@
 """From a configuration and a number of devices to a ranking: all grids, less those that cannot be or do not fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from gpt4d.config import Config, ConfigError, GridSizes, grid_problem
+from gpt4d.config import Config, ConfigError, GridSizes, check_values, divisors, grid_problem
 from gpt4d.planner import published
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.workload import micro_batch_sizes
+
+_WORTH_A_LOOK = 20  # grids that the quick estimate may have put in another order
 
 
 @dataclass
@@ -14,14 +16,15 @@ class Ranking:
     """Plans, the best first, and why there are no others."""
 
     plans: list[Plan] = field(default_factory=list)
+    fitting: int = 0  # grids, of which ``plans`` are the best
     impossible: int = 0  # grids that the model or the batch cannot be split over
     problem: str | None = None  # what stands against the last of those
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # those that do not fit: the least GiB they need
 
-    def best(self, config: Config, devices: int) -> Plan:
-        """ConfigError, saying what would do, where there is none."""
+    def check(self, config: Config, devices: int) -> None:
+        """ConfigError, saying what would do, where there is no plan."""
         if self.plans:
-            return self.plans[0]
+            return
         if not self.too_large:
             raise ConfigError(f"no grid of {devices} device(s) can train this: {self.problem}")
         sizes, least = min(self.too_large.items(), key=lambda found: found[1])
@@ -32,27 +35,30 @@ class Ranking:
             mends.append("optim.shard_states=true")
         if config.train.micro_batch_size not in (None, 1):
             mends.append("a smaller train.micro_batch_size")
+        *others, last = mends
+        remedy = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(
             f"cluster.memory_gib={config.cluster.memory_gib:g}: on {devices} device(s) a step takes {least:.1f} GiB of "
-            f"each at the least, on the grid {sizes}; use {', '.join(mends[:-1]) + ' or ' * (len(mends) > 1)}{mends[-1]}"
+            f"each at the least, on the grid {sizes}; use {remedy}"
         )
 
 
 def grids(devices: int) -> Iterator[GridSizes]:
     """Every (x, y, z, data) whose product is ``devices``."""
-    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
-    for x in divisors:
-        for y in (d for d in divisors if devices // x % d == 0):
-            for z in (d for d in divisors if devices // x // y % d == 0):
+    for x in divisors(devices):
+        for y in divisors(devices // x):
+            for z in divisors(devices // x // y):
                 yield GridSizes(x, y, z, devices // x // y // z)
 
 
-def rank(config: Config, devices: int, cost: str = "ours") -> Ranking:
-    """All grids of ``devices`` that can train ``config`` on its cluster, by the time of a step.
+def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours") -> Ranking:
+    """The ``top`` grids of ``devices`` that train ``config`` on its cluster in the least time for a step; null: all.
 
     ``cost``: ours; or aware or agnostic, the 4D paper's models of communication, whose seconds are compared instead.
     """
     ranking = Ranking()
+    quick: dict[GridSizes, float] = {}
+    found: dict[GridSizes, tuple[Estimate, int]] = {}
     for sizes in grids(devices):
         problem = grid_problem(config.model, config.train, sizes)
         if problem:
@@ -63,17 +69,21 @@ def rank(config: Config, devices: int, cost: str = "ours") -> Ranking:
         micro_batch, needed = largest_micro_batch(estimate)
         if micro_batch is None:
             ranking.too_large[sizes] = needed
+            continue
+        found[sizes] = estimate, micro_batch
+        if cost == "ours":
+            quick[sizes] = estimate.quick_s(micro_batch)
         else:
-            ranking.plans.append(estimate.plan(micro_batch))
-    seconds = {plan.sizes: _seconds(config, plan, cost) for plan in ranking.plans}
-    ranking.plans.sort(key=lambda plan: seconds[plan.sizes])
-    return ranking
-
-
-def _seconds(config: Config, plan: Plan, cost: str) -> float:
+            quick[sizes] = sum(published.communication(config, config.cluster, sizes, aware=cost == "aware").values())
+    ranking.fitting = len(found)
+    order = sorted(found, key=quick.__getitem__)
+    top = len(order) if top is None else top
+    worth = order[: max(top, _WORTH_A_LOOK)] if cost == "ours" else order[:top]
+    ranking.plans = [found[sizes][0].plan(found[sizes][1]) for sizes in worth]
     if cost == "ours":
-        return plan.step_time_s
-    return sum(published.communication(config, config.cluster, plan.sizes, aware=cost == "aware").values())
+        ranking.plans.sort(key=lambda plan: plan.step_time_s)
+    ranking.plans = ranking.plans[:top]
+    return ranking
 
 
 def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
@@ -109,3 +119,25 @@ def fewest_devices(config: Config, limit: int) -> int | None:
                 if largest_micro_batch(estimate)[0] is not None:
                     return devices
     return None
+
+
+def choose(config: Config, devices: int) -> tuple[Config, list[Plan]]:
+    """What ``parallel.mode=auto`` means on so many devices: the configuration on the best grid, and the best plans.
+
+    ConfigError if no grid will do, or some of it was chosen already.
+    """
+    check_values(config)
+    parallel = config.parallel
+    for key, untouched in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
+        if getattr(parallel, key) != untouched:
+            raise ConfigError(
+                f"parallel.{key}={getattr(parallel, key)} with parallel.mode=auto, which chooses the grid: leave the "
+                "one or the other out"
+            )
+    ranking = rank(config, devices, top=3)
+    ranking.check(config, devices)
+    best = ranking.plans[0]
+    x, y, z, data = best.sizes
+    parallel = replace(parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data)
+    train = replace(config.train, micro_batch_size=best.micro_batch)
+    return replace(config, parallel=parallel, train=train), ranking.plans

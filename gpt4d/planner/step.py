@@ -33,7 +33,10 @@ _LINEARS = (
 
 
 class Step:
-    """A step of ``config`` on a grid, with the blocks of ``cached``: for each block, whether its weights are kept."""
+    """A step of ``config`` on a grid, with the blocks of ``cached``: for each block, whether its weights are kept.
+
+    ``between``: so many blocks more after the first of them, of which only the memory is told.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,10 @@ class Step:
         micro_batch: int,
         cached: tuple[bool, ...],
         bucket_bytes: float,
+        between: int = 0,
     ):
+        self.between = between
+        self.whole_model = config.model
         self.model = model = replace(config.model, layers=len(cached))
         self.sizes, self.cached = sizes, cached
         self.recompute = config.train.activation_checkpointing == "full"
@@ -63,16 +69,27 @@ class Step:
         self.bucket_bytes = bucket_bytes
         self.shard_states = config.optim.shard_states
 
-    def run(self, microbatches: int) -> Device:
-        """Goes through so many microbatches and the update that follows them."""
+    def run(self, microbatches: int, accumulated: bool = False) -> Device:
+        """Goes through so many microbatches, others before them having ``accumulated``, and the update that follows."""
+        self.accumulated = accumulated
         uses = list(self._uses())
         expected = dict.fromkeys(self.found, microbatches)
         expected["tokens.weight"] *= 2
+        before = training_state(self.whole_model, self.sizes, False)["gradients"] if accumulated else 0
+        self.device.hold(before)
         self.gradients = Gradients(
-            self.device, self.found, self.sizes, self.overlap.data, self.bucket_bytes, self.shard_states, expected
+            self.device,
+            self.found,
+            self.sizes,
+            self.overlap.data,
+            self.bucket_bytes,
+            self.shard_states,
+            expected,
+            accumulated,
         )
         weights = {n: self.gradients.elements[n] for n, tensor in self.found.items() if tensor.streamed}
-        cached = {f"blocks.{i}.{linear.name}.weight" for i, kept in enumerate(self.cached) if kept for linear in _LINEARS}
+        kept = [block for block, cached in enumerate(self.cached) if cached]
+        cached = {f"blocks.{block}.{linear.name}.weight" for block in kept for linear in _LINEARS}
         self.gradients.spread()  # of the step before
         self.stream = Stream(self.device, weights, uses, cached, self.overlap, self.e, self.gradients)
         for _ in range(microbatches):
@@ -99,7 +116,11 @@ class Step:
         device, x = self.device, self.x_bytes
         self._embed()
         for block in range(len(self.cached)):
+            before = device.held
             self._block_forward(keep=not self.recompute)
+            if block == 0 and self.between:
+                kept = self.between * (device.held - before)
+                device.hold(kept)
         self._norm_forward()
         self._head()
         self._norm_backward("norm")
@@ -107,8 +128,16 @@ class Step:
         for block in reversed(range(len(self.cached))):
             if self.recompute:
                 self._block_forward(keep=True, to_the_end=False)
+            if block == 0 and self.between:
+                device.release(kept)
+                self._gradients_between()
             self._block_backward(block)
         self._embed_backward()
+
+    def _gradients_between(self) -> None:
+        of_one = sum(elements for name, elements in self.gradients.elements.items() if name.startswith("blocks.0."))
+        if not self.accumulated:
+            self.device.hold(self.between * of_one * MASTER_BYTES)
 
     # ------------------------------------------------------------------------------------------------ the ends
 

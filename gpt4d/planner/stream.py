@@ -118,6 +118,7 @@ class _Bucket:
     elements: int
     axes: tuple[str, ...]  # to sum over, inner first
     sharded: bool
+    missing: int = 0  # contributions to its gradients
 
 
 class Gradients:
@@ -132,17 +133,22 @@ class Gradients:
         bucket_bytes: float,
         shard_states: bool,
         expected: dict[str, int],
+        accumulated: bool = False,
     ):
-        """``expected``: how many contributions complete the gradient of each parameter."""
-        self.device, self.overlap, self.expected = device, overlap, expected
+        """``expected``: how many contributions complete the gradient of each parameter; ``accumulated``: one more, that
+        was there before."""
+        self.device, self.overlap, self.accumulated = device, overlap, accumulated
         kinds = set(found.values())
         elements = {tensor: tensor.elements(sizes) for tensor in kinds}
         owned = {tensor: tensor.owned(sizes, shard_states) for tensor in kinds}
         self.elements = {name: elements[tensor] for name, tensor in found.items()}
         self.owned = sum(owned[tensor] for tensor in found.values())
+        self.bucket_bytes = bucket_bytes
         self.added: Counter[str] = Counter()
         cut = {tensor for tensor in kinds if owned[tensor] < elements[tensor]}
         self.buckets = list(_buckets(found, cut, self.elements, sizes, bucket_bytes))
+        for bucket in self.buckets:
+            bucket.missing = sum(expected[name] for name in bucket.names)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self.sent: dict[_Bucket, UnderWay | None] = {}
         self.arriving: dict[_Bucket, UnderWay | None] = {}
@@ -151,12 +157,13 @@ class Gradients:
         """One contribution, which is held."""
         nbytes = self.elements[name] * MASTER_BYTES
         self.added[name] += 1
-        if self.added[name] > 1:
+        if self.added[name] > 1 or self.accumulated:
             self.device.compute(moved=3 * nbytes)
             self.device.release(nbytes)
-        bucket = self.bucket_of.get(name)
-        if self.overlap and bucket and all(self.added[n] == self.expected[n] for n in bucket.names):
-            self._send(bucket)
+        if self.overlap and (bucket := self.bucket_of.get(name)):
+            bucket.missing -= 1
+            if not bucket.missing:
+                self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
         device, nbytes = self.device, bucket.elements * MASTER_BYTES
@@ -169,6 +176,8 @@ class Gradients:
         device.release(nbytes)  # the gradients apart; packed, they are held on
 
     def finish(self) -> None:
+        if self.buckets:
+            self.device.scratch(self.bucket_bytes)  # of all blocks, however few of them are here
         for bucket in self.buckets:
             if bucket not in self.sent:
                 self._send(bucket)

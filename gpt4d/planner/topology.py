@@ -83,7 +83,7 @@ def crossed(cluster: ClusterConfig, span: Span) -> list[Crossed]:
 
 
 class Speed(NamedTuple):
-    """What a collective takes: ``latency_s + sent bytes · s_per_byte``, of which ``hidden`` passes beside computation."""
+    """What a collective takes: ``latency_s`` + bytes sent · ``s_per_byte``; ``hidden`` of it beside computation."""
 
     latency_s: float
     s_per_byte: float

@@ -12,9 +12,12 @@ from gpt4d.parallel.layout import Layout, over_data
 MASTER_BYTES = 4  # of a weight, of its gradient and of each of AdamW's two states
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
-    """What one or more of a model's parameters are. ``streamed``: layers gather it over z, and scatter its gradient."""
+    """What one or more of a model's parameters are. ``streamed``: layers gather it over z, and scatter its gradient.
+
+    Told apart by identity: all blocks have the same ones.
+    """
 
     shape: tuple[int, ...]
     layout: Layout

@@ -1,0 +1,111 @@
+"""``python -m gpt4d.planner world_size=32 model=gpt_20b cluster=perlmutter``: which grid, how fast, will it fit?
+
+Without world_size: on how few devices this trains. With parallel.mode=atp: which DeviceMesh(d1, d2). Other words are
+train.py's. No torch here: it answers at once, on any laptop.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from gpt4d.config import Config, ConfigError, check_values, compose, from_arguments
+from gpt4d.errors import one_line_errors
+from gpt4d.planner import atp, report
+from gpt4d.planner.search import fewest_devices, rank
+from gpt4d.planner.workload import compute_bytes
+
+_LIMIT = 4096  # devices, where the fewest are asked for
+
+
+@dataclass
+class Query:
+    """What the planner is asked, besides the configuration."""
+
+    world_size: int | None = None  # devices
+    top: int = 10
+    format: str = "table"  # or json
+    plot: str | None = None  # a picture's file
+    cost: str = "ours"  # or aware, agnostic: the 4D paper's models of communication
+
+
+def main(arguments: list[str]) -> None:
+    own = {f"{field.name}=" for field in fields(Query)}
+    query = from_arguments(Query, [word for word in arguments if word.startswith(tuple(own))])
+    config = compose([word for word in arguments if not word.startswith(tuple(own))])
+    _check(query, config)
+    if query.world_size is None:
+        _tell_fewest(config)
+    elif config.parallel.mode == "atp":
+        _rank_meshes(config, query)
+    else:
+        _rank_grids(config, query)
+
+
+def _check(query: Query, config: Config) -> None:
+    check_values(config)
+    for key, choices in (("format", ("table", "json")), ("cost", ("ours", "aware", "agnostic"))):
+        if getattr(query, key) not in choices:
+            raise ConfigError(f"{key}={getattr(query, key)}: use one of {', '.join(choices)}")
+    for key in ("world_size", "top"):
+        if getattr(query, key) is not None and getattr(query, key) < 1:
+            raise ConfigError(f"{key}={getattr(query, key)}: use a value of at least 1")
+    if query.plot and Path(query.plot).suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"plot={query.plot}: the name of a .png, .pdf or .svg file")
+
+
+def _tell_fewest(config: Config) -> None:
+    fewest = fewest_devices(config, _LIMIT)
+    if fewest is None:
+        raise ConfigError(f"{config.model.name} does not train on up to {_LIMIT} devices of {config.cluster.name}")
+    print(f"{config.model.name} trains on {fewest} device(s) of {config.cluster.name} at the least")
+
+
+def _rank_grids(config: Config, query: Query) -> None:
+    ranking = rank(config, query.world_size, query.top, query.cost)
+    ranking.check(config, query.world_size)
+    if query.format == "json":
+        print(report.as_json(ranking.plans))
+    else:
+        print(report.table(config, query.world_size, ranking))
+        print(f"\nIt trains on {fewest_devices(config, query.world_size)} device(s) at the least.")
+    if query.plot:
+        title = f"{config.model.name} on {query.world_size} devices of {config.cluster.name}"
+        report.plot(ranking.plans, title, Path(query.plot))
+
+
+def _rank_meshes(config: Config, query: Query) -> None:
+    """ATP's meshes by T_comm (Eq. 2), as published: of one replica's batch, without what hides behind computation."""
+    sequences, length, element = config.train.batch_size, config.train.seq_len, compute_bytes(config, config.cluster)
+    found = []
+    for mesh in atp.meshes(query.world_size):
+        seconds = atp.communication(config.model, config.cluster, mesh, sequences, length, element)
+        found.append((sum(seconds), mesh, seconds))
+    found.sort()
+    found = found[: query.top]
+    if query.format == "json":
+        entries = [
+            {
+                "mesh": list(mesh),
+                "overrides": [f"parallel.gx={mesh.d1}", f"parallel.gy={mesh.d2}"],
+                "t_comm_s": total,
+                "comm": {"d1": {"time_s": first}, "d2": {"time_s": second}},
+            }
+            for total, mesh, (first, second) in found
+        ]
+        print(json.dumps(entries, indent=1))
+        return
+    print(
+        f"{config.model.name} on {query.world_size} device(s) of {config.cluster.name}: "
+        "the all-reduces of a step (ATP paper, Eq. 2)"
+    )
+    for total, mesh, (first, second) in found:
+        print(
+            f"ATP-{mesh.d2:<4} DeviceMesh({mesh.d1}, {mesh.d2})  {total * 1e3:9.2f} ms: "
+            f"{first * 1e3:.2f} along d1, {second * 1e3:.2f} along d2"
+        )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
