@@ -1,12 +1,13 @@
 """Every grid of a small GPT for real, beside what the planner said of it (the 4D paper's Fig. 7).
 
-    python -m benchmarks.planner [mbit=400] [repeats=5] [cluster=FILE] [out=docs/planner]
+    python -m benchmarks.planner [mbit=400] [repeats=5] [cluster=FILE] [measured=FILE] [out=docs/planner]
 
 On an emulated cluster of two hosts of four ranks: the planner's calibration, then all grids of eight devices, which
 take turns step by step. Their measured times are compared with the order of three models: the planner's own, and the
 4D paper's placement-aware and placement-agnostic ones. Writes ``out``.json and ``out``.png.
 """
 
+import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class PlannerBenchmark:
     mbit: float = 400.0
     repeats: int = 5
     cluster: str | None = None  # a calibration made before; null: one is made
+    measured: str | None = None  # the .json of an earlier run, whose step times are taken; null: they are measured
     out: str = "docs/planner"
 
 
@@ -45,6 +47,13 @@ def rankings(path: Path) -> dict[str, list[Plan]]:
         cluster=read_cluster(path),
     )
     return {cost: rank(config, _HOSTS * _RANKS, cost=cost).plans for cost in _COSTS}
+
+
+def step_times(cluster: Cluster, names: list[str], repeats: int) -> list[dict]:
+    """A row for each grid. The best and the worst are spread over the teams: none has an easier time."""
+    teams = -(-len(names) // _TOGETHER)
+    shares = [tuple(names[team::teams]) for team in range(teams)]
+    return take_turns(cluster, [Entry("ours", "benchmarks.teams.train_ours", arguments=s) for s in shares], repeats)
 
 
 def compared(plans: list[Plan], seconds: dict[str, float]) -> dict:
@@ -94,15 +103,11 @@ def main(arguments: list[str]) -> None:
         if not config.cluster:
             told = cluster.run([sys.executable, "-m", "gpt4d.planner.calibrate", f"out={path}"], timeout_s=1200)
             print(told[0], end="")
-        plans = rankings(path)
-        calibration = path.read_text()
-        names = [str(plan.sizes) for plan in plans["ours"]]
-        # Good and bad ones in each team, so that none of them has an easier time.
-        teams = -(-len(names) // _TOGETHER)
-        entries = [
-            Entry("ours", "benchmarks.teams.train_ours", arguments=tuple(names[team::teams])) for team in range(teams)
-        ]
-        rows = take_turns(cluster, entries, config.repeats)
+        plans, calibration = rankings(path), path.read_text()
+        if config.measured:
+            rows = json.loads(Path(config.measured).read_text())["rows"]
+        else:
+            rows = step_times(cluster, [str(plan.sizes) for plan in plans["ours"]], config.repeats)
     seconds = {row["name"]: row["median_s"] for row in rows}
     found = {cost: compared(plans[cost], seconds) for cost in _COSTS}
     predicted = {str(plan.sizes): plan.step_time_s for plan in plans["ours"]}

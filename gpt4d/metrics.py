@@ -14,17 +14,10 @@ from typing import TextIO
 
 import torch
 
-from gpt4d.config import Config, ConfigError, ModelConfig
+from gpt4d.config import Config, ConfigError
 
 # Dense bf16 peak of a device in FLOP/s, by a part of the name torch gives it.
 _PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "MI250X": 191.5e12, "MI300X": 1307e12}
-
-
-def step_flops(model: ModelConfig, sequences: int, length: int) -> float:
-    """Model FLOPs of one training step, forward and backward (Narayanan et al.; recomputation not counted)."""
-    h, layers, vocabulary = model.hidden, model.layers, model.padded_vocab_size
-    attention_and_head = 1 + length / (6 * h) + vocabulary / (16 * layers * h)
-    return 72 * sequences * length * layers * h**2 * attention_and_head
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -23,11 +23,13 @@ from gpt4d.generate import continuation
 from gpt4d.health import Health, Numbers, OnTheWay, Stragglers, all_finite
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
-from gpt4d.parallel import collectives, gradients, memory, startup
+from gpt4d.parallel import collectives, gradients, startup
 from gpt4d.parallel.agreement import agreed, gathered, on_every_rank, on_first_rank
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.watch import Guard, Watch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
+from gpt4d.planner import workload
+from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.profiling import Profile
 from gpt4d.signals import StopRequest
 
@@ -82,6 +84,8 @@ class Trainer:
         )
         self.owned = self.gradient_sum.owned
         self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), config.optim)
+        state = workload.training_state(config.model, sizes, config.optim.shard_states)
+        self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}
         self.health = Health(config.train, config.optim.lr)
         self.saver = Saver(config.checkpoint, self.run_dir, self.grid)
 
@@ -314,11 +318,13 @@ class Trainer:
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
         size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
-        parts = ", ".join(f"{kind} {size:.3g}" for kind, size in self._memory_by_layouts().items())
+        parts = ", ".join(f"{kind} {size:.3g}" for kind, size in self.state_gib.items())
+        estimate = Estimate(config, self.grid.sizes)
+        peak = estimate.memory_gib(config.train.micro_batch_size or estimate.share) - config.cluster.reserved_gib
         print(
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "
             f"grid {self.grid.sizes} (x, y, z, data)\n"
-            f"memory of a device by the layouts, in GiB: {parts}; activations and what is gathered come on top\n"
+            f"memory of a device as planned, in GiB: {parts}; {peak:.3g} at the peak of a step\n"
             f"{config.data.name}: {self._count('train'):,} tokens to train on, "
             f"{self._count('validation'):,} held out",
             flush=True,
@@ -340,10 +346,6 @@ class Trainer:
             peak = metrics.peak_memory_gib(self.device)
             self.report.line.print(f"done: {validation}{peak:.2f} GiB at peak, run {run_dir}, loss curve {curve}")
 
-    def _memory_by_layouts(self) -> dict[str, float]:
-        used = memory.by_layouts(self.model.parameters(), self.owned, self.grid)
-        return {kind: size / 2**30 for kind, size in used.items()}
-
     def _restart_clock(self) -> None:
         self.clock, self.clock_step = time.perf_counter(), self.progress.step
         self.training.waited_s = 0.0
@@ -355,7 +357,7 @@ class Trainer:
         config, world = self.config, self.grid.sizes.devices
         steps = self.progress.step - self.clock_step
         seconds = (time.perf_counter() - self.clock) / steps
-        flops = metrics.step_flops(config.model, config.train.batch_size, config.train.seq_len) / seconds / world
+        flops = workload.model_flops(config.model, config.train.batch_size, config.train.seq_len) / seconds / world
         peak = metrics.peak_flops(self.device)
         used = {axis.name: axis.traffic.read() for axis in self.grid if axis.size > 1}
         waited = sum(total["exposed_s"] for total in used.values()) / steps
@@ -383,7 +385,7 @@ class Trainer:
             "tflops_per_device": flops / 1e12,
             "mfu": flops / peak if peak else None,
             "memory_gib": metrics.peak_memory_gib(self.device),
-            "memory": {"after_step": metrics.used_memory_gib(self.device), **self._memory_by_layouts()},
+            "memory": {"after_step": metrics.used_memory_gib(self.device), **self.state_gib},
             "comm": {axis: {k: v / steps for k, v in total.items()} for axis, total in used.items()},
         }
 

@@ -4,6 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import ParameterSpec, WeightStream
+from gpt4d.planner.estimate import Estimate
 
 # Every grid with axes of 1 and 2: 1 to 16 devices.
 BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=4)]
@@ -82,6 +84,18 @@ def metric_lines(run_dir: str | Path) -> list[dict]:
     """The logged steps of a run, without events."""
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "event" not in line]
+
+
+def bytes_sent(run_dir: str | Path) -> dict[str, float]:
+    """Along each axis, by rank 0, in the last step that was logged."""
+    return {axis: used["bytes"] for axis, used in metric_lines(run_dir)[-1]["comm"].items()}
+
+
+def bytes_planned(config: Config, sizes: GridSizes) -> object:
+    """What the planner says of them, to be compared with: floating-point sums of whole bytes."""
+    estimate = Estimate(config, sizes)
+    plan = estimate.plan(config.train.micro_batch_size or estimate.share)
+    return pytest.approx({axis: used["bytes"] for axis, used in plan.comm.items()}, rel=1e-9)
 
 
 def grid_name(sizes: GridSizes) -> str:

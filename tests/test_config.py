@@ -17,7 +17,7 @@ SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yam
         ("parallel.gxx=2", "parallel.gxx: there is no such key; did you mean parallel.gx?"),
         ("steps=3", "steps: there is no such key; did you mean train.steps?"),
         ("+foo=2", "foo: there is no such key"),
-        ("+parallel.depth=2", "parallel.depth: there is no such key; there are gx, gy, gz, gdata"),
+        ("+parallel.depth=2", "parallel.depth: there is no such key; there are mode, gx, gy, gz, gdata"),
         ("parallel.gx=two", "parallel.gx: Value 'two' of type 'str' could not be converted to Integer"),
         ("model=gpt_unheard_of", "gpt_125m"),
         ("train.steps=[3", "'train.steps=[3': not an override"),

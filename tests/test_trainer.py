@@ -14,7 +14,17 @@ from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.model import hf
 from tests.data import batch
-from tests.grids import BINARY_GRIDS, build_model, grid_name, hf_state, metric_lines, on_grid, train_in_rank
+from tests.grids import (
+    BINARY_GRIDS,
+    build_model,
+    bytes_planned,
+    bytes_sent,
+    grid_name,
+    hf_state,
+    metric_lines,
+    on_grid,
+    train_in_rank,
+)
 from tests.rank_pool import RankFailure
 
 OF_THE_MACHINE = "slow", "straggler"  # events that depend on what else it does
@@ -78,13 +88,16 @@ def test_a_run_is_what_plain_torch_and_transformers_would_have_done(serial_run, 
 
 
 @pytest.mark.parametrize("sizes", BINARY_GRIDS[1:], ids=grid_name)
-def test_20_steps_are_those_of_the_serial_run_on_every_grid(ranks, serial_run, tiny, sizes):
+def test_20_steps_are_those_of_the_serial_run_on_every_grid_and_send_the_bytes_that_were_planned(
+    ranks, serial_run, tiny, sizes
+):
     losses, norms = losses_and_norms(serial_run(tiny()))
     config = tiny(*on_grid(sizes))
     ranks.run(sizes.devices, train_in_rank, config)
     on_this_grid = losses_and_norms(metric_lines(config.run.dir))
     assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
     assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +113,29 @@ def test_20_steps_are_those_of_the_serial_run_on_every_grid(ranks, serial_run, t
     ],
     ids="+".join,
 )
-def test_how_a_step_is_computed_does_not_change_it(ranks, serial_run, tiny, overrides):
+def test_how_a_step_is_computed_does_not_change_it_and_its_bytes_are_as_planned(ranks, serial_run, tiny, overrides):
     losses, norms = losses_and_norms(serial_run(tiny()))
     config = tiny("parallel.gx=2", "parallel.gz=2", *overrides)
     ranks.run(8, train_in_rank, config)
     on_this_grid = losses_and_norms(metric_lines(config.run.dir))
     assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
     assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1"),
+        ("parallel.cache_layers=all", "optim.shard_states=true", "train.precision=bf16", "train.micro_batch_size=2"),
+        ("model.hidden=36", "model.heads=6", "model.dropout=0.1", "parallel.overlap.all_gather=false"),
+    ],
+    ids="+".join,
+)
+def test_bytes_are_as_planned_with_caches_checkpoints_and_half_precision(ranks, tiny, overrides):
+    config = tiny("parallel.gy=2", "parallel.gz=2", "train.steps=3", *overrides)
+    ranks.run(8, train_in_rank, config)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(1, 2, 2, 2))
 
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true", "optim.schedule_steps=20")

@@ -119,6 +119,7 @@ class ClusterConfig:
     matmul_tflops: float = 0.05  # a device reaches in a large product
     memory_gb_s: float = 5.0  # a device reads and writes in operations on elements
     operation_us: float = 20.0  # that each operation takes at the least
+    skew_us: float = 0.0  # by which the last rank of a group comes later to a collective than it should
     levels: list[LevelConfig] = field(default_factory=lambda: [LevelConfig()])  # outermost first
     measured: list[MeasuredConfig] = field(default_factory=list)  # comes before what levels would give
     atp_gb_s: Any = None  # measured all-reduce bandwidths of ATP's meshes: {2x4: [1.2, 4.95]}; before levels too

@@ -9,13 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpt4d.parallel import collectives
+from gpt4d.parallel import collectives, limits
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import BATCH_AXES, Axis, Grid
 from gpt4d.parallel.layout import over_data
 from gpt4d.parallel.weights import WeightStream
-
-_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency counts; above, it no longer does
 
 
 class _Bucket(NamedTuple):
@@ -63,8 +61,7 @@ class GradientSum:
         self.owned = [_own_rows(p, weights.grid) if shard else p for p in parameters]
         self._owned = dict(zip(parameters, self.owned, strict=True))
         if bucket_bytes is None:
-            # The first sets off after an eighth of the backward, and no more than that is left at its end.
-            bucket_bytes = min(max(sum(p.nbytes for p in parameters) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+            bucket_bytes = limits.bucket_bytes(sum(p.nbytes for p in parameters))
         cut = {p for p, own in self._owned.items() if own is not p}
         self.buckets = list(_buckets(parameters, cut, weights.grid, bucket_bytes))
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}

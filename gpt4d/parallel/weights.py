@@ -22,8 +22,7 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
-
-_SCATTERS_UNDER_WAY = 8  # at the most: each holds a whole gradient in memory
+from gpt4d.parallel.limits import SCATTERS_UNDER_WAY
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class WeightStream:
         """
         pending = collectives.start_reduce_scatter(gradient.to(self.dtype), self.grid.z)
         self._scattering.append((shard, pending))
-        under_way = _SCATTERS_UNDER_WAY if self.overlap.reduce_scatter and self.grid.z.size > 1 else 0
+        under_way = SCATTERS_UNDER_WAY if self.overlap.reduce_scatter and self.grid.z.size > 1 else 0
         while len(self._scattering) > under_way:
             self._add_gradient(*self._scattering.popleft())
 

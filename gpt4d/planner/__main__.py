@@ -76,7 +76,7 @@ def _rank_grids(config: Config, query: Query) -> None:
 
 def _rank_meshes(config: Config, query: Query) -> None:
     """ATP's meshes by T_comm (Eq. 2), as published: of one replica's batch, without what hides behind computation."""
-    sequences, length, element = config.train.batch_size, config.train.seq_len, compute_bytes(config, config.cluster)
+    sequences, length, element = config.train.batch_size, config.train.seq_len, compute_bytes(config)
     found = []
     for mesh in atp.meshes(query.world_size):
         seconds = atp.communication(config.model, config.cluster, mesh, sequences, length, element)

@@ -7,6 +7,7 @@ them is drawn out from that. All ranks measure at once, since they share links, 
 """
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -39,13 +40,16 @@ from gpt4d.parallel.job import process_group
 from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
-from gpt4d.planner.step import Step, bucket_bytes
+from gpt4d.planner.step import Step
 from gpt4d.planner.topology import Span, place
 
 _LEAST_S = 0.2  # that a measurement lasts: longer than a turn of the operating system's
 _ROUNDS = 3  # of which the median counts
 _LARGEST = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes sent in the largest message, about
 _SIDE = {"cpu": 512, "cuda": 8192}  # of a large square product
+_TURNS = 9  # of a computation with and without a collective beside it
+_LONG_S = 0.2  # that a message takes: a larger one would tell nothing new
+_COVER = 2.0  # times a collective's own length, of a computation that is to hide it
 _SMALL = {
     "cpu": ModelConfig("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16),
     "cuda": ModelConfig("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16),
@@ -70,6 +74,7 @@ def measured(launch: Launch, device: torch.device, name: str) -> ClusterConfig:
     if launch.world_size > 1:
         cluster.measured = _links(cluster, launch.world_size, device)
         cluster.levels = _levels(cluster, launch.local_world_size)
+        cluster.skew_us = _skew(launch, device) * 1e6
     return cluster
 
 
@@ -96,18 +101,23 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     work()
     times, found = 1, []
     while len(found) < _ROUNDS:
-        gathered(None)
-        started = time.perf_counter()
-        for _ in range(times):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = max(gathered(time.perf_counter() - started))
+        seconds = _once(work, device, times)
         if seconds < _LEAST_S:
             times = max(2 * times, int(1.2 * times * _LEAST_S / max(seconds, 1e-6)))
         else:
             found.append(seconds / times)
-    return sorted(found)[_ROUNDS // 2]
+    return statistics.median(found)
+
+
+def _once(work: Callable[[], None], device: torch.device, times: int = 1) -> float:
+    """Seconds of so many ``work`` in a row, on the slowest rank, when all begin together."""
+    gathered(None)
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(gathered(time.perf_counter() - started))
 
 
 def _matmul_flops(device: torch.device) -> float:
@@ -145,10 +155,10 @@ def _counted(config: Config, cluster: ClusterConfig, what: str) -> float:
     """Of one device's step alone: operations, bytes moved or FLOPs."""
     unit = {"operation_us": 1e6, "memory_gb_s": 1e-9, "matmul_tflops": 1e-12}
     nothing = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
-    one = replace(cluster, **(nothing | {what: unit[what]}))
+    config = replace(config, cluster=replace(cluster, **(nothing | {what: unit[what]})))
     sizes, train = GridSizes(), config.train
     kinds = (False,) * config.model.layers
-    step = Step(config, one, sizes, Links(one, sizes), train.batch_size, kinds, bucket_bytes(config, sizes))
+    step = Step(config, sizes, Links(config.cluster, sizes), train.batch_size, kinds)
     return step.run(1).compute_s
 
 
@@ -201,16 +211,15 @@ def _collective(where: MeasuredConfig, axis: Axis, device: torch.device) -> Meas
         return torch.ones(elements // axis.size if where.kind == "all_gather" else elements, device=device)
 
     sent, taken = [], []
-    largest = _LARGEST[device.type]
-    for nbytes in (largest >> 11, largest >> 6, largest >> 3, largest):
-        tensor = message(nbytes)
+    for halvings in (11, 6, 3, 2, 0):
+        tensor = message(_LARGEST[device.type] >> halvings)
         sent.append(sent_bytes(where.kind, axis.size, tensor.nbytes))
         taken.append(_seconds(lambda tensor=tensor: _wait(start(tensor, axis)), device))
+        if taken[-1] > _LONG_S:
+            break
     latency, s_per_byte = _line(sent, taken)
-    tensor = message(largest >> 2)
-    return replace(
-        where, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=_hidden(lambda: start(tensor, axis), device)
-    )
+    hidden = _hidden(lambda: start(tensor, axis), taken[-1], device)
+    return replace(where, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=hidden)
 
 
 def _wait(pending: collectives.Pending) -> None:
@@ -229,13 +238,30 @@ def _line(x: list[float], y: list[float]) -> tuple[float, float]:
     return max(mean_y - slope * mean_x, 0.0), slope
 
 
-def _hidden(start: Callable[[], collectives.Pending], device: torch.device) -> float:
-    """Of a collective's time, the share that passes beside a computation of the same length."""
-    alone = _seconds(lambda: _wait(start()), device)
+def _skew(launch: Launch, device: torch.device) -> float:
+    """Seconds that ranks of a node who compute, then meet, take longer than the one and the other."""
+    node, world = launch.local_world_size, launch.world_size
+    axis = Grid(GridSizes(node, 1, 1, world // node) if node > 1 else GridSizes(world), device.type).x
+    side = _SIDE[device.type]
+    square = torch.ones(side, side, dtype=compute_dtype("auto", device), device=device)
+    small = torch.ones(axis.size, device=device)
+
+    def meet() -> None:
+        collectives.all_reduce(small, axis)
+
+    def both() -> None:
+        square @ square
+        meet()
+
+    return max(0.0, _seconds(both, device) - _seconds(lambda: square @ square, device) - _seconds(meet, device))
+
+
+def _hidden(start: Callable[[], collectives.Pending], alone: float, device: torch.device) -> float:
+    """Of the ``alone`` seconds of a collective, the share that costs a computation beside it nothing."""
     side = _SIDE[device.type]
     square = torch.ones(side, side, dtype=compute_dtype("auto", device), device=device)
     once = _seconds(lambda: square @ square, device)
-    times = max(1, round(alone / once))
+    times = max(1, round(_COVER * alone / once))  # it is over before the computation is
 
     def compute() -> None:
         for _ in range(times):
@@ -246,8 +272,10 @@ def _hidden(start: Callable[[], collectives.Pending], device: torch.device) -> f
         compute()
         pending.wait()
 
-    computing = _seconds(compute, device)
-    return min(1.0, max(0.0, (alone + computing - _seconds(both, device)) / min(alone, computing)))
+    # In turns: the machine may be faster now and slower then.
+    pairs = [(_once(both, device), _once(compute, device)) for _ in range(_TURNS)]
+    stolen = statistics.median(with_it - without for with_it, without in pairs)
+    return min(1.0, max(0.0, 1 - stolen / alone))
 
 
 def _levels(cluster: ClusterConfig, node: int) -> list[LevelConfig]:
@@ -280,6 +308,7 @@ def _write(cluster: ClusterConfig, out: Path) -> None:
     words = "# Measured by python -m gpt4d.planner.calibrate; every key: gpt4d/config/schema.py, ClusterConfig.\n"
     out.write_text(words + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
     print(f"{out}: a product reaches {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")
+    print(f"an operation takes {cluster.operation_us:.0f} us, the last rank is late by {cluster.skew_us:.0f}")
     for entry in cluster.measured:
         print(
             f"{entry.kind:15} {entry.local} rank(s) on each of {entry.nodes} node(s), {entry.sharing} sharing a link: "

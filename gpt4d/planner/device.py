@@ -10,6 +10,7 @@ from typing import NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.planner.topology import Speed, spans, speed
 
+AXES = (*GridSizes._fields, "world")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"
 
 
@@ -47,6 +48,7 @@ class Device:
         self.s_per_flop = 1e-12 / cluster.matmul_tflops
         self.s_per_byte = 1e-9 / cluster.memory_gb_s
         self.operation_s = cluster.operation_us / 1e6
+        self.skew_s = cluster.skew_us / 1e6
         self.now = 0.0
         self.compute_s = 0.0
         self.free = [0.0, 0.0]  # when the channel inside the node, and that between nodes, is
@@ -54,6 +56,13 @@ class Device:
         self.time_s: defaultdict[str, float] = defaultdict(float)  # of collectives, hidden or not
         self.exposed_s: defaultdict[str, float] = defaultdict(float)
         self.held = self.peak = 0
+
+    def numbers(self) -> tuple[float, ...]:
+        """Seconds so far, those of computation, then of each axis: bytes, seconds, exposed seconds."""
+        found = [self.now, self.compute_s]
+        for axis in AXES:
+            found += self.bytes[axis], self.time_s[axis], self.exposed_s[axis]
+        return tuple(found)
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
         """Some operations that take ``flops`` and read and write ``moved`` bytes."""
@@ -71,11 +80,12 @@ class Device:
         seconds = speed.latency_s + sent * speed.s_per_byte
         self.bytes[axis] += sent
         self.time_s[axis] += seconds
+        ends = max(self.now + self.skew_s, self.free[speed.across]) + seconds
+        self.free[speed.across] = ends
+        # As much as cannot pass beside a computation, the device itself is busy with.
         own = seconds * (1 - speed.hidden)
         self.now += own
         self.exposed_s[axis] += own
-        ends = max(self.now, self.free[speed.across]) + seconds - own
-        self.free[speed.across] = ends
         return UnderWay(axis, ends)
 
     def wait(self, collective: UnderWay | None) -> None:

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from gpt4d.config import Config, GridSizes
-from gpt4d.planner.device import Links
-from gpt4d.planner.step import Step, bucket_bytes
+from gpt4d.planner.device import AXES, Links
+from gpt4d.planner.step import Step
 from gpt4d.planner.workload import hardware_flops, model_flops, training_state
 
 GIB = 2**30
 _WALKED = 64  # blocks in all microbatches of a step: more are drawn out from fewer
 _BLOCKS = 3  # of a kind: more of them add what the last one added
-AXES = (*GridSizes._fields, "world")
 
 
 @dataclass
@@ -42,7 +41,6 @@ class Estimate:
     def __init__(self, config: Config, sizes: GridSizes):
         self.config, self.sizes = config, sizes
         self.links = Links(config.cluster, sizes)
-        self.bucket_bytes = bucket_bytes(config, sizes)
         self.state = training_state(config.model, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
         self._known: dict[int, tuple[float, float]] = {}
@@ -118,7 +116,10 @@ class Estimate:
         """What one microbatch more takes, drawn out from that of a few blocks."""
 
         def one(kinds: tuple[bool, ...]) -> tuple[float, ...]:
-            return _sum(self._walk(micro_batch, 2, kinds), self._walk(micro_batch, 1, kinds), -1)
+            step = self._step(micro_batch, kinds)
+            step.run(3, accumulated=True)  # in the last of them gradients set off; the first begins with idle links
+            first, second, _ = step.after_microbatch
+            return _sum(second, first, -1)
 
         all_of_them, few = self._kinds(self.config.model.layers), self._kinds(_BLOCKS)
         base = whole = one(few)
@@ -131,16 +132,10 @@ class Estimate:
         return whole
 
     def _walk(self, micro_batch: int, microbatches: int, kinds: tuple[bool, ...]) -> tuple[float, ...]:
-        """Seconds and bytes: of the step and of its computation in s, then of each axis: bytes, s, exposed s."""
-        device = self._step(micro_batch, kinds).run(microbatches)
-        numbers = [device.now, device.compute_s]
-        for axis in AXES:
-            numbers += device.bytes[axis], device.time_s[axis], device.exposed_s[axis]
-        return tuple(numbers)
+        return self._step(micro_batch, kinds).run(microbatches).numbers()
 
     def _step(self, micro_batch: int, kinds: tuple[bool, ...], between: int = 0) -> Step:
-        cluster = self.config.cluster
-        return Step(self.config, cluster, self.sizes, self.links, micro_batch, kinds, self.bucket_bytes, between)
+        return Step(self.config, self.sizes, self.links, micro_batch, kinds, between)
 
 
 def _sum(one: tuple[float, ...], other: tuple[float, ...], times: int) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ Of a transformer they count the four fully connected layers of each block. What 
 (gpt4d.planner.step) has: embedding and head, norms and biases, latency, computation, and what hides behind it.
 """
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, ModelConfig
+from gpt4d.config import Config, GridSizes, ModelConfig
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import MASTER_BYTES, compute_bytes
@@ -48,12 +48,12 @@ def layer_bytes(
     }
 
 
-def communication(config: Config, cluster: ClusterConfig, sizes: GridSizes, aware: bool) -> dict[str, float]:
+def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, float]:
     """Seconds along each axis in a step (Eq. 9, summed over layers); with Eq. 10's bandwidths if ``aware``.
 
     Under activation checkpointing the forward's collectives count once more, but for the gathers that are cached.
     """
-    e = compute_bytes(config, cluster)
+    e, cluster = compute_bytes(config), config.cluster
     m = config.train.batch_size * config.train.seq_len / sizes.data
     again = config.train.activation_checkpointing == "full"
     cached = config.parallel.cache_layers

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from gpt4d.config import Config
-from gpt4d.planner.estimate import AXES, Plan
+from gpt4d.planner.device import AXES
+from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import Ranking
 
 _COLOURS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#7f7f7f"}

@@ -74,7 +74,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         if cost == "ours":
             quick[sizes] = estimate.quick_s(micro_batch)
         else:
-            quick[sizes] = sum(published.communication(config, config.cluster, sizes, aware=cost == "aware").values())
+            quick[sizes] = sum(published.communication(config, sizes, aware=cost == "aware").values())
     ranking.fitting = len(found)
     order = sorted(found, key=quick.__getitem__)
     top = len(order) if top is None else top

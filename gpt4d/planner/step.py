@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpt4d.config import ClusterConfig, Config, GridSizes
+from gpt4d.config import Config, GridSizes
 from gpt4d.planner.device import Device, Links
-from gpt4d.planner.stream import LARGEST_BUCKET, SMALLEST_BUCKET, Gradients, Stream, Use
+from gpt4d.planner.stream import Gradients, Stream, Use
 from gpt4d.planner.workload import MASTER_BYTES, compute_bytes, parameters, training_state
 
 _STATISTICS = 4  # bytes of one number of a norm or of the loss: float32
@@ -41,22 +41,19 @@ class Step:
     def __init__(
         self,
         config: Config,
-        cluster: ClusterConfig,
         sizes: GridSizes,
         links: Links,
         micro_batch: int,
         cached: tuple[bool, ...],
-        bucket_bytes: float,
         between: int = 0,
     ):
         self.between = between
-        self.whole_model = config.model
         self.model = model = replace(config.model, layers=len(cached))
         self.sizes, self.cached = sizes, cached
         self.recompute = config.train.activation_checkpointing == "full"
         self.overlap = config.parallel.overlap
-        self.device = Device(cluster, links)
-        self.e = compute_bytes(config, cluster)
+        self.device = Device(config.cluster, links)
+        self.e = compute_bytes(config)
         self.length = config.train.seq_len
         self.sequences = micro_batch
         self.tokens = micro_batch * self.length
@@ -66,23 +63,23 @@ class Step:
         self.x_bytes = self.tokens * self.stream_dim * self.e
         self.inner_bytes = self.tokens * self.inner_dim * self.e
         self.found = parameters(model)
-        self.bucket_bytes = bucket_bytes
+        self.gradient_bytes = training_state(config.model, sizes, shard_states=False)["gradients"]
         self.shard_states = config.optim.shard_states
 
     def run(self, microbatches: int, accumulated: bool = False) -> Device:
         """Goes through so many microbatches, others before them having ``accumulated``, and the update that follows."""
         self.accumulated = accumulated
+        self.after_microbatch: list[tuple[float, ...]] = []
         uses = list(self._uses())
         expected = dict.fromkeys(self.found, microbatches)
         expected["tokens.weight"] *= 2
-        before = training_state(self.whole_model, self.sizes, False)["gradients"] if accumulated else 0
-        self.device.hold(before)
+        self.device.hold(self.gradient_bytes if accumulated else 0)
         self.gradients = Gradients(
             self.device,
             self.found,
             self.sizes,
             self.overlap.data,
-            self.bucket_bytes,
+            self.gradient_bytes,
             self.shard_states,
             expected,
             accumulated,
@@ -95,6 +92,7 @@ class Step:
         for _ in range(microbatches):
             self.stream.begin()
             self._microbatch()
+            self.after_microbatch.append(self.device.numbers())
         self.stream.finish()
         self.gradients.finish()
         self.gradients.update()
@@ -356,9 +354,3 @@ class Step:
         device.compute(moved=3 * x)
         device.release(x)
         device.release(2 * x)  # the residual stream after attention and before the block
-
-
-def bucket_bytes(config: Config, sizes: GridSizes) -> float:
-    """Of a bucket of gradients: an eighth of all, within bounds."""
-    whole = training_state(config.model, sizes, shard_states=False)["gradients"]
-    return min(max(whole // 8, SMALLEST_BUCKET), LARGEST_BUCKET)

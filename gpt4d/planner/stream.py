@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.parallel import limits
 from gpt4d.planner.device import Device, UnderWay
 from gpt4d.planner.workload import MASTER_BYTES, Tensor
-
-SCATTERS_UNDER_WAY = 8
-SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 20, 32 << 20
 
 
 class Use(NamedTuple):
@@ -40,7 +38,7 @@ class Stream:
         self.device, self.weights, self.uses, self.cached = device, weights, uses, cached
         self.gz = device.links.sizes["z"]
         self.ahead = overlap.prefetch if overlap.all_gather and self.gz > 1 else 0
-        self.under_way = SCATTERS_UNDER_WAY if overlap.reduce_scatter and self.gz > 1 else 0
+        self.under_way = limits.SCATTERS_UNDER_WAY if overlap.reduce_scatter and self.gz > 1 else 0
         self.compute_bytes, self.gradients = compute_bytes, gradients
         # What is neither cast nor gathered is the parameter itself.
         self.copies = 0 if self.gz == 1 and compute_bytes == MASTER_BYTES else self.gz
@@ -130,23 +128,26 @@ class Gradients:
         found: dict[str, Tensor],
         sizes: GridSizes,
         overlap: bool,
-        bucket_bytes: float,
+        gradient_bytes: int,
         shard_states: bool,
         expected: dict[str, int],
         accumulated: bool = False,
     ):
-        """``expected``: how many contributions complete the gradient of each parameter; ``accumulated``: one more, that
-        was there before."""
+        """``gradient_bytes``: of all blocks, where ``found`` has those of a few. ``expected``: how many contributions
+        complete the gradient of each parameter; ``accumulated``: one more, that was there before."""
         self.device, self.overlap, self.accumulated = device, overlap, accumulated
+        bucket_bytes = limits.bucket_bytes(gradient_bytes)
         kinds = set(found.values())
         elements = {tensor: tensor.elements(sizes) for tensor in kinds}
         owned = {tensor: tensor.owned(sizes, shard_states) for tensor in kinds}
         self.elements = {name: elements[tensor] for name, tensor in found.items()}
         self.owned = sum(owned[tensor] for tensor in found.values())
-        self.bucket_bytes = bucket_bytes
         self.added: Counter[str] = Counter()
         cut = {tensor for tensor in kinds if owned[tensor] < elements[tensor]}
         self.buckets = list(_buckets(found, cut, self.elements, sizes, bucket_bytes))
+        # A bucket at the end of a step with all its blocks, however few of them are here.
+        travelling = sum(bucket.elements for bucket in self.buckets) / sum(self.elements.values())
+        self.packed_bytes = min(bucket_bytes, travelling * gradient_bytes)
         for bucket in self.buckets:
             bucket.missing = sum(expected[name] for name in bucket.names)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -176,8 +177,7 @@ class Gradients:
         device.release(nbytes)  # the gradients apart; packed, they are held on
 
     def finish(self) -> None:
-        if self.buckets:
-            self.device.scratch(self.bucket_bytes)  # of all blocks, however few of them are here
+        self.device.scratch(self.packed_bytes)
         for bucket in self.buckets:
             if bucket not in self.sent:
                 self._send(bucket)
@@ -210,7 +210,7 @@ class Gradients:
 
 
 def _buckets(
-    found: dict[str, Tensor], cut: set[Tensor], elements: dict[str, int], sizes: GridSizes, bucket_bytes: float
+    found: dict[str, Tensor], cut: set[Tensor], elements: dict[str, int], sizes: GridSizes, bucket_bytes: int
 ) -> Iterator[_Bucket]:
     filling: dict[tuple, list[str]] = {}
     filled: Counter[tuple] = Counter()

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
 
+_HIDDEN = 0.9  # of a collective nobody has measured: what carries it takes its part of a device
+
 
 class Span(NamedTuple):
     """Where the groups of an axis lie: each joins every ``stride``-th of ``stride·size`` neighbouring ranks."""
@@ -121,7 +123,7 @@ def _by_levels(cluster: ClusterConfig, kind: str, span: Span) -> Speed:
     levels = crossed(cluster, span)
     gb_s = min(group_bandwidth(c.level, c.members) / c.sharing for c in levels)
     latency_us = sum(_messages(kind, c.members) * c.level.latency_us for c in levels)
-    return Speed(latency_us / 1e6, 1e-9 / gb_s, 1.0, span.nodes(node_size(cluster)) > 1)
+    return Speed(latency_us / 1e6, 1e-9 / gb_s, _HIDDEN, span.nodes(node_size(cluster)) > 1)
 
 
 def _messages(kind: str, members: int) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, ModelConfig
+from gpt4d.config import Config, GridSizes, ModelConfig
 from gpt4d.parallel import layout
 from gpt4d.parallel.layout import Layout, over_data
 
@@ -94,11 +94,11 @@ def hardware_flops(model: ModelConfig, sequences: int, length: int) -> float:
     return model_flops(model, sequences, length) * 96 / 72
 
 
-def compute_bytes(config: Config, cluster: ClusterConfig) -> int:
-    """Of an element of activations and gathered weights: ``train.precision`` on this machine."""
+def compute_bytes(config: Config) -> int:
+    """Of an element of activations and gathered weights: ``train.precision`` on the machine of ``cluster``."""
     precision = config.train.precision
     if precision == "auto":
-        precision = "bf16" if cluster.device == "cuda" else "fp32"
+        precision = "bf16" if config.cluster.device == "cuda" else "fp32"
     return {"fp32": 4, "bf16": 2}[precision]
 
 
