@@ -67,8 +67,9 @@ def _rank_grids(config: Config, query: Query) -> None:
     if query.format == "json":
         print(report.as_json(ranking.plans))
     else:
-        print(report.table(config, query.world_size, ranking))
-        print(f"\nIt trains on {fewest_devices(config, query.world_size)} device(s) at the least.")
+        fewest = fewest_devices(config, query.world_size)
+        table = report.table(config, query.world_size, ranking)
+        print(f"{table}\n\nIt trains on {fewest} device(s) at the least.")
     if query.plot:
         title = f"{config.model.name} on {query.world_size} devices of {config.cluster.name}"
         report.plot(ranking.plans, title, Path(query.plot))
