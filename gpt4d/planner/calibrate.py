@@ -48,6 +48,7 @@ _ROUNDS = 3  # of which the median counts
 _LARGEST = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes sent in the largest message, about
 _SIDE = {"cpu": 512, "cuda": 8192}  # of a large square product
 _TURNS = 9  # of a computation with and without a collective beside it
+_AGAIN = 5  # in each of those turns, of what is too short by itself
 _LONG_S = 0.2  # that a message takes: a larger one would tell nothing new
 _COVER = 2.0  # times a collective's own length, of a computation that is to hide it
 _SMALL = {
@@ -249,11 +250,15 @@ def _skew(launch: Launch, device: torch.device) -> float:
     def meet() -> None:
         collectives.all_reduce(small, axis)
 
-    def both() -> None:
+    def compute() -> None:
         square @ square
+
+    def both() -> None:
+        compute()
         meet()
 
-    return max(0.0, _seconds(both, device) - _seconds(lambda: square @ square, device) - _seconds(meet, device))
+    turns = [[_once(work, device, _AGAIN) for work in (both, compute, meet)] for _ in range(_TURNS)]
+    return max(0.0, statistics.median(a - b - c for a, b, c in turns) / _AGAIN)
 
 
 def _hidden(start: Callable[[], collectives.Pending], alone: float, device: torch.device) -> float:
