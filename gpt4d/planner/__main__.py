@@ -4,7 +4,6 @@ Without world_size: on how few devices this trains. With parallel.mode=atp: whic
 train.py's. No torch here: it answers at once, on any laptop.
 """
 
-import json
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +12,6 @@ from gpt4d.config import Config, ConfigError, check_values, compose, from_argume
 from gpt4d.errors import one_line_errors
 from gpt4d.planner import atp, report
 from gpt4d.planner.search import fewest_devices, rank
-from gpt4d.planner.workload import compute_bytes
 
 _LIMIT = 4096  # devices, where the fewest are asked for
 
@@ -76,35 +74,11 @@ def _rank_grids(config: Config, query: Query) -> None:
 
 
 def _rank_meshes(config: Config, query: Query) -> None:
-    """ATP's meshes by T_comm (Eq. 2), as published: of one replica's batch, without what hides behind computation."""
-    sequences, length, element = config.train.batch_size, config.train.seq_len, compute_bytes(config)
-    found = []
-    for mesh in atp.meshes(query.world_size):
-        seconds = atp.communication(config.model, config.cluster, mesh, sequences, length, element)
-        found.append((sum(seconds), mesh, seconds))
-    found.sort()
-    found = found[: query.top]
+    plans = atp.rank(config, query.world_size)[: query.top]
     if query.format == "json":
-        entries = [
-            {
-                "mesh": list(mesh),
-                "overrides": [f"parallel.gx={mesh.d1}", f"parallel.gy={mesh.d2}"],
-                "t_comm_s": total,
-                "comm": {"d1": {"time_s": first}, "d2": {"time_s": second}},
-            }
-            for total, mesh, (first, second) in found
-        ]
-        print(json.dumps(entries, indent=1))
-        return
-    print(
-        f"{config.model.name} on {query.world_size} device(s) of {config.cluster.name}: "
-        "the all-reduces of a step (ATP paper, Eq. 2)"
-    )
-    for total, mesh, (first, second) in found:
-        print(
-            f"ATP-{mesh.d2:<4} DeviceMesh({mesh.d1}, {mesh.d2})  {total * 1e3:9.2f} ms: "
-            f"{first * 1e3:.2f} along d1, {second * 1e3:.2f} along d2"
-        )
+        print(report.meshes_as_json(plans))
+    else:
+        print(report.mesh_table(config, query.world_size, plans))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
 DeviceMesh(d1, d2) is d1 groups of d2 neighbouring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpt4d.config import ClusterConfig, ModelConfig
+from gpt4d.config import ClusterConfig, Config, GridSizes, ModelConfig, divisors, grid_problem
+from gpt4d.planner.device import sent_bytes
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.topology import Span, crossed, group_bandwidth
+from gpt4d.planner.workload import compute_bytes, model_flops
 
 
 class Mesh(NamedTuple):
@@ -19,7 +23,7 @@ class Mesh(NamedTuple):
 
 def meshes(devices: int) -> list[Mesh]:
     """All of them, DeviceMesh(N, 1) first: ATP-1, ATP-2…"""
-    return [Mesh(devices // d2, d2) for d2 in range(1, devices + 1) if devices % d2 == 0]
+    return [Mesh(devices // d2, d2) for d2 in divisors(devices)]
 
 
 def link_bandwidths(cluster: ClusterConfig, mesh: Mesh) -> tuple[float | None, float | None]:
@@ -61,4 +65,46 @@ def communication(
     return (
         rows * 2 / (mesh.d2 * b1) if b1 else 0.0,
         rows * 7 / (mesh.d1 * b2) if b2 else 0.0,
+    )
+
+
+@dataclass
+class MeshPlan:
+    """A mesh, and a step on it: all of its communication exposed, as the paper counts it."""
+
+    mesh: Mesh
+    compute_s: float
+    comm: dict[str, dict[str, float]]  # by dimension, d1 and d2: bytes sent, time_s, exposed_s
+    problem: str | None  # why the model cannot be split so
+    memory_gib: float | None  # of a device; None where it cannot be
+
+    @property
+    def t_comm_s(self) -> float:
+        return sum(dimension["time_s"] for dimension in self.comm.values())
+
+
+def rank(config: Config, devices: int) -> list[MeshPlan]:
+    """All meshes by T_comm, for one step of the whole batch on them."""
+    return sorted((_plan(config, mesh) for mesh in meshes(devices)), key=lambda plan: plan.t_comm_s)
+
+
+def _plan(config: Config, mesh: Mesh) -> MeshPlan:
+    model, train, element = config.model, config.train, compute_bytes(config)
+    times = communication(model, config.cluster, mesh, train.batch_size, train.seq_len, element)
+    rows = 2 * model.layers * train.batch_size * train.seq_len * model.hidden * element
+    sent = sent_bytes("all_reduce", mesh.d1, rows * 2 / mesh.d2), sent_bytes("all_reduce", mesh.d2, rows * 7 / mesh.d1)
+    flops = model_flops(model, train.batch_size, train.seq_len) / (mesh.d1 * mesh.d2)
+    sizes = GridSizes(mesh.d1, mesh.d2)
+    problem, memory = grid_problem(model, train, sizes), None
+    if not problem:
+        memory = Estimate(config, sizes).memory_gib(train.micro_batch_size or train.batch_size)
+    return MeshPlan(
+        mesh=mesh,
+        compute_s=flops / (config.cluster.matmul_tflops * 1e12),
+        comm={
+            name: {"bytes": nbytes, "time_s": seconds, "exposed_s": seconds}
+            for name, nbytes, seconds in zip(("d1", "d2"), sent, times, strict=True)
+        },
+        problem=problem,
+        memory_gib=memory,
     )

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from gpt4d.config import Config
+from gpt4d.planner.atp import MeshPlan
 from gpt4d.planner.device import AXES
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import Ranking
@@ -53,6 +54,38 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     return "\n".join([_text(whole), *_left_out(config, ranking), "", *(" ".join(p.overrides) for p in ranking.plans)])
 
 
+def meshes_as_json(plans: list[MeshPlan]) -> str:
+    """A list, least communication first. ATP's layer is the 4D layer with x = d1 and y = d2: the overrides say so."""
+    entries = [
+        {
+            "mesh": list(plan.mesh),
+            "overrides": [f"parallel.gx={plan.mesh.d1}", f"parallel.gy={plan.mesh.d2}"],
+            "t_comm_s": plan.t_comm_s,
+            "step_time_s": plan.compute_s + plan.t_comm_s,
+            "compute_s": plan.compute_s,
+            "comm": plan.comm,
+            "memory_gib": plan.memory_gib,
+            "problem": plan.problem,
+        }
+        for plan in plans
+    ]
+    return json.dumps(entries, indent=1)
+
+
+def mesh_table(config: Config, devices: int, plans: list[MeshPlan]) -> str:
+    """A line for each mesh: what its all-reduces take, and what stands against it."""
+    heading = f"{config.model.name} on {devices} device(s) of {config.cluster.name}: "
+    lines = [heading + "the all-reduces of a step (ATP paper, Eq. 2)"]
+    for plan in plans:
+        (d1, d2), of = plan.mesh, plan.comm
+        times = f"{_seconds(of['d1']['time_s'])} along d1, {_seconds(of['d2']['time_s'])} along d2"
+        name = f"ATP-{d2:<4} DeviceMesh({d1}, {d2})"
+        lines.append(f"{name:26} {_seconds(plan.t_comm_s):>10}: {times}")
+        if plan.problem:
+            lines.append(f"{'':26} not for this model: {plan.problem}")
+    return "\n".join(lines)
+
+
 def _text(table) -> str:
     from rich.console import Console
 
@@ -78,7 +111,7 @@ def _left_out(config: Config, ranking: Ranking) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def plot(plans: list[Plan], title: str, path: Path) -> None:

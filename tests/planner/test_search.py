@@ -154,6 +154,7 @@ def test_without_a_world_size_it_tells_the_fewest_devices():
 def test_atps_meshes_are_ranked_on_request():
     (best, *_) = json.loads(ask("world_size=8", "parallel.mode=atp", "cluster=ic1", "format=json"))
     assert best["mesh"] == [2, 4] and best["overrides"] == ["parallel.gx=2", "parallel.gy=4"]
+    assert best["step_time_s"] == pytest.approx(best["compute_s"] + best["t_comm_s"]) and best["memory_gib"] > 0
     assert "ATP-1    DeviceMesh(8, 1)" in ask("world_size=8", "parallel.mode=atp", "cluster=ic2").splitlines()[1]
 
 
