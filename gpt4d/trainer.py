@@ -319,7 +319,8 @@ class Trainer:
         size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
         parts = ", ".join(f"{kind} {size:.3g}" for kind, size in self.state_gib.items())
-        estimate = Estimate(config, self.grid.sizes)
+        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.model.weights.compute_dtype]
+        estimate = Estimate(replace(config, train=replace(config.train, precision=precision)), self.grid.sizes)
         peak = estimate.memory_gib(config.train.micro_batch_size or estimate.share) - config.cluster.reserved_gib
         print(
             f"{config.run.name}: {size / 1e6:,.1f} M parameters in {compute} on {self.device.type}, "

@@ -34,7 +34,7 @@ def overrides(config) -> list[str]:
     """The configuration ``tiny`` made, as words for the command line."""
     from gpt4d.config import known_keys, value_of
 
-    values = {k: value_of(config, k) for k in known_keys()}
+    values = {k: value_of(config, k) for k in known_keys() if not k.startswith("cluster.")}
     return [f"{k}={json.dumps(v)}" for k, v in values.items()]
 
 

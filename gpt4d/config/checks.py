@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpt4d.config.schema import Config, ConfigError, DataConfig, GridSizes, ModelConfig, ParallelConfig, TrainConfig
+from gpt4d.config.schema import (
+    ClusterConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    GridSizes,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 
 def validate(config: Config, world_size: int) -> GridSizes:
@@ -182,9 +191,61 @@ def check_values(config: Config) -> None:
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}: the cosine goes down")
     profiled_steps(config)
+    check_cluster(config.cluster)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         raise ConfigError(f"checkpoint.resume={resume!r}: no such directory; use auto, never, or a checkpoint's path")
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """All the checks of a machine. ConfigError for one that cannot be."""
+    _choice("cluster.device", cluster.device, ("cpu", "cuda"))
+    for key in ("memory_gib", "matmul_tflops", "memory_gb_s"):
+        _above_0(f"cluster.{key}", getattr(cluster, key))
+    for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
+        _at_least(f"cluster.{key}", getattr(cluster, key), 0)
+    if not cluster.levels:
+        raise ConfigError("cluster.levels=[]: a machine has one level of links at the least, {group_gb_s: 1}")
+    for number, level in enumerate(cluster.levels):
+        name = f"cluster.levels[{number}]"
+        if level.ranks is None and number:
+            raise ConfigError(f"{name}.ranks=None: say how many it joins; only the outermost may leave it open")
+        _at_least(f"{name}.ranks", level.ranks, 1)
+        _above_0(f"{name}.group_gb_s", level.group_gb_s)
+        _above_0(f"{name}.pair_gb_s", level.pair_gb_s)
+        _at_least(f"{name}.latency_us", level.latency_us, 0)
+    for number, entry in enumerate(cluster.measured):
+        name = f"cluster.measured[{number}]"
+        _choice(f"{name}.kind", entry.kind, ("all_reduce", "all_gather", "reduce_scatter"))
+        for key in ("local", "nodes", "sharing"):
+            _at_least(f"{name}.{key}", getattr(entry, key), 1)
+        _at_least(f"{name}.local·nodes", entry.local * entry.nodes, 2)
+        _above_0(f"{name}.gb_s", entry.gb_s)
+        _at_least(f"{name}.latency_us", entry.latency_us, 0)
+        _at_least(f"{name}.hidden", entry.hidden, 0)
+    if cluster.atp_gb_s is not None and not _are_bandwidths(cluster.atp_gb_s):
+        raise ConfigError(
+            f"cluster.atp_gb_s={cluster.atp_gb_s}: meshes and two bandwidths above 0 of each, null for a dimension of "
+            "one device: {2x4: [1.2, 4.95], 8x1: [0.97, null]}"
+        )
+
+
+def _are_bandwidths(found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
+    for mesh, pair in found.items():
+        dims = re.fullmatch(r"(\d+)x(\d+)", str(mesh))
+        if not dims or not isinstance(pair, list) or len(pair) != 2:
+            return False
+        for size, bandwidth in zip(map(int, dims.groups()), pair, strict=True):
+            if (bandwidth is None) != (size == 1) or (bandwidth is not None and not bandwidth > 0):
+                return False
+    return True
+
+
+def _above_0(key: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"{key}={value}: use a value above 0")
 
 
 def _at_least(key: str, value: float | None, least: float) -> None:

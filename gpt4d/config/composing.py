@@ -38,7 +38,10 @@ def read_cluster(path: str | Path) -> ClusterConfig:
     from omegaconf import OmegaConf
 
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(path)))
+        read = OmegaConf.load(path)
+        if not read:
+            raise ConfigError("an empty file; python -m gpt4d.planner.calibrate writes one")
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), read))
     except FileNotFoundError:
         raise ConfigError(f"cluster={path}: no such file") from None
     except Exception as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from gpt4d.config import Config, ConfigError, check_values, compose, from_arguments
 from gpt4d.errors import one_line_errors
 from gpt4d.planner import atp, report
-from gpt4d.planner.search import fewest_devices, rank
+from gpt4d.planner.search import check_open, fewest_devices, rank
 
 _LIMIT = 4096  # devices, where the fewest are asked for
 
@@ -50,6 +50,9 @@ def _check(query: Query, config: Config) -> None:
             raise ConfigError(f"{key}={getattr(query, key)}: use a value of at least 1")
     if query.plot and Path(query.plot).suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"plot={query.plot}: the name of a .png, .pdf or .svg file")
+    if query.plot and not Path(query.plot).parent.is_dir():
+        raise ConfigError(f"plot={query.plot}: no such directory as {Path(query.plot).parent}")
+    check_open(config.parallel)
 
 
 def _tell_fewest(config: Config) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from gpt4d.config import ClusterConfig, Config, GridSizes, ModelConfig, divisors, grid_problem
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.search import check_machine, largest_micro_batch
 from gpt4d.planner.topology import Span, crossed, group_bandwidth
 from gpt4d.planner.workload import compute_bytes, model_flops
 
@@ -30,7 +31,8 @@ def link_bandwidths(cluster: ClusterConfig, mesh: Mesh) -> tuple[float | None, f
     """B1' and B2' in GB/s (Eq. 3); None for a dimension of one device.
 
     The slowest of the levels that a dimension crosses. Groups of the first dimension share a level's links as far as
-    one member of the level holds devices of several: where each member is one device, as on a switch, none do.
+    one member of the level holds devices of several: where each member is one device, as on a switch, none do. The
+    paper divides by d2 even where a member holds fewer devices than that.
     """
 
     def slowest(span: Span) -> float | None:
@@ -75,7 +77,7 @@ class MeshPlan:
     mesh: Mesh
     compute_s: float
     comm: dict[str, dict[str, float]]  # by dimension, d1 and d2: bytes sent, time_s, exposed_s
-    problem: str | None  # why the model cannot be split so
+    problem: str | None  # why the model cannot be split so, or does not fit
     memory_gib: float | None  # of a device; None where it cannot be
 
     @property
@@ -84,7 +86,8 @@ class MeshPlan:
 
 
 def rank(config: Config, devices: int) -> list[MeshPlan]:
-    """All meshes by T_comm, for one step of the whole batch on them."""
+    """All meshes by T_comm, for one step of the whole batch on them. ConfigError if the machine has fewer devices."""
+    check_machine(config.cluster, devices)
     return sorted((_plan(config, mesh) for mesh in meshes(devices)), key=lambda plan: plan.t_comm_s)
 
 
@@ -97,7 +100,9 @@ def _plan(config: Config, mesh: Mesh) -> MeshPlan:
     sizes = GridSizes(mesh.d1, mesh.d2)
     problem, memory = grid_problem(model, train, sizes), None
     if not problem:
-        memory = Estimate(config, sizes).memory_gib(train.micro_batch_size or train.batch_size)
+        micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
+        if micro_batch is None:
+            problem = f"{memory:.1f} GiB of a device's {config.cluster.memory_gib:g}"
     return MeshPlan(
         mesh=mesh,
         compute_s=flops / (config.cluster.matmul_tflops * 1e12),

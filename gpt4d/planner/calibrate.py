@@ -51,10 +51,7 @@ _TURNS = 9  # of a computation with and without a collective beside it
 _AGAIN = 5  # in each of those turns, of what is too short by itself
 _LONG_S = 0.2  # that a message takes: a larger one would tell nothing new
 _COVER = 2.0  # times a collective's own length, of a computation that is to hide it
-_SMALL = {
-    "cpu": ModelConfig("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16),
-    "cuda": ModelConfig("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16),
-}
+_SMALL = ModelConfig("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
 _LARGE = {
     "cpu": ModelConfig("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128),
     "cuda": ModelConfig("large", layers=2, hidden=2048, heads=16, vocab_size=8192, max_positions=2048),
@@ -136,7 +133,7 @@ def _operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, fl
     Of two models: one so small that operations are all it does, one in which what they move counts.
     """
     rows, times = [], []
-    for model, sequences in ((_SMALL[device.type], 1), (_LARGE[device.type], 4)):
+    for model, sequences in ((_SMALL, 1), (_LARGE[device.type], 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
         taken = _seconds(_training_step(config, device), device)
         operations, moved = (_counted(config, cluster, each) for each in ("operation_us", "memory_gb_s"))
@@ -216,7 +213,7 @@ def _collective(where: MeasuredConfig, axis: Axis, device: torch.device) -> Meas
         tensor = message(_LARGEST[device.type] >> halvings)
         sent.append(sent_bytes(where.kind, axis.size, tensor.nbytes))
         taken.append(_seconds(lambda tensor=tensor: _wait(start(tensor, axis)), device))
-        if taken[-1] > _LONG_S:
+        if taken[-1] > _LONG_S and len(taken) > 1:
             break
     latency, s_per_byte = _line(sent, taken)
     hidden = _hidden(lambda: start(tensor, axis), taken[-1], device)
@@ -304,12 +301,21 @@ def main(arguments: list[str]) -> None:
     if out.suffix != ".yaml":
         raise ConfigError(f"out={config.out}: the name of a .yaml file, such as configs/cluster/mine.yaml")
     with process_group(launch) as job:
+        on_first_rank(lambda: _check_writable(out))
         cluster = measured(launch, job.device, config.name or out.stem)
         on_first_rank(lambda: _write(cluster, out))
 
 
+def _check_writable(out: Path) -> None:
+    """ConfigError, before minutes of measuring, if the file cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"out={out}: {error.strerror}") from None
+
+
 def _write(cluster: ClusterConfig, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
     words = "# Measured by python -m gpt4d.planner.calibrate; every key: gpt4d/config/schema.py, ClusterConfig.\n"
     out.write_text(words + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
     print(f"{out}: a product reaches {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")

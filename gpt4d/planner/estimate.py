@@ -25,6 +25,7 @@ class Plan:
     mfu: float | None  # share of the peak that the model's FLOPs are, without recomputation
     hfu: float | None  # and with it
     overrides: list[str]
+    published_s: float | None = None  # of communication, by the paper's model that the ranking is by
 
     @property
     def memory_gib(self) -> float:
@@ -33,6 +34,11 @@ class Plan:
     @property
     def exposed_s(self) -> float:
         return sum(axis["exposed_s"] for axis in self.comm.values())
+
+    @property
+    def hidden_s(self) -> float:
+        """Of the collectives' time; a wait may be longer than its collective, for a rank that is late."""
+        return sum(max(0.0, axis["time_s"] - axis["exposed_s"]) for axis in self.comm.values())
 
 
 class Estimate:
@@ -63,7 +69,9 @@ class Estimate:
             microbatches = self.share // micro_batch
             kinds = self._kinds(_BLOCKS)
             layers = self.config.model.layers
-            step = self._step(micro_batch, kinds, between=layers - len(kinds))
+            everything = self._kinds(layers)
+            between = tuple(everything.count(cached) - kinds.count(cached) for cached in (False, True))
+            step = self._step(micro_batch, kinds, between)
             device = step.run(1, accumulated=microbatches > 1)
             seconds = device.now * layers / len(kinds) * microbatches
             self._known[micro_batch] = seconds, self.least_gib() + device.peak / GIB
@@ -134,7 +142,7 @@ class Estimate:
     def _walk(self, micro_batch: int, microbatches: int, kinds: tuple[bool, ...]) -> tuple[float, ...]:
         return self._step(micro_batch, kinds).run(microbatches).numbers()
 
-    def _step(self, micro_batch: int, kinds: tuple[bool, ...], between: int = 0) -> Step:
+    def _step(self, micro_batch: int, kinds: tuple[bool, ...], between: tuple[int, int] = (0, 0)) -> Step:
         return Step(self.config, self.sizes, self.links, micro_batch, kinds, between)
 
 

@@ -24,6 +24,7 @@ def as_json(plans: list[Plan]) -> str:
             "memory_gib": plan.memory_gib,
             "memory": plan.memory,
             "micro_batch_size": plan.micro_batch,
+            "published_s": plan.published_s,
             "mfu": plan.mfu,
             "hfu": plan.hfu,
         }
@@ -39,18 +40,22 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
 
     axes = [axis for axis in AXES if any(axis in plan.comm for plan in ranking.plans)]
     whole = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
-    whole.title = f"{config.model.name} on {devices} device(s) of {config.cluster.name}: a step, by its time"
+    whole.title = f"{config.model.name} on {devices} device(s) of {config.cluster.name}: a step, by "
+    by_published = any(plan.published_s is not None for plan in ranking.plans)
+    whole.title += "the paper's seconds of communication" if by_published else "its time"
     whole.add_column("grid x·y·z·data")
     for heading in ("at once", "step", "computing", *(f"waits {axis}" for axis in axes), "hidden", "memory"):
         whole.add_column(heading, justify="right")
     if config.cluster.peak_tflops:
         whole.add_column("MFU", justify="right")
+    if by_published:
+        whole.add_column("paper", justify="right")
     for plan in ranking.plans:
-        hidden = sum(used["time_s"] for used in plan.comm.values()) - plan.exposed_s
         waits = (_seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
         cells = [str(plan.sizes), str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s), *waits]
-        cells += [_seconds(hidden), f"{plan.memory_gib:.1f} GiB"]
-        whole.add_row(*cells, *([f"{plan.mfu:.0%}"] if plan.mfu else []))
+        cells += [_seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
+        cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
+        whole.add_row(*cells, *([_seconds(plan.published_s)] if by_published else []))
     return "\n".join([_text(whole), *_left_out(config, ranking), "", *(" ".join(p.overrides) for p in ranking.plans)])
 
 
@@ -128,8 +133,7 @@ def plot(plans: list[Plan], title: str, path: Path) -> None:
         if any(waits):
             panel.barh(names, waits, left=start, color=colour, label=f"waiting for {axis}")
         start = [a + b for a, b in zip(start, waits, strict=True)]
-    hidden = [sum(used["time_s"] for used in plan.comm.values()) - plan.exposed_s for plan in plans]
-    panel.plot(hidden, names, "k|", markersize=9, label="communication hidden")
+    panel.plot([plan.hidden_s for plan in plans], names, "k|", markersize=9, label="communication hidden")
     panel.invert_yaxis()
     panel.set_xlim(left=0)
     panel.set_xlabel("seconds of a step, predicted")

@@ -1,9 +1,19 @@
 """From a configuration and a number of devices to a ranking: all grids, less those that cannot be or do not fit."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from gpt4d.config import Config, ConfigError, GridSizes, check_values, divisors, grid_problem
+from gpt4d.config import (
+    ClusterConfig,
+    Config,
+    ConfigError,
+    GridSizes,
+    ParallelConfig,
+    check_values,
+    divisors,
+    grid_problem,
+)
 from gpt4d.planner import published
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.workload import micro_batch_sizes
@@ -18,7 +28,7 @@ class Ranking:
     plans: list[Plan] = field(default_factory=list)
     fitting: int = 0  # grids, of which ``plans`` are the best
     impossible: int = 0  # grids that the model or the batch cannot be split over
-    problem: str | None = None  # what stands against the last of those
+    problem: str | None = None  # what stands against the first of those
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # those that do not fit: the least GiB they need
 
     def check(self, config: Config, devices: int) -> None:
@@ -29,12 +39,13 @@ class Ranking:
             raise ConfigError(f"no grid of {devices} device(s) can train this: {self.problem}")
         sizes, least = min(self.too_large.items(), key=lambda found: found[1])
         mends = ["more devices"]
-        if config.train.activation_checkpointing == "none":
-            mends.append("train.activation_checkpointing=full")
         if not config.optim.shard_states and devices > 1:
             mends.append("optim.shard_states=true")
-        if config.train.micro_batch_size not in (None, 1):
-            mends.append("a smaller train.micro_batch_size")
+        if Estimate(config, sizes).least_gib() <= config.cluster.memory_gib:  # it is the activations
+            if config.train.activation_checkpointing == "none":
+                mends.append("train.activation_checkpointing=full")
+            if config.train.micro_batch_size not in (None, 1):
+                mends.append("a smaller train.micro_batch_size")
         *others, last = mends
         remedy = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(
@@ -56,6 +67,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
 
     ``cost``: ours; or aware or agnostic, the 4D paper's models of communication, whose seconds are compared instead.
     """
+    check_machine(config.cluster, devices)
     ranking = Ranking()
     quick: dict[GridSizes, float] = {}
     found: dict[GridSizes, tuple[Estimate, int]] = {}
@@ -63,7 +75,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         problem = grid_problem(config.model, config.train, sizes)
         if problem:
             ranking.impossible += 1
-            ranking.problem = problem
+            ranking.problem = ranking.problem or problem
             continue
         estimate = Estimate(config, sizes)
         micro_batch, needed = largest_micro_batch(estimate)
@@ -82,6 +94,8 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     ranking.plans = [found[sizes][0].plan(found[sizes][1]) for sizes in worth]
     if cost == "ours":
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
+    else:
+        ranking.plans = [replace(plan, published_s=quick[plan.sizes]) for plan in ranking.plans]
     ranking.plans = ranking.plans[:top]
     return ranking
 
@@ -97,7 +111,7 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
         return choices[0], needed
     least = estimate.memory_gib(choices[-1])
     if least > memory:
-        return None, least
+        return None, min(least, needed)  # a single microbatch has no gradients before it
     # More sequences never take less.
     fits, too_many = len(choices) - 1, 0
     while fits - too_many > 1:
@@ -121,23 +135,34 @@ def fewest_devices(config: Config, limit: int) -> int | None:
     return None
 
 
+def check_open(parallel: ParallelConfig) -> None:
+    """ConfigError if a size of the grid, which the planner is to choose, was given."""
+    for key, untouched in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
+        if getattr(parallel, key) != untouched:
+            raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; leave it out")
+
+
+def check_machine(cluster: ClusterConfig, devices: int) -> None:
+    """ConfigError if the machine has fewer devices."""
+    ranks = [level.ranks for level in cluster.levels]
+    if None not in ranks and math.prod(ranks) < devices:
+        raise ConfigError(
+            f"cluster.levels: {cluster.name} has {math.prod(ranks)} device(s), not {devices}; use another cluster, or "
+            "ranks: null for as many of the outermost groups as there are"
+        )
+
+
 def choose(config: Config, devices: int) -> tuple[Config, list[Plan]]:
     """What ``parallel.mode=auto`` means on so many devices: the configuration on the best grid, and the best plans.
 
     ConfigError if no grid will do, or some of it was chosen already.
     """
     check_values(config)
-    parallel = config.parallel
-    for key, untouched in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
-        if getattr(parallel, key) != untouched:
-            raise ConfigError(
-                f"parallel.{key}={getattr(parallel, key)} with parallel.mode=auto, which chooses the grid: leave the "
-                "one or the other out"
-            )
+    check_open(config.parallel)
     ranking = rank(config, devices, top=3)
     ranking.check(config, devices)
     best = ranking.plans[0]
     x, y, z, data = best.sizes
-    parallel = replace(parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data)
+    parallel = replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data)
     train = replace(config.train, micro_batch_size=best.micro_batch)
     return replace(config, parallel=parallel, train=train), ranking.plans

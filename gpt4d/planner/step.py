@@ -35,7 +35,8 @@ _LINEARS = (
 class Step:
     """A step of ``config`` on a grid, with the blocks of ``cached``: for each block, whether its weights are kept.
 
-    ``between``: so many blocks more after the first of them, of which only the memory is told.
+    ``between``: so many blocks more after the first that is not kept, and after the first that is. Only their memory is
+    told.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Step:
         links: Links,
         micro_batch: int,
         cached: tuple[bool, ...],
-        between: int = 0,
+        between: tuple[int, int] = (0, 0),
     ):
-        self.between = between
+        # By the number of the block they come after.
+        self.between = {cached.index(kind): more for kind, more in enumerate(between) if more}
         self.model = model = replace(config.model, layers=len(cached))
         self.sizes, self.cached = sizes, cached
         self.recompute = config.train.activation_checkpointing == "full"
@@ -112,13 +114,14 @@ class Step:
 
     def _microbatch(self) -> None:
         device, x = self.device, self.x_bytes
+        kept_between: dict[int, int] = {}
         self._embed()
         for block in range(len(self.cached)):
             before = device.held
             self._block_forward(keep=not self.recompute)
-            if block == 0 and self.between:
-                kept = self.between * (device.held - before)
-                device.hold(kept)
+            if more := self.between.get(block):
+                kept_between[block] = more * (device.held - before)
+                device.hold(kept_between[block])
         self._norm_forward()
         self._head()
         self._norm_backward("norm")
@@ -126,16 +129,16 @@ class Step:
         for block in reversed(range(len(self.cached))):
             if self.recompute:
                 self._block_forward(keep=True, to_the_end=False)
-            if block == 0 and self.between:
-                device.release(kept)
-                self._gradients_between()
+            if block in kept_between:
+                device.release(kept_between[block])
+                self._gradients_between(block)
             self._block_backward(block)
         self._embed_backward()
 
-    def _gradients_between(self) -> None:
+    def _gradients_between(self, block: int) -> None:
         of_one = sum(elements for name, elements in self.gradients.elements.items() if name.startswith("blocks.0."))
         if not self.accumulated:
-            self.device.hold(self.between * of_one * MASTER_BYTES)
+            self.device.hold(self.between[block] * of_one * MASTER_BYTES)
 
     # ------------------------------------------------------------------------------------------------ the ends
 

@@ -201,6 +201,9 @@ class Gradients:
                 nbytes = bucket.elements * MASTER_BYTES
                 self.device.compute(moved=2 * nbytes / size, operations=len(bucket.names))
                 self.arriving[bucket] = self.device.start("all_gather", bucket.axes[-1], nbytes / size)
+        if not self.overlap:
+            for bucket in list(self.arriving):
+                self.arrive(bucket.names[0])
 
     def arrive(self, name: str) -> None:
         bucket = self.bucket_of.get(name)

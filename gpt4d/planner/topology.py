@@ -16,8 +16,8 @@ class Span(NamedTuple):
     size: int
 
     def local(self, node: int) -> int:
-        """Ranks of a group on one node of ``node`` devices."""
-        return max(1, min(self.size, node // self.stride))
+        """Ranks of a group on one node of ``node`` devices: of the one that has the most of them."""
+        return _together(self, node)
 
     def nodes(self, node: int) -> int:
         """Nodes that a group spans."""
@@ -26,6 +26,17 @@ class Span(NamedTuple):
     def sharing(self, node: int) -> int:
         """Groups that go through the links of one node to the others (4D paper, Eq. 10); 1 if none does."""
         return min(node, self.stride) if self.nodes(node) > 1 else 1
+
+
+def _together(span: Span, devices: int) -> int:
+    """Of a group, the ranks that are among the same ``devices`` neighbours.
+
+    Where the groups would fit, but do not divide them, some lie on both sides of a border: half of them here.
+    """
+    reach = span.stride * span.size
+    if reach <= devices and devices % reach:
+        return -(-span.size // 2)
+    return max(1, min(span.size, devices // span.stride))
 
 
 def spans(sizes: GridSizes) -> dict[str, Span]:
@@ -75,8 +86,8 @@ def crossed(cluster: ClusterConfig, span: Span) -> list[Crossed]:
     found, reached = [], 1  # members of the group that the levels so far have joined
     for number, inside in _levels(cluster):
         level = cluster.levels[number]
-        outside = inside * level.ranks if number else max(span.stride * span.size, inside)
-        together = max(1, min(span.size, outside // span.stride))
+        outside = inside * level.ranks if number else span.stride * span.size * inside
+        together = _together(span, outside)
         members = -(-together // reached)
         if members > 1:
             found.append(Crossed(level, members, min(inside, span.stride)))
@@ -91,9 +102,6 @@ class Speed(NamedTuple):
     s_per_byte: float
     hidden: float
     across: bool  # goes between nodes
-
-    def seconds(self, sent_bytes: float) -> float:
-        return self.latency_s + sent_bytes * self.s_per_byte
 
 
 NO_TIME = Speed(0.0, 0.0, 1.0, False)
@@ -113,7 +121,7 @@ def speed(cluster: ClusterConfig, kind: str, span: Span) -> Speed:
     alike = [m for m in alike if (m.nodes > 1) == (nodes > 1)]
     if alike:
         near = min(alike, key=lambda m: (abs(m.nodes - nodes), -m.nodes))
-        messages = (local * nodes - 1) / (near.local * near.nodes - 1)
+        messages = (span.size - 1) / (near.local * near.nodes - 1)
         return Speed(near.latency_us / 1e6 * messages, 1e-9 / near.gb_s, near.hidden, nodes > 1)
     return _by_levels(cluster, kind, span)
 

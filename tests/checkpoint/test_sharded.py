@@ -45,7 +45,7 @@ def test_what_one_grid_writes_any_other_reads_bit_by_bit(ranks, tmp_path):
     written = what_was_written()
     runs = iter(range(1000))
 
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=5, deadline=None, derandomize=True, database=None)
     @given(GRIDS, st.booleans(), GRIDS, st.booleans())
     def check(writer, writer_shards, reader, reader_shards):
         run = tmp_path / str(next(runs))

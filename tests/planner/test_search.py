@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from gpt4d.config import ConfigError, GridSizes, compose, grid_problem, validate
+from gpt4d.planner import published
 from gpt4d.planner.search import choose, fewest_devices, grids, rank
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
 
@@ -45,6 +46,15 @@ def test_the_best_is_first_and_top_cuts_the_rest():
     assert [p.sizes for p in top.plans] == [p.sizes for p in whole.plans[:3]] and top.fitting == whole.fitting
 
 
+@pytest.mark.parametrize("cost", ["aware", "agnostic"])
+def test_the_papers_models_rank_by_their_seconds(cost):
+    config = compose(["cluster=perlmutter", "model=gpt_125m", "train.batch_size=64"])
+    plans = rank(config, 16, cost=cost).plans
+    seconds = [sum(published.communication(config, plan.sizes, cost == "aware").values()) for plan in plans]
+    assert seconds == sorted(seconds) == [plan.published_s for plan in plans]
+    assert [plan.sizes for plan in plans] != [plan.sizes for plan in rank(config, 16).plans]
+
+
 def test_what_does_not_fit_is_left_out_with_its_gib():
     config = compose([*PERLMUTTER, "train.micro_batch_size=4"])
     ranking = rank(config, 32)
@@ -73,7 +83,7 @@ def test_the_fewest_devices_are_those_below_which_nothing_fits():
 def test_where_nothing_fits_the_remedy_is_told():
     config = compose(["cluster=perlmutter", "model=gpt_20b", "train.batch_size=16"])
     with pytest.raises(
-        ConfigError, match=r"on 4 device\(s\) a step takes .* GiB .*more devices, .*checkpointing=full or"
+        ConfigError, match=r"on 4 device\(s\) a step takes .* GiB .*use more devices or optim\.shard_states=true"
     ):
         rank(config, 4).check(config, 4)
     config = compose(["train.batch_size=2"])
@@ -84,7 +94,7 @@ def test_where_nothing_fits_the_remedy_is_told():
 def test_auto_takes_the_best_grid(tiny):
     config, plans = choose(tiny("parallel.mode=auto"), 8)
     assert validate(config, 8) == plans[0].sizes and config.parallel.mode == "4d"
-    with pytest.raises(ConfigError, match=r"parallel\.gy=2 with parallel\.mode=auto"):
+    with pytest.raises(ConfigError, match=r"parallel\.gy=2: the planner chooses the grid"):
         choose(tiny("parallel.mode=auto", "parallel.gy=2"), 8)
 
 
@@ -167,6 +177,12 @@ def test_atps_meshes_are_ranked_on_request():
         (["world_size=8", "plot=plan"], "plot=plan: the name of a .png"),
         (["world_size=8", "parallel.gq=2"], "parallel.gq: there is no such key; there are mode, gx"),
         (["world_size=8", "cluster=missing.yaml"], "cluster=missing.yaml: no such file"),
+        (["world_size=8", "parallel.gx=2"], "parallel.gx=2: the planner chooses the grid"),
+        (["world_size=16", "cluster=ic2"], "cluster.levels: ic2 has 8 device(s), not 16"),
+        (["world_size=8", "cluster.matmul_tflops=0"], "cluster.matmul_tflops=0.0: use a value above 0"),
+        (["world_size=8", "cluster.levels=[]"], "cluster.levels=[]: a machine has one level of links at the least"),
+        (["world_size=8", "cluster.levels=[{},{}]"], "cluster.levels[1].ranks=None: "),
+        (["world_size=8", "plot=nowhere/plan.png"], "plot=nowhere/plan.png: no such directory"),
         (["world_size=8", "model.heads=7"], "model.heads=7 does not divide"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

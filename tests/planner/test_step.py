@@ -103,6 +103,43 @@ def test_what_cannot_pass_beside_a_computation_is_exposed():
     assert device.now == pytest.approx(8.0) and device.exposed_s["z"] == pytest.approx(3.0)
 
 
+def test_links_between_nodes_and_inside_them_carry_at_once_and_the_last_rank_is_waited_for():
+    """Two gathers of 2 s on y, between nodes, and one of 2 s on x, inside; ranks come 0.5 s late."""
+    nodes = [LevelConfig(None, 1.0, None, 0.0), LevelConfig(2, 1.0, None, 0.0)]
+    machine = replace(LINKS, levels=nodes, skew_us=5e5)
+    links = Links(machine, GridSizes(2, 2, 1, 1))
+    links.speeds = {key: speed._replace(hidden=1.0) for key, speed in links.speeds.items()}
+    device = Device(machine, links)
+    started = [device.start("all_gather", axis, nbytes) for axis, nbytes in (("y", 1e9), ("y", 1e9), ("x", 2e9))]
+    assert device.now == 0
+    device.wait(started[2])
+    assert device.now == pytest.approx(2.5)
+    device.wait(started[0])
+    assert device.now == pytest.approx(2.5)  # two groups share a node's links: 0.5 + 2
+    device.wait(started[1])
+    assert device.now == pytest.approx(4.5)
+    assert device.exposed_s == {"x": pytest.approx(2.5), "y": pytest.approx(2.0)}
+
+
+def test_states_that_do_not_travel_behind_the_forward_are_waited_for():
+    machine, sizes = replace(LINKS, matmul_tflops=0.005), GridSizes(1, 1, 1, 4)
+    large = "model.hidden=256", "model.layers=9", "optim.shard_states=true"
+    on, off = plan(machine, sizes, *large), plan(machine, sizes, *large, "parallel.overlap.data=false")
+    assert off.comm["data"]["exposed_s"] == pytest.approx(off.comm["data"]["time_s"])
+    assert on.comm["data"]["exposed_s"] < 0.5 * off.comm["data"]["exposed_s"]
+
+
+@pytest.mark.parametrize("cache_layers", [0, 4, 10, 19, "all"])
+def test_the_memory_of_many_blocks_is_drawn_out_from_few(monkeypatch, cache_layers):
+    machine = compose(["cluster=perlmutter"]).cluster
+    words = "model.layers=20", "train.activation_checkpointing=full", f"parallel.cache_layers={cache_layers}"
+    found = []
+    for blocks in (estimate._BLOCKS, 1000):
+        monkeypatch.setattr(estimate, "_BLOCKS", blocks)
+        found.append(Estimate(config(machine, *words), GridSizes(1, 1, 4, 2)).memory_gib(2) - machine.reserved_gib)
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
 def test_caching_gathers_once_what_is_cached():
     sizes = GridSizes(1, 1, 2, 1)
     none, some, all_of_them = (

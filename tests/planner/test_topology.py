@@ -95,11 +95,25 @@ def test_two_devices_on_one_link_have_that_and_four_all_their_links():
     assert 1e-9 / speed(NODES_OF_4, "all_gather", Span(1, 4)).s_per_byte == pytest.approx(300)
 
 
+def test_without_a_measurement_messages_go_up_and_down_a_tree_or_around_a_ring():
+    cluster = ClusterConfig(levels=[LevelConfig(None, 100.0, None, 10.0), LevelConfig(4, 300.0, 100.0, 1.0)])
+    assert speed(cluster, "all_reduce", Span(1, 32)).latency_s == pytest.approx((2 * 3 * 10 + 2 * 2 * 1) / 1e6)
+    assert speed(cluster, "all_gather", Span(1, 32)).latency_s == pytest.approx((7 * 10 + 3 * 1) / 1e6)
+
+
+def test_groups_that_do_not_divide_a_node_lie_on_two():
+    assert (Span(1, 3).local(4), Span(1, 3).nodes(4)) == (2, 2)
+    assert (Span(1, 2).nodes(4), Span(2, 2).nodes(4), Span(1, 4).nodes(4)) == (1, 1, 1)
+    assert speed(NODES_OF_4, "all_gather", Span(1, 3)).across
+
+
 def test_a_measurement_comes_before_what_levels_would_give():
     measured = MeasuredConfig("all_gather", local=2, nodes=2, sharing=2, latency_us=30.0, gb_s=4.0, hidden=0.5)
     cluster = ClusterConfig(levels=NODES_OF_4.levels, measured=[measured])
     there = speed(cluster, "all_gather", Span(2, 4))
-    assert there.seconds(4e9) == pytest.approx(1 + 30e-6) and there.hidden == 0.5 and there.across
+    assert (
+        (there.latency_s, there.s_per_byte) == pytest.approx((30e-6, 0.25e-9)) and there.hidden == 0.5 and there.across
+    )
     further = speed(cluster, "all_gather", Span(2, 8))  # the same on four nodes: more messages
     assert further.s_per_byte == there.s_per_byte and further.latency_s == pytest.approx(7 / 3 * 30e-6)
     assert speed(cluster, "all_reduce", Span(2, 4)) == speed(NODES_OF_4, "all_reduce", Span(2, 4))
