@@ -1,0 +1,124 @@
+"""The plan of one resharding: a value that every rank computes alike."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.resharding import ordering, search
+from gpt4d.parallel.resharding.bounds import lower_bound
+from gpt4d.parallel.resharding.mesh import Mesh, Tile
+from gpt4d.parallel.resharding.strategies import STRATEGIES, Job, jobs
+from gpt4d.parallel.resharding.tasks import UnitTask, unit_tasks
+
+ORDERS = ("ensemble", "naive", "load_balance", "dfs", "greedy")
+
+
+@dataclass(frozen=True)
+class Send:
+    """One device sends one tile to one or more, in the way of the plan's strategy."""
+
+    task: int  # which unit task
+    tile: Tile
+    sender: int  # a rank
+    receivers: tuple[int, ...]  # ranks, the devices of a host one after another
+    sender_host: int
+    receiver_hosts: tuple[int, ...]
+    start: Fraction  # of the time that the whole tensor takes over one host's link
+    stop: Fraction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends what to whom, in the one order that all ranks follow.
+
+    Times are in units of the whole tensor over one host's link. No order and no choice of senders takes less than
+    ``lower_bound`` with this strategy; where it equals ``makespan``, the plan is optimal.
+    """
+
+    shape: tuple[int, ...]
+    source: Layout
+    source_mesh: Mesh
+    destination: Layout
+    destination_mesh: Mesh
+    strategy: str
+    order: str
+    tasks: tuple[UnitTask, ...]
+    sends: tuple[Send, ...]
+    makespan: Fraction
+    lower_bound: Fraction
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    shape: tuple[int, ...],
+    source: Layout,
+    source_mesh: Mesh,
+    destination: Layout,
+    destination_mesh: Mesh,
+    strategy: str = "broadcast",
+    order: str = "ensemble",
+    seed: int = 0,
+) -> Plan:
+    """The plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
+
+    The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Equal arguments give equal
+    plans, on every rank; they are kept.
+    """
+    assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
+    tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
+    pieces = jobs(tasks, strategy, source_mesh, destination_mesh)
+    # What needs no link goes last: nothing waits for it that could keep a link busy.
+    between = [job for job in pieces if job.over_links]
+    inside = [job for job in pieces if not job.over_links]
+    sequence, optimal = _ordered(between, order, seed)
+    slots = ordering.timetable(between, sequence)
+    end = max((slot.stop for slot in slots), default=0)
+    unit = max(1, sum(task.elements for task in tasks))
+    devices = _Senders(tasks, source_mesh)
+    sends = [
+        devices.send(between[slot.job], slot.sender_host, Fraction(slot.start, unit), Fraction(slot.stop, unit))
+        for slot in slots
+    ]
+    sends += [devices.send(job, job.sender_hosts[0], Fraction(end, unit), Fraction(end, unit)) for job in inside]
+    bound = end if optimal else lower_bound(between)
+    return Plan(
+        shape,
+        source,
+        source_mesh,
+        destination,
+        destination_mesh,
+        strategy,
+        order,
+        tuple(tasks),
+        tuple(sends),
+        Fraction(end, unit),
+        Fraction(bound, unit),
+    )
+
+
+def _ordered(pieces: list[Job], order: str, seed: int) -> tuple[ordering.Sequence, bool]:
+    """A sequence, and whether the search has shown that there is no better one."""
+    if order == "naive":
+        return ordering.naive(pieces), False
+    if order == "load_balance":
+        return ordering.load_balance(pieces), False
+    if order == "dfs":
+        return search.dfs(pieces)
+    found = search.greedy(pieces, seed)
+    return (found, False) if order == "greedy" else search.dfs(pieces, found)
+
+
+class _Senders:
+    """Chooses the sending device on a host: of those that have the tile the one that has been given least to send."""
+
+    def __init__(self, tasks: list[UnitTask], mesh: Mesh):
+        self.tasks, self.mesh = tasks, mesh
+        self.given = dict.fromkeys(mesh.devices, 0)
+
+    def send(self, job: Job, host: int, start: Fraction, stop: Fraction) -> Send:
+        task = self.tasks[job.task]
+        there = [device for device in task.senders if self.mesh.host_of(device) == host]
+        sender = min(there, key=lambda device: (self.given[device], device))
+        self.given[sender] += task.elements
+        return Send(job.task, task.tile, sender, job.receivers, host, job.receiver_hosts, start, stop)
