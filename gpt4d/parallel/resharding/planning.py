@@ -1,5 +1,6 @@
 """The plan of one resharding: a value that every rank computes alike."""
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -43,6 +44,8 @@ class Plan:
     destination_mesh: Mesh
     strategy: str
     order: str
+    seed: int
+    summed: int  # how many leading dims of the shape are added up on arrival: contributions to a gradient
     tasks: tuple[UnitTask, ...]
     sends: tuple[Send, ...]
     makespan: Fraction
@@ -59,11 +62,12 @@ def plan(
     strategy: str = "broadcast",
     order: str = "ensemble",
     seed: int = 0,
+    summed: int = 0,
 ) -> Plan:
     """The plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
 
     The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Equal arguments give equal
-    plans, on every rank; they are kept.
+    plans, on every rank; they are kept. ``summed`` is for ``transposed``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
@@ -74,7 +78,7 @@ def plan(
     sequence, optimal = _ordered(between, order, seed)
     slots = ordering.timetable(between, sequence)
     end = max((slot.stop for slot in slots), default=0)
-    unit = max(1, sum(task.elements for task in tasks))
+    unit = max(1, math.prod(shape[summed:]))
     devices = _Senders(tasks, source_mesh)
     sends = [
         devices.send(between[slot.job], slot.sender_host, Fraction(slot.start, unit), Fraction(slot.stop, unit))
@@ -90,10 +94,37 @@ def plan(
         destination_mesh,
         strategy,
         order,
+        seed,
+        summed,
         tuple(tasks),
         tuple(sends),
         Fraction(end, unit),
         Fraction(bound, unit),
+    )
+
+
+def transposed(forward: Plan, partial: tuple[str, ...] = ()) -> Plan:
+    """The plan that brings the gradient of what ``forward`` brought back to its sources.
+
+    A source device gets the gradient of its own tile, whole: replicated sources all get the same. What replicas on
+    the destination mesh hold, their layout alone does not say. Along the axes in ``partial``, none of which splits
+    the tensor, each has computed with its copy for itself and holds a part of a sum: their gradients are sent as one
+    tensor with a leading dim for each of these axes, and a source adds up what it receives, in the same order
+    wherever it is. Along all other axes replicas hold the same gradient, as after an all-reduce: the sources get one
+    replica's.
+    """
+    sizes = dict(forward.destination_mesh.axes)
+    assert not forward.destination.axes & set(partial), f"{partial} must not split {forward.destination}"
+    return plan(
+        tuple(sizes[axis] for axis in partial) + forward.shape,
+        Layout(*((axis,) for axis in partial), *forward.destination.dims),
+        forward.destination_mesh,
+        Layout(*(() for _ in partial), *forward.source.dims),
+        forward.source_mesh,
+        forward.strategy,
+        forward.order,
+        forward.seed,
+        len(partial),
     )
 
 
@@ -105,8 +136,9 @@ def _ordered(pieces: list[Job], order: str, seed: int) -> tuple[ordering.Sequenc
         return ordering.load_balance(pieces), False
     if order == "dfs":
         return search.dfs(pieces)
-    found = search.greedy(pieces, seed)
-    return (found, False) if order == "greedy" else search.dfs(pieces, found)
+    if order == "greedy":
+        return search.greedy(pieces, seed), False
+    return search.ensemble(pieces, seed)
 
 
 class _Senders:

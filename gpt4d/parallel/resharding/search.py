@@ -11,9 +11,9 @@ from gpt4d.parallel.resharding.bounds import lower_bound, sender_sets
 from gpt4d.parallel.resharding.ordering import Sequence, makespan
 from gpt4d.parallel.resharding.strategies import Job
 
-# Choices looked at, at about a microsecond each.
-_GREEDY_CHOICES = 200_000
-_DFS_CHOICES = 60_000
+# Choices looked at: a few microseconds each.
+_GREEDY_CHOICES = 100_000
+_DFS_CHOICES = 40_000
 _ORDERS = 8  # random ones, for each set of jobs that start at once
 
 
@@ -125,14 +125,20 @@ class _Greedy:
         return senders + sum(self.to_receive[host] for host in kind.receiver_hosts)
 
 
-def dfs(jobs: list[Job], incumbent: Sequence | None = None) -> tuple[Sequence, bool]:
+def ensemble(jobs: list[Job], seed: int) -> tuple[Sequence, bool]:
+    """The better of ``dfs`` and ``greedy``, and whether there is none better than it; greedy only where dfs gave up."""
+    deep, complete = dfs(jobs)
+    if complete:
+        return deep, True
+    return min(deep, greedy(jobs, seed), key=lambda sequence: makespan(jobs, sequence)), False
+
+
+def dfs(jobs: list[Job]) -> tuple[Sequence, bool]:
     """A depth-first search with pruning; whether it went through the whole tree, so that there is no better sequence.
 
-    ``incumbent``: a sequence to improve on. Without one the first leaf is taken, however many choices it costs.
+    The first leaf is always reached, however many choices it costs.
     """
     search = _DepthFirst(jobs)
-    if incumbent is not None:
-        search.best, search.reached = incumbent, makespan(jobs, incumbent)
     complete = search.run()
     return search.best, complete
 
@@ -180,7 +186,7 @@ class _DepthFirst:
         return True
 
     def _choices(self) -> list[tuple[int, int, int]]:
-        """(start, kind, sender host) of the jobs that may come next, those that can start first and last longest first."""
+        """(start, kind, sender host) of what may come next: first what can start first, then what lasts longest."""
         since = self.path[-1] if self.path else (0, -1, -1)
         found, first_over = [], None
         for number, kind in enumerate(self.kinds):

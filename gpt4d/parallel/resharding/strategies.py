@@ -11,6 +11,7 @@ With t for the task's elements once over a host's link, A receiving hosts and B 
 What stays inside a host takes no time here: links between hosts are slower by far.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from gpt4d.parallel.resharding.mesh import Mesh
@@ -51,11 +52,14 @@ def jobs(tasks: list[UnitTask], strategy: str, source_mesh: Mesh, destination_me
         far = {host: devices for host, devices in by_host.items() if host not in sender_hosts}
         for receivers in _shares(far, strategy):
             duration = task.elements * _times(strategy, len(receivers))
-            found.append(Job(number, sender_hosts, tuple(receivers), tuple(sum(receivers.values(), [])), duration))
-        for host in sorted(by_host.keys() - far.keys()):
-            for receivers in _shares({host: by_host[host]}, strategy):
-                found.append(Job(number, (host,), (host,), tuple(receivers[host]), 0))
+            found.append(Job(number, sender_hosts, tuple(receivers), _ranks(receivers), duration))
+        near = (_shares({host: by_host[host]}, strategy) for host in by_host if host in sender_hosts)
+        found += [Job(number, tuple(r), tuple(r), _ranks(r), 0) for r in itertools.chain.from_iterable(near)]
     return found
+
+
+def _ranks(receivers: dict[int, list[int]]) -> tuple[int, ...]:
+    return tuple(itertools.chain.from_iterable(receivers.values()))
 
 
 def _shares(receivers: dict[int, list[int]], strategy: str) -> list[dict[int, list[int]]]:
