@@ -13,7 +13,7 @@ from gpt4d.parallel.resharding.strategies import Job
 
 # Choices looked at: a few microseconds each.
 _GREEDY_CHOICES = 100_000
-_DFS_CHOICES = 40_000
+_DFS_CHOICES = 30_000
 _ORDERS = 8  # random ones, for each set of jobs that start at once
 
 

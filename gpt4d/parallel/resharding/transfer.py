@@ -93,7 +93,7 @@ class Resharding:
         return torch.empty(elements, dtype=self.dtype, device=self.link.device)
 
     def start(self, local: torch.Tensor | None = None, out: torch.Tensor | None = None) -> "Transfer":
-        """Sends ``local``, this rank's part on the source mesh; receives on the destination mesh, into ``out`` if given.
+        """Sends ``local``, this rank's part on the source mesh; on the destination mesh receives, into ``out`` if any.
 
         ``local`` must stay as it is, and ``out`` be left alone, until ``wait``. All ranks of the link start the same
         transfers in the same order. With the strategy signal what is received means nothing.
