@@ -159,7 +159,7 @@ class _DepthFirst:
         self.members = [[i for i, k in enumerate(self.kinds) if s.issuperset(k.sender_hosts)] for s in self.sets]
         self.bound, self.count = lower_bound(jobs), len(jobs)
         self.path: list[tuple[int, int, int]] = []  # start, kind, sender host
-        self.best: Sequence | None = None
+        self.best: Sequence | None = None if jobs else []
         self.reached, self.looked_at = 0, 0
 
     def run(self) -> bool:

@@ -90,7 +90,7 @@ def test_meshes_of_128_devices(strategy):
 
 
 def test_a_broadcast_sends_each_host_the_data_once():
-    """Between hosts a task's elements travel once to each host of its receivers; send_recv sends each device its own."""
+    """Between hosts a task's elements travel once to each host of its receivers; send_recv's to each device."""
     shape = (8, 6)
 
     def crossing(strategy):
