@@ -33,6 +33,7 @@ class Round(NamedTuple):
 class Step:
     """One send of the plan, as one of its ranks sees it."""
 
+    task: int  # which unit task
     place: tuple[slice, ...]  # of the tile, in this rank's part of the tensor
     shape: tuple[int, ...]
     sending: bool  # this rank has the tile; the others receive it, and hand it on
@@ -57,15 +58,16 @@ def program(plan: Plan, rank: int, element_bytes: int) -> Program:
     receives = rank in plan.destination_mesh.devices
     mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
     own = mesh.tiles(plan.shape, layout)[rank]
-    steps = [
-        Step(_place(send.tile, own), _extents(send.tile), rank == send.sender, rounds(plan, send, rank, element_bytes))
-        for send in plan.sends
-        if rank == send.sender or rank in send.receivers
-    ]
+    steps = []
+    for send in plan.sends:
+        if rank == send.sender or rank in send.receivers:
+            messages = _rounds(plan, send, rank, element_bytes)
+            step = Step(send.task, _place(send.tile, own), _extents(send.tile), rank == send.sender, messages)
+            steps.append(step)
     return Program(_extents(own), receives, tuple(steps))
 
 
-def rounds(plan: Plan, send: Send, rank: int, element_bytes: int) -> tuple[Round, ...]:
+def _rounds(plan: Plan, send: Send, rank: int, element_bytes: int) -> tuple[Round, ...]:
     """The messages of one rank in one send."""
     elements = plan.tasks[send.task].elements
     if plan.strategy.endswith("allgather"):

@@ -77,7 +77,7 @@ class Resharding:
         self._scattered = [not like[step.place].is_contiguous() for step in steps]
         # Transfers of a link follow each other, so one set of buffers is enough for any number under way.
         self._packed = {
-            step.place: self._buffer(math.prod(step.shape))
+            step.task: self._buffer(math.prod(step.shape))
             for step, scattered in zip(steps, self._scattered, strict=True)
             if scattered and step.sending
         }
@@ -123,10 +123,10 @@ class Resharding:
             if not scattered:
                 self._exchange(step, part.view(-1))
             elif step.sending:
-                if step.place not in packed:  # once, to however many it is sent
-                    self._packed[step.place].view(step.shape).copy_(part)
-                    packed.add(step.place)
-                self._exchange(step, self._packed[step.place])
+                if step.task not in packed:  # once, to however many it is sent
+                    self._packed[step.task].view(step.shape).copy_(part)
+                    packed.add(step.task)
+                self._exchange(step, self._packed[step.task])
             else:
                 flat = self._arrivals[: part.numel()]
                 self._exchange(step, flat)
