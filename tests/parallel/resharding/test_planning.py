@@ -117,13 +117,17 @@ def solve(jobs: list[Job]) -> int:
 
 
 def random_jobs(draw: random.Random) -> list[Job]:
-    senders, receivers = range(draw.randint(1, 3)), range(10, 10 + draw.randint(1, 3))
+    """Many of them conflict in ways that no single link tells, such as three pairs out of three receivers."""
+    senders, receivers = range(draw.choice((1, 2, 3, 6))), range(10, 10 + draw.choice((2, 3, 4)))
     longest = draw.choice((1, 2, 7))
 
-    def some(hosts):
-        return tuple(sorted(draw.sample(hosts, draw.randint(1, len(hosts)))))
+    def some(hosts, most):
+        return tuple(sorted(draw.sample(hosts, min(len(hosts), draw.randint(1, most)))))
 
-    return [Job(n, some(senders), some(receivers), (), draw.randint(1, longest)) for n in range(draw.randint(1, 6))]
+    def job(number):
+        return Job(number, some(senders, draw.choice((1, 1, 3))), some(receivers, 2), (), draw.randint(1, longest))
+
+    return [job(number) for number in range(draw.randint(3, 6))]
 
 
 def test_small_instances_equal_an_exhaustive_solver_s_optimum():
@@ -137,7 +141,7 @@ def test_small_instances_equal_an_exhaustive_solver_s_optimum():
             assert ordering.makespan(jobs, found) == optimum
         assert ordering.makespan(jobs, search.greedy(jobs, 0)) >= optimum
         above_bound += optimum > lower_bound(jobs)
-    assert above_bound > 10  # or the search had nothing to do
+    assert above_bound > 5  # there the search has to go through the whole tree
 
 
 @settings(max_examples=40, deadline=None)
