@@ -145,12 +145,12 @@ class _Senders:
     """Chooses the sending device on a host: of those that have the tile the one that has been given least to send."""
 
     def __init__(self, tasks: list[UnitTask], mesh: Mesh):
-        self.tasks, self.mesh = tasks, mesh
+        self.tasks, self.hosts = tasks, dict(zip(mesh.devices, mesh.hosts, strict=True))
         self.given = dict.fromkeys(mesh.devices, 0)
 
     def send(self, job: Job, host: int, start: Fraction, stop: Fraction) -> Send:
         task = self.tasks[job.task]
-        there = [device for device in task.senders if self.mesh.host_of(device) == host]
+        there = [device for device in task.senders if self.hosts[device] == host]
         sender = min(there, key=lambda device: (self.given[device], device))
         self.given[sender] += task.elements
         return Send(job.task, task.tile, sender, job.receivers, host, job.receiver_hosts, start, stop)
