@@ -64,7 +64,7 @@ def several(plans: list[Plan], dtype: torch.dtype) -> list[bool]:
     return [same(got, expected(m.plan, whole)) for got, m, whole in zip(received, moves, wholes, strict=True)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)  # each of four strategies, twice
 @given(reshardings(most_devices=4), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
 def test_every_rank_gets_its_part_bitwise_with_every_strategy(ranks, case, dtype):
     plans = [plan(*case, strategy=strategy) for strategy in _REAL]
@@ -91,9 +91,16 @@ def test_chunks_go_through_a_chain_of_hosts_while_others_come(ranks):
     assert all(all(right) for right in ranks.run(8, in_many_chunks, plans))
 
 
-def both_directions(forward: Plan) -> list[bool]:
-    """Each mesh waits for what the other sends it before it starts its part of the other direction."""
+def in_both_directions(plans: list[Plan]) -> list[bool]:
     there, back = new_link("forward"), new_link("backward")
+    right = [right for found in plans for right in both_directions(there, back, found)]
+    there.close()
+    back.close()
+    return right
+
+
+def both_directions(there: Link, back: Link, forward: Plan) -> list[bool]:
+    """Each mesh waits for what the other sends it before it starts its part of the other direction."""
     move = there.prepare(forward, torch.float32)
     gradient = back.prepare(transposed(forward), torch.float32)
     whole, other = values(forward.shape, torch.float32), values(forward.shape, torch.float32, 5)
@@ -105,15 +112,12 @@ def both_directions(forward: Plan) -> list[bool]:
     else:
         gradient.start(own_part(gradient.plan, other)).wait()
         right += [same(move.start().wait(), expected(forward, whole)) for _ in range(3)]
-    there.close()
-    back.close()
     return right
 
 
-@pytest.mark.parametrize("strategy", _REAL)
-def test_forward_and_backward_do_not_block_each_other(ranks, strategy):
-    found = plan_between((64, 1024), "S0R", (2, 1), "RS1", (2, 2), strategy=strategy)
-    assert all(all(right) and right for right in ranks.run(6, both_directions, found))
+def test_forward_and_backward_do_not_block_each_other(ranks):
+    plans = [plan_between((64, 1024), "S0R", (2, 1), "RS1", (2, 2), strategy=strategy) for strategy in _REAL]
+    assert all(all(right) and right for right in ranks.run(6, in_both_directions, plans))
 
 
 def without_making_anything(found: Plan) -> tuple[bool, float]:
@@ -162,18 +166,27 @@ def test_a_transfer_whose_source_does_not_come_fails_where_it_is_waited_for(rank
     assert ranks.run(2, a_lost_peer, plan_between((4,), "R", (1,), "R", (1,)))[1].startswith("reshard forward: ")
 
 
+def round_trips(cases: list[tuple[Plan, tuple[str, ...]]]) -> list[torch.Tensor | None]:
+    return [round_trip(forward, partial) for forward, partial in cases]
+
+
 def round_trip(forward: Plan, partial: tuple[str, ...]) -> torch.Tensor | None:
     """On the destination mesh a loss of what was received, its gradient back; what a source device gets of it."""
-    there, back = new_link("forward"), new_link("backward")
+    ranks = [*forward.source_mesh.devices, *forward.destination_mesh.devices]
+    groups = [dist.new_group(ranks) for _ in range(2)]
+    if dist.get_rank() not in ranks:
+        return None
+    there, back = (
+        Link(name, group, torch.device("cpu")) for name, group in zip(("there", "back"), groups, strict=True)
+    )
     move = there.prepare(forward, torch.float64)
     gradient = back.prepare(transposed(forward, partial), torch.float64)
     received = move.start(own_part(forward, values(forward.shape))).wait()
     if received is None:
         answer = gradient.start().wait()
     else:
-        place = forward.destination_mesh.devices.index(dist.get_rank())
-        x = received.requires_grad_()
-        loss(x, part(factors(forward, place, partial), forward.destination_mesh, forward.destination, dist.get_rank()))
+        x, rank = received.requires_grad_(), dist.get_rank()
+        loss(x, part(factors(forward, rank, partial), forward.destination_mesh, forward.destination, rank))
         answer = gradient.start(x.grad).wait()
     there.close()
     back.close()
@@ -184,31 +197,33 @@ def loss(x: torch.Tensor, factors: torch.Tensor) -> None:
     (factors * x.pow(2)).sum().backward()
 
 
-def factors(forward: Plan, place: int, partial: tuple[str, ...]) -> torch.Tensor:
-    """Of each element in the loss: each replica's own along ``partial``, the same along other axes."""
-    index = 0
+def along_partial(forward: Plan, rank: int, partial: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
+    """Which of the replicas that add up a device is; and whether it is the first of those that hold the same."""
+    place, indices = forward.destination_mesh.devices.index(rank), {}
     for axis, size in reversed(forward.destination_mesh.axes):
-        place, at = divmod(place, size)
-        index = index * size + (at if axis in partial else 0)
-    return values(forward.shape, salt=11 * index)
+        place, indices[axis] = divmod(place, size)
+    counted = all(i == 0 or axis in partial or axis in forward.destination.axes for axis, i in indices.items())
+    return tuple(indices[axis] for axis in partial), counted
 
 
-@pytest.mark.parametrize("partial", [(), ("0",), ("1",), ("0", "1")], ids="-".join)
+def factors(forward: Plan, rank: int, partial: tuple[str, ...]) -> torch.Tensor:
+    """Of each element in the loss: others for each replica along ``partial``, the same along other axes."""
+    which, _ = along_partial(forward, rank, partial)
+    return values(forward.shape, salt=11 * sum((number + 1) * index for number, index in enumerate(which)))
+
+
 @pytest.mark.parametrize(("source", "destination"), [("RS0", "RR"), ("RR", "S2R"), ("RS10", "S2R")])
-def test_gradients_come_back_as_plain_autograd_gives_them(ranks, source, destination, partial):
+def test_gradients_come_back_as_plain_autograd_gives_them(ranks, source, destination):
     """Replicas on the destination mesh: along ``partial`` their gradients add up, along others all hold the same."""
-    mesh = {("1",): (1, 2, 3), ("0", "1"): (2, 2, 1)}.get(partial, (2, 1, 3))
-    forward = plan_between((5, 6), source, (2, 1), destination, mesh)
-    x = values(forward.shape).requires_grad_()
-    sizes = dict(forward.destination_mesh.axes)
-    for place in range(len(forward.destination_mesh.devices)):
-        at = place // sizes["2"]  # one of the devices along axis 2, whether it cuts the tensor or not
-        if place % sizes["2"] == 0:
-            along = {"0": at // sizes["1"], "1": at % sizes["1"]}
-            if all(axis in partial or index == 0 for axis, index in along.items()):
-                loss(x, factors(forward, place, partial))
-    answers = ranks.run(2 + math.prod(mesh), round_trip, forward, partial)
-    for rank in forward.source_mesh.devices:
-        torch.testing.assert_close(
-            answers[rank], part(x.grad, forward.source_mesh, forward.source, rank), rtol=1e-14, atol=0
-        )
+    meshes = {(): (2, 1, 3), ("0",): (2, 1, 3), ("1",): (1, 2, 3), ("0", "1"): (2, 2, 1)}
+    cases = [(plan_between((5, 6), source, (2, 1), destination, mesh), partial) for partial, mesh in meshes.items()]
+    answers = ranks.run(8, round_trips, cases)
+    for number, (forward, partial) in enumerate(cases):
+        x = values(forward.shape).requires_grad_()
+        for rank, tile in forward.destination_mesh.tiles(forward.shape, forward.destination).items():
+            if along_partial(forward, rank, partial)[1]:
+                place = tuple(slice(*r) for r in tile)
+                loss(x[place], factors(forward, rank, partial)[place])
+        for rank in forward.source_mesh.devices:
+            wanted = part(x.grad, forward.source_mesh, forward.source, rank)
+            torch.testing.assert_close(answers[rank][number], wanted, rtol=1e-14, atol=0)
