@@ -167,3 +167,16 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = d
 
 def all_gather(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
     return start_all_gather(shard, axis).wait()
+
+
+def start_messages(
+    sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
+) -> list[dist.Work]:
+    """Messages to and from ranks of the axis, each a contiguous tensor and a rank of the job.
+
+    With gloo one handle for each, the sends' first; with NCCL they are one, and over only when each has met its other
+    end. No result and not counted here: these are the steps of a resharding, which is counted as a whole.
+    """
+    ends = [dist.P2POp(dist.isend, tensor, rank, axis.group) for tensor, rank in sends]
+    ends += [dist.P2POp(dist.irecv, tensor, rank, axis.group) for tensor, rank in receives]
+    return dist.batch_isend_irecv(ends) if ends else []

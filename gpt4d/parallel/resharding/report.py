@@ -1,0 +1,123 @@
+"""A plan for people and for programs: a table, JSON, a Gantt chart of the hosts' links."""
+
+import json
+from pathlib import Path
+
+from gpt4d.parallel.resharding.mesh import Mesh, Tile, notation
+from gpt4d.parallel.resharding.planning import Plan, Send
+
+
+def as_json(plan: Plan) -> str:
+    """The unit tasks by the start of their first send. Times in units of the whole tensor over one host's link."""
+    document = {
+        "shape": plan.shape,
+        "src": notation(plan.source),
+        "src_mesh": _mesh_as_json(plan.source_mesh),
+        "dst": notation(plan.destination),
+        "dst_mesh": _mesh_as_json(plan.destination_mesh),
+        "strategy": plan.strategy,
+        "order": plan.order,
+        "makespan": float(plan.makespan),
+        "lower_bound": float(plan.lower_bound),
+        "optimal": plan.makespan == plan.lower_bound,
+        "tasks": [_task_as_json(plan, number) for number in dict.fromkeys(send.task for send in plan.sends)],
+    }
+    return json.dumps(document, indent=1)
+
+
+def _mesh_as_json(mesh: Mesh) -> dict:
+    return {"shape": [size for _, size in mesh.axes], "devices": mesh.devices, "hosts": mesh.hosts}
+
+
+def _task_as_json(plan: Plan, number: int) -> dict:
+    task = plan.tasks[number]
+    sends = [
+        {
+            "sender": send.sender,
+            "sender_host": send.sender_host,
+            "receivers": send.receivers,
+            "receiver_hosts": send.receiver_hosts,
+            "start": float(send.start),
+            "stop": float(send.stop),
+        }
+        for send in plan.sends
+        if send.task == number
+    ]
+    entry = {"tile": task.tile, "elements": task.elements, "senders": task.senders, "receivers": task.receivers}
+    return {**entry, "sends": sends}
+
+
+def table(plan: Plan) -> str:
+    """One line a send, in order; then what the whole takes."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    whole = Table(box=box.SIMPLE_HEAD, header_style="")
+    whole.add_column("tile")
+    for heading in ("host", "sender", "to hosts", "to receivers", "start", "stop"):
+        whole.add_column(heading, justify="right")
+    for send in plan.sends:
+        cells = (_ranges(send.tile), send.sender_host, send.sender, _list(send.receiver_hosts), _list(send.receivers))
+        whole.add_row(*map(str, cells), f"{float(send.start):.4f}", f"{float(send.stop):.4f}")
+    console = Console(width=160, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(whole)
+    return "\n".join([_title(plan), capture.get().rstrip("\n"), "", _verdict(plan)])
+
+
+def _title(plan: Plan) -> str:
+    def side(layout, mesh: Mesh) -> str:
+        return f"{notation(layout)} on {'×'.join(str(size) for _, size in mesh.axes)}"
+
+    shape = "×".join(map(str, plan.shape))
+    ends = f"{side(plan.source, plan.source_mesh)} → {side(plan.destination, plan.destination_mesh)}"
+    return f"{shape}: {ends}, {plan.strategy}, order {plan.order}"
+
+
+def _verdict(plan: Plan) -> str:
+    proof = "optimal" if plan.makespan == plan.lower_bound else "the best order is not known"
+    return (
+        f"{len(plan.tasks)} unit task(s), {len(plan.sends)} send(s): makespan {float(plan.makespan):.4f}, lower bound "
+        f"{float(plan.lower_bound):.4f} ({proof}), in units of the whole tensor over one host's link"
+    )
+
+
+def _ranges(tile: Tile) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in tile) + "]"
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """A Gantt chart: for each host when it sends and when it receives, each unit task in a colour of its own."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = [("sends", host) for host in sorted({send.sender_host for send in plan.sends})]
+    rows += [("receives", host) for host in sorted({host for send in plan.sends for host in send.receiver_hosts})]
+    figure = Figure(figsize=(10, 1.8 + 0.42 * len(rows)), layout="constrained")
+    panel = figure.add_subplot()
+    colours = matplotlib.colormaps["tab20"]
+    for send in plan.sends:
+        for row in _rows_of(send):
+            start, length = float(send.start), float(send.stop - send.start)
+            panel.barh(
+                rows.index(row), length, left=start, color=colours(send.task % 20), edgecolor="white", height=0.8
+            )
+            if length > 0.04 * float(plan.makespan):
+                panel.text(start + length / 2, rows.index(row), str(send.task), ha="center", va="center", fontsize=8)
+    panel.axvline(float(plan.lower_bound), color="black", linestyle="--", linewidth=1, label="lower bound")
+    panel.set_yticks(range(len(rows)), [f"host {host} {does}" for does, host in rows])
+    panel.invert_yaxis()
+    panel.set_xlim(0, max(1.02 * float(plan.makespan), 1e-9))
+    panel.set_xlabel("time, in units of the whole tensor over one host's link")
+    panel.set_title(f"{_title(plan)}\nmakespan {float(plan.makespan):.4f}; numbers are unit tasks", fontsize=10)
+    figure.legend(loc="outside lower right", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _rows_of(send: Send) -> list[tuple[str, int]]:
+    return [("sends", send.sender_host), *(("receives", host) for host in send.receiver_hosts)]
