@@ -103,11 +103,9 @@ def test_20_steps_are_those_of_the_serial_run_on_every_grid_and_send_the_bytes_t
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("train.micro_batch_size=1",),
-        ("train.activation_checkpointing=full", "train.micro_batch_size=2"),
+        ("train.micro_batch_size=1", "data.workers=3"),
+        ("train.activation_checkpointing=full", "train.micro_batch_size=2", "data.workers=0"),
         ("train.deterministic=true",),
-        ("data.workers=3",),
-        ("data.workers=0",),
         ("optim.shard_states=true",),
         ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
     ],

@@ -14,7 +14,7 @@ from gpt4d.config import GridSizes
 from tests.checkpoint import saved_by
 from tests.grids import metric_lines, train_in_rank
 
-KILLS = {"true": 15, "false": 6}  # in the background there is more that may go wrong
+KILLS = {"true": 10, "false": 5}  # in the background there is more that may go wrong
 RANKS = 2
 
 
