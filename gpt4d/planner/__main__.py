@@ -58,7 +58,10 @@ def _check(query: Query, config: Config) -> None:
 def _tell_fewest(config: Config) -> None:
     fewest = fewest_devices(config, _LIMIT)
     if fewest is None:
-        raise ConfigError(f"{config.model.name} does not train on up to {_LIMIT} devices of {config.cluster.name}")
+        raise ConfigError(
+            f"{config.model.name} does not train on what {config.cluster.name} has, nor on {_LIMIT} devices; "
+            "with world_size=… it says what stands against it"
+        )
     print(f"{config.model.name} trains on {fewest} device(s) of {config.cluster.name} at the least")
 
 

@@ -125,8 +125,8 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
 
 
 def fewest_devices(config: Config, limit: int) -> int | None:
-    """The smallest number of devices on which this trains, if it is at most ``limit``."""
-    for devices in range(1, limit + 1):
+    """The smallest number of devices on which this trains, if it is at most ``limit`` and the machine has as many."""
+    for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
         for sizes in grids(devices):
             if not grid_problem(config.model, config.train, sizes):
                 estimate = Estimate(config, sizes)
@@ -144,12 +144,15 @@ def check_open(parallel: ParallelConfig) -> None:
 
 def check_machine(cluster: ClusterConfig, devices: int) -> None:
     """ConfigError if the machine has fewer devices."""
-    ranks = [level.ranks for level in cluster.levels]
-    if None not in ranks and math.prod(ranks) < devices:
+    if _devices_of(cluster) < devices:
         raise ConfigError(
-            f"cluster.levels: {cluster.name} has {math.prod(ranks)} device(s), not {devices}; use another cluster, or "
-            "ranks: null for as many of the outermost groups as there are"
+            f"cluster.levels: {cluster.name} has {_devices_of(cluster)} device(s), not {devices}; use another cluster, "
+            "or ranks: null for as many of the outermost groups as there are"
         )
+
+
+def _devices_of(cluster: ClusterConfig) -> float:
+    return math.prod(math.inf if level.ranks is None else level.ranks for level in cluster.levels)
 
 
 def choose(config: Config, devices: int) -> tuple[Config, list[Plan]]:

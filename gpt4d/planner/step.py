@@ -5,7 +5,6 @@ This is gpt4d.model.gpt and the layers' collectives told in sizes. Tests hold it
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.planner.device import Device, Links
@@ -15,21 +14,7 @@ from gpt4d.planner.workload import MASTER_BYTES, compute_bytes, parameters, trai
 _STATISTICS = 4  # bytes of one number of a norm or of the loss: float32
 
 
-class _Linear(NamedTuple):
-    """One of a block's fully connected layers: input and output features, in units of a block's hidden size."""
-
-    name: str
-    features: int
-    outputs: int
-    transposed: bool
-
-
-_LINEARS = (
-    _Linear("attention.qkv", 1, 3, False),
-    _Linear("attention.output", 1, 1, True),
-    _Linear("mlp.up", 1, 4, False),
-    _Linear("mlp.down", 4, 1, True),
-)
+_LINEARS = "attention.qkv", "attention.output", "mlp.up", "mlp.down"  # a block's, in the order of its forward
 
 
 class Step:
@@ -88,7 +73,7 @@ class Step:
         )
         weights = {n: self.gradients.elements[n] for n, tensor in self.found.items() if tensor.streamed}
         kept = [block for block, cached in enumerate(self.cached) if cached]
-        cached = {f"blocks.{block}.{linear.name}.weight" for block in kept for linear in _LINEARS}
+        cached = {f"blocks.{block}.{linear}.weight" for block in kept for linear in _LINEARS}
         self.gradients.spread()  # of the step before
         self.stream = Stream(self.device, weights, uses, cached, self.overlap, self.e, self.gradients)
         for _ in range(microbatches):
@@ -104,13 +89,13 @@ class Step:
         blocks = range(len(self.cached))
         yield Use("forward", "tokens.weight")
         for block in blocks:
-            yield from (Use("forward", f"blocks.{block}.{linear.name}.weight") for linear in _LINEARS)
+            yield from (Use("forward", f"blocks.{block}.{linear}.weight") for linear in _LINEARS)
         yield Use("forward", "tokens.weight")
         yield Use("backward", "tokens.weight")
         for block in reversed(blocks):
             if self.recompute:
-                yield from (Use("recomputation", f"blocks.{block}.{linear.name}.weight") for linear in _LINEARS[:-1])
-            yield from (Use("backward", f"blocks.{block}.{linear.name}.weight") for linear in reversed(_LINEARS))
+                yield from (Use("recomputation", f"blocks.{block}.{linear}.weight") for linear in _LINEARS[:-1])
+            yield from (Use("backward", f"blocks.{block}.{linear}.weight") for linear in reversed(_LINEARS))
 
     def _microbatch(self) -> None:
         device, x = self.device, self.x_bytes
@@ -270,28 +255,28 @@ class Step:
             device.release(x)
             drop(x)
 
-    def _axes(self, linear: _Linear) -> tuple[str, str]:
-        """(contracted, produced)"""
-        return ("x", "y") if linear.transposed else ("y", "x")
+    def _axes(self, name: str) -> tuple[str, str]:
+        """Those that split the rows and the columns of a weight: contracted in the forward, and produced."""
+        rows, *_, columns = self.found[f"{name}.weight"].layout.dims
+        return rows[0], columns[0]
 
-    def _flops(self, linear: _Linear) -> float:
-        size = self.model.hidden**2 * linear.features * linear.outputs
-        return 2 * self.tokens * size / (self.sizes.x * self.sizes.y)
+    def _flops(self, name: str) -> float:
+        return 2 * self.tokens * self.stream.whole(f"{name}.weight")
 
-    def _multiply(self, linear: _Linear, out: int) -> None:
-        contracted, _ = self._axes(linear)
-        device = self.device
+    def _multiply(self, linear: str, out: int) -> None:
+        name, device = f"blocks.0.{linear}", self.device  # all blocks' are alike
+        contracted, _ = self._axes(name)
         self.stream.gather()
         device.hold(out)
-        device.compute(self._flops(linear), 2 * out, operations=2)
+        device.compute(self._flops(name), 2 * out, operations=2)
         self.stream.done()
         device.do("all_reduce", contracted, out)
 
-    def _multiply_backward(self, block: int, linear: _Linear, d_in: int, d_out: int, kept: int) -> None:
+    def _multiply_backward(self, block: int, linear: str, d_in: int, d_out: int, kept: int) -> None:
         """From the gradient of the output, which is held, to that of the input."""
-        _, produced = self._axes(linear)
-        device, name = self.device, f"blocks.{block}.{linear.name}"
-        flops = self._flops(linear)
+        device, name = self.device, f"blocks.{block}.{linear}"
+        _, produced = self._axes(name)
+        flops = self._flops(name)
         self.stream.gather()
         device.hold(d_in)
         device.compute(flops, d_in)

@@ -4,10 +4,11 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import ConfigError, GridSizes, compose, grid_problem, validate
+from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem, validate
 from gpt4d.planner import published
 from gpt4d.planner.search import choose, fewest_devices, grids, rank
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
@@ -78,6 +79,8 @@ def test_the_fewest_devices_are_those_below_which_nothing_fits():
     assert rank(config, fewest).plans
     assert not any(rank(config, devices).plans for devices in range(fewest - 3, fewest))
     assert fewest_devices(config, fewest - 1) is None
+    small = replace(config, cluster=replace(config.cluster, levels=[LevelConfig(fewest - 1)]))
+    assert fewest_devices(small, 64) is None  # the machine has no more
 
 
 def test_where_nothing_fits_the_remedy_is_told():
