@@ -12,7 +12,7 @@ from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding.mesh import Tile
 from gpt4d.parallel.resharding.planning import Plan, Send
 
-_CHUNKS = 64  # at the most: with A receiving hosts a chain takes A/64 longer than the link alone would
+_CHUNKS = 128  # at the most: with A receiving hosts a chain takes A/128 longer than the link alone would
 _CHUNK_BYTES = 128 * 1024  # at the least: smaller ones cost more to handle than to send
 
 

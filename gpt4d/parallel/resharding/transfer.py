@@ -14,7 +14,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,12 @@ import torch.distributed as dist
 from gpt4d.parallel.collectives import start_messages
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.resharding.planning import Plan
-from gpt4d.parallel.resharding.program import Step, program
+from gpt4d.parallel.resharding.program import Message, Step, program
 from gpt4d.parallel.traffic import now
+
+# Messages expected beyond the one that is waited for. With none, gloo's sender would wait, between any two, for this
+# rank to wake up. With many, a sender whose turn comes next would have them take half of the link from the one before it.
+_AHEAD = 3
 
 
 class Link:
@@ -84,7 +89,8 @@ class Resharding:
         received = [
             math.prod(step.shape) for step, s in zip(steps, self._scattered, strict=True) if s and not step.sending
         ]
-        self._arrivals = self._buffer(max(received, default=0))
+        # Two: the next step's first messages may come while this step's are put in their place.
+        self._arrivals = [self._buffer(max(received, default=0)) for _ in range(2)]
         self._parts = self._buffer(math.prod(shape) if plan.summed and self.program.receives else 0).view(
             shape if plan.summed and self.program.receives else (0,)
         )
@@ -117,42 +123,57 @@ class Resharding:
     def run(self, local: torch.Tensor) -> None:
         """All of this rank's messages, one step of the plan after another. On a GPU it queues them."""
         whole = self._parts if self.plan.summed and self.program.receives else local
-        packed = set()
-        for step, scattered in zip(self.program.steps, self._scattered, strict=True):
+        tiles = [self._tile(number, whole) for number in range(len(self.program.steps))]
+        arriving, packed = self._arriving(tiles), set()
+        for step, scattered, tile in zip(self.program.steps, self._scattered, tiles, strict=True):
             part = whole[step.place]
-            if not scattered:
-                self._exchange(step, part.view(-1))
-            elif step.sending:
-                if step.task not in packed:  # once, to however many it is sent
-                    self._packed[step.task].view(step.shape).copy_(part)
-                    packed.add(step.task)
-                self._exchange(step, self._packed[step.task])
+            if scattered and step.sending and step.task not in packed:  # once, to however many it is sent
+                tile.view(step.shape).copy_(part)
+                packed.add(step.task)
+            if tile.is_cuda:
+                self._queue(step, tile)
             else:
-                flat = self._arrivals[: part.numel()]
-                self._exchange(step, flat)
-                part.copy_(flat.view(step.shape))
+                self._exchange(step, tile, arriving)
+            if scattered and not step.sending:
+                part.copy_(tile.view(step.shape))
         if whole is not local:
             torch.sum(whole, dim=tuple(range(self.plan.summed)), out=local)
 
-    def _exchange(self, step: Step, tile: torch.Tensor) -> None:
-        def ends(messages):
-            return [(tile[message.start : message.stop], message.peer) for message in messages]
+    def _tile(self, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """What the messages of a step are parts of: the tile itself or, where it is scattered, a copy in one piece."""
+        step = self.program.steps[number]
+        if not self._scattered[number]:
+            return whole[step.place].view(-1)
+        return self._packed[step.task] if step.sending else self._arrivals[number % 2][: math.prod(step.shape)]
 
-        axis = self.link.axis
-        if tile.is_cuda:
-            for moment in step.rounds:
-                for work in start_messages(ends(moment.sends), ends(moment.receives), axis):
-                    work.wait()  # the stream does
-            return
-        # What is expected is told at once: a sender need not wait for this thread to wake up between two chunks.
-        arriving = iter(start_messages([], ends(m for one in step.rounds for m in one.receives), axis))
+    def _arriving(self, tiles: list[torch.Tensor]) -> Iterator[dist.Work]:
+        """Handles of all messages that this rank receives, in order. Those that come next are expected already."""
+        expected: deque[tuple[int, dist.Work]] = deque()
+        for number, step in enumerate(self.program.steps):
+            for message in (message for moment in step.rounds for message in moment.receives):
+                while expected and (len(expected) > _AHEAD or expected[0][0] + 2 <= number):  # two have a buffer
+                    yield expected.popleft()[1]
+                expected += [(number, work) for work in self._start([], [message], tiles[number])]
+        for _, work in expected:
+            yield work
+
+    def _exchange(self, step: Step, tile: torch.Tensor, arriving: Iterator[dist.Work]) -> None:
         leaving = []
         for moment in step.rounds:
-            leaving += start_messages(ends(moment.sends), [], axis)
+            leaving += self._start(moment.sends, [], tile)
             for _ in moment.receives:
                 next(arriving).wait()
         for work in leaving:
             work.wait()
+
+    def _queue(self, step: Step, tile: torch.Tensor) -> None:
+        for moment in step.rounds:
+            for work in self._start(moment.sends, moment.receives, tile):
+                work.wait()  # the stream does
+
+    def _start(self, sends: Iterable[Message], receives: Iterable[Message], tile: torch.Tensor) -> list[dist.Work]:
+        ends = ([(tile[message.start : message.stop], message.peer) for message in side] for side in (sends, receives))
+        return start_messages(*ends, self.link.axis)
 
 
 class Transfer:

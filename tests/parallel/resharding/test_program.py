@@ -123,7 +123,7 @@ def test_the_number_of_chunks_comes_from_the_size():
 
     assert chunks(1) == chunks(40_000) == 1  # 160 kB
     assert chunks(4 * 32 * 1024) == 4
-    assert chunks(100_000_000) == 64
+    assert chunks(100_000_000) == 128
     assert chunks(100_000_000, receivers=1) == 1
 
 
