@@ -1,7 +1,9 @@
 """The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
 
 from gpt4d.config.checks import (
+    check_choice,
     check_data,
+    check_picture,
     check_values,
     divisors,
     grid_problem,
@@ -53,7 +55,9 @@ __all__ = [
     "OverlapConfig",
     "ParallelConfig",
     "TrainConfig",
+    "check_choice",
     "check_data",
+    "check_picture",
     "check_values",
     "compose",
     "divisors",

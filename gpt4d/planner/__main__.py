@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from gpt4d.config import Config, ConfigError, check_values, compose, from_arguments
+from gpt4d.config import Config, ConfigError, check_choice, check_picture, check_values, compose, from_arguments
 from gpt4d.errors import one_line_errors
 from gpt4d.planner import atp, report
 from gpt4d.planner.search import check_open, fewest_devices, rank
@@ -28,6 +28,9 @@ class Query:
 
 
 def main(arguments: list[str]) -> None:
+    if arguments and arguments[0] in ("--help", "-h"):
+        print(__doc__)
+        return
     own = {f"{field.name}=" for field in fields(Query)}
     query = from_arguments(Query, [word for word in arguments if word.startswith(tuple(own))])
     config = compose([word for word in arguments if not word.startswith(tuple(own))])
@@ -42,16 +45,12 @@ def main(arguments: list[str]) -> None:
 
 def _check(query: Query, config: Config) -> None:
     check_values(config)
-    for key, choices in (("format", ("table", "json")), ("cost", ("ours", "aware", "agnostic"))):
-        if getattr(query, key) not in choices:
-            raise ConfigError(f"{key}={getattr(query, key)}: use one of {', '.join(choices)}")
+    check_choice("format", query.format, ("table", "json"))
+    check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
+    check_picture("plot", query.plot)
     for key in ("world_size", "top"):
         if getattr(query, key) is not None and getattr(query, key) < 1:
             raise ConfigError(f"{key}={getattr(query, key)}: use a value of at least 1")
-    if query.plot and Path(query.plot).suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"plot={query.plot}: the name of a .png, .pdf or .svg file")
-    if query.plot and not Path(query.plot).parent.is_dir():
-        raise ConfigError(f"plot={query.plot}: no such directory as {Path(query.plot).parent}")
     check_open(config.parallel)
 
 

@@ -2,7 +2,7 @@
 
 A mesh is hosts × devices of a host; src_hosts=0,0,1,1 and dst_hosts=… say for each device where it is instead. Further:
 strategy=broadcast|send_recv|local_allgather|global_allgather|signal, order=ensemble|naive|load_balance|dfs|greedy,
-seed=0, format=table|json, plot=FILE. No torch here: it answers at once.
+seed=0, effort=1, format=table|json, plot=FILE. No torch here: it answers at once.
 """
 
 import math
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from gpt4d.config import ConfigError, from_arguments
+from gpt4d.config import ConfigError, check_choice, check_picture, from_arguments
 from gpt4d.errors import one_line_errors
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import report
@@ -36,6 +36,7 @@ class Query:
     strategy: str = "broadcast"
     order: str = "ensemble"
     seed: int = 0
+    effort: int = 1  # the search looks at so many times as many choices as by default, which takes less than a second
     format: str = "table"  # or json
     plot: str | None = None  # a picture's file
 
@@ -45,16 +46,18 @@ def main(arguments: list[str]) -> None:
         print(__doc__)
         return
     query = from_arguments(Query, arguments)
-    for key, choices in (("strategy", STRATEGIES), ("order", ORDERS), ("format", ("table", "json"))):
-        if getattr(query, key) not in choices:
-            raise ConfigError(f"{key}={getattr(query, key)}: use one of {', '.join(choices)}")
-    if query.plot and Path(query.plot).suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"plot={query.plot}: the name of a .png, .pdf or .svg file")
+    check_choice("strategy", query.strategy, STRATEGIES)
+    check_choice("order", query.order, ORDERS)
+    check_choice("format", query.format, ("table", "json"))
+    check_picture("plot", query.plot)
+    if query.effort < 1:
+        raise ConfigError(f"effort={query.effort}: use a value of at least 1")
     shape = _numbers("shape", query.shape, ",", "1024,1024,512")
     source_mesh = _mesh("src", query, 0, 0)
     destination_mesh = _mesh("dst", query, len(source_mesh.devices), max(source_mesh.hosts) + 1)
     layouts = [_layout(key, query, shape, mesh) for key, mesh in (("src", source_mesh), ("dst", destination_mesh))]
-    found = plan(shape, layouts[0], source_mesh, layouts[1], destination_mesh, query.strategy, query.order, query.seed)
+    how = {"strategy": query.strategy, "order": query.order, "seed": query.seed, "effort": query.effort}
+    found = plan(shape, layouts[0], source_mesh, layouts[1], destination_mesh, **how)
     print(report.as_json(found) if query.format == "json" else report.table(found))
     if query.plot:
         report.plot(found, Path(query.plot))

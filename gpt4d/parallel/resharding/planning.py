@@ -45,6 +45,7 @@ class Plan:
     strategy: str
     order: str
     seed: int
+    effort: int
     summed: int  # how many leading dims of the shape are added up on arrival: contributions to a gradient
     tasks: tuple[UnitTask, ...]
     sends: tuple[Send, ...]
@@ -62,12 +63,14 @@ def plan(
     strategy: str = "broadcast",
     order: str = "ensemble",
     seed: int = 0,
+    effort: int = 1,
     summed: int = 0,
 ) -> Plan:
     """The plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
 
-    The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Equal arguments give equal
-    plans, on every rank; they are kept. ``summed`` is for ``transposed``.
+    The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Both look at a number of
+    choices that takes less than a second, or at ``effort`` times as many. Equal arguments give equal plans, on every
+    rank; they are kept. ``summed`` is for ``transposed``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
@@ -75,7 +78,7 @@ def plan(
     # What needs no link goes last: nothing waits for it that could keep a link busy.
     between = [job for job in pieces if job.over_links]
     inside = [job for job in pieces if not job.over_links]
-    sequence, optimal = _ordered(between, order, seed)
+    sequence, optimal = _ordered(between, order, seed, effort)
     slots = ordering.timetable(between, sequence)
     end = max((slot.stop for slot in slots), default=0)
     unit = max(1, math.prod(shape[summed:]))
@@ -95,6 +98,7 @@ def plan(
         strategy,
         order,
         seed,
+        effort,
         summed,
         tuple(tasks),
         tuple(sends),
@@ -124,21 +128,22 @@ def transposed(forward: Plan, partial: tuple[str, ...] = ()) -> Plan:
         forward.strategy,
         forward.order,
         forward.seed,
+        forward.effort,
         len(partial),
     )
 
 
-def _ordered(pieces: list[Job], order: str, seed: int) -> tuple[ordering.Sequence, bool]:
+def _ordered(pieces: list[Job], order: str, seed: int, effort: int) -> tuple[ordering.Sequence, bool]:
     """A sequence, and whether the search has shown that there is no better one."""
     if order == "naive":
         return ordering.naive(pieces), False
     if order == "load_balance":
         return ordering.load_balance(pieces), False
     if order == "dfs":
-        return search.dfs(pieces)
+        return search.dfs(pieces, effort)
     if order == "greedy":
-        return search.greedy(pieces, seed), False
-    return search.ensemble(pieces, seed)
+        return search.greedy(pieces, seed, effort), False
+    return search.ensemble(pieces, seed, effort)
 
 
 class _Senders:

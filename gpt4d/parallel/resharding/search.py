@@ -11,7 +11,7 @@ from gpt4d.parallel.resharding.bounds import lower_bound, sender_sets
 from gpt4d.parallel.resharding.ordering import Sequence, makespan
 from gpt4d.parallel.resharding.strategies import Job
 
-# Choices looked at: a few microseconds each.
+# Choices looked at for an effort of 1: a few microseconds each.
 _GREEDY_CHOICES = 100_000
 _DFS_CHOICES = 30_000
 _ORDERS = 8  # random ones, for each set of jobs that start at once
@@ -35,14 +35,14 @@ def _kinds(jobs: list[Job]) -> list[Kind]:
     return list(found.values())
 
 
-def greedy(jobs: list[Job], seed: int) -> Sequence:
+def greedy(jobs: list[Job], seed: int, effort: int = 1) -> Sequence:
     """Whenever hosts are free, starts the jobs that, of all sets found over random orders, matter most.
 
     What matters is how much the hosts of a job have yet to send and to receive: those with the most must never rest.
     Begins anew, with other orders, until the lower bound is reached or the choices are used up.
     """
     draw, bound = random.Random(seed), lower_bound(jobs)
-    best, reached, left = None, 0, _GREEDY_CHOICES
+    best, reached, left = None, 0, effort * _GREEDY_CHOICES
     while best is None or (left > 0 and reached > bound):
         run = _Greedy(jobs, draw)
         sequence = run.sequence()
@@ -125,20 +125,20 @@ class _Greedy:
         return senders + sum(self.to_receive[host] for host in kind.receiver_hosts)
 
 
-def ensemble(jobs: list[Job], seed: int) -> tuple[Sequence, bool]:
+def ensemble(jobs: list[Job], seed: int, effort: int = 1) -> tuple[Sequence, bool]:
     """The better of ``dfs`` and ``greedy``, and whether there is none better than it; greedy only where dfs gave up."""
-    deep, complete = dfs(jobs)
+    deep, complete = dfs(jobs, effort)
     if complete:
         return deep, True
-    return min(deep, greedy(jobs, seed), key=lambda sequence: makespan(jobs, sequence)), False
+    return min(deep, greedy(jobs, seed, effort), key=lambda sequence: makespan(jobs, sequence)), False
 
 
-def dfs(jobs: list[Job]) -> tuple[Sequence, bool]:
+def dfs(jobs: list[Job], effort: int = 1) -> tuple[Sequence, bool]:
     """A depth-first search with pruning; whether it went through the whole tree, so that there is no better sequence.
 
     The first leaf is always reached, however many choices it costs.
     """
-    search = _DepthFirst(jobs)
+    search = _DepthFirst(jobs, effort * _DFS_CHOICES)
     complete = search.run()
     return search.best, complete
 
@@ -150,8 +150,8 @@ class _DepthFirst:
     lower bound is no better than the best sequence known.
     """
 
-    def __init__(self, jobs: list[Job]):
-        self.kinds = _kinds(jobs)
+    def __init__(self, jobs: list[Job], choices: int):
+        self.kinds, self.choices = _kinds(jobs), choices
         self.left = [len(kind.jobs) for kind in self.kinds]
         self.sending = {host: 0 for kind in self.kinds for host in kind.sender_hosts}  # until when
         self.receiving = {host: 0 for kind in self.kinds for host in kind.receiver_hosts}
@@ -167,7 +167,7 @@ class _DepthFirst:
         stack = [iter(self._choices())]
         undo: list[tuple] = []
         while stack:
-            if self.best is not None and (self.reached <= self.bound or self.looked_at > _DFS_CHOICES):
+            if self.best is not None and (self.reached <= self.bound or self.looked_at > self.choices):
                 return self.reached <= self.bound
             choice = next(stack[-1], None)
             if choice is None:

@@ -27,7 +27,7 @@ from gpt4d.parallel.resharding.program import Message, Step, program
 from gpt4d.parallel.traffic import now
 
 # Messages expected beyond the one that is waited for. With none, gloo's sender would wait, between any two, for this
-# rank to wake up. With many, a sender whose turn comes next would have them take half of the link from the one before it.
+# rank to wake up. With many, the sender whose turn comes next would take its half of the link that much too early.
 _AHEAD = 3
 
 

@@ -185,6 +185,7 @@ def test_the_search_ends_by_count_where_no_order_reaches_the_bound(monkeypatch):
     jobs = [Job(n, (n % 3,), (10 + n // 3,), (), draw.randint(5, 9)) for n in range(9)]
     (first, proven), again = search.ensemble(jobs, 0), search.ensemble(jobs, 0)
     assert not proven and (first, proven) == again
+    assert search.ensemble(jobs, 0, effort=100)[1]  # looks at all it takes
 
 
 def test_the_plan_of_gradients_goes_back():
