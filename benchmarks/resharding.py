@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _bounds(name: str, mbit: float) -> dict[str, float]:
-    """Seconds: what no strategy can beat, what this plan takes in theory."""
+    """Seconds: what the busiest link needs (in these cases the broadcast's bound), what this plan takes in theory."""
     found = plans()
     plan, best = found[name], found[f"{name.split('/')[0]}/broadcast"]
     unit_s = math.prod(plan.shape) * DTYPE.itemsize * 8 / (mbit * 1e6)

@@ -279,6 +279,8 @@ def check_picture(key: str, path: str | None) -> None:
     """ConfigError unless a picture can be drawn to the value of ``key``, or none is asked for."""
     if path and Path(path).suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{key}={path}: the name of a .png, .pdf or .svg file")
+    if path and Path(path).is_dir():
+        raise ConfigError(f"{key}={path}: a directory has this name; use another")
     if path and not Path(path).parent.is_dir():
         raise ConfigError(f"{key}={path}: no such directory as {Path(path).parent}")
 

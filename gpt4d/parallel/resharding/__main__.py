@@ -21,6 +21,8 @@ from gpt4d.parallel.resharding.mesh import Mesh, parse
 from gpt4d.parallel.resharding.planning import ORDERS, plan
 from gpt4d.parallel.resharding.strategies import STRATEGIES
 
+_DEVICES = 65_536  # of a mesh
+
 
 @dataclass
 class Query:
@@ -64,7 +66,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _numbers(key: str, text: str, sign: str, example: str, least: int = 1) -> tuple[int, ...]:
-    if not re.fullmatch(rf"\d+({sign}\d+)*", text) or min(map(int, text.split(sign))) < least:
+    if not re.fullmatch(rf"\d{{1,18}}({sign}\d{{1,18}})*", text) or min(map(int, text.split(sign))) < least:
         raise ConfigError(
             f'{key}={text}: whole numbers of at least {least} with "{sign}" between them, such as {example}'
         )
@@ -74,8 +76,8 @@ def _numbers(key: str, text: str, sign: str, example: str, least: int = 1) -> tu
 def _mesh(side: str, query: Query, first_device: int, first_host: int) -> Mesh:
     key, hosts_key = f"{side}_mesh", f"{side}_hosts"
     shape = _numbers(key, getattr(query, key), "x", "2x4")
-    if len(shape) > 10:
-        raise ConfigError(f"{key}={getattr(query, key)}: a mesh has 10 axes at the most, 0 to 9")
+    if len(shape) > 10 or math.prod(shape) > _DEVICES:
+        raise ConfigError(f"{key}={getattr(query, key)}: use 10 axes, 0 to 9, and {_DEVICES} devices at the most")
     hosts, count = None, math.prod(shape)
     if getattr(query, hosts_key) is not None:
         hosts = _numbers(hosts_key, getattr(query, hosts_key), ",", "0,0,1,1", least=0)

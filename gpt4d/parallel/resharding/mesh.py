@@ -60,7 +60,7 @@ def parse(key: str, spec: str) -> Layout:
     ConfigError, naming ``key``, if it denotes none.
     """
     letters = re.findall(r"R|S\d+", spec)
-    if not spec or "".join(letters) != spec:
+    if not letters or "".join(letters) != spec.replace(" ", ""):
         raise ConfigError(f'{key}={spec}: use R or S with axes of the mesh for each dim, such as "S01RR" or "RS0R"')
     axes = [axis for letter in letters for axis in letter[1:]]
     if len(axes) != len(set(axes)):

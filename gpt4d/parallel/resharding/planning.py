@@ -34,7 +34,8 @@ class Plan:
     """Who sends what to whom, in the one order that all ranks follow.
 
     Times are in units of the whole tensor over one host's link. No order and no choice of senders takes less than
-    ``lower_bound`` with this strategy; where it equals ``makespan``, the plan is optimal.
+    ``lower_bound`` with this strategy, be tasks broadcast whole or to each host apart; where it equals ``makespan``,
+    the plan is optimal. Where meshes share hosts, one that has something to send and to hand on takes longer than told.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +54,7 @@ class Plan:
     lower_bound: Fraction
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def plan(
     shape: tuple[int, ...],
     source: Layout,
@@ -69,18 +70,21 @@ def plan(
     """The plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
 
     The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Both look at a number of
-    choices that takes less than a second, or at ``effort`` times as many. Equal arguments give equal plans, on every
+    choices that takes less than a second, or ``effort`` times as many; a first answer for more than about ten thousand
+    tasks takes longer. Equal arguments give equal plans, on every
     rank; they are kept. ``summed`` is for ``transposed``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
-    pieces = jobs(tasks, strategy, source_mesh, destination_mesh)
+    ways = [jobs(tasks, strategy, source_mesh, destination_mesh)]
+    if strategy == "broadcast" and order == "ensemble":
+        # A send to several hosts starts when all are free: now and then it is better to serve each host apart.
+        ways.append(jobs(tasks, "local_allgather", source_mesh, destination_mesh))
+    pieces, slots, bound = _best(ways, order, seed, effort)
+    end = max((slot.stop for slot in slots), default=0)
     # What needs no link goes last: nothing waits for it that could keep a link busy.
     between = [job for job in pieces if job.over_links]
     inside = [job for job in pieces if not job.over_links]
-    sequence, optimal = _ordered(between, order, seed, effort)
-    slots = ordering.timetable(between, sequence)
-    end = max((slot.stop for slot in slots), default=0)
     unit = max(1, math.prod(shape[summed:]))
     devices = _Senders(tasks, source_mesh)
     sends = [
@@ -88,7 +92,6 @@ def plan(
         for slot in slots
     ]
     sends += [devices.send(job, job.sender_hosts[0], Fraction(end, unit), Fraction(end, unit)) for job in inside]
-    bound = end if optimal else lower_bound(between)
     return Plan(
         shape,
         source,
@@ -131,6 +134,22 @@ def transposed(forward: Plan, partial: tuple[str, ...] = ()) -> Plan:
         forward.effort,
         len(partial),
     )
+
+
+def _best(ways: list[list[Job]], order: str, seed: int, effort: int) -> tuple[list[Job], list[ordering.Slot], int]:
+    """Of several ways to make jobs of the tasks the one that is over first, when its jobs go, and the bound of all."""
+    found = []
+    for pieces in ways:
+        between = [job for job in pieces if job.over_links]
+        sequence, optimal = _ordered(between, order, seed, effort)
+        slots = ordering.timetable(between, sequence)
+        end = max((slot.stop for slot in slots), default=0)
+        bound = lower_bound(between)
+        found.append((end, end if optimal else bound, pieces, slots))
+        if end == bound:
+            break
+    end, _, pieces, slots = min(found, key=lambda one: one[0])
+    return pieces, slots, min(bound for _, bound, _, _ in found)
 
 
 def _ordered(pieces: list[Job], order: str, seed: int, effort: int) -> tuple[ordering.Sequence, bool]:

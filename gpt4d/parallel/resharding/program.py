@@ -13,7 +13,7 @@ from gpt4d.parallel.resharding.mesh import Tile
 from gpt4d.parallel.resharding.planning import Plan, Send
 
 _CHUNKS = 128  # at the most: with A receiving hosts a chain takes A/128 longer than the link alone would
-_CHUNK_BYTES = 128 * 1024  # at the least: smaller ones cost more to handle than to send
+CHUNK_BYTES = {"cpu": 128 * 1024, "cuda": 4 * 1024 * 1024}  # at the least: smaller ones cost more to start than to send
 
 
 class Message(NamedTuple):
@@ -38,6 +38,8 @@ class Step:
     shape: tuple[int, ...]
     sending: bool  # this rank has the tile; the others receive it, and hand it on
     rounds: tuple[Round, ...]
+    turn_from: int | None = None  # the rank that sends before this one through the same host's link
+    turn_to: int | None = None  # the one that sends after it
 
 
 @dataclass(frozen=True)
@@ -53,31 +55,47 @@ class Program:
         return sum(m.stop - m.start for step in self.steps for one in step.rounds for m in one.sends)
 
 
-def program(plan: Plan, rank: int, element_bytes: int) -> Program:
+def program(plan: Plan, rank: int, element_bytes: int, device: str = "cpu") -> Program:
     """The part of ``rank``, a device of one of the two meshes, in a plan for a tensor of such elements."""
     receives = rank in plan.destination_mesh.devices
     mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
     own = mesh.tiles(plan.shape, layout)[rank]
-    steps = []
-    for send in plan.sends:
+    steps, turns = [], {} if receives else _turns(plan)
+    for number, send in enumerate(plan.sends):
         if rank == send.sender or rank in send.receivers:
-            messages = _rounds(plan, send, rank, element_bytes)
-            step = Step(send.task, _place(send.tile, own), _extents(send.tile), rank == send.sender, messages)
-            steps.append(step)
+            rounds = _rounds(plan, send, rank, CHUNK_BYTES[device] // element_bytes)
+            turn = turns.get(number, (None, None))
+            steps.append(Step(send.task, _place(send.tile, own), _extents(send.tile), not receives, rounds, *turn))
     return Program(_extents(own), receives, tuple(steps))
 
 
-def _rounds(plan: Plan, send: Send, rank: int, element_bytes: int) -> tuple[Round, ...]:
-    """The messages of one rank in one send."""
+def _turns(plan: Plan) -> dict[int, tuple[int | None, int | None]]:
+    """For each send over a link the ranks that send before and after it from the same host, unless they are its own.
+
+    The sends of one device follow each other. Those of several would share the link: each would take longer than
+    planned, and who waits for the first of them would wait for all.
+    """
+    by_host: dict[int, list[int]] = {}
+    for number, send in enumerate(plan.sends):
+        if send.stop > send.start:
+            by_host.setdefault(send.sender_host, []).append(number)
+    turns = {}
+    for numbers in by_host.values():
+        senders = [None, *(plan.sends[number].sender for number in numbers), None]
+        for number, before, own, after in zip(numbers, senders, senders[1:], senders[2:], strict=False):
+            turns[number] = None if before == own else before, None if after == own else after
+    return turns
+
+
+def _rounds(plan: Plan, send: Send, rank: int, least: int) -> tuple[Round, ...]:
+    """The messages of one rank in one send. No chunk has fewer than ``least`` elements."""
     elements = plan.tasks[send.task].elements
     if plan.strategy.endswith("allgather"):
         return _all_gather(send, rank, elements)
     if plan.strategy == "signal":
         return _chain(send, rank, [(0, 1)])
-    chunks = 1  # nobody to hand the first chunk to while the others come
-    if len(send.receivers) > 1:
-        chunks = max(1, min(_CHUNKS, elements * element_bytes // _CHUNK_BYTES))
-    return _chain(send, rank, _parts(elements, chunks))
+    # Even to a single receiver: who expects one message of a send ahead of its time should not expect all of it.
+    return _chain(send, rank, _parts(elements, max(1, min(_CHUNKS, elements // max(1, least)))))
 
 
 def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round, ...]:

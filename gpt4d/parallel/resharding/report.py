@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gpt4d.parallel.resharding.mesh import Mesh, Tile, notation
 from gpt4d.parallel.resharding.planning import Plan, Send
+from gpt4d.parallel.resharding.tasks import UnitTask
 
 
 def as_json(plan: Plan) -> str:
@@ -20,17 +21,23 @@ def as_json(plan: Plan) -> str:
         "makespan": float(plan.makespan),
         "lower_bound": float(plan.lower_bound),
         "optimal": plan.makespan == plan.lower_bound,
-        "tasks": [_task_as_json(plan, number) for number in dict.fromkeys(send.task for send in plan.sends)],
+        "tasks": [_task_as_json(plan.tasks[number], sends) for number, sends in _by_task(plan).items()],
     }
     return json.dumps(document, indent=1)
+
+
+def _by_task(plan: Plan) -> dict[int, list[Send]]:
+    found: dict[int, list[Send]] = {}
+    for send in plan.sends:
+        found.setdefault(send.task, []).append(send)
+    return found
 
 
 def _mesh_as_json(mesh: Mesh) -> dict:
     return {"shape": [size for _, size in mesh.axes], "devices": mesh.devices, "hosts": mesh.hosts}
 
 
-def _task_as_json(plan: Plan, number: int) -> dict:
-    task = plan.tasks[number]
+def _task_as_json(task: UnitTask, sent: list[Send]) -> dict:
     sends = [
         {
             "sender": send.sender,
@@ -40,8 +47,7 @@ def _task_as_json(plan: Plan, number: int) -> dict:
             "start": float(send.start),
             "stop": float(send.stop),
         }
-        for send in plan.sends
-        if send.task == number
+        for send in sent
     ]
     entry = {"tile": task.tile, "elements": task.elements, "senders": task.senders, "receivers": task.receivers}
     return {**entry, "sends": sends}
@@ -76,7 +82,7 @@ def _title(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    proof = "optimal" if plan.makespan == plan.lower_bound else "the best order is not known"
+    proof = f"optimal for {plan.strategy}" if plan.makespan == plan.lower_bound else "the best order is not known"
     return (
         f"{len(plan.tasks)} unit task(s), {len(plan.sends)} send(s): makespan {float(plan.makespan):.4f}, lower bound "
         f"{float(plan.lower_bound):.4f} ({proof}), in units of the whole tensor over one host's link"
@@ -96,19 +102,21 @@ def plot(plan: Plan, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows = [("sends", host) for host in sorted({send.sender_host for send in plan.sends})]
-    rows += [("receives", host) for host in sorted({host for send in plan.sends for host in send.receiver_hosts})]
+    rows: dict[tuple[str, int], list[Send]] = {}
+    for send in plan.sends:
+        for row in [("sends", send.sender_host), *(("receives", host) for host in send.receiver_hosts)]:
+            rows.setdefault(row, []).append(send)
+    rows = {row: rows[row] for row in sorted(rows, key=lambda row: (row[0] == "receives", row[1]))}
     figure = Figure(figsize=(10, 1.8 + 0.42 * len(rows)), layout="constrained")
     panel = figure.add_subplot()
     colours = matplotlib.colormaps["tab20"]
-    for send in plan.sends:
-        for row in _rows_of(send):
-            start, length = float(send.start), float(send.stop - send.start)
-            panel.barh(
-                rows.index(row), length, left=start, color=colours(send.task % 20), edgecolor="white", height=0.8
-            )
+    for place, sends in enumerate(rows.values()):
+        bars = [(float(send.start), float(send.stop - send.start)) for send in sends]
+        fill = [colours(send.task % 20) for send in sends]
+        panel.broken_barh(bars, (place - 0.4, 0.8), facecolors=fill, edgecolor="white", linewidth=60 / (60 + len(bars)))
+        for send, (start, length) in zip(sends, bars, strict=True):
             if length > 0.04 * float(plan.makespan):
-                panel.text(start + length / 2, rows.index(row), str(send.task), ha="center", va="center", fontsize=8)
+                panel.text(start + length / 2, place, str(send.task), ha="center", va="center", fontsize=8)
     panel.axvline(float(plan.lower_bound), color="black", linestyle="--", linewidth=1, label="lower bound")
     panel.set_yticks(range(len(rows)), [f"host {host} {does}" for does, host in rows])
     panel.invert_yaxis()
@@ -117,7 +125,3 @@ def plot(plan: Plan, path: Path) -> None:
     panel.set_title(f"{_title(plan)}\nmakespan {float(plan.makespan):.4f}; numbers are unit tasks", fontsize=10)
     figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=120)
-
-
-def _rows_of(send: Send) -> list[tuple[str, int]]:
-    return [("sends", send.sender_host), *(("receives", host) for host in send.receiver_hosts)]

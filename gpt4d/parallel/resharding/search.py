@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 from gpt4d.parallel.resharding.bounds import lower_bound, sender_sets
-from gpt4d.parallel.resharding.ordering import Sequence, makespan
+from gpt4d.parallel.resharding.ordering import Sequence, load_balance, makespan, naive
 from gpt4d.parallel.resharding.strategies import Job
 
 # Choices looked at for an effort of 1: a few microseconds each.
@@ -126,19 +126,18 @@ class _Greedy:
 
 
 def ensemble(jobs: list[Job], seed: int, effort: int = 1) -> tuple[Sequence, bool]:
-    """The better of ``dfs`` and ``greedy``, and whether there is none better than it; greedy only where dfs gave up."""
-    deep, complete = dfs(jobs, effort)
-    if complete:
-        return deep, True
-    return min(deep, greedy(jobs, seed, effort), key=lambda sequence: makespan(jobs, sequence)), False
+    """The better of ``greedy`` and ``dfs``, and whether there is none better than it."""
+    return dfs(jobs, effort, greedy(jobs, seed, effort))
 
 
-def dfs(jobs: list[Job], effort: int = 1) -> tuple[Sequence, bool]:
+def dfs(jobs: list[Job], effort: int = 1, known: Sequence | None = None) -> tuple[Sequence, bool]:
     """A depth-first search with pruning; whether it went through the whole tree, so that there is no better sequence.
 
-    The first leaf is always reached, however many choices it costs.
+    It looks for what is better than ``known`` and than what the simple algorithms find.
     """
-    search = _DepthFirst(jobs, effort * _DFS_CHOICES)
+    simple = [naive(jobs), load_balance(jobs)]
+    known = min(simple if known is None else [known, *simple], key=lambda sequence: makespan(jobs, sequence))
+    search = _DepthFirst(jobs, known, effort * _DFS_CHOICES)
     complete = search.run()
     return search.best, complete
 
@@ -150,7 +149,7 @@ class _DepthFirst:
     lower bound is no better than the best sequence known.
     """
 
-    def __init__(self, jobs: list[Job], choices: int):
+    def __init__(self, jobs: list[Job], known: Sequence, choices: int):
         self.kinds, self.choices = _kinds(jobs), choices
         self.left = [len(kind.jobs) for kind in self.kinds]
         self.sending = {host: 0 for kind in self.kinds for host in kind.sender_hosts}  # until when
@@ -159,15 +158,15 @@ class _DepthFirst:
         self.members = [[i for i, k in enumerate(self.kinds) if s.issuperset(k.sender_hosts)] for s in self.sets]
         self.bound, self.count = lower_bound(jobs), len(jobs)
         self.path: list[tuple[int, int, int]] = []  # start, kind, sender host
-        self.best: Sequence | None = None if jobs else []
-        self.reached, self.looked_at = 0, 0
+        self.best, self.reached = known, makespan(jobs, known)
+        self.looked_at = 0
 
     def run(self) -> bool:
         """Goes through the tree; False if the choices were used up before. Its own stack: paths can be long."""
         stack = [iter(self._choices())]
         undo: list[tuple] = []
         while stack:
-            if self.best is not None and (self.reached <= self.bound or self.looked_at > self.choices):
+            if self.reached <= self.bound or self.looked_at > self.choices:
                 return self.reached <= self.bound
             choice = next(stack[-1], None)
             if choice is None:
@@ -179,7 +178,7 @@ class _DepthFirst:
             if len(self.path) == self.count:
                 self._note()
                 self._take_back(*undo.pop())
-            elif self.best is not None and self._bound() >= self.reached:
+            elif self._bound() >= self.reached:
                 self._take_back(*undo.pop())
             else:
                 stack.append(iter(self._choices()))
@@ -238,7 +237,7 @@ class _DepthFirst:
 
     def _note(self) -> None:
         over = max(start + self.kinds[number].duration for start, number, _ in self.path)
-        if self.best is not None and over >= self.reached:
+        if over >= self.reached:
             return
         waiting = [iter(kind.jobs) for kind in self.kinds]
         self.best, self.reached = [(next(waiting[number]), host) for _, number, host in self.path], over

@@ -40,15 +40,16 @@ def jobs(tasks: list[UnitTask], strategy: str, source_mesh: Mesh, destination_me
 
     Meshes may share hosts. Receivers on a host that has the data get it there, in a job of their own that needs no
     link; only the others are sent it. So no job between hosts has a host among its senders' and its receivers' alike.
+    Hosts that have something to send themselves are the last in a chain: they do not have to hand on.
     """
     sender_host = dict(zip(source_mesh.devices, source_mesh.hosts, strict=True))
     receiver_host = dict(zip(destination_mesh.devices, destination_mesh.hosts, strict=True))
-    found = []
+    sources, found = set(source_mesh.hosts), []
     for number, task in enumerate(tasks):
         sender_hosts = tuple(dict.fromkeys(sender_host[device] for device in task.senders))
         by_host: dict[int, list[int]] = {}
-        for device in sorted(task.receivers, key=lambda device: (receiver_host[device], device)):
-            by_host.setdefault(receiver_host[device], []).append(device)
+        for _, host, device in sorted((receiver_host[d] in sources, receiver_host[d], d) for d in task.receivers):
+            by_host.setdefault(host, []).append(device)
         far = {host: devices for host, devices in by_host.items() if host not in sender_hosts}
         for receivers in _shares(far, strategy):
             duration = task.elements * _times(strategy, len(receivers))

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
 from gpt4d.config import ConfigError
+from gpt4d.parallel.resharding import __main__ as command
 from gpt4d.parallel.resharding.__main__ import main
 
 WORDS = ["src=RS0R", "src_mesh=2x4", "dst=S0RR", "dst_mesh=2x4", "shape=1024,1024,512"]
@@ -20,6 +22,7 @@ def test_json_tells_tasks_makespan_and_lower_bound(capsys):
     main([*WORDS, "format=json"])
     told = json.loads(capsys.readouterr().out)
     assert told["makespan"] == told["lower_bound"] == 0.5
+    assert told["optimal"] and (told["strategy"], told["order"]) == ("broadcast", "ensemble")
     assert len(told["tasks"]) == 4
     first = told["tasks"][0]
     assert first["tile"] == [[0, 512], [0, 512], [0, 512]] and first["elements"] == 2**27
@@ -47,6 +50,9 @@ def test_the_table_has_a_line_for_each_send(capsys):
     main([*WORDS, "order=naive"])
     out = capsys.readouterr().out
     assert out.count("[0:512, 0:512, 0:512]") == 1 and out.count("0:512]") == 4
+    line = next(line for line in out.splitlines() if line.strip().startswith("[0:512, 512:1024, 0:512]"))
+    start, stop = map(float, line.split()[-2:])
+    assert stop - start == 0.25
     assert "makespan 0.7500, lower bound 0.5000 (the best order is not known)" in out
 
 
@@ -57,9 +63,28 @@ def test_hosts_may_be_said_for_each_device(capsys):
     assert json.loads(capsys.readouterr().out)["makespan"] == 0  # each is where it is needed
 
 
-def test_the_picture_is_drawn(tmp_path, capsys):
+def test_the_picture_has_a_bar_for_each_send_on_both_its_hosts(tmp_path, capsys, monkeypatch):
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *how, **more: (drawn.append(figure), save(figure, *how, **more))
+    )
     main([*WORDS, f"plot={tmp_path / 'gantt.png'}"])
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
+    panel = drawn[0].axes[0]
+    assert [len(bars.get_paths()) for bars in panel.collections] == [2, 2, 2, 2]
+    assert [label.get_text() for label in panel.get_yticklabels()] == [
+        "host 0 sends",
+        "host 1 sends",
+        "host 2 receives",
+        "host 3 receives",
+    ]
+
+
+def test_seed_and_effort_are_the_plan_s(capsys, monkeypatch):
+    asked, whole = [], command.plan
+    monkeypatch.setattr(command, "plan", lambda *how, **more: asked.append(more) or whole(*how, **more))
+    main([*WORDS, "seed=3", "effort=2", "order=greedy", "strategy=send_recv"])
+    assert asked == [{"strategy": "send_recv", "order": "greedy", "seed": 3, "effort": 2}]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +100,9 @@ def test_the_picture_is_drawn(tmp_path, capsys):
         ([*WORDS, "strategy=multicast"], "strategy=multicast: use one of broadcast, send_recv"),
         ([*WORDS, "order=best"], "order=best: use one of ensemble, naive"),
         ([*WORDS, "format=yaml"], "format=yaml: use one of table, json"),
+        (changed(src_mesh="300x300"), "src_mesh=300x300: use 10 axes, 0 to 9, and 65536 devices"),
+        (changed(shape="9" * 5000), "shape=999"),
+        ([*WORDS, "plot=/tmp"], "plot=/tmp: the name of a .png"),
         ([*WORDS, "effort=0"], "effort=0: use a value of at least 1"),
         ([*WORDS, "plot=gantt"], "plot=gantt: the name of a .png"),
         ([*WORDS, "plot=nowhere/gantt.png"], "plot=nowhere/gantt.png: no such directory as nowhere"),

@@ -181,11 +181,18 @@ def test_the_search_ends_by_count_where_no_order_reaches_the_bound(monkeypatch):
     """The clock has no say, and a plan whose search gave up carries a bound below its makespan."""
     monkeypatch.setattr(search, "_DFS_CHOICES", 50)
     monkeypatch.setattr(search, "_GREEDY_CHOICES", 50)
-    draw = random.Random(3)
-    jobs = [Job(n, (n % 3,), (10 + n // 3,), (), draw.randint(5, 9)) for n in range(9)]
-    (first, proven), again = search.ensemble(jobs, 0), search.ensemble(jobs, 0)
-    assert not proven and (first, proven) == again
-    assert search.ensemble(jobs, 0, effort=100)[1]  # looks at all it takes
+    draw = random.Random(0)
+    reached = []
+    for _ in range(5):
+        jobs = [Job(n, (n % 3,), (10 + n // 3,), (), draw.randint(5, 9)) for n in range(9)]
+        (first, proven), again = search.ensemble(jobs, 0), search.ensemble(jobs, 0)
+        assert (first, proven) == again
+        best, settled = search.ensemble(jobs, 0, effort=100)  # looks at all it takes
+        parts = (search.dfs(jobs)[0], search.greedy(jobs, 0), first, best)
+        deep, broad, both, optimum = (ordering.makespan(jobs, sequence) for sequence in parts)
+        assert settled and optimum <= both <= min(deep, broad)
+        reached.append((proven, both > optimum, deep != broad))
+    assert (False, True, True) in reached  # where it gave up, there was a better one; and the two differ
 
 
 def test_the_plan_of_gradients_goes_back():
@@ -198,6 +205,46 @@ def test_the_plan_of_gradients_goes_back():
     assert summed.makespan == 2  # both copies' contributions come to one host
     with pytest.raises(AssertionError):
         transposed(nine(1), partial=("0",))
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"), [("strategy", "send_recv"), ("order", "greedy"), ("seed", 7), ("effort", 2)]
+)
+def test_the_plan_of_gradients_is_made_as_the_forward_s(changed, value):
+    back = transposed(nine(4, **{changed: value}))
+    assert getattr(back, changed) == value
+
+
+def test_the_bound_is_what_the_busiest_links_need():
+    def job(senders, receivers, duration):
+        return Job(0, senders, receivers, (), duration)
+
+    assert lower_bound([job((0,), (9,), 3), job((1,), (9,), 4)]) == 7  # one receiver
+    assert lower_bound([job((0,), (8,), 3), job((0,), (9,), 4)]) == 7  # one sender
+    assert lower_bound([job((0, 1), (host,), 1) for host in (7, 8, 9)]) == 2  # two senders, rounded up
+    chained = [job((0, 1), (6,), 4), job((1, 2), (7,), 4), job((0, 2), (8,), 4), job((0, 1), (9,), 4)]
+    assert lower_bound(chained) == 6  # 16 from the union of three
+
+
+def test_the_first_answer_does_not_take_a_search(monkeypatch):
+    """Long jobs of high numbers, which a depth-first search alone takes first and regrets 2^n times."""
+    monkeypatch.setattr(search, "_DFS_CHOICES", 1000)
+    jobs = [Job(number, (number,), (100 + number,), (), number + 1) for number in range(40)]
+    assert ordering.makespan(jobs, search.dfs(jobs)[0]) == 40
+
+
+def test_hosts_are_served_apart_where_a_chain_would_have_to_wait_for_all():
+    """Three tasks, each to two of three hosts: no two chains overlap, but sends to single hosts do."""
+    first, second = Mesh.of_shape((3, 1)), Mesh.of_shape((3, 2), 3, hosts=(3, 4, 4, 5, 3, 5))
+    found = plan((3,), parse("", "S0"), first, parse("", "S0"), second)
+    assert found.makespan == found.lower_bound == Fraction(2, 3)
+    assert plan((3,), parse("", "S0"), first, parse("", "S0"), second, order="dfs").makespan == 1
+
+
+def test_a_host_that_has_something_to_send_is_the_last_of_a_chain():
+    first, second = Mesh.of_shape((2, 1)), Mesh.of_shape((2, 2), 2, hosts=(1, 2, 3, 4))
+    found = plan((2,), parse("", "S0"), first, parse("", "S0"), second, order="naive")
+    assert [send.receiver_hosts for send in found.sends] == [(2, 1), (3, 4)]
 
 
 def test_plans_are_kept():
