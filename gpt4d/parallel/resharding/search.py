@@ -13,7 +13,7 @@ from gpt4d.parallel.resharding.strategies import Job
 
 # Choices looked at for an effort of 1: a few microseconds each.
 _GREEDY_CHOICES = 100_000
-_DFS_CHOICES = 30_000
+_DFS_CHOICES = 60_000
 _ORDERS = 8  # random ones, for each set of jobs that start at once
 
 
@@ -155,7 +155,12 @@ class _DepthFirst:
         self.sending = {host: 0 for kind in self.kinds for host in kind.sender_hosts}  # until when
         self.receiving = {host: 0 for kind in self.kinds for host in kind.receiver_hosts}
         self.sets = sender_sets(kind.sender_hosts for kind in self.kinds)
-        self.members = [[i for i, k in enumerate(self.kinds) if s.issuperset(k.sender_hosts)] for s in self.sets]
+        self.sets_of = [[i for i, s in enumerate(self.sets) if s.issuperset(k.sender_hosts)] for k in self.kinds]
+        self.to_send, self.to_receive = [0] * len(self.sets), dict.fromkeys(self.receiving, 0)
+        for number, kind in enumerate(self.kinds):
+            self._leave(number, len(kind.jobs) * kind.duration)
+        # What a bound takes, in choices, so that the count is one of time.
+        self.bound_choices = (len(self.receiving) + sum(map(len, self.sets))) // 16
         self.bound, self.count = lower_bound(jobs), len(jobs)
         self.path: list[tuple[int, int, int]] = []  # start, kind, sender host
         self.best, self.reached = known, makespan(jobs, known)
@@ -207,6 +212,7 @@ class _DepthFirst:
         kind = self.kinds[number]
         before = self.sending[host], {receiver: self.receiving[receiver] for receiver in kind.receiver_hosts}
         self.left[number] -= 1
+        self._leave(number, -kind.duration)
         self.sending[host] = start + kind.duration
         for receiver in kind.receiver_hosts:
             self.receiving[receiver] = start + kind.duration
@@ -216,20 +222,24 @@ class _DepthFirst:
     def _take_back(self, sending: int, receiving: dict[int, int]) -> None:
         _, number, host = self.path.pop()
         self.left[number] += 1
+        self._leave(number, self.kinds[number].duration)
         self.sending[host] = sending
         self.receiving.update(receiving)
 
+    def _leave(self, number: int, more: int) -> None:
+        """Of a kind's jobs so much more is left to send and to receive."""
+        for place in self.sets_of[number]:
+            self.to_send[place] += more
+        for host in self.kinds[number].receiver_hosts:
+            self.to_receive[host] += more
+
     def _bound(self) -> int:
         """Of every sequence that goes on from here: all that is left starts no earlier than the last job did."""
+        self.looked_at += self.bound_choices
         since = self.path[-1][0]
-        to_receive: dict[int, int] = {}
-        for kind, left in zip(self.kinds, self.left, strict=True):
-            if left:
-                for host in kind.receiver_hosts:
-                    to_receive[host] = to_receive.get(host, 0) + left * kind.duration
-        bound = max([0, *(max(self.receiving[host], since) + more for host, more in to_receive.items())])
-        for hosts, members in zip(self.sets, self.members, strict=True):
-            to_send = sum(self.left[number] * self.kinds[number].duration for number in members)
+        received = [max(self.receiving[host], since) + more for host, more in self.to_receive.items() if more]
+        bound = max(received, default=0)
+        for hosts, to_send in zip(self.sets, self.to_send, strict=True):
             if to_send:
                 free = sum(max(self.sending[host], since) for host in hosts)
                 bound = max(bound, -(-(free + to_send) // len(hosts)))
