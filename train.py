@@ -15,7 +15,7 @@ import hydra
 from gpt4d.checkpoint import catalog
 from gpt4d.config import CONFIG_DIR, Config, spelled_out, typed, validate
 from gpt4d.errors import one_line_errors
-from gpt4d.parallel.launch import Launch
+from gpt4d.launch import Launch
 from gpt4d.planner.search import choose
 from gpt4d.signals import listening
 

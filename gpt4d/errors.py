@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpt4d.config import ConfigError, NodeError, explained
-from gpt4d.parallel.launch import Launch, tell_error
+from gpt4d.launch import Launch, tell_error
 
 _PATIENCE_S = 30.0
 

@@ -13,11 +13,11 @@ from gpt4d.checkpoint import catalog, sharded
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.data.tokenizers import end_of_text
 from gpt4d.errors import one_line_errors
+from gpt4d.launch import Launch
 from gpt4d.model.gpt import GPT
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 
 

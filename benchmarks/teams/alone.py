@@ -12,9 +12,9 @@ from benchmarks.teams.plain import plain_model
 from benchmarks.teams.training import sequences, whole_weights
 from benchmarks.turns import answers_alone, serve
 from gpt4d.config import GridSizes, ModelConfig, from_arguments
+from gpt4d.launch import Launch
 from gpt4d.parallel import collectives
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 
 
 @dataclass

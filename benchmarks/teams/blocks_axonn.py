@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.teams import blocks
 from benchmarks.teams.blocks import HEADS, HIDDEN, LAYERS, SIZES
 from benchmarks.turns import answers_alone, serve, share_groups
+from gpt4d.launch import Launch
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
 

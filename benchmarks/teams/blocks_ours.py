@@ -8,9 +8,9 @@ from benchmarks.teams import blocks
 from benchmarks.teams.blocks import LAYERS, SIZES
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d.config import OverlapConfig
+from gpt4d.launch import Launch
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream
 
 # name: (all-reduce, reduce-scatter, all-gather, blocks cached)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.turns import answers_alone, serve
+from gpt4d.launch import Launch
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.resharding.mesh import Mesh, Tile, parse
 from gpt4d.parallel.resharding.planning import Plan, plan
 from gpt4d.parallel.resharding.transfer import Link

@@ -17,9 +17,9 @@ from gpt4d.checkpoint import catalog, sharded, verifying
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.checkpoint.sharded import Part
 from gpt4d.config import CheckpointConfig, GridSizes, ModelConfig, from_arguments
+from gpt4d.launch import Launch
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import ParameterSpec
 

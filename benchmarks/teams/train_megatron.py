@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from benchmarks.teams.plain import adamw, plain_weights
 from benchmarks.teams.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
 from benchmarks.turns import answers_alone, serve, share_groups
+from gpt4d.launch import Launch
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 
 # name: (tensor-parallel size, gradients summed behind the backward)
 SETTINGS = {

@@ -9,10 +9,10 @@ from benchmarks.teams.training import BATCH, MODEL, OPTIM, in_a_row, our_model, 
 from benchmarks.turns import answers_alone, serve, share_groups
 from gpt4d import optim
 from gpt4d.config import GridSizes, ModelConfig
+from gpt4d.launch import Launch
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream
 
 

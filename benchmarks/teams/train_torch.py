@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from benchmarks.teams.plain import PlainGPT, adamw, plain_model
 from benchmarks.teams.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
 from benchmarks.turns import answers_alone, serve, share_groups
+from gpt4d.launch import Launch
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 
 
 def tensor_parallel(model: PlainGPT, mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError, NodeError
-from gpt4d.parallel.launch import Launch, device_of, tell_error
+from gpt4d.launch import Launch, device_of, tell_error
 from gpt4d.parallel.watch import Failure, Watch
 
 _MEETING_S = 300.0  # for all ranks to come

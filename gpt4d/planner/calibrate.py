@@ -31,13 +31,13 @@ from gpt4d.config import (
     from_arguments,
 )
 from gpt4d.errors import one_line_errors
+from gpt4d.launch import Launch
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialise
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.agreement import gathered, on_first_rank
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.job import process_group
-from gpt4d.parallel.launch import Launch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import Step

@@ -11,7 +11,7 @@ def measure(path):
     import torch
     import torch.distributed as dist
 
-    from gpt4d.parallel.launch import Launch
+    from gpt4d.launch import Launch
     from gpt4d.planner import calibrate
 
     names = "_LEAST_S", "_LARGEST", "_SIDE", "_TURNS", "_ROUNDS"
