@@ -71,8 +71,8 @@ def plan(
 
     The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Both look at a number of
     choices that takes less than a second, or ``effort`` times as many; a first answer for more than about ten thousand
-    tasks takes longer. Equal arguments give equal plans, on every
-    rank; they are kept. ``summed`` is for ``transposed``.
+    tasks takes longer. Equal arguments give equal plans, on every rank, and they are kept. ``summed`` is for
+    ``transposed``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
