@@ -6,8 +6,9 @@
     received = under_way.wait()                        this rank's part of the tensor; None on a source
 
 The transfers of a link go on one after another in the order in which they were started, the same on all its ranks. So
-whatever is first among those not over has all its ranks at it, and no ranks wait for each other in a circle. Links do
-not wait for each other: a gradient's has a group and a worker of its own.
+whatever is first among those not over has all its ranks at it, and no ranks wait for each other in a circle. Links
+have a group and a worker each, so that a gradient's does not wait for another; on NCCL, which has not been tried, only
+as far as it lets two communicators go on at once.
 """
 
 import math
