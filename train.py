@@ -12,18 +12,18 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that is lost is 
 
 import hydra
 
-from gpt4d.checkpoint import catalog
-from gpt4d.config import CONFIG_DIR, Config, spelled_out, typed, validate
-from gpt4d.errors import one_line_errors
-from gpt4d.launch import Launch
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config, validate
 from gpt4d.planner.search import choose
-from gpt4d.signals import listening
+from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.signals import listening
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
 @one_line_errors()  # within Hydra, which would announce an error itself, and around it, for what it finds wrong
 def main(composed) -> None:
-    train(typed(composed))
+    train(to_config(composed))
 
 
 def train(config: Config) -> None:
@@ -32,11 +32,13 @@ def train(config: Config) -> None:
     if config.parallel.mode == "auto":
         config = planned(config, launch)
     sizes = validate(config, launch.world_size)
-    catalog.check_newest_fits(catalog.to_try(config.checkpoint.resume, Path(config.run.dir)), config.model)
+    checkpoint_dir.check_newest_fits(
+        checkpoint_dir.resume_candidates(config.checkpoint.resume, Path(config.run.dir)), config.model
+    )
 
     with listening(told=not launch.rank) as stop:
         # torch takes seconds to import: only once the configuration is known to be right.
-        from gpt4d.parallel.job import process_group
+        from gpt4d.runtime.job import process_group
         from gpt4d.trainer import Trainer
 
         with process_group(launch) as job:
@@ -54,5 +56,5 @@ def planned(config: Config, launch: Launch) -> Config:
 
 if __name__ == "__main__":
     with one_line_errors():
-        sys.argv[1:] = spelled_out(sys.argv[1:])
+        sys.argv[1:] = expand_cluster(sys.argv[1:])
         main()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cluster import Here
-from benchmarks.turns import Entry, take_turns
+from benchmarks.cluster import LocalHost
+from benchmarks.interleave import Entry, interleave
 from gpt4d.config import from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 RANKS = 4
 
@@ -33,7 +33,9 @@ def main(arguments: list[str]) -> None:
     config = from_arguments(CheckpointBenchmark, arguments)
     with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as home:
         words = (f"mib={config.mib}", f"where={home}")
-        rows = take_turns(Here(RANKS), [Entry("ours", "benchmarks.teams.saving", arguments=words)], config.repeats)
+        rows = interleave(
+            LocalHost(RANKS), [Entry("ours", "benchmarks.workers.saving", arguments=words)], config.repeats
+        )
     seconds = {row["name"]: row["median_s"] for row in rows}
     for row in rows:
         if row["name"].startswith("torch."):

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 _SUBNET = "10.201.0"
 _BURST_MS = 1.0  # what a shaped uplink may send at once
@@ -117,7 +117,7 @@ class Cluster:
         return [out for out, _ in outputs]
 
 
-class Here:
+class LocalHost:
     """Ranks of this machine as it is: what ``Cluster.start`` does, without an emulated network."""
 
     def __init__(self, ranks: int):

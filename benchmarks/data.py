@@ -24,7 +24,7 @@ from gpt4d.config import DataConfig, from_arguments
 from gpt4d.data import documents, prepare, tokenizers
 from gpt4d.data.sampler import Sequences
 from gpt4d.data.tokens import Tokens
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 LENGTH, BATCH = 1024, 64
 TOKENS = 2**26

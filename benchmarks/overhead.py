@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cluster import Here
-from benchmarks.teams.alone import Sizes
-from benchmarks.turns import Entry, take_turns
+from benchmarks.cluster import LocalHost
+from benchmarks.interleave import Entry, interleave
+from benchmarks.workers.single_device import Sizes
 from gpt4d.config import from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 
 @dataclass
@@ -37,7 +37,9 @@ def main(arguments: list[str]) -> None:
     words = tuple(f"{key}={value}" for key, value in sizes.items())
     rows, ratios = [], {}
     for family, ranks in (("one process", 1), ("two processes", 2)):
-        pair = take_turns(Here(ranks), [Entry(family, "benchmarks.teams.alone", arguments=words)], config.repeats)
+        pair = interleave(
+            LocalHost(ranks), [Entry(family, "benchmarks.workers.single_device", arguments=words)], config.repeats
+        )
         for row in pair:
             print(report.line(row))
         ratios[family] = ratio(*pair)

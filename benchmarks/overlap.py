@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cluster import Cluster, ClusterConfig
-from benchmarks.teams.blocks import BATCH, HIDDEN, LAYERS, LENGTH, SIZES
-from benchmarks.turns import Entry, take_turns
+from benchmarks.interleave import Entry, interleave
+from benchmarks.workers.blocks import BATCH, HIDDEN, LAYERS, LENGTH, SIZES
 from gpt4d.config import from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 
 @dataclass
@@ -29,11 +29,11 @@ class OverlapBenchmark:
 def main(arguments: list[str]) -> None:
     config = from_arguments(OverlapBenchmark, arguments)
     teams = [
-        Entry("ours", "benchmarks.teams.blocks_ours"),
-        Entry("AxoNN", "benchmarks.teams.blocks_axonn", needs="axonn"),
+        Entry("ours", "benchmarks.workers.blocks_ours"),
+        Entry("AxoNN", "benchmarks.workers.blocks_axonn", needs="axonn"),
     ]
     with Cluster(ClusterConfig(hosts=2, ranks=4, mbit=config.mbit)) as cluster:
-        rows = take_turns(cluster, teams, config.repeats)
+        rows = interleave(cluster, teams, config.repeats)
     for row in rows:
         print(report.line(row))
     settings = {"uplink_mbit_per_s": config.mbit, "grid": str(SIZES), "batch": BATCH, "length": LENGTH}

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cluster import Cluster, ClusterConfig
-from benchmarks.teams.training import BATCH, MODEL
-from benchmarks.turns import Entry, take_turns
+from benchmarks.interleave import Entry, interleave
+from benchmarks.workers.training import BATCH, MODEL
 from gpt4d.config import ConfigError, GridSizes, from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 HOSTS, RANKS = 2, 4
 
@@ -46,12 +46,12 @@ def grids_of(text: str) -> tuple[str, ...]:
 def main(arguments: list[str]) -> None:
     config = from_arguments(PeersBenchmark, arguments)
     teams = [
-        Entry("ours", "benchmarks.teams.train_ours", arguments=grids_of(config.grids)),
-        Entry("torch", "benchmarks.teams.train_torch"),
-        Entry("megatron-core", "benchmarks.teams.train_megatron", needs="megatron"),
+        Entry("ours", "benchmarks.workers.train_ours", arguments=grids_of(config.grids)),
+        Entry("torch", "benchmarks.workers.train_torch"),
+        Entry("megatron-core", "benchmarks.workers.train_megatron", needs="megatron"),
     ]
     with Cluster(ClusterConfig(HOSTS, RANKS, config.mbit)) as cluster:
-        rows = take_turns(cluster, teams, config.repeats, warm_up=1)
+        rows = interleave(cluster, teams, config.repeats, warm_up=1)
     for row in rows:
         print(report.line(row))
     out, command = Path(config.out), "python -m benchmarks.peers " + " ".join(arguments)

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import report
 from benchmarks.cluster import Cluster, ClusterConfig
-from benchmarks.teams.training import BATCH, MODEL
-from benchmarks.turns import Entry, take_turns
+from benchmarks.interleave import Entry, interleave
+from benchmarks.workers.training import BATCH, MODEL
 from gpt4d.config import Config, ParallelConfig, TrainConfig, from_arguments, read_cluster
-from gpt4d.errors import one_line_errors
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
+from gpt4d.runtime.errors import one_line_errors
 
 _HOSTS, _RANKS = 2, 4
 _TOGETHER = 5  # grids that share a team of processes: each holds a model and its groups
@@ -53,7 +53,7 @@ def step_times(cluster: Cluster, names: list[str], repeats: int) -> list[dict]:
     """A row for each grid. The best and the worst are spread over the teams: none has an easier time."""
     teams = -(-len(names) // _TOGETHER)
     shares = [tuple(names[team::teams]) for team in range(teams)]
-    return take_turns(cluster, [Entry("ours", "benchmarks.teams.train_ours", arguments=s) for s in shares], repeats)
+    return interleave(cluster, [Entry("ours", "benchmarks.workers.train_ours", arguments=s) for s in shares], repeats)
 
 
 def compared(plans: list[Plan], seconds: dict[str, float]) -> dict:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cluster import Cluster, ClusterConfig
-from benchmarks.teams.reshards import DTYPE, FIGURE_5, HOSTS, RANKS, STRATEGIES, TABLE_2, plans
-from benchmarks.turns import Entry, take_turns
+from benchmarks.interleave import Entry, interleave
+from benchmarks.workers.reshards import DTYPE, FIGURE_5, HOSTS, RANKS, STRATEGIES, TABLE_2, plans
 from gpt4d.config import from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 _COLOURS = dict(zip(STRATEGIES, ("#2f6db3", "#b7b7b7", "#d9c89e", "#c6a07a", "#9fbf9f"), strict=True))
 
@@ -32,9 +32,9 @@ class ReshardingBenchmark:
 
 def main(arguments: list[str]) -> None:
     config = from_arguments(ReshardingBenchmark, arguments)
-    team = Entry("ours", "benchmarks.teams.reshards")
+    team = Entry("ours", "benchmarks.workers.reshards")
     with Cluster(ClusterConfig(hosts=HOSTS, ranks=RANKS, mbit=config.mbit)) as cluster:
-        rows = take_turns(cluster, [team], config.repeats, warm_up=1)
+        rows = interleave(cluster, [team], config.repeats, warm_up=1)
     for row in rows:
         row |= _bounds(row["name"], config.mbit)
         print(f"{report.line(row)}  bound {row['bound_s']:.3f} s, planned {row['planned_s']:.3f} s", flush=True)

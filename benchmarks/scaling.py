@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt4d.config import compose, from_arguments
-from gpt4d.errors import one_line_errors
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
+from gpt4d.runtime.errors import one_line_errors
 
 # Share of the peak, recomputation counted: GPUs, model, then of AxoNN and of Megatron-LM on Perlmutter.
 _PUBLISHED = (

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from omegaconf import MISSING
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import catalog, sharded
+from gpt4d.checkpoint import checkpoint_dir, sharded
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.data.tokenizers import end_of_text
-from gpt4d.errors import one_line_errors
-from gpt4d.launch import Launch
 from gpt4d.model.gpt import GPT
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.weights import WeightStream, compute_dtype
+from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 
 @dataclass
@@ -77,11 +77,11 @@ def main(arguments: list[str]) -> None:
     for key in ("tokens", "temperature", "top_k"):
         if getattr(config, key) < 0:
             raise ConfigError(f"{key}={getattr(config, key)}: use a value of at least 0")
-    directory = catalog.located(Path(config.checkpoint))
+    directory = checkpoint_dir.located(Path(config.checkpoint))
     with process_group(Launch()) as job:  # one process, whatever a launcher may say
         device = job.device
         weights = WeightStream(Grid(device_type=device.type), compute_dtype("auto", device), device=device)
-        model = GPT(catalog.Meta.read(directory).model, weights)
+        model = GPT(checkpoint_dir.Meta.read(directory).model, weights)
         sharded.load(directory, model, None, weights.grid)
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         sampling = (config.tokens, config.temperature, config.top_k, config.seed)

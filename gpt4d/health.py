@@ -16,7 +16,7 @@ _LATE = 1.5  # times the median seconds of a step
 _LATE_TIMES = 5  # lines of metrics.jsonl in a row
 
 
-class Numbers(NamedTuple):
+class StepMetrics(NamedTuple):
     """Of one step, the same on every rank."""
 
     step: int
@@ -27,8 +27,8 @@ class Numbers(NamedTuple):
     stopping: bool  # a rank has been asked to stop
 
 
-class OnTheWay:
-    """``Numbers`` on their way from the device. A GPU may be a step ahead of who reads them."""
+class PendingMetrics:
+    """``StepMetrics`` on their way from the device. A GPU may be a step ahead of who reads them."""
 
     def __init__(self, step: int, lr: float, values: torch.Tensor):
         """``values``: loss, norm, whether skipped, whether stopping: [4], float64."""
@@ -37,11 +37,11 @@ class OnTheWay:
             self.values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self.arrived = torch.cuda.current_stream().record_event()
 
-    def read(self) -> Numbers:
+    def read(self) -> StepMetrics:
         if self.arrived:
             self.arrived.synchronize()
         loss, norm, skipped, stopping = self.values.tolist()
-        return Numbers(self.step, loss, norm, self.lr, skipped > 0, stopping > 0)
+        return StepMetrics(self.step, loss, norm, self.lr, skipped > 0, stopping > 0)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Bound:
         self.variance = (1 - weight) * (self.variance + weight * deviation**2)
 
 
-class Health:
+class LossMonitor:
     """Counts the steps without an update, and tells spikes of the loss and of the gradient's norm.
 
     All ranks see the same numbers and come to the same conclusions.
@@ -76,7 +76,7 @@ class Health:
         self.config, self.lr = config, lr
         self.bounds = {"loss": Bound(), "grad_norm": Bound()}
         self.skipped_in_a_row = 0
-        self.last: Numbers | None = None
+        self.last: StepMetrics | None = None
 
     @property
     def sound(self) -> bool:
@@ -88,7 +88,7 @@ class Health:
         values = {"loss": loss, "grad_norm": norm}
         return {what: bound.limit for what, bound in self.bounds.items() if values[what] > bound.limit}
 
-    def note(self, numbers: Numbers) -> tuple[str, dict] | None:
+    def note(self, numbers: StepMetrics) -> tuple[str, dict] | None:
         """Takes in a step. What is to be told of it, if anything: words, and values for metrics.jsonl.
 
         ConfigError once ``train.max_skipped`` steps in a row had no update.

@@ -49,7 +49,7 @@ def used_memory_gib(device: torch.device) -> float | None:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-class Report:
+class RunLogger:
     """Rank 0's account of a run. ``step`` and ``event`` write one line each to metrics.jsonl, at once."""
 
     def __init__(self, config: Config, run_dir: Path):
@@ -108,7 +108,7 @@ def _lock(file: TextIO, run_dir: Path) -> None:
         pass  # a file system without locks
 
 
-class Silence:
+class NullLogger:
     """The report of the other ranks."""
 
     def step(self, values: dict) -> None: ...

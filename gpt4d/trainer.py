@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from gpt4d import metrics, optim, signals
-from gpt4d.checkpoint import catalog, sharded
+from gpt4d import metrics, optim
+from gpt4d.checkpoint import checkpoint_dir, sharded
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Config, ConfigError, GridSizes
@@ -20,18 +20,19 @@ from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.generate import continuation
-from gpt4d.health import Health, Numbers, OnTheWay, Stragglers, all_finite
+from gpt4d.health import LossMonitor, PendingMetrics, StepMetrics, Stragglers, all_finite
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
-from gpt4d.parallel import collectives, gradients, startup
-from gpt4d.parallel.agreement import agreed, gathered, on_every_rank, on_first_rank
+from gpt4d.model.init import initialize
+from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.watch import Guard, Watch
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.planner import workload
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.profiling import Profile
-from gpt4d.signals import StopRequest
+from gpt4d.runtime import preflight, signals
+from gpt4d.runtime.consensus import all_gather_object, all_ranks_true, run_on_all_ranks, run_on_rank0
+from gpt4d.runtime.signals import StopRequest
+from gpt4d.runtime.watchdog import HangDetector, Watchdog
 
 _FIRST_STEPS = 2  # of a job: what is made at its first use takes longer than it will
 
@@ -45,16 +46,16 @@ class Trainer:
     def __init__(self, config: Config, sizes: GridSizes, device: torch.device):
         self.config, self.device = config, device
         self.run_dir = Path(config.run.dir)
-        self.progress = catalog.Progress()
+        self.progress = checkpoint_dir.Progress()
         self.validation_loss: float | None = None
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-        on_first_rank(self._make_run_dir)
-        self.corpus = on_first_rank(lambda: corpus(config.data))
+        run_on_rank0(self._make_run_dir)
+        self.corpus = run_on_rank0(lambda: corpus(config.data))
         self.files = self.corpus.first
-        training, validation = on_every_rank(self._read_corpus)
+        training, validation = run_on_all_ranks(self._read_corpus)
         for files, sequences in zip(self.corpus.files, training, strict=True):
             if not sequences.count:
                 raise ConfigError(
@@ -63,7 +64,7 @@ class Trainer:
                 )
 
         self.grid = Grid(sizes, device.type)
-        hosts, self.slow = startup.compare(config, self.grid, device)
+        hosts, self.slow = preflight.compare(config, device, collectives.probes(self.grid, device))
         self.stragglers = Stragglers(hosts)
         dtype = compute_dtype(config.train.precision, device)
         weights = WeightStream(self.grid, dtype, device=device, overlap=config.parallel.overlap)
@@ -75,30 +76,30 @@ class Trainer:
             cache_layers=config.model.layers if cache_layers == "all" else cache_layers,
             document_end=self.files.end_of_text if config.data.reset_attention else None,
         )
-        initialise(self.model, config.train.seed, self.grid)
+        initialize(self.model, config.train.seed, self.grid)
         self.training = self._loader(training, config.data.workers)
         self.validation = self._loader(validation, workers=0) if all(s.count for s in validation) else None
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        self.gradient_sum = gradients.GradientSum(
+        self.gradient_sum = gradients.GradientReducer(
             weights, parameters, config.parallel.overlap.data, shard=config.optim.shard_states
         )
         self.owned = self.gradient_sum.owned
         self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), config.optim)
         state = workload.training_state(config.model, sizes, config.optim.shard_states)
         self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}
-        self.health = Health(config.train, config.optim.lr)
+        self.health = LossMonitor(config.train, config.optim.lr)
         self.saver = Saver(config.checkpoint, self.run_dir, self.grid)
 
-    def run(self, stop: StopRequest | None = None, watch: Watch | None = None) -> None:
+    def run(self, stop: StopRequest | None = None, watch: Watchdog | None = None) -> None:
         """Goes on from the newest checkpoint, if it may, to ``train.steps``.
 
         Stopped, on all ranks alike, when any of them was asked to ``stop`` and what there was is saved. While steps go
         on, ``watch`` ends the job if a collective takes longer than ``parallel.timeout_s``.
         """
         self.stop, self.watch = stop or StopRequest(), watch
-        self.report: metrics.Report | metrics.Silence = metrics.Silence()
+        self.report: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
         try:
-            on_first_rank(self._start_report)
+            run_on_rank0(self._start_report)
             self._resume()
             for words in self.slow:
                 self.report.event("slow", f"SLOW: {words}", step=self.progress.step, what=words)
@@ -114,7 +115,7 @@ class Trainer:
     def _loop(self, profile: Profile) -> None:
         config = self.config
         self._restart_clock()
-        unread: deque[OnTheWay] = deque()
+        unread: deque[PendingMetrics] = deque()
         step, stopping = self.progress.step, False
         settled = step + _FIRST_STEPS
         while step < config.train.steps and not stopping:
@@ -123,7 +124,9 @@ class Trainer:
             self._report_saved()
             step = self.progress.step
             if self.watch and step == settled:
-                self.watch.guard = Guard(self.grid, self.model, config.parallel.timeout_s, self.run_dir / "hang")
+                self.watch.guard = HangDetector(
+                    self.grid.active_axes, self.model, config.parallel.timeout_s, self.run_dir / "hang"
+                )
             validating = step == config.train.steps or _due(step, config.train.validate_every)
             saving = step == config.train.steps or _due(step, config.checkpoint.every)
             reporting = validating or saving or _due(step, config.logging.every)
@@ -150,7 +153,7 @@ class Trainer:
             self.report.event("signal", words, **asdict(self.progress), signal=self.stop.asked)
             raise signals.Stopped
 
-    def _read(self, numbers: OnTheWay) -> Numbers:
+    def _read(self, numbers: PendingMetrics) -> StepMetrics:
         numbers = numbers.read()
         self.progress.skipped += numbers.skipped
         if told := self.health.note(numbers):
@@ -158,7 +161,7 @@ class Trainer:
             self.report.event("skipped" if numbers.skipped else "spike", words, **values)
         return numbers
 
-    def _step(self) -> OnTheWay:
+    def _step(self) -> PendingMetrics:
         """One update, unless its numbers are not finite."""
         config, grid, progress = self.config, self.grid, self.progress
         lr = optim.learning_rate(progress.step, config.optim, config.train.steps)
@@ -190,11 +193,11 @@ class Trainer:
         progress.step += 1
         progress.samples += config.train.batch_size
         progress.tokens += tokens
-        return OnTheWay(progress.step, lr, torch.stack((loss, norm, skipped.double(), stopping)))
+        return PendingMetrics(progress.step, lr, torch.stack((loss, norm, skipped.double(), stopping)))
 
     def _read_corpus(self) -> tuple[list[Sequences], list[Sequences]]:
         try:
-            self.tokenizer = (self.files.directory / catalog.TOKENIZER).read_bytes()
+            self.tokenizer = (self.files.directory / checkpoint_dir.TOKENIZER).read_bytes()
             self.fingerprint = self.files.fingerprint()
             return self._sequences("train", self.config.data.shuffle), self._sequences("validation", shuffle=False)
         except OSError as error:
@@ -243,9 +246,9 @@ class Trainer:
 
     def _resume(self) -> None:
         """Goes on from the newest checkpoint that is as it was written."""
-        on_first_rank(lambda: catalog.remove_leftovers(self.run_dir))
+        run_on_rank0(lambda: checkpoint_dir.remove_leftovers(self.run_dir))
         resume = self.config.checkpoint.resume
-        checkpoints = on_first_rank(lambda: catalog.to_try(resume, self.run_dir))
+        checkpoints = run_on_rank0(lambda: checkpoint_dir.resume_candidates(resume, self.run_dir))
         damaged = []
         for checkpoint in checkpoints:
             try:
@@ -263,15 +266,15 @@ class Trainer:
                     "or begin anew with another run.name"
                 )
         for checkpoint in damaged:
-            aside = on_first_rank(lambda checkpoint=checkpoint: catalog.set_aside(checkpoint))
+            aside = run_on_rank0(lambda checkpoint=checkpoint: checkpoint_dir.quarantine(checkpoint))
             self.report.event("damaged", f"it is {aside} until the next is saved", path=str(aside))
         if self.progress.step >= self.config.train.steps:
             words = f"{self.run_dir} is complete: raise train.steps, or begin another with run.name=…"
             self.report.event("complete", words, **asdict(self.progress))
 
     def _load(self, checkpoint: Path) -> None:
-        on_every_rank(lambda: catalog.check_fits(checkpoint, self.config.model))
-        meta = catalog.Meta.read(checkpoint)
+        run_on_all_ranks(lambda: checkpoint_dir.check_fits(checkpoint, self.config.model))
+        meta = checkpoint_dir.Meta.read(checkpoint)
         if meta.tokenizer != self.fingerprint:
             raise ConfigError(
                 f"data={self.config.data.name}: {checkpoint} was trained with another tokenizer, its tokens mean "
@@ -285,13 +288,13 @@ class Trainer:
         self._report_saved(wait=True)
         self.gradient_sum.arrive()
         parts = sharded.parts(self.model, self.optimizer)
-        if not agreed(all_finite([part.local for part in parts.values()])):
+        if not all_ranks_true(all_finite([part.local for part in parts.values()])):
             raise ConfigError(
                 f"optim.lr={self.config.optim.lr}: after step {self.progress.step} weights or states are not finite, "
                 "and are not saved; a lower rate may do"
             )
         sizes, data = self.grid.sizes._asdict(), self.config.data.name
-        meta = catalog.Meta(
+        meta = checkpoint_dir.Meta(
             replace(self.progress), self.config.model, sizes, data, self.fingerprint, self.health.state()
         )
         self.saver.start(meta, parts, self.tokenizer)
@@ -314,7 +317,7 @@ class Trainer:
 
     def _start_report(self) -> None:
         config = self.config
-        self.report = metrics.Report(config, self.run_dir)
+        self.report = metrics.RunLogger(config, self.run_dir)
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / "config.yaml")
         size = sum(math.prod(p.spec.shape) for p in self.model.parameters())
         compute = str(self.model.weights.compute_dtype).removeprefix("torch.")
@@ -353,7 +356,7 @@ class Trainer:
         for axis in self.grid:
             axis.traffic.read()
 
-    def _measured(self, numbers: Numbers) -> dict:
+    def _measured(self, numbers: StepMetrics) -> dict:
         """The line of metrics.jsonl for the steps since the clock was started: times and bytes are those of a step."""
         config, world = self.config, self.grid.sizes.devices
         steps = self.progress.step - self.clock_step
@@ -362,7 +365,7 @@ class Trainer:
         peak = metrics.peak_flops(self.device)
         used = {axis.name: axis.traffic.read() for axis in self.grid if axis.size > 1}
         waited = sum(total["exposed_s"] for total in used.values()) / steps
-        busy, late = self.stragglers.note(gathered(seconds - waited))
+        busy, late = self.stragglers.note(all_gather_object(seconds - waited))
         if late:
             self.report.event(
                 "straggler",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gpt4d.config import Config, GridSizes, ModelConfig, validate
 from gpt4d.model import hf
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
+from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import ParameterSpec, WeightStream
 from gpt4d.planner.estimate import Estimate
@@ -32,7 +32,7 @@ def build_model(
 ) -> GPT:
     weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype)
     model = GPT(config, weights, recompute=recompute)
-    initialise(model, seed, weights.grid)
+    initialize(model, seed, weights.grid)
     return model
 
 

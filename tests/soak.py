@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt4d.config import Config, compose, from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 from tests.grids import train_in_rank
 from tests.jobs import Job
 from tests.rank_pool import RankPool

@@ -1,4 +1,4 @@
-"""Numbers that are none change nothing, ones that jump are told, a rank that is late is named."""
+"""StepMetrics that are none change nothing, ones that jump are told, a rank that is late is named."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt4d.config import ConfigError, TrainConfig
-from gpt4d.health import Bound, Health, Numbers, Stragglers, all_finite
+from gpt4d.health import Bound, LossMonitor, StepMetrics, Stragglers, all_finite
 from tests.grids import metric_lines
 from tests.rank_pool import RankFailure
 
@@ -16,7 +16,7 @@ NAN = math.nan
 
 
 def numbers(step, loss, norm=1.0, skipped=False):
-    return Numbers(step, loss, norm, 1e-3, skipped, stopping=False)
+    return StepMetrics(step, loss, norm, 1e-3, skipped, stopping=False)
 
 
 def test_a_bound_learns_what_is_usual_and_a_spike_does_not_hide_the_next():
@@ -31,7 +31,7 @@ def test_a_bound_learns_what_is_usual_and_a_spike_does_not_hide_the_next():
 
 
 def test_spikes_are_told_with_their_bound():
-    health = Health(TrainConfig(), 1e-3)
+    health = LossMonitor(TrainConfig(), 1e-3)
     for step in range(50):
         assert health.note(numbers(step, 3.0 + step % 2 / 10)) is None
     words, values = health.note(numbers(50, 9.0))
@@ -40,7 +40,7 @@ def test_spikes_are_told_with_their_bound():
 
 
 def test_so_many_skipped_steps_in_a_row_end_the_run():
-    health = Health(TrainConfig(max_skipped=3), 1e-3)
+    health = LossMonitor(TrainConfig(max_skipped=3), 1e-3)
     for step in range(1, 6):  # never three in a row
         health.note(numbers(step, NAN, NAN, skipped=True))
         health.note(numbers(step, NAN, NAN, skipped=True))
@@ -55,7 +55,7 @@ def test_so_many_skipped_steps_in_a_row_end_the_run():
 
 
 def test_bounds_go_on_after_a_checkpoint():
-    straight, resumed = Health(TrainConfig(), 1e-3), Health(TrainConfig(), 1e-3)
+    straight, resumed = LossMonitor(TrainConfig(), 1e-3), LossMonitor(TrainConfig(), 1e-3)
     for step in range(60):
         straight.note(numbers(step, 3 + math.sin(step)))
         if step == 29:
@@ -88,12 +88,12 @@ def spoil(config, steps, value, which=1):
     """On a rank: trains; one rank's gradient of one parameter is ``value`` in some steps. Returns all weights."""
     import torch.distributed as dist
 
-    from gpt4d.parallel.gradients import GradientSum
+    from gpt4d.parallel.gradients import GradientReducer
     from gpt4d.trainer import Trainer
     from tests.grids import global_tensor
 
     trainer = Trainer(config, *sizes_and_device(config))
-    finish, taken = GradientSum.finish, []
+    finish, taken = GradientReducer.finish, []
 
     def spoilt(self):
         if trainer.progress.step + 1 in steps and dist.get_rank() == which:
@@ -101,11 +101,11 @@ def spoil(config, steps, value, which=1):
         finish(self)
         taken.append({n: global_tensor(p, p.spec, trainer.grid) for n, p in trainer.model.named_parameters()})
 
-    GradientSum.finish = spoilt
+    GradientReducer.finish = spoilt
     try:
         trainer.run()
     finally:
-        GradientSum.finish = finish
+        GradientReducer.finish = finish
     return taken
 
 

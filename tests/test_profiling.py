@@ -13,9 +13,9 @@ from matplotlib.image import imread
 
 from gpt4d import profiling, timeline
 from gpt4d.config import GridSizes, validate
-from gpt4d.launch import Launch
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.traffic import Traffic
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 from gpt4d.timeline import Span
 from gpt4d.trainer import Trainer
 from tests.grids import grid_name, metric_lines, on_grid, train_in_rank

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from gpt4d.checkpoint import catalog, manifest
+from gpt4d.checkpoint import checkpoint_dir, manifest
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.errors import one_line_errors
+from gpt4d.runtime.errors import one_line_errors
 
 # torch and transformers take seconds to import: only where they are needed.
 
@@ -45,7 +45,7 @@ def verify(config: Look) -> None:
     from gpt4d.checkpoint import verifying
 
     path = Path(config.checkpoint)
-    found, bad = catalog.committed(path) or [catalog.located(path)], []
+    found, bad = checkpoint_dir.committed(path) or [checkpoint_dir.located(path)], []
     for directory in found:
         try:
             tensors, entries = verifying.verify(directory).tensors, manifest.read(directory)
@@ -62,8 +62,8 @@ def inspect(config: Look) -> None:
     """Prints what a checkpoint says of itself and what tensors it has, those of all blocks in one line."""
     from gpt4d.checkpoint import storage
 
-    directory = catalog.located(Path(config.checkpoint))
-    meta, files, entries = catalog.Meta.read(directory), storage.Files(directory), manifest.read(directory)
+    directory = checkpoint_dir.located(Path(config.checkpoint))
+    meta, files, entries = checkpoint_dir.Meta.read(directory), storage.Files(directory), manifest.read(directory)
     progress, model = meta.progress, meta.model
     grid = "x".join(map(str, meta.grid.values())) + " (x, y, z, data)" if meta.grid else "none, it was imported"
     print(
@@ -91,7 +91,7 @@ def inspect(config: Look) -> None:
 def export(config: Export) -> None:
     from gpt4d.checkpoint import convert
 
-    directory, out = catalog.located(Path(config.checkpoint)), Path(config.out)
+    directory, out = checkpoint_dir.located(Path(config.checkpoint)), Path(config.out)
     convert.export(directory, out)
     print(f'{out}: {directory} for transformers: AutoModelForCausalLM.from_pretrained("{out}")')
 
@@ -102,7 +102,7 @@ def import_(config: Import) -> None:
     model = convert.import_model(config.source, Path(config.out))
     keys = ("layers", "hidden", "heads", "vocab_size", "max_positions", "norm_epsilon", "dropout", "attention_dropout")
     words = " ".join(f"model.{key}={getattr(model, key)}" for key in keys)
-    tokenizer = catalog.located(Path(config.out)) / catalog.TOKENIZER
+    tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
     print(f"{config.out}: a run at step 0. To train it on your text:\n")
     print(f"python train.py run.dir={config.out} {words} data=text data.path='…' data.tokenizer={tokenizer}")
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import catalog, storage, verifying
+from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data.tokenizers import end_of_text
 from gpt4d.files import sync
@@ -27,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 
 def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None:
     """Writes a checkpoint's model and tokenizer as transformers has them. ConfigError if ``out`` exists."""
-    files, meta = verifying.verify(checkpoint), catalog.Meta.read(checkpoint)
+    files, meta = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint)
     with _new_directory(out) as directory:
         shards = _filled([n for n in files.tensors if n.startswith("model.")], files, shard_bytes)
         place = {}
@@ -62,7 +62,7 @@ def _filled(names: list[str], files: storage.Files, most: int) -> list[list[str]
 def _export_tokenizer(checkpoint: Path, directory: Path, model: ModelConfig) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer.from_file(str(checkpoint / catalog.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(checkpoint / checkpoint_dir.TOKENIZER))
     end = end_of_text(tokenizer)
     hf.hf_config(model, end).save_pretrained(directory)
     ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.id_to_token(end))
@@ -83,7 +83,7 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
     model = hf.model_config(source, values)
     tokenizer = _tokenizer(directory)
     with _new_directory(run_dir) as made:
-        partial = catalog.begin(made, step=0)
+        partial = checkpoint_dir.begin(made, step=0)
         partial.mkdir()
         wanted = verifying.shapes(model)
         entry, starts = storage.write_values(partial / "imported.bin", _tensors(directory, wanted, model))
@@ -92,10 +92,10 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
             chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
             tensors[f"model.{name}"] = storage.StoredTensor(torch.float32, shape, [chunk])
         fingerprint = hashlib.sha256(tokenizer).hexdigest()
-        meta = catalog.Meta(catalog.Progress(), model, {}, source, fingerprint)
-        documents = {catalog.META: meta.to_json(), catalog.TOKENIZER: tokenizer}
+        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, {}, source, fingerprint)
+        documents = {checkpoint_dir.META: meta.to_json(), checkpoint_dir.TOKENIZER: tokenizer}
         storage.describe(partial, tensors, documents, {"imported.bin": entry})
-        catalog.commit(partial)
+        checkpoint_dir.commit(partial)
     return model
 
 
@@ -125,7 +125,7 @@ def _tokenizer(directory: Path) -> bytes:
     from transformers import AutoTokenizer
 
     try:
-        path = directory / catalog.TOKENIZER
+        path = directory / checkpoint_dir.TOKENIZER
         text = (
             path.read_text() if path.exists() else AutoTokenizer.from_pretrained(directory).backend_tokenizer.to_str()
         )

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gpt4d.checkpoint import catalog, storage
+from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.sharded import Part
 from gpt4d.config import CheckpointConfig, ConfigError
-from gpt4d.parallel.agreement import agreed, on_first_rank
 from gpt4d.parallel.grid import Grid
+from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Saved:
     """A committed checkpoint: how far the run was, how long writing it took, how long the training stood still."""
 
     path: Path
-    progress: catalog.Progress
+    progress: checkpoint_dir.Progress
     seconds: float
     blocked_s: float
 
@@ -55,7 +55,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint", **of_thread)
         self._under_way: _UnderWay | None = None
 
-    def start(self, meta: catalog.Meta, parts: Mapping[str, Part], tokenizer: bytes) -> None:
+    def start(self, meta: checkpoint_dir.Meta, parts: Mapping[str, Part], tokenizer: bytes) -> None:
         """Starts to save. ``before_change`` says when ``parts`` may change; ``finished`` tells the end."""
         assert self._under_way is None, "one save at a time"
         started = time.perf_counter()
@@ -63,8 +63,8 @@ class Saver:
         if self.config.async_save:
             parts, copied = self._copied(parts)
         tiles = {name: (part.local, part.spec.shape, part.tile(self.grid)) for name, part in parts.items()}
-        partial = on_first_rank(lambda: self._begin(meta.progress.step))
-        documents = {catalog.META: meta.to_json(), catalog.TOKENIZER: tokenizer}
+        partial = run_on_rank0(lambda: self._begin(meta.progress.step))
+        documents = {checkpoint_dir.META: meta.to_json(), checkpoint_dir.TOKENIZER: tokenizer}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
         planner = storage.Planner(tiles, *([copied.synchronize] if copied else []))
@@ -90,7 +90,7 @@ class Saver:
         started = time.perf_counter()
         if wait:
             future.exception()
-        elif not agreed(future.done()):
+        elif not all_ranks_true(future.done()):
             return None
         saved.blocked_s += time.perf_counter() - started
         self._under_way = None
@@ -118,18 +118,18 @@ class Saver:
 
     def _begin(self, step: int) -> Path:
         try:
-            return catalog.begin(self.run_dir, step)
+            return checkpoint_dir.begin(self.run_dir, step)
         except OSError as error:
-            raise self._unwritable(catalog.name(step), error) from None
+            raise self._unwritable(checkpoint_dir.name(step), error) from None
 
     def _write(self, planner: storage.Planner, writer: storage.Writer, saved: Saved, started: float) -> None:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
     def _commit(self, partial: Path) -> None:
-        newest = catalog.commit(partial)
+        newest = checkpoint_dir.commit(partial)
         try:
-            catalog.retain(newest, self.config.keep, self.config.keep_every)
+            checkpoint_dir.retain(newest, self.config.keep, self.config.keep_every)
         except OSError as error:  # the checkpoint is there all the same
             print(f"warning: {error}; an old checkpoint stays until the next is saved", file=sys.stderr, flush=True)
 
@@ -137,7 +137,7 @@ class Saver:
         """What a user is told of a save that failed; its files are removed, since they may fill the disk."""
         if self.grid.world.index == 0:
             with suppress(ConfigError):  # what the user is to know is the first failure
-                catalog.remove_leftovers(self.run_dir)
+                checkpoint_dir.remove_leftovers(self.run_dir)
         if not isinstance(failure, CheckpointException):
             return failure
         rank, (error, _) = min(failure.failures.items())
@@ -148,7 +148,7 @@ class Saver:
         )
 
     def _unwritable(self, name: str, error: OSError, where: str = "") -> ConfigError:
-        newest = next(reversed(catalog.committed(self.run_dir)), None)
+        newest = next(reversed(checkpoint_dir.committed(self.run_dir)), None)
         rest = f"the run can go on from {newest.name}" if newest else "there is none older to go on from"
         return ConfigError(
             f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); it needs room, and "

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpt4d.checkpoint import catalog, storage, verifying
+from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.config import ConfigError
-from gpt4d.parallel.agreement import on_every_rank
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import ParameterSpec
+from gpt4d.runtime.consensus import run_on_all_ranks
 
 _STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, element by element; its step is the run's
 
@@ -38,18 +38,20 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str
     return found
 
 
-def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid) -> catalog.Progress:
+def load(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid
+) -> checkpoint_dir.Progress:
     """Fills the model, and the optimizer if given, in place from a checkpoint written on any grid.
 
     One without optimizer states, such as an imported model, leaves those of the optimizer as they are. Damaged, before
     anything is filled, unless the checkpoint is whole: each rank reads some of it to see. ConfigError if its tensors
     are not those of the model. All ranks call it, and if it fails on one, it fails alike on all.
     """
-    files = on_every_rank(lambda: verifying.verify(directory, grid.world.index, grid.world.size))
-    progress = catalog.Meta.read(directory).progress
+    files = run_on_all_ranks(lambda: verifying.verify(directory, grid.world.index, grid.world.size))
+    progress = checkpoint_dir.Meta.read(directory).progress
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = None
-    on_every_rank(lambda: fill(parts(model, optimizer), files, grid))
+    run_on_all_ranks(lambda: fill(parts(model, optimizer), files, grid))
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(progress.step)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from gpt4d.checkpoint import catalog, manifest, storage
+from gpt4d.checkpoint import checkpoint_dir, manifest, storage
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ModelConfig
 from gpt4d.model.gpt import GPT
@@ -13,7 +13,7 @@ from gpt4d.parallel.weights import WeightStream
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The global shapes of a model's parameters."""
-    model = GPT(config, WeightStream(Grid.alone(), device="meta"))
+    model = GPT(config, WeightStream(Grid.single_device(), device="meta"))
     return {name: parameter.spec.shape for name, parameter in model.named_parameters()}
 
 
@@ -22,9 +22,9 @@ def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
 
     Of the work that grows with the checkpoint, this is the part ``index`` of as many as ``of``.
     """
-    files, meta = verify_files(directory, index, of), catalog.Meta.read(directory)
-    if re.fullmatch(r"step_\d+", directory.name) and directory.name != catalog.name(meta.progress.step):
-        raise Damaged(f"{directory}: renamed, {catalog.META} says that it is of step {meta.progress.step}")
+    files, meta = verify_files(directory, index, of), checkpoint_dir.Meta.read(directory)
+    if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
+        raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} says that it is of step {meta.progress.step}")
     states = {name.rpartition(".")[2] for name in files.tensors if name.startswith("optim.")}
     for parameter, shape in shapes(meta.model).items():
         for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
@@ -36,7 +36,7 @@ def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
 def verify_files(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
     """The same, whatever model the tensors are of."""
     entries = manifest.read(directory)
-    for name in (catalog.META, catalog.TOKENIZER, storage.TENSORS):
+    for name in (checkpoint_dir.META, checkpoint_dir.TOKENIZER, storage.TENSORS):
         if name not in entries:
             raise Damaged(f"{directory / manifest.MANIFEST}: does not know of {name}")
     manifest.check(directory, entries, sorted(entries)[index::of])

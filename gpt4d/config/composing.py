@@ -17,12 +17,12 @@ def compose(overrides: list[str] | None = None) -> Config:
 
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            return typed(hydra.compose("train", overrides=spelled_out(overrides or [])))
+            return to_config(hydra.compose("train", overrides=expand_cluster(overrides or [])))
     except Exception as error:
-        raise explained(error) from None
+        raise to_config_error(error) from None
 
 
-def typed(composed) -> Config:
+def to_config(composed) -> Config:
     """The dataclasses behind what Hydra composed, interpolations resolved. ConfigError for keys added with ``+``."""
     from omegaconf import OmegaConf
 
@@ -45,10 +45,10 @@ def read_cluster(path: str | Path) -> ClusterConfig:
     except FileNotFoundError:
         raise ConfigError(f"cluster={path}: no such file") from None
     except Exception as error:
-        raise ConfigError(f"cluster={path}: {' '.join(str(explained(error, ClusterConfig)).split())}") from None
+        raise ConfigError(f"cluster={path}: {' '.join(str(to_config_error(error, ClusterConfig)).split())}") from None
 
 
-def spelled_out(words: list[str]) -> list[str]:
+def expand_cluster(words: list[str]) -> list[str]:
     """Overrides with ``cluster=FILE.yaml`` told value by value: Hydra would look for it among configurations."""
     spelled = []
     for word in words:
@@ -88,7 +88,7 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
         try:
             config[key] = value
         except Exception as error:
-            raise explained(error, schema) from None
+            raise to_config_error(error, schema) from None
     for key in OmegaConf.missing_keys(config):
         raise ConfigError(f"{key}=… is missing")
     return replace(OmegaConf.to_object(config), **texts)
@@ -139,7 +139,7 @@ def unknown_key(key: str, schema: type = Config) -> ConfigError:
     return ConfigError(f"{key}: there is no such key; {remedy}")
 
 
-def explained(error: BaseException, schema: type = Config) -> BaseException:
+def to_config_error(error: BaseException, schema: type = Config) -> BaseException:
     """Hydra's and OmegaConf's complaints as one line; any other error as it is."""
     from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException

@@ -28,8 +28,8 @@ from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
 from gpt4d.data.sampler import whole_shares
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.errors import one_line_errors
 from gpt4d.files import sync, write_file
+from gpt4d.runtime.errors import one_line_errors
 
 _PART_TOKENS = 1 << 26  # of the training split, then another part begins: what an interruption may cost
 _WORD_S = 2.0  # between two words of how it goes

@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 on the grid of ``weights``. Its values are unset until ``gpt4d.model.init.initialise``.
+    """A GPT-2 on the grid of ``weights``. Its values are unset until ``gpt4d.model.init.initialize``.
 
     ``recompute``: keep only each block's input for the backward and compute the block again there (full activation
     checkpointing). ``cache_layers``: of so many blocks, the last ones, the gathered weights stay from the forward to

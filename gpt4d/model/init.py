@@ -9,7 +9,7 @@ from gpt4d.parallel.layers.attention import CausalAttention
 from gpt4d.parallel.layers.dropout import Dropout
 
 
-def initialise(model: nn.Module, seed: int, grid: Grid) -> None:
+def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
     """Fills this rank's part of every parameter as its spec says, and gives every dropout its key."""
     for name, parameter in model.named_parameters():
         spec = parameter.spec

@@ -6,18 +6,20 @@ of them give back their input at no cost.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
 
 from gpt4d.parallel import shared_memory
-from gpt4d.parallel.grid import Axis
-from gpt4d.parallel.traffic import Run, now
+from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.traffic import InFlightCollective, now
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 class Pending:
@@ -26,7 +28,7 @@ class Pending:
     def __init__(
         self,
         result: torch.Tensor,
-        run: Run | None = None,
+        run: InFlightCollective | None = None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
         source: torch.Tensor | None = None,
     ):
@@ -77,10 +79,10 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
             return tensor
 
         return _through_memory(tensor, axis, sent_bytes, reduce)
-    if axis.across is not None and op == dist.ReduceOp.SUM and _in_parts(tensor, axis):
+    if axis.inter_host_group is not None and op == dist.ReduceOp.SUM and _in_parts(tensor, axis):
         return _by_hosts(tensor, axis, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
-    return Pending(tensor, Run(axis.traffic, work, tensor.device, sent_bytes))
+    return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
 
 
 @_named
@@ -94,7 +96,7 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
         return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
-    return Pending(full, Run(axis.traffic, work, shard.device, sent_bytes), source=shard)
+    return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
 
 
 @_named
@@ -109,7 +111,7 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     if full.is_cuda:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
-        return Pending(shard, Run(axis.traffic, work, full.device, sent_bytes), source=full)
+        return Pending(shard, InFlightCollective(axis.traffic, work, full.device, sent_bytes), source=full)
     # gloo's reduce-scatter is an all-reduce in disguise, of twice the bytes: exchange the parts and add them here.
     parts = torch.empty_like(full)
     work = dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
@@ -117,16 +119,16 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     def add(parts: torch.Tensor) -> torch.Tensor:
         return parts.view(axis.size, -1, *parts.shape[1:]).sum(0)
 
-    return Pending(parts, Run(axis.traffic, work, full.device, sent_bytes), add, source=full)
+    return Pending(parts, InFlightCollective(axis.traffic, work, full.device, sent_bytes), add, source=full)
 
 
 def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
     """Whether memory is the way between all ranks of the axis."""
-    return axis.memory is not None and axis.across is None and tensor.nbytes <= shared_memory.SLOT_BYTES
+    return axis.shm is not None and axis.inter_host_group is None and tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
 def _in_parts(tensor: torch.Tensor, axis: Axis) -> bool:
-    return tensor.nbytes <= shared_memory.SLOT_BYTES and tensor.numel() % axis.memory.size == 0
+    return tensor.nbytes <= shared_memory.SLOT_BYTES and tensor.numel() % axis.shm.size == 0
 
 
 def _by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
@@ -135,30 +137,32 @@ def _by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
     Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host. Only
     what happens between the hosts goes on beside the computation.
     """
-    memory = axis.memory
+    shm = axis.shm
     started = now(tensor.device)
-    message = memory.post(tensor.view(-1), lambda slots: slots.chunk(memory.size, 1)[memory.index].sum(0))
+    message = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0))
     message.wait()
     part = message.result
     axis.traffic.waits.append((started, now(tensor.device)))
-    work = dist.all_reduce(part, group=axis.across, async_op=True)
+    work = dist.all_reduce(part, group=axis.inter_host_group, async_op=True)
 
     def share(_) -> torch.Tensor:
         started = now(tensor.device)
-        message = memory.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape)))
+        message = shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape)))
         message.wait()
         axis.traffic.waits.append((started, now(tensor.device)))
         return tensor
 
-    return Pending(tensor, Run(axis.traffic, work, tensor.device, sent_bytes), share)
+    return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
 
 
 def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine) -> Pending:
     """A collective inside one host. Copying in and combining are done by this thread: as much is exposed."""
     started = now(tensor.device)
-    message = axis.memory.post(tensor, combine)
+    message = axis.shm.post(tensor, combine)
     axis.traffic.waits.append((started, now(tensor.device)))
-    return Pending(tensor, Run(axis.traffic, message, tensor.device, sent_bytes), lambda _: message.result)
+    return Pending(
+        tensor, InFlightCollective(axis.traffic, message, tensor.device, sent_bytes), lambda _: message.result
+    )
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -180,3 +184,13 @@ def start_messages(
     ends = [dist.P2POp(dist.isend, tensor, rank, axis.group) for tensor, rank in sends]
     ends += [dist.P2POp(dist.irecv, tensor, rank, axis.group) for tensor, rank in receives]
     return dist.batch_isend_irecv(ends) if ends else []
+
+
+def probes(grid: Grid, device: torch.device) -> dict[str, Callable[[], None]]:
+    """Return one small all-reduce for each axis of more than one device, by the axis's name: for preflight checks."""
+    elements = _PROBE_ELEMENTS[device.type]
+
+    def exchange(axis: Axis) -> None:
+        all_reduce(torch.ones(elements, device=device), axis)[0].item()
+
+    return {name: partial(exchange, axis) for name, axis in grid.active_axes.items()}

@@ -34,7 +34,7 @@ def _packed(tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
     return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
 
 
-class GradientSum:
+class GradientReducer:
     """Sums gradients over the axes that split the batch but not the parameter.
 
     The stream of weights has summed those cut over z already; a rank's gradient of anything else is that of its own
@@ -74,7 +74,7 @@ class GradientSum:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: this()._on_gradient(p))
         weights.on_gradient = lambda p: this()._on_gradient(p)
-        weights.before_reading = lambda p: this()._arrive(this()._bucket_of.get(p))
+        weights.pre_gather_hook = lambda p: this()._arrive(this()._bucket_of.get(p))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._added[parameter] += 1

@@ -1,14 +1,13 @@
-"""The ranks of a stage as a (data, z, y, x) grid (4D paper, §III): x innermost, so that its groups share a node."""
+"""The ranks of one stage as a (data, z, y, x) grid (4D paper, §III): x is innermost, so its groups share a node."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import shared_memory
+from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import Traffic
 
@@ -17,81 +16,116 @@ BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
 
 @dataclass(eq=False)
 class Axis:
-    """One axis of the grid, seen from this rank: how many devices, which of them we are, the group of them."""
+    """One axis of the grid, seen from this rank: its size, this rank's index along it, and its process group."""
 
     name: str
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
-    memory: SharedMemory | None = None  # of those on this host, if they compute on its CPUs
-    across: dist.ProcessGroup | None = None  # where they are on several hosts: those with our place on each
+    shm: SharedMemory | None = None  # of the ranks on this host, if they compute on its CPUs
+    inter_host_group: dist.ProcessGroup | None = None  # ranks with this rank's place on each of several hosts
     traffic: Traffic = field(default_factory=Traffic)
 
 
 class Grid:
-    """This rank's place in the grid: one ``Axis`` for each of x, y, z and data, and one for all of them, world.
+    """This rank's place in the grid of a stage: one ``Axis`` each for x, y, z and data, one for the whole stage.
 
-    ``rank = ((d·gz + z)·gy + y)·gx + x``. Without a process group there is only the grid of one device.
+    ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
+
+    Two more axes serve reductions: ``stage`` holds all ranks of this grid, ``world`` all ranks of the job. They are the
+    same group where one stage has all ranks.
+
+    Args:
+        sizes: devices along each axis; their product is the number of ranks of the stage.
+        device_type: ``cpu`` or ``cuda``. On CPUs, ranks of one host exchange data through shared memory.
+        ranks: the job's ranks that form the stage, including this one; None for all of them. Only these ranks
+            construct the grid. Without a process group only the grid of one device exists.
     """
-
-    def __init__(self, sizes: GridSizes = GridSizes(), device_type: str = "cpu"):  # noqa: B008
-        self.sizes, self.device_type = sizes, device_type
-        self.mesh: DeviceMesh | None = None
-        rank = 0
-        if dist.is_initialized():
-            rank = dist.get_rank()
-            assert dist.get_world_size() == sizes.devices, f"{dist.get_world_size()} ranks are not a grid of {sizes}"
-            ranks = torch.arange(sizes.devices).view(sizes.data, sizes.z, sizes.y, sizes.x)
-            self.mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("data", "z", "y", "x"))
-        else:
-            assert sizes.devices == 1, f"a grid of {sizes} needs a process group"
-        indices = self.coordinates(rank, sizes)
-        for name, size in sizes._asdict().items():
-            group = self.mesh.get_group(name) if size > 1 else None
-            near = shared_memory.between(group) if size > 1 and device_type == "cpu" else (None, None)
-            setattr(self, name, Axis(name, size, indices[name], group, *near))
-        self.world = Axis("world", sizes.devices, rank, dist.group.WORLD if sizes.devices > 1 else None)
 
     x: Axis
     y: Axis
     z: Axis
     data: Axis
+    stage: Axis
+    world: Axis
+
+    def __init__(
+        self,
+        sizes: GridSizes = GridSizes(),  # noqa: B008
+        device_type: str = "cpu",
+        ranks: Sequence[int] | None = None,
+    ):
+        self.sizes, self.device_type = sizes, device_type
+        world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+        assert len(self.ranks) == sizes.devices, f"a grid of {sizes} does not fit {len(self.ranks)} rank(s)"
+        place = self.ranks.index(rank)
+        indices = self.coordinates(place, sizes)
+        stride = 1
+        for name, size in sizes._asdict().items():
+            first = place - indices[name] * stride
+            members = [self.ranks[first + i * stride] for i in range(size)]
+            setattr(self, name, self._axis(name, members, indices[name]))
+            stride *= size
+        world = dist.group.WORLD if world_size > 1 else None
+        self.world = Axis("world", world_size, rank, world)
+        if len(self.ranks) == world_size:
+            self.stage = self.world
+        else:
+            self.stage = self._axis("stage", list(self.ranks), place)
+
+    def _axis(self, name: str, members: list[int], index: int) -> Axis:
+        if len(members) == 1:
+            return Axis(name)
+        # Only the members take part, so that stages can be built side by side.
+        group = dist.new_group(members, use_local_synchronization=True)
+        near = shared_memory.between(group) if self.device_type == "cpu" and name != "stage" else (None, None)
+        return Axis(name, len(members), index, group, *near)
 
     @classmethod
-    def alone(cls) -> "Grid":
-        """The grid of one device, whatever process group there may be: for shapes, not for training."""
+    def single_device(cls) -> "Grid":
+        """Return the grid of one device, whatever process group exists: for shapes, not for training."""
         grid = cls.__new__(cls)
-        grid.sizes, grid.device_type, grid.mesh = GridSizes(), "cpu", None
+        grid.sizes, grid.device_type, grid.ranks = GridSizes(), "cpu", (0,)
         for name in (*grid.sizes._fields, "world"):
             setattr(grid, name, Axis(name))
+        grid.stage = grid.world
         return grid
 
     @staticmethod
-    def coordinates(rank: int, sizes: GridSizes) -> dict[str, int]:
-        """The index along each axis of a rank."""
+    def coordinates(place: int, sizes: GridSizes) -> dict[str, int]:
+        """Return the index along each axis of the rank at ``place`` in the stage."""
         indices = {}
         for name, size in sizes._asdict().items():
-            rank, indices[name] = divmod(rank, size)
+            place, indices[name] = divmod(place, size)
         return indices
 
     def __getitem__(self, name: str) -> Axis:
         return getattr(self, name)
 
     def __iter__(self) -> Iterator[Axis]:
-        return iter((self.x, self.y, self.z, self.data, self.world))
+        yield from (self.x, self.y, self.z, self.data)
+        if self.stage is not self.world:
+            yield self.stage
+        yield self.world
+
+    @property
+    def active_axes(self) -> dict[str, Axis]:
+        """The axes of more than one device, by name."""
+        return {axis.name: axis for axis in self if axis.size > 1}
 
     @property
     def indices(self) -> dict[str, int]:
         return {name: self[name].index for name in self.sizes._fields}
 
-    def local_slices(self, shape: tuple[int, ...], layout) -> tuple[slice, ...]:
-        """The part of a global tensor of ``shape`` that this rank holds under ``layout``."""
+    def local_slices(self, shape: tuple[int, ...], layout: Layout) -> tuple[slice, ...]:
+        """Return the part of a global tensor of ``shape`` that this rank holds under ``layout``."""
         return tuple(slice(*r) for r in layout.tile(shape, self.sizes._asdict(), self.indices))
 
-    def local_shape(self, shape: tuple[int, ...], layout) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         return tuple(s.stop - s.start for s in self.local_slices(shape, layout))
 
     @property
     def batch_shard(self) -> int:
-        """Which of the ``sizes.batch_shards`` parts of the batch is this rank's."""
+        """Index of this rank's part among the ``sizes.batch_shards`` parts of the batch."""
         return self.data.index * self.z.size + self.z.index

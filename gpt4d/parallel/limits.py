@@ -1,6 +1,6 @@
 """How much communication is under way at once, and in what portions: rules for layers and planner. No torch."""
 
-SCATTERS_UNDER_WAY = 8  # at the most: each holds a whole gradient in memory
+MAX_INFLIGHT_REDUCE_SCATTERS = 8  # at the most: each holds a whole gradient in memory
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency counts; above, it no longer does
 
 

@@ -69,7 +69,7 @@ class PeerLost(RuntimeError):
     """A collective failed here, most likely because another rank has ended."""
 
 
-class Run:
+class InFlightCollective:
     """One collective under way: notes on its axis when it ran and how long it was waited for."""
 
     def __init__(self, traffic: Traffic, work: dist.Work, device: torch.device, sent_bytes: float):

@@ -22,7 +22,7 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.limits import SCATTERS_UNDER_WAY
+from gpt4d.parallel.limits import MAX_INFLIGHT_REDUCE_SCATTERS
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WeightStream:
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None  # told of each addition to a gradient
-        self.before_reading: Callable[[nn.Parameter], None] = lambda shard: None  # makes sure that it is up to date
+        self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None  # makes sure that it is up to date
         self._cached: set[nn.Parameter] = set()
         self._recomputing = False
         self._here: dict[nn.Parameter, Pending] = {}  # whole weights, or on their way, that will be asked for
@@ -90,7 +90,7 @@ class WeightStream:
     def gather(self, shard: nn.Parameter, again: bool) -> torch.Tensor:
         """For a forward: the weight of this rank's (x, y) place, whole over z, in the compute dtype.
 
-        ``again``: the backward of this layer will ask for it once more, through ``gather_again``.
+        ``again``: the backward of this layer will ask for it once more, through ``gather_for_backward``.
         """
         use = _Use("recomputation" if self._recomputing else "forward", shard)
         following = self._observe(use)
@@ -102,7 +102,7 @@ class WeightStream:
         self._prefetch(use)
         return weight
 
-    def gather_again(self, shard: nn.Parameter) -> torch.Tensor:
+    def gather_for_backward(self, shard: nn.Parameter) -> torch.Tensor:
         """The same for the backward, the last use of the weight before the next forward."""
         use = _Use("backward", shard)
         self._observe(use)
@@ -132,7 +132,7 @@ class WeightStream:
     def _start_gather(self, shard: nn.Parameter) -> Pending:
         """Cast first, gathered then: a bf16 weight is half the bytes of its master."""
         assert shard.spec.layout.dims[0][-1:] == ("z",), f"z is to split the rows of {shard.spec}, innermost"
-        self.before_reading(shard)
+        self.pre_gather_hook(shard)
         return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self.grid.z)
 
     def _observe(self, use: _Use) -> _Use | None:
@@ -168,7 +168,7 @@ class WeightStream:
         """
         pending = collectives.start_reduce_scatter(gradient.to(self.dtype), self.grid.z)
         self._scattering.append((shard, pending))
-        under_way = SCATTERS_UNDER_WAY if self.overlap.reduce_scatter and self.grid.z.size > 1 else 0
+        under_way = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter and self.grid.z.size > 1 else 0
         while len(self._scattering) > under_way:
             self._add_gradient(*self._scattering.popleft())
 

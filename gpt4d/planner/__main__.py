@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from gpt4d.config import Config, ConfigError, check_choice, check_picture, check_values, compose, from_arguments
-from gpt4d.errors import one_line_errors
 from gpt4d.planner import atp, report
 from gpt4d.planner.search import check_open, fewest_devices, rank
+from gpt4d.runtime.errors import one_line_errors
 
 _LIMIT = 4096  # devices, where the fewest are asked for
 

@@ -30,18 +30,18 @@ from gpt4d.config import (
     divisors,
     from_arguments,
 )
-from gpt4d.errors import one_line_errors
-from gpt4d.launch import Launch
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
+from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, gradients
-from gpt4d.parallel.agreement import gathered, on_first_rank
 from gpt4d.parallel.grid import Axis, Grid
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import Step
 from gpt4d.planner.topology import Span, place
+from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
+from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 _LEAST_S = 0.2  # that a measurement lasts: longer than a turn of the operating system's
 _ROUNDS = 3  # of which the median counts
@@ -109,13 +109,13 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 def _once(work: Callable[[], None], device: torch.device, times: int = 1) -> float:
     """Seconds of so many ``work`` in a row, on the slowest rank, when all begin together."""
-    gathered(None)
+    all_gather_object(None)
     started = time.perf_counter()
     for _ in range(times):
         work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return max(gathered(time.perf_counter() - started))
+    return max(all_gather_object(time.perf_counter() - started))
 
 
 def _matmul_flops(device: torch.device) -> float:
@@ -162,11 +162,11 @@ def _counted(config: Config, cluster: ClusterConfig, what: str) -> float:
 
 def _training_step(config: Config, device: torch.device) -> Callable[[], None]:
     """One on a grid of this device alone, as the trainer does it."""
-    weights = WeightStream(Grid.alone(), compute_dtype(config.train.precision, device), device=device)
+    weights = WeightStream(Grid.single_device(), compute_dtype(config.train.precision, device), device=device)
     model = GPT(config.model, weights)
-    initialise(model, 0, weights.grid)
+    initialize(model, 0, weights.grid)
     names, found = zip(*model.named_parameters(), strict=True)
-    total = gradients.GradientSum(weights, found)
+    total = gradients.GradientReducer(weights, found)
     optimizer = optim.build_optimizer(zip(names, total.owned, strict=True), config.optim)
     shape = config.train.batch_size, config.train.seq_len
     ids = torch.randint(config.model.vocab_size, shape, device=device)
@@ -301,9 +301,9 @@ def main(arguments: list[str]) -> None:
     if out.suffix != ".yaml":
         raise ConfigError(f"out={config.out}: the name of a .yaml file, such as configs/cluster/mine.yaml")
     with process_group(launch) as job:
-        on_first_rank(lambda: _check_writable(out))
+        run_on_rank0(lambda: _check_writable(out))
         cluster = measured(launch, job.device, config.name or out.stem)
-        on_first_rank(lambda: _write(cluster, out))
+        run_on_rank0(lambda: _write(cluster, out))
 
 
 def _check_writable(out: Path) -> None:

@@ -14,7 +14,7 @@ from gpt4d.config import (
     divisors,
     grid_problem,
 )
-from gpt4d.planner import published
+from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.workload import micro_batch_sizes
 
@@ -86,7 +86,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         if cost == "ours":
             quick[sizes] = estimate.quick_s(micro_batch)
         else:
-            quick[sizes] = sum(published.communication(config, sizes, aware=cost == "aware").values())
+            quick[sizes] = sum(paper_models.communication(config, sizes, aware=cost == "aware").values())
     ranking.fitting = len(found)
     order = sorted(found, key=quick.__getitem__)
     top = len(order) if top is None else top

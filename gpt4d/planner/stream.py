@@ -38,7 +38,7 @@ class Stream:
         self.device, self.weights, self.uses, self.cached = device, weights, uses, cached
         self.gz = device.links.sizes["z"]
         self.ahead = overlap.prefetch if overlap.all_gather and self.gz > 1 else 0
-        self.under_way = limits.SCATTERS_UNDER_WAY if overlap.reduce_scatter and self.gz > 1 else 0
+        self.under_way = limits.MAX_INFLIGHT_REDUCE_SCATTERS if overlap.reduce_scatter and self.gz > 1 else 0
         self.compute_bytes, self.gradients = compute_bytes, gradients
         # What is neither cast nor gathered is the parameter itself.
         self.copies = 0 if self.gz == 1 and compute_bytes == MASTER_BYTES else self.gz

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from gpt4d import optim
-from gpt4d.checkpoint import catalog, sharded
+from gpt4d.checkpoint import checkpoint_dir, sharded
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, OptimConfig
-from gpt4d.parallel.gradients import GradientSum
+from gpt4d.parallel.gradients import GradientReducer
 from tests.grids import TINY_MODEL, build_model
 
 MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=48)
@@ -17,14 +17,14 @@ STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # given values of their own, funct
 
 
 def meta(step, model=MODEL):
-    return catalog.Meta(catalog.Progress(step, 10 * step, 100 * step), model, {"x": 1}, "words", "abc")
+    return checkpoint_dir.Meta(checkpoint_dir.Progress(step, 10 * step, 100 * step), model, {"x": 1}, "words", "abc")
 
 
 def build(sizes, shard=False, seed=7):
     """On a rank: the model and its optimizer."""
     model = build_model(MODEL, sizes, torch.float32, seed=seed)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    owned = GradientSum(model.weights, parameters, shard=shard).owned
+    owned = GradientReducer(model.weights, parameters, shard=shard).owned
     optimizer = optim.build_optimizer(zip(names, owned, strict=True), OptimConfig())
     for parameter in owned:
         for k, factor in STATES.items():

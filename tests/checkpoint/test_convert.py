@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import catalog, convert, storage
+from gpt4d.checkpoint import checkpoint_dir, convert, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.model import hf
@@ -32,7 +32,7 @@ def run(ranks, corpus, tmp_path_factory):
 
 def our_logits(config, ids):
     """Of the newest checkpoint of a run, on one device."""
-    files = storage.Files(catalog.located(Path(config.run.dir)))
+    files = storage.Files(checkpoint_dir.located(Path(config.run.dir)))
     model = build_model(config.model, GridSizes(), torch.float32)
     whole = {hf.hf_name(n): hf.export_tensor(n, files.whole(f"model.{n}"), config.model) for n in names(model)}
     fill_from_hf(model, whole)
@@ -50,14 +50,14 @@ def test_an_exported_model_computes_the_same_in_transformers(run, tmp_path, shar
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "exported"
-    convert.export(catalog.located(Path(run.run.dir)), out, shard_bytes)
+    convert.export(checkpoint_dir.located(Path(run.run.dir)), out, shard_bytes)
     assert len(list(out.glob("*.safetensors"))) == (1 if shard_bytes > 40_000 else 3)
     theirs = AutoModelForCausalLM.from_pretrained(out).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = torch.tensor([tokenizer.encode("alpha beta gamma delta epsilon zeta")[:12]])
     with torch.no_grad():
         assert torch.allclose(theirs(ids).logits, our_logits(run, ids), rtol=0, atol=1e-5)
-    own = catalog.located(Path(run.run.dir)) / "tokenizer.json"
+    own = checkpoint_dir.located(Path(run.run.dir)) / "tokenizer.json"
     from tokenizers import Tokenizer
 
     text = "alpha beta, and other words\n"
@@ -72,7 +72,7 @@ def test_export_and_import_give_the_same_weights_and_a_run_goes_on_from_them(ran
     main(["import", f"source={out}", f"out={again}"])
     words = capsys.readouterr().out.splitlines()[-1]
     main(["verify", f"checkpoint={again}"])
-    before, after = (storage.Files(catalog.located(Path(d))) for d in (run.run.dir, again))
+    before, after = (storage.Files(checkpoint_dir.located(Path(d))) for d in (run.run.dir, again))
     vocabulary = run.model.vocab_size
     for name in after.tensors:
         here, there = before.whole(name), after.whole(name)
@@ -107,7 +107,7 @@ def first_loss_by_transformers(config, directory):
 @pytest.fixture
 def theirs(run, tmp_path):
     directory = tmp_path / "theirs"
-    convert.export(catalog.located(Path(run.run.dir)), directory)
+    convert.export(checkpoint_dir.located(Path(run.run.dir)), directory)
     return directory
 
 

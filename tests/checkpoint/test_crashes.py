@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.checkpoint import catalog, verifying
+from gpt4d.checkpoint import checkpoint_dir, verifying
 from gpt4d.config import GridSizes
 from tests.checkpoint import saved_by
 from tests.grids import metric_lines, train_in_rank
@@ -22,13 +22,13 @@ def life(config, rank, store, begun):
     """A rank of a run that tells when a save begins, and ends when it is killed or done."""
     import torch.distributed as dist
 
-    begin = catalog.begin
+    begin = checkpoint_dir.begin
 
     def telling(*args):
         begun.send_bytes(b"begun")
         return begin(*args)
 
-    catalog.begin = telling
+    checkpoint_dir.begin = telling
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     train_in_rank(config)
@@ -74,10 +74,12 @@ def test_killed_while_it_saves_a_run_goes_on_from_the_newest_committed(ranks, ti
     for number in range(KILLS[async_save]):
         live(ranks.context, config, str(tmp_path / f"store{number}"), draw.uniform(0, longest))
         midway += any(path.suffix for path in (run_dir / "checkpoints").iterdir())
-        for directory in catalog.committed(run_dir):
+        for directory in checkpoint_dir.committed(run_dir):
             verifying.verify(directory)
-    assert catalog.committed(run_dir) and 0 < midway < KILLS[async_save], "kills must fall into saves and beside them"
-    steps = catalog.Meta.read(catalog.committed(run_dir)[-1]).progress.step
+    assert checkpoint_dir.committed(run_dir) and 0 < midway < KILLS[async_save], (
+        "kills must fall into saves and beside them"
+    )
+    steps = checkpoint_dir.Meta.read(checkpoint_dir.committed(run_dir)[-1]).progress.step
     end = tiny(*options, f"train.steps={steps + 2}", "checkpoint.every=1")
     assert live(ranks.context, end, str(tmp_path / "last"), None)
 
@@ -125,7 +127,7 @@ def test_killed_at_any_operation_of_a_save_it_leaves_the_newest_committed(ranks,
         process = ranks.context.Process(target=dying, args=(run_dir, operation), daemon=True)
         process.start()
         process.join()
-        committed = catalog.committed(run_dir)
+        committed = checkpoint_dir.committed(run_dir)
         for directory in committed:
             verifying.verify(directory)
         newest = int(committed[-1].name[-1]) if committed else 0

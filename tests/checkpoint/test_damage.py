@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import catalog, manifest, verifying
+from gpt4d.checkpoint import checkpoint_dir, manifest, verifying
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, GridSizes
@@ -25,7 +25,7 @@ from tests.rank_pool import RankFailure
 def pristine(ranks, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("pristine")
     ranks.run(2, saved_by, GridSizes(1, 1, 2), False, run_dir)
-    return catalog.committed(run_dir)[0]
+    return checkpoint_dir.committed(run_dir)[0]
 
 
 FILES = ["manifest.json", "meta.json", "rank_00000.bin", "rank_00001.bin", "tensors.json", "tokenizer.json"]
@@ -217,13 +217,13 @@ def test_a_meta_that_makes_no_sense_is_damaged(pristine, tmp_path, meta):
         values[key] = {**values[key], **value} if isinstance(value, dict) else value
     (tmp_path / "meta.json").write_text(json.dumps(values))
     with pytest.raises(Damaged, match=r"meta\.json: damaged"):
-        catalog.Meta.read(tmp_path)
+        checkpoint_dir.Meta.read(tmp_path)
 
 
 def test_what_one_rank_finds_wrong_all_ranks_say(ranks, tiny):
     run = tiny("train.steps=2", "parallel.gz=2")
     ranks.run(2, train_in_rank, run)
-    (directory,) = catalog.committed(Path(run.run.dir))
+    (directory,) = checkpoint_dir.committed(Path(run.run.dir))
     rewritten(directory, directory.with_name("copy"), overlapping)
     shutil.rmtree(directory)
     directory.with_name("copy").rename(directory)

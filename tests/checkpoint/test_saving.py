@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.checkpoint import catalog, saving, sharded, storage
+from gpt4d.checkpoint import checkpoint_dir, saving, sharded, storage
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes, validate
 from gpt4d.trainer import Trainer
 from tests.checkpoint import MODEL, build, meta, saved_by
@@ -122,7 +122,7 @@ def test_a_save_that_fails_in_the_background_fails_the_run_soon_after(ranks, tin
     assert len((Path(run.run.dir) / "metrics.jsonl").read_text().splitlines()) < 400
     assert list((Path(run.run.dir) / "checkpoints").iterdir()) == []
     ranks.run(2, train_in_rank, tiny("train.steps=4"))
-    assert [path.name for path in catalog.committed(Path(run.run.dir))] == ["step_00000004"]
+    assert [path.name for path in checkpoint_dir.committed(Path(run.run.dir))] == ["step_00000004"]
 
 
 @pytest.fixture
@@ -139,13 +139,13 @@ def small_disk(tmp_path):
 def test_a_run_on_a_full_disk_goes_on_from_its_last_checkpoint_once_there_is_room(ranks, tiny, small_disk):
     straight = tiny("train.steps=8")
     ranks.run(2, train_in_rank, straight)
-    size = sum(path.stat().st_size for path in catalog.committed(Path(straight.run.dir))[0].iterdir())
+    size = sum(path.stat().st_size for path in checkpoint_dir.committed(Path(straight.run.dir))[0].iterdir())
     keep = 2 * 2**20 // size + 5  # more than there is room for
     run_dir = small_disk / "run"
     words = ("optim.schedule_steps=8", "checkpoint.every=1", f"checkpoint.keep={keep}", f"run.dir={run_dir}")
     with pytest.raises(RankFailure, match=r"No space left on device.*the run can go on from step_"):
         ranks.run(2, train_in_rank, tiny("train.steps=40", *words))
-    committed = catalog.committed(run_dir)
+    committed = checkpoint_dir.committed(run_dir)
     assert committed and set((run_dir / "checkpoints").iterdir()) == set(committed)
 
 
@@ -162,7 +162,7 @@ def save_and_fail(run_dir):
 def test_a_save_under_way_is_not_lost_when_the_run_fails(ranks, tmp_path):
     with pytest.raises(RankFailure, match="something else"):
         ranks.run(2, save_and_fail, tmp_path)
-    assert [path.name for path in catalog.committed(tmp_path)] == ["step_00000001"]
+    assert [path.name for path in checkpoint_dir.committed(tmp_path)] == ["step_00000001"]
 
 
 def test_another_runs_files_in_the_place_of_a_checkpoint_are_not_overwritten(ranks, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt4d.checkpoint import catalog, sharded, storage
+from gpt4d.checkpoint import checkpoint_dir, sharded, storage
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
@@ -50,9 +50,9 @@ def test_what_one_grid_writes_any_other_reads_bit_by_bit(ranks, tmp_path):
     def check(writer, writer_shards, reader, reader_shards):
         run = tmp_path / str(next(runs))
         ranks.run(writer.devices, saved_by, writer, writer_shards, run)
-        (directory,) = catalog.committed(run)
+        (directory,) = checkpoint_dir.committed(run)
         progress, steps, found = ranks.run(reader.devices, read, reader, directory, reader_shards)[0]
-        assert progress == catalog.Progress(3, 30, 300) and steps == {3}
+        assert progress == checkpoint_dir.Progress(3, 30, 300) and steps == {3}
         assert found.keys() == written.keys()
         for name, tensor in written.items():
             assert torch.equal(found[name], tensor), name
@@ -63,7 +63,7 @@ def test_what_one_grid_writes_any_other_reads_bit_by_bit(ranks, tmp_path):
 @pytest.mark.parametrize("writer", [GridSizes(2, 2, 2), GridSizes(1, 1, 1, 4)], ids=grid_name)
 def test_on_disk_there_are_the_parameters_each_value_once_and_nothing_of_ranks(ranks, tmp_path, writer):
     ranks.run(writer.devices, saved_by, writer, False, tmp_path)
-    files = storage.Files(catalog.committed(tmp_path)[0])
+    files = storage.Files(checkpoint_dir.committed(tmp_path)[0])
     parameters = {n for n, _ in build_model(MODEL, GridSizes()).named_parameters()}
     expected = {f"model.{n}" for n in parameters}
     expected |= {f"optim.{n}.{k}" for n in parameters for k in STATES}
@@ -83,14 +83,14 @@ def load_as(model, directory):
 
 def test_tensors_of_another_shape_are_refused_by_name(ranks, tmp_path):
     ranks.run(1, saved_by, GridSizes(), False, tmp_path)
-    (directory,) = catalog.committed(tmp_path)
+    (directory,) = checkpoint_dir.committed(tmp_path)
     with pytest.raises(RankFailure, match=r"which has one of shape \[48, 24\], torch.float32 where"):
         ranks.run(1, load_as, replace(MODEL, hidden=48), directory)
     with pytest.raises(RankFailure, match=r"has none of that name where this has model\.blocks\.1"):
         ranks.run(1, load_as, replace(MODEL, layers=2), directory)
     with pytest.raises(ConfigError, match=r"model\.hidden=48: the checkpoint .* has 24"):
-        catalog.check_fits(directory, replace(MODEL, hidden=48))
-    catalog.check_fits(directory, replace(MODEL, dropout=0.5))
+        checkpoint_dir.check_fits(directory, replace(MODEL, hidden=48))
+    checkpoint_dir.check_fits(directory, replace(MODEL, dropout=0.5))
 
 
 def uneven(sizes, run_dir, read_by=None):
@@ -114,7 +114,7 @@ def test_extents_that_no_axis_divides_are_cut_as_the_layout_says(ranks, tmp_path
     grids = [GridSizes(2, 2, 1, 2), GridSizes(1, 4, 2, 1)]
     for number, writer in enumerate(grids):
         ranks.run(writer.devices, uneven, writer, tmp_path / str(number))
-        (directory,) = catalog.committed(tmp_path / str(number))
+        (directory,) = checkpoint_dir.committed(tmp_path / str(number))
         assert storage.Files(directory).tensors["model.w"].problem() is None
         for reader in grids:
             assert all(ranks.run(reader.devices, uneven, reader, directory, True))

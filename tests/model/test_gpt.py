@@ -43,7 +43,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
     model = build_model(config, sizes, recompute=recompute)
     grid = model.weights.grid
-    total = gradients.GradientSum(model.weights, list(model.parameters()))
+    total = gradients.GradientReducer(model.weights, list(model.parameters()))
     if state is not None:
         fill_from_hf(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
@@ -111,7 +111,7 @@ def gradients_in_bf16(sizes):
     """On a rank: the global gradients of fp32 master weights under bf16 compute."""
     model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
     grid = model.weights.grid
-    total = gradients.GradientSum(model.weights, list(model.parameters()))
+    total = gradients.GradientReducer(model.weights, list(model.parameters()))
     ids, targets, numbers = (batch_part(t, grid) for t in inputs())
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16

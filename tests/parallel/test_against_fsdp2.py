@@ -1,10 +1,11 @@
 """The stream of weights against an engine that is not ours: FSDP2 shards the same layers over the same ranks."""
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel.gradients import GradientSum
+from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from tests.grids import grid_name
 from tests.parallel.test_weights import batch, build
@@ -13,7 +14,7 @@ from tests.parallel.test_weights import batch, build
 def with_our_stream(sizes, recompute):
     grid = Grid(sizes)
     model = build(OverlapConfig(), recompute=recompute, grid=grid)
-    total = GradientSum(model.weights, list(model.parameters()))
+    total = GradientReducer(model.weights, list(model.parameters()))
     model.loss_sum(*batch(grid)).backward()
     total.finish()
     return {n: (p.grad, "z" in p.spec.layout.axes) for n, p in model.named_parameters()}
@@ -29,9 +30,10 @@ def with_fsdp2(sizes, recompute):
         for name, parameter in module.named_parameters(recurse=False):
             parameter.spec = specs[module][name]
 
+    mesh = DeviceMesh.from_group(grid.data.group, "cpu")
     for block in model.blocks:
-        fully_shard(block, mesh=grid.mesh["data"])
-    fully_shard(model, mesh=grid.mesh["data"])
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     for module in model.modules():
         module.register_forward_pre_hook(describe)
         if hasattr(module, "set_gradient_divide_factor"):

@@ -13,7 +13,7 @@ from tests.parallel.test_weights import Detour, batch, build
 def steps(sizes, overlap):
     """Gradients of three steps of two microbatches, and how many buckets set off before each step's end."""
     model = build(OverlapConfig(), dtype=torch.float32, grid=Grid(sizes))
-    total = gradients.GradientSum(model.weights, list(model.parameters()), overlap, bucket_bytes=4000)
+    total = gradients.GradientReducer(model.weights, list(model.parameters()), overlap, bucket_bytes=4000)
     found, early = [], []
     for _ in range(3):
         for microbatch in range(2):
@@ -36,14 +36,14 @@ def test_buckets_set_off_during_the_backward_and_sum_to_the_same_bits(ranks, siz
 
 
 def detours(overlap):
-    from gpt4d.model.init import initialise
+    from gpt4d.model.init import initialize
     from gpt4d.parallel.weights import WeightStream
     from tests.grids import TINY_MODEL
 
     weights = WeightStream(Grid(GridSizes(1, 1, 1, 4)), torch.float64, torch.float64)
     model = Detour(TINY_MODEL, weights)
-    initialise(model, 1, weights.grid)
-    total = gradients.GradientSum(weights, list(model.parameters()), overlap, bucket_bytes=1)
+    initialize(model, 1, weights.grid)
+    total = gradients.GradientReducer(weights, list(model.parameters()), overlap, bucket_bytes=1)
     found = []
     for step in range(6):
         model.turn = (2, 1)[step % 2]  # its next is 3, once through the blocks, or 2, three times
@@ -67,7 +67,7 @@ def rows_of_the_sum(sizes):
     for shard in (False, True):
         grid = Grid(sizes)
         model = build(OverlapConfig(), grid=grid)
-        total = gradients.GradientSum(model.weights, list(model.parameters()), bucket_bytes=4000, shard=shard)
+        total = gradients.GradientReducer(model.weights, list(model.parameters()), bucket_bytes=4000, shard=shard)
         for step in range(2):
             model.loss_sum(*batch(grid, step)).backward()
             total.finish()
@@ -88,7 +88,7 @@ def test_with_sharded_states_each_rank_of_data_has_its_rows_of_the_sum(ranks, si
 
 def spread(sizes):
     model = build(OverlapConfig(), grid=Grid(sizes))
-    total = gradients.GradientSum(model.weights, list(model.parameters()), bucket_bytes=4000, shard=True)
+    total = gradients.GradientReducer(model.weights, list(model.parameters()), bucket_bytes=4000, shard=True)
     before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for owned in total.owned:

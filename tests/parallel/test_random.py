@@ -1,4 +1,4 @@
-"""Numbers that depend on their global place alone: any part of a tensor is that part of the whole, bit by bit."""
+"""StepMetrics that depend on their global place alone: any part of a tensor is that part of the whole, bit by bit."""
 
 import pytest
 import torch

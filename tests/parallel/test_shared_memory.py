@@ -13,12 +13,12 @@ from tests.rank_pool import RankFailure
 def both_ways(dtype):
     """Results through memory and through gloo, and how many messages memory carried."""
     grid = Grid(GridSizes(x=3))
-    memory = grid.x.memory
+    memory = grid.x.shm
     assert memory is not None, "ranks of one host found no shared memory"
     draw = torch.Generator().manual_seed(grid.x.index)
     tensors = [torch.randn(6, 5, generator=draw).to(dtype) for _ in range(9)]
     found = []
-    for grid.x.memory in (memory, None):
+    for grid.x.shm in (memory, None):
         results = [
             [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
             [collectives.start_all_reduce(t.clone(), grid.x, dist.ReduceOp.MAX) for t in tensors],
@@ -49,7 +49,7 @@ def test_through_memory_the_results_are_gloos_and_sums_the_same_bits_on_all_rank
 def end_of_one():
     grid = Grid(GridSizes(x=3))
     if grid.x.index == 1:
-        for other in grid.x.memory.others.values():
+        for other in grid.x.shm.others.values():
             other.close()
         return
     collectives.all_reduce(torch.ones(4), grid.x)
@@ -88,7 +88,7 @@ def two_hosts():
         grid = Grid(GridSizes(data=4))
     finally:
         shared_memory._listen = listen
-    assert grid.data.memory.size == 2 and dist.get_world_size(grid.data.across) == 2
+    assert grid.data.shm.size == 2 and dist.get_world_size(grid.data.inter_host_group) == 2
     draw = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(n, 3, dtype=torch.float64, generator=draw) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
     pending = [collectives.start_all_reduce(t.clone(), grid.data) for t in tensors]

@@ -7,7 +7,7 @@ import torch
 
 from gpt4d.config import GridSizes, OverlapConfig
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
+from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
@@ -20,7 +20,7 @@ LAYERS = TINY_MODEL.layers
 def build(overlap, cache_layers=0, recompute=False, dtype=torch.float64, compute_dtype=None, grid=None):
     weights = WeightStream(grid or Grid(GRID), compute_dtype or dtype, dtype, overlap=overlap)
     model = GPT(TINY_MODEL, weights, recompute=recompute, cache_layers=cache_layers)
-    initialise(model, 1, weights.grid)
+    initialize(model, 1, weights.grid)
     return model
 
 
@@ -128,7 +128,7 @@ class Detour(GPT):
 def detours(overlap):
     weights = WeightStream(Grid(GRID), torch.float64, torch.float64, overlap=overlap)
     model = Detour(TINY_MODEL, weights, cache_layers=1)
-    initialise(model, 1, weights.grid)
+    initialize(model, 1, weights.grid)
     found = []
     for step in range(6):
         model.loss_sum(*batch(weights.grid, step)).backward()
@@ -186,11 +186,11 @@ def test_collectives_under_way_at_once_do_not_disturb_each_other(ranks):
 
 
 def test_a_recomputation_leaves_out_the_last_product_of_each_block(monkeypatch):
-    from gpt4d.parallel.layers.linear import _Multiply
+    from gpt4d.parallel.layers.linear import LinearFunction
 
     products = []
-    forward = _Multiply.forward
-    monkeypatch.setattr(_Multiply, "forward", staticmethod(lambda *args: products.append(1) or forward(*args)))
+    forward = LinearFunction.forward
+    monkeypatch.setattr(LinearFunction, "forward", staticmethod(lambda *args: products.append(1) or forward(*args)))
     grid = Grid()
     model = build(OverlapConfig(), recompute=True, grid=grid)
     model.loss_sum(*batch(grid)).backward()

@@ -11,8 +11,8 @@ def measure(path):
     import torch
     import torch.distributed as dist
 
-    from gpt4d.launch import Launch
     from gpt4d.planner import calibrate
+    from gpt4d.runtime.launch import Launch
 
     names = "_LEAST_S", "_LARGEST", "_SIDE", "_TURNS", "_ROUNDS"
     kept = {name: getattr(calibrate, name) for name in names}

@@ -6,7 +6,7 @@ import torch
 from gpt4d import optim
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
+from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream, compute_dtype
@@ -26,9 +26,9 @@ class Training:
         weights = WeightStream(self.grid, dtype, overlap=config.parallel.overlap)
         recompute, cached = train.activation_checkpointing == "full", config.parallel.cache_layers
         self.model = GPT(config.model, weights, recompute, cached)
-        initialise(self.model, 0, self.grid)
+        initialize(self.model, 0, self.grid)
         names, found = zip(*self.model.named_parameters(), strict=True)
-        self.total = gradients.GradientSum(weights, found, shard=config.optim.shard_states)
+        self.total = gradients.GradientReducer(weights, found, shard=config.optim.shard_states)
         self.optimizer = optim.build_optimizer(zip(names, self.total.owned, strict=True), config.optim)
         self.share = train.batch_size // sizes.batch_shards
         self.ids = torch.randint(config.model.vocab_size, (self.share, train.seq_len))
@@ -113,7 +113,7 @@ def test_the_peak_of_a_step_is_foretold_within_10_percent(ranks, sizes, override
 
 def test_the_planners_parameters_are_the_models():
     config = compose([*MODEL])
-    model = GPT(config.model, WeightStream(Grid.alone()))
+    model = GPT(config.model, WeightStream(Grid.single_device()))
     ours = {name: (tensor.shape, tensor.layout) for name, tensor in parameters(config.model).items()}
     theirs = {name: (p.spec.shape, p.spec.layout) for name, p in model.named_parameters()}
     assert list(ours.items()) == list(theirs.items())

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem, validate
-from gpt4d.planner import published
+from gpt4d.planner import paper_models
 from gpt4d.planner.search import choose, fewest_devices, grids, rank
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
 
@@ -51,7 +51,7 @@ def test_the_best_is_first_and_top_cuts_the_rest():
 def test_the_papers_models_rank_by_their_seconds(cost):
     config = compose(["cluster=perlmutter", "model=gpt_125m", "train.batch_size=64"])
     plans = rank(config, 16, cost=cost).plans
-    seconds = [sum(published.communication(config, plan.sizes, cost == "aware").values()) for plan in plans]
+    seconds = [sum(paper_models.communication(config, plan.sizes, cost == "aware").values()) for plan in plans]
     assert seconds == sorted(seconds) == [plan.published_s for plan in plans]
     assert [plan.sizes for plan in plans] != [plan.sizes for plan in rank(config, 16).plans]
 
@@ -115,7 +115,7 @@ def test_a_mesh_of_atp_is_not_yet_trained_on(tiny):
 def ask(*words: str) -> str:
     """The planner's answer on a command line, in a process that must not have needed torch."""
     code = (
-        "import sys; from gpt4d.planner.__main__ import main; from gpt4d.errors import one_line_errors\n"
+        "import sys; from gpt4d.planner.__main__ import main; from gpt4d.runtime.errors import one_line_errors\n"
         "with one_line_errors(): main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules"
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, ModelConfig, TrainConfig
-from gpt4d.planner import published
+from gpt4d.planner import paper_models
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import Span, crossed, node_size, spans, speed
 
@@ -23,7 +23,7 @@ TWO_LAYERS = ModelConfig(layers=2, hidden=8, heads=2, vocab_size=16, vocab_multi
     ],
 )
 def test_rings_share_a_nodes_link_as_equation_10_says(sizes, node, expected):
-    assert published.bandwidths(sizes, node, inter=100, intra=300) == expected
+    assert paper_models.bandwidths(sizes, node, inter=100, intra=300) == expected
 
 
 def test_collectives_send_what_equations_1_to_3_say():
@@ -34,12 +34,12 @@ def test_collectives_send_what_equations_1_to_3_say():
 
 def test_a_layer_sends_what_equations_4_to_8_say():
     """m=64 rows a data group, k=16, n=48 on (2, 2, 4, 2), numbers of one byte."""
-    sent = published.layer_bytes(64, 16, 48, False, GridSizes(2, 2, 4, 2), 1, 1)
+    sent = paper_models.layer_bytes(64, 16, 48, False, GridSizes(2, 2, 4, 2), 1, 1)
     assert sent["z"] == {"all_gather": 3 * 16 * 48 / 16, "reduce_scatter": 3 / 4 * 16 * 48 / 4}
     assert sent["y"] == {"forward": 2 * 1 / 2 * 64 * 48 / (4 * 2)}
     assert sent["x"] == {"backward": 2 * 1 / 2 * 64 * 16 / (4 * 2)}
     assert sent["data"] == {"all_reduce": 2 * 1 / 2 * 16 * 48 / 16}
-    transposed = published.layer_bytes(64, 16, 48, True, GridSizes(4, 1, 1, 1), 1, 1)
+    transposed = paper_models.layer_bytes(64, 16, 48, True, GridSizes(4, 1, 1, 1), 1, 1)
     assert transposed["x"] == {"forward": 2 * 3 / 4 * 64 * 48} and transposed["y"] == {"backward": 0}
 
 
@@ -48,17 +48,17 @@ def test_a_models_communication_is_equation_9_over_its_layers():
     config = Config(model=TWO_LAYERS, train=TrainConfig(seq_len=4, batch_size=8), cluster=NODES_OF_4)
     # qkv and up send the gradient of their input over x, output and down their product: four times 32 rows of 8.
     sent = 2 * 4 * 32 * 8 * 4
-    found = published.communication(config, GridSizes(2, 1, 1, 1), aware=True)
+    found = paper_models.communication(config, GridSizes(2, 1, 1, 1), aware=True)
     assert found == {"x": pytest.approx(sent / 100e9), "y": 0, "z": 0, "data": 0}
     config.train.activation_checkpointing = "full"  # the two products once more
-    again = published.communication(config, GridSizes(2, 1, 1, 1), aware=True)
+    again = paper_models.communication(config, GridSizes(2, 1, 1, 1), aware=True)
     assert again["x"] == pytest.approx(1.5 * found["x"])
 
 
 def test_only_the_aware_model_knows_where_groups_lie():
     config = Config(model=TWO_LAYERS, train=TrainConfig(seq_len=4, batch_size=8), cluster=NODES_OF_4)
     sizes = GridSizes(2, 4, 1, 1)
-    aware, agnostic = (published.communication(config, sizes, flag) for flag in (True, False))
+    aware, agnostic = (paper_models.communication(config, sizes, flag) for flag in (True, False))
     assert aware["x"] == agnostic["x"] and aware["y"] == pytest.approx(2 * agnostic["y"])
 
 
@@ -84,7 +84,7 @@ def test_a_group_crosses_the_levels_between_its_ranks():
 
 @pytest.mark.parametrize("sizes", [GridSizes(8, 1, 1, 1), GridSizes(2, 4, 1, 1), GridSizes(1, 2, 8, 1)])
 def test_between_nodes_a_group_has_what_equation_10_gives_it(sizes):
-    beta = published.bandwidths(sizes, 4, inter=100, intra=300)
+    beta = paper_models.bandwidths(sizes, 4, inter=100, intra=300)
     for axis, span in spans(sizes).items():
         if axis != "world" and span.nodes(4) > 1:
             assert 1e-9 / speed(NODES_OF_4, "all_gather", span).s_per_byte == pytest.approx(getattr(beta, axis))

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from gpt4d.checkpoint import __main__ as commands
-from gpt4d.checkpoint import catalog
+from gpt4d.checkpoint import checkpoint_dir
 from tests.slurm.cluster import ROOT
 from tests.test_front_door import overrides
 
@@ -84,7 +84,7 @@ def test_warned_preempted_off_a_dead_node_and_cancelled_a_run_has_the_losses_of_
     said = [line for line in lines(run) if "event" in line]
     assert [line["signal"] for line in said if line["event"] == "signal"][:2] == ["SIGUSR1", "SIGTERM"]
     assert "USR1: saved, and back in the queue" in job.said() and "ended from outside" in job.said()
-    newest = catalog.committed(run)[-1]
+    newest = checkpoint_dir.committed(run)[-1]
     commands.main(["verify", f"checkpoint={newest}"])
 
     job = cluster.sbatch(

@@ -10,7 +10,7 @@ from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.weights import WeightStream
 
 
-class _Sides(NamedTuple):
+class LinearContext(NamedTuple):
     """How a layer multiplies: where its weight streams from, and the axes its two dims are split over."""
 
     weights: WeightStream
@@ -20,7 +20,7 @@ class _Sides(NamedTuple):
     transposed_storage: bool  # the weight is stored [out, in], as an embedding is
 
 
-class _Keep(torch.autograd.Function):
+class SaveInput(torch.autograd.Function):
     """Keeps a multiplication's input for its backward, as a node of its own ahead of it.
 
     Under activation checkpointing a recomputation ends with the last tensor that was kept. Kept here, the last layer's
@@ -37,15 +37,15 @@ class _Keep(torch.autograd.Function):
         return d_inputs
 
 
-class _Multiply(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """``O = I·W + b`` with I [..., k], W [k, n] gathered over z, O [..., n]; k and n this rank's parts.
 
     The parameter itself is kept for the backward, not what autograd makes of it: gradients must land there. W is not
-    kept here: the stream of weights decides whether it is gathered again. I is kept by ``_Keep``, if it has a gradient.
+    kept here: the stream of weights decides whether it is gathered again. ``SaveInput`` keeps I, if it has a gradient.
     """
 
     @staticmethod
-    def forward(ctx, inputs, weight, bias, sides: _Sides):
+    def forward(ctx, inputs, weight, bias, sides: LinearContext):
         ctx.keeper = inputs.grad_fn
         if ctx.keeper is None:
             ctx.save_for_backward(inputs)
@@ -69,7 +69,7 @@ class _Multiply(torch.autograd.Function):
         rows, d_rows = inputs.flatten(0, -2), d_outputs.flatten(0, -2)
         d_inputs = d_bias = None
         if ctx.needs_input_grad[0]:
-            w = weights.gather_again(ctx.weight).flatten(1)
+            w = weights.gather_for_backward(ctx.weight).flatten(1)
             summing = collectives.start_all_reduce(d_rows @ (w if transposed_storage else w.t()), produced)
             if not weights.overlap.all_reduce:
                 summing.wait()
@@ -112,8 +112,10 @@ class Linear(nn.Module):
         self.bias = weights.parameter(out_shape, of_bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        sides = _Sides(self.weights, torch.is_grad_enabled(), self.contracted, self.produced, transposed_storage=False)
-        outputs = _Multiply.apply(_Keep.apply(inputs), self.weight, self.bias, sides)
+        sides = LinearContext(
+            self.weights, torch.is_grad_enabled(), self.contracted, self.produced, transposed_storage=False
+        )
+        outputs = LinearFunction.apply(SaveInput.apply(inputs), self.weight, self.bias, sides)
         return outputs.view(*inputs.shape[:-1], *self.bias.shape)
 
 
@@ -126,5 +128,5 @@ class Head(nn.Module):
 
     def forward(self, hidden: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
         grid = self.weights.grid
-        sides = _Sides(self.weights, torch.is_grad_enabled(), grid.y, grid.x, transposed_storage=True)
-        return _Multiply.apply(_Keep.apply(hidden), embedding, None, sides)
+        sides = LinearContext(self.weights, torch.is_grad_enabled(), grid.y, grid.x, transposed_storage=True)
+        return LinearFunction.apply(SaveInput.apply(hidden), embedding, None, sides)

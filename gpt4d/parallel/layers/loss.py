@@ -27,10 +27,10 @@ class _CrossEntropy(torch.autograd.Function):
         target_logits = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0)
         exponentials = shifted.exp_()
         sums = torch.stack((exponentials.sum(-1), target_logits))
-        normaliser, target_logits = collectives.all_reduce(sums, axis)
-        ctx.save_for_backward(exponentials.div_(normaliser.unsqueeze(-1)), local, elsewhere)
+        normalizer, target_logits = collectives.all_reduce(sums, axis)
+        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), local, elsewhere)
         ctx.dtype = logits.dtype
-        return (normaliser.log() - target_logits).sum()
+        return (normalizer.log() - target_logits).sum()
 
     @staticmethod
     def backward(ctx, d_loss):

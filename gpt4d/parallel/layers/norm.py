@@ -9,7 +9,7 @@ from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.weights import WeightStream
 
 
-class _Normalise(torch.autograd.Function):
+class LayerNormFunction(torch.autograd.Function):
     """``(x - mean) / sqrt(variance + epsilon) · weight + bias`` over the last dim, cut in equal parts over ``axis``."""
 
     @staticmethod
@@ -53,4 +53,4 @@ class LayerNorm(nn.Module):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         if self.axis.size == 1:
             return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
-        return _Normalise.apply(x, weight, bias, self.axis, self.epsilon)
+        return LayerNormFunction.apply(x, weight, bias, self.axis, self.epsilon)

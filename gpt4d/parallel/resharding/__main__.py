@@ -14,12 +14,12 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from gpt4d.config import ConfigError, check_choice, check_picture, from_arguments
-from gpt4d.errors import one_line_errors
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import report
 from gpt4d.parallel.resharding.mesh import Mesh, parse
 from gpt4d.parallel.resharding.planning import ORDERS, plan
 from gpt4d.parallel.resharding.strategies import STRATEGIES
+from gpt4d.runtime.errors import one_line_errors
 
 _DEVICES = 65_536  # of a mesh
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.gradients import GradientSum
+from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.linear import Linear
@@ -41,7 +41,7 @@ def close(ours, theirs):
 def linear(sizes, transposed, parts):
     weights = stream(sizes)
     layer = Linear(weights, 8, 12, transposed=transposed, parts=parts)
-    total = GradientSum(weights, list(layer.parameters()))
+    total = GradientReducer(weights, list(layer.parameters()))
     inputs, weight = normal(8, 3, 8), normal(8, (parts or 1) * 12, seed=1)
     bias, upstream = normal((parts or 1) * 12, seed=2), normal(8, 3, (parts or 1) * 12, seed=3)
     fill(layer.weight, weight, weights)

@@ -30,9 +30,9 @@ def at_step(step, act):
 
 def quickly():
     """The watch as it is, in a shorter time."""
-    from gpt4d.parallel import job, watch
+    from gpt4d.runtime import job, watchdog
 
-    watch._BEAT_S, watch._MISSED_S, job._TELLING_S = 0.1, 0.6, 1.0
+    watchdog._BEAT_S, watchdog._MISSED_S, job._TELLING_S = 0.1, 0.6, 1.0
 
 
 def losses(config) -> list[float]:
@@ -104,13 +104,13 @@ def kill_itself(phase, which, rank, step=5):
     from gpt4d import optim
     from gpt4d.checkpoint import storage
     from gpt4d.model.gpt import GPT
-    from gpt4d.parallel.gradients import GradientSum
+    from gpt4d.parallel.gradients import GradientReducer
     from gpt4d.trainer import Trainer
 
     room, name = {
         "start": (Trainer, "_resume"),
         "forward": (GPT, "loss_sum"),
-        "backward": (GradientSum, "_on_gradient"),
+        "backward": (GradientReducer, "_on_gradient"),
         "optimizer": (optim, "update"),
         "save": (storage.Writer, "write_data"),
     }[phase]
@@ -180,7 +180,7 @@ def test_a_hang_ends_the_job_where_nothing_can_be_written_down_too(ranks, tiny, 
 
 def lack_a_gpu(rank):
     from gpt4d.config import NodeError
-    from gpt4d.parallel import job
+    from gpt4d.runtime import job
 
     def device_of(_):
         raise NodeError("node b has 2 GPU(s) and 4 tasks")
@@ -197,7 +197,7 @@ def test_a_node_with_too_few_gpus_keeps_nobody_waiting(ranks, tiny):
 
 
 def stay_away(rank):
-    from gpt4d.parallel import job
+    from gpt4d.runtime import job
 
     job._MEETING_S = 1.0
     quickly()

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from gpt4d.config import ConfigError
-from gpt4d.parallel import agreement
-from gpt4d.parallel.agreement import on_first_rank
+from gpt4d.runtime import consensus
+from gpt4d.runtime.consensus import run_on_rank0
 from tests.rank_pool import RankFailure
 
 
@@ -15,7 +15,7 @@ def fail_on_the_first_rank():
         raise ConfigError("data.path: no")
 
     try:
-        on_first_rank(work)
+        run_on_rank0(work)
     except ConfigError as error:
         return str(error)
 
@@ -26,9 +26,9 @@ def test_a_mistake_found_on_rank_0_is_raised_on_every_rank(ranks):
 
 def slow_on_the_first(answer):
     """On a rank: the first works for many signs of life."""
-    agreement._SIGN_OF_LIFE_S = 0.01
+    consensus._SIGN_OF_LIFE_S = 0.01
     told, sent = threading.Event(), []
-    first = agreement._from_first_rank
+    first = consensus._from_first_rank
 
     def counted(value):
         sent.append(value)
@@ -42,11 +42,11 @@ def slow_on_the_first(answer):
             raise answer
         return answer
 
-    agreement._from_first_rank = counted
+    consensus._from_first_rank = counted
     try:
-        return agreement.on_first_rank(work)
+        return consensus.run_on_rank0(work)
     finally:
-        agreement._from_first_rank, agreement._SIGN_OF_LIFE_S = first, 60.0
+        consensus._from_first_rank, consensus._SIGN_OF_LIFE_S = first, 60.0
 
 
 def test_other_ranks_hear_from_a_first_rank_that_works_for_long(ranks):

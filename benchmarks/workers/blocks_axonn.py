@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.teams import blocks
-from benchmarks.teams.blocks import HEADS, HIDDEN, LAYERS, SIZES
-from benchmarks.turns import answers_alone, serve, share_groups
-from gpt4d.launch import Launch
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.workers import blocks
+from benchmarks.workers.blocks import HEADS, HIDDEN, LAYERS, SIZES
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 
 def without_cuda() -> None:
@@ -126,7 +126,7 @@ class Blocks:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     whole = blocks.whole_weights()
     launch = Launch.from_environment()
     with process_group(launch, torch.device("cpu")):

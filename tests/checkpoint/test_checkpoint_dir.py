@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.checkpoint import catalog
+from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, GridSizes, ModelConfig
 from tests.checkpoint import MODEL, meta, saved_by
@@ -35,47 +35,52 @@ def test_what_an_interruption_left_is_never_chosen_and_removed_by_the_next_save(
     checkpoints = tmp_path / "checkpoints"
     for name in ("step_00000003.partial", "step_00000004.removed", "step_00000005.damaged"):
         (checkpoints / name).mkdir()
-    assert [path.name for path in catalog.to_try("auto", tmp_path)] == ["step_00000002", "step_00000001"]
+    assert [path.name for path in checkpoint_dir.resume_candidates("auto", tmp_path)] == [
+        "step_00000002",
+        "step_00000001",
+    ]
     assert saved(ranks, tmp_path, (6,)) == ["step_00000002", "step_00000006"]
 
 
 def test_what_resume_means(ranks, tmp_path):
-    assert catalog.to_try("auto", tmp_path) == [] == catalog.to_try("never", tmp_path)
+    assert (
+        checkpoint_dir.resume_candidates("auto", tmp_path) == [] == checkpoint_dir.resume_candidates("never", tmp_path)
+    )
     saved(ranks, tmp_path, (2, 11))
     elsewhere, older = tmp_path / "elsewhere", tmp_path / "checkpoints" / "step_00000002"
-    assert [path.name for path in catalog.to_try(str(tmp_path), elsewhere)] == ["step_00000011"]
-    assert catalog.to_try(str(older), elsewhere) == [older]
-    assert [path.name for path in catalog.to_try(str(tmp_path), tmp_path)] == ["step_00000011"]
+    assert [path.name for path in checkpoint_dir.resume_candidates(str(tmp_path), elsewhere)] == ["step_00000011"]
+    assert checkpoint_dir.resume_candidates(str(older), elsewhere) == [older]
+    assert [path.name for path in checkpoint_dir.resume_candidates(str(tmp_path), tmp_path)] == ["step_00000011"]
     for resume in ("never", str(older)):  # would write older steps beside newer ones, and lose them
         with pytest.raises(ConfigError, match=r"choose another run\.name"):
-            catalog.to_try(resume, tmp_path)
+            checkpoint_dir.resume_candidates(resume, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 3}', "[" * 100_000])
 def test_a_directory_that_is_no_checkpoint_is_damaged(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(Damaged, match=r"meta\.json: damaged"):
-        catalog.Meta.read(tmp_path)
+        checkpoint_dir.Meta.read(tmp_path)
 
 
 def test_a_checkpoint_of_another_format_is_refused_but_not_called_damaged(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ConfigError, match="of format 99, this version reads 3") as raised:
-        catalog.Meta.read(tmp_path)
+        checkpoint_dir.Meta.read(tmp_path)
     assert not isinstance(raised.value, Damaged)
 
 
 def test_meta_survives_the_disk(tmp_path):
     written = meta(5, ModelConfig(dropout=0.25))
     (tmp_path / "meta.json").write_bytes(written.to_json())
-    assert catalog.Meta.read(Path(tmp_path)) == written
+    assert checkpoint_dir.Meta.read(Path(tmp_path)) == written
 
 
 def test_the_first_that_can_be_read_decides_whether_the_model_fits(tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "meta.json").write_bytes(meta(5, ModelConfig()).to_json())
     with pytest.raises(ConfigError, match=r"model\.layers=1: the checkpoint .*whole has 4"):
-        catalog.check_newest_fits([tmp_path / "damaged", tmp_path / "whole"], MODEL)
+        checkpoint_dir.check_newest_fits([tmp_path / "damaged", tmp_path / "whole"], MODEL)
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_what_it_points_to_is_not(ranks, tmp_path):

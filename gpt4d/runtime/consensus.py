@@ -15,7 +15,7 @@ T = TypeVar("T")
 _SIGN_OF_LIFE_S = 60.0
 
 
-def on_every_rank(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """What ``work`` returns here, once it has succeeded on every rank. If it failed on any, all ranks raise alike."""
     result, error = None, None
     try:
@@ -25,26 +25,26 @@ def on_every_rank(work: Callable[[], T]) -> T:
     except Exception as raised:
         traceback.print_exc()
         error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
-    for failure in filter(None, gathered(error)):
+    for failure in filter(None, all_gather_object(error)):
         raise failure
     return result
 
 
-def gathered(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """The ``value`` of each rank. All ranks call it."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def agreed(flag: bool) -> bool:
+def all_ranks_true(flag: bool) -> bool:
     """Whether ``flag`` holds on every rank. All ranks ask."""
     everywhere = torch.tensor(int(flag))
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     return bool(everywhere)
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
+def run_on_rank0(work: Callable[[], T]) -> T:
     """What ``work`` returns on rank 0, on every rank, however long it takes.
 
     A ConfigError there is raised on every rank alike; after any other failure no rank goes on.

@@ -9,24 +9,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
-
-from gpt4d.parallel.grid import Axis, Grid
 
 _BEAT_S = 1.0  # between two signs of life
 _SILENT_S = 40.0  # without any from a rank, it counts as lost
 _STOPPED_S = 10.0  # between two looks: this process was stopped, by Ctrl-Z or a laptop's lid, and the others with it
 _MISSED_S = 6.0  # the same, once a collective has failed because of some rank
 _RECORDS_S = 10.0  # for a rank to write down what it waits for
-_HOUSE = str(Path(__file__).parents[1])
+PACKAGE_ROOT = str(Path(__file__).parents[1])
 _LOST = "no sign of life: killed, out of memory, or its node is gone"
 
 
@@ -44,13 +43,27 @@ class Failure:
         return self.hang or f"rank {self.rank} on {self.host} failed: {self.cause}"
 
 
-class Guard:
+class WatchedTraffic(Protocol):
+    """Collectives of one axis: how many have begun, and the one that this rank waits for now."""
+
+    begun: int
+    waiting: tuple[str, int, float] | None  # name, number, since when
+
+
+class WatchedAxis(Protocol):
+    """What the hang detector reads of a mesh axis."""
+
+    group: dist.ProcessGroup | None
+    traffic: WatchedTraffic
+
+
+class HangDetector:
     """What a hang is during training, and where what each rank waited for is written to."""
 
-    def __init__(self, grid: Grid, model: nn.Module, timeout_s: float, directory: Path):
-        self.axes: dict[str, Axis] = {axis.name: axis for axis in grid if axis.size > 1}
+    def __init__(self, axes: Mapping[str, WatchedAxis], model: nn.Module, timeout_s: float, directory: Path):
+        self.axes = axes
         self.timeout_s, self.directory = timeout_s, directory
-        if grid.device_type == "cuda":  # a GPU's collectives are watched over by NCCL, with its flight recorder
+        if next(model.parameters()).is_cuda:  # a GPU's collectives are watched over by NCCL, with its flight recorder
             for axis in self.axes.values():
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
         self.main = threading.main_thread().ident
@@ -73,7 +86,7 @@ class Guard:
         """What this rank is about: how many collectives it has begun on each axis, which it waits for, where it is."""
         begun = {name: axis.traffic.begun for name, axis in self.axes.items()}
         stack = traceback.extract_stack(sys._current_frames()[self.main])
-        ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(_HOUSE)]
+        ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(PACKAGE_ROOT)]
         where = ours[-1] if ours else str(stack[-1])
         return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": "".join(stack.format())}
 
@@ -93,7 +106,7 @@ class Guard:
         return None
 
 
-class Watch:
+class Watchdog:
     """One rank's part in watching over the job. ``ended`` is called, on the watching thread, with what the job ends of.
 
     Ranks watch in a ring, each its next, so that no store is asked for all by all.
@@ -101,7 +114,7 @@ class Watch:
 
     def __init__(self, store: dist.Store, rank: int, size: int, first_host: str, ended: Callable[[Failure], None]):
         self.store, self.rank, self.size, self.first_host, self.ended = store, rank, size, first_host, ended
-        self.guard: Guard | None = None
+        self.guard: HangDetector | None = None
         self._over = threading.Event()
         self._went_on = 0.0  # when this process was last stopped, and went on
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)

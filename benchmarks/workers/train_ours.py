@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.teams.training import BATCH, MODEL, OPTIM, in_a_row, our_model, sequences
-from benchmarks.turns import answers_alone, serve, share_groups
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.workers.training import BATCH, MODEL, OPTIM, in_a_row, our_model, sequences
 from gpt4d import optim
 from gpt4d.config import GridSizes, ModelConfig
-from gpt4d.launch import Launch
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.weights import WeightStream
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 
 class Training:
@@ -23,7 +23,7 @@ class Training:
         self.grid, self.step_tokens = Grid(sizes), batch * config.max_positions
         self.model = our_model(WeightStream(self.grid), config, cache_layers=config.layers)
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        self.gradient_sum = gradients.GradientSum(self.model.weights, parameters, shard=shard)
+        self.gradient_sum = gradients.GradientReducer(self.model.weights, parameters, shard=shard)
         self.owned = self.gradient_sum.owned
         self.optimizer = optim.build_optimizer(zip(names, self.owned, strict=True), OPTIM)
         self.ids, self.targets = sequences(self.grid.batch_shard, sizes.batch_shards, config, batch)
@@ -51,7 +51,7 @@ class Training:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_groups()
         contenders = {}

@@ -1,8 +1,8 @@
 import torch
 import torch.nn.functional as F
 
-from benchmarks.teams.plain import adamw, plain_model
-from benchmarks.teams.training import OPTIM, our_model, sequences, whole_weights
+from benchmarks.workers.torch_gpt import adamw, plain_model
+from benchmarks.workers.training import OPTIM, our_model, sequences, whole_weights
 from gpt4d.config import ModelConfig
 from gpt4d.optim import build_optimizer
 from gpt4d.parallel.grid import Grid

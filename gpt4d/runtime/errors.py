@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpt4d.config import ConfigError, NodeError, explained
-from gpt4d.launch import Launch, tell_error
+from gpt4d.config import ConfigError, NodeError, to_config_error
+from gpt4d.runtime.launch import Launch, tell_error
 
 _PATIENCE_S = 30.0
 
@@ -22,7 +22,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except Exception as raised:
-        error = explained(raised)
+        error = to_config_error(raised)
         if not isinstance(error, ConfigError):
             raise
         launch = Launch.from_environment()

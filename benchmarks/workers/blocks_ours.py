@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.teams import blocks
-from benchmarks.teams.blocks import LAYERS, SIZES
-from benchmarks.turns import answers_alone, serve, share_groups
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.workers import blocks
+from benchmarks.workers.blocks import LAYERS, SIZES
 from gpt4d.config import OverlapConfig
-from gpt4d.launch import Launch
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.weights import WeightStream
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 # name: (all-reduce, reduce-scatter, all-gather, blocks cached)
 SETTINGS = {
@@ -45,7 +45,7 @@ class Blocks:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_groups()
         grid = Grid(SIZES)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes, ModelConfig
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
+from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
 
@@ -20,7 +20,7 @@ MODEL = ModelConfig("blocks", LAYERS, HIDDEN, HEADS, vocab_size=8, vocab_multipl
 
 def our_model(weights: WeightStream, **settings) -> GPT:
     model = GPT(MODEL, weights, **settings)
-    initialise(model, 0, weights.grid)
+    initialize(model, 0, weights.grid)
     return model
 
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from benchmarks.turns import Entry, take_turns
+from benchmarks.interleave import Entry, interleave
 
 # A team without a framework: it notes each turn in a file, and answers what a real one would.
 TEAM = """
@@ -35,7 +35,7 @@ class TwoRanks:
 
 def test_contenders_alternate_across_teams_and_every_rank_gets_the_turn(tmp_path):
     cluster = TwoRanks(tmp_path / "log")
-    rows = take_turns(cluster, [Entry("One", "one"), Entry("Two", "two")], repeats=3, warm_up=1)
+    rows = interleave(cluster, [Entry("One", "one"), Entry("Two", "two")], repeats=3, warm_up=1)
     noted = cluster.log.read_text().split()
     of_rank_0 = [turn.removesuffix("/0") for turn in noted if turn.endswith("/0")]
     assert of_rank_0 == ["one.a", "one.b", "two.a", "two.b"] * 4
@@ -53,18 +53,21 @@ def test_contenders_alternate_across_teams_and_every_rank_gets_the_turn(tmp_path
 def test_a_rank_that_ends_ends_the_run_with_its_words(tmp_path):
     cluster = TwoRanks(tmp_path / "log")
     with pytest.raises(RuntimeError, match=r"rank 1 of (?s:.*)out of luck"):
-        take_turns(cluster, [Entry("Broken", "broken")], repeats=100)
+        interleave(cluster, [Entry("Broken", "broken")], repeats=100)
     assert all(process.poll() is not None for process in cluster.started)
 
 
 def test_a_team_without_its_package_is_left_out_with_one_line(tmp_path, capsys):
     entries = [Entry("Absent", "absent", needs="no_such_package"), Entry("One", "one")]
-    rows = take_turns(TwoRanks(tmp_path / "log"), entries, repeats=1, warm_up=0)
+    rows = interleave(TwoRanks(tmp_path / "log"), entries, repeats=1, warm_up=0)
     assert {row["family"] for row in rows} == {"One"}
     assert capsys.readouterr().out == "Absent: no_such_package is not installed, left out\n"
 
 
 def test_answers_are_apart_from_what_libraries_print():
-    words = "from benchmarks.turns import answers_alone as a; t = a(); print('chatter'); print('answer', file=t)"
+    words = (
+        "from benchmarks.interleave import redirect_stdout_for_answers as redirect; answers = redirect(); "
+        "print('chatter'); print('answer', file=answers)"
+    )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("answer\n", "chatter\n")

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from gpt4d.parallel import watch
-from gpt4d.parallel.watch import Watch
+from gpt4d.runtime import watchdog
+from gpt4d.runtime.watchdog import Watchdog
 
 
 class Clock:
@@ -36,10 +36,10 @@ def failures(monkeypatch, looks: list[float], beats_until: float) -> list[str]:
         if now < 1000 + beats_until:
             store.add("alive/1", 1)
 
-    watching = Watch(store, 0, 2, "nid1", lambda failure: said.append(str(failure)))
+    watching = Watchdog(store, 0, 2, "nid1", lambda failure: said.append(str(failure)))
     clock = Clock(looks, beat)
     watching._over = clock
-    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watchdog, "time", clock)
     watching._watch()
     return said
 

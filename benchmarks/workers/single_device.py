@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from benchmarks.teams import train_ours, train_torch
-from benchmarks.teams.plain import plain_model
-from benchmarks.teams.training import sequences, whole_weights
-from benchmarks.turns import answers_alone, serve
+from benchmarks.interleave import redirect_stdout_for_answers, serve
+from benchmarks.workers import train_ours, train_torch
+from benchmarks.workers.torch_gpt import plain_model
+from benchmarks.workers.training import sequences, whole_weights
 from gpt4d.config import GridSizes, ModelConfig, from_arguments
-from gpt4d.launch import Launch
 from gpt4d.parallel import collectives
-from gpt4d.parallel.job import process_group
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 
 @dataclass
@@ -54,7 +54,7 @@ def counted_or_not(training: train_ours.Training) -> dict[str, Callable]:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     sizes = from_arguments(Sizes, sys.argv[1:])
     config, batch = sizes.model(), sizes.batch
     whole = whole_weights(config)

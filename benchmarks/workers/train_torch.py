@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.teams.plain import PlainGPT, adamw, plain_model
-from benchmarks.teams.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
-from benchmarks.turns import answers_alone, serve, share_groups
-from gpt4d.launch import Launch
-from gpt4d.parallel.job import process_group
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.workers.torch_gpt import PlainGPT, adamw, plain_model
+from benchmarks.workers.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 
 def tensor_parallel(model: PlainGPT, mesh: DeviceMesh) -> None:
@@ -103,7 +103,7 @@ def contenders(whole: dict[str, torch.Tensor]) -> dict[str, Callable]:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     whole = whole_weights()
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_groups()

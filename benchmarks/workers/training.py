@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.turns import Step
+from benchmarks.interleave import Step
 from gpt4d.config import ModelConfig, OptimConfig
 from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialise
+from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
 
@@ -36,7 +36,7 @@ def _of_one_step(answer: dict) -> dict:
 
 def our_model(weights: WeightStream, config: ModelConfig = MODEL, cache_layers: int = 0) -> GPT:
     model = GPT(config, weights, cache_layers=cache_layers)
-    initialise(model, 0, weights.grid)
+    initialize(model, 0, weights.grid)
     return model
 
 

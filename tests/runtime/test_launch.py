@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt4d.launch import Launch, first_host, tasks_on_node
+from gpt4d.runtime.launch import Launch, first_host, tasks_on_node
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "71",

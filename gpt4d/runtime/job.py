@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError, NodeError
-from gpt4d.launch import Launch, device_of, tell_error
-from gpt4d.parallel.watch import Failure, Watch
+from gpt4d.runtime.launch import Launch, device_of, tell_error
+from gpt4d.runtime.watchdog import Failure, Watchdog
 
 _MEETING_S = 300.0  # for all ranks to come
 _LEAVING_S = 60.0  # for all ranks to end
@@ -29,7 +29,7 @@ class Job:
     """This rank's part of it: its device and, where there are others, the watch over them."""
 
     device: torch.device
-    watch: Watch | None = None
+    watch: Watchdog | None = None
 
 
 @contextmanager
@@ -44,14 +44,14 @@ def process_group(launch: Launch, device: torch.device | None = None) -> Iterato
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // launch.local_world_size))
     if launch.master is None:
-        with _initialised(launch, dist.HashStore(), device or device_of(launch)) as device:
+        with _initialized(launch, dist.HashStore(), device or device_of(launch)) as device:
             yield Job(device)
         return
     meeting = _Meeting(launch)
     try:
         device = device or device_of(launch)
         meeting.all_here()
-        with _initialised(launch, meeting.store, device):
+        with _initialized(launch, meeting.store, device):
             yield Job(device, meeting.watch)
     except NodeError as error:  # the others wait for this rank
         meeting.watch.fail(str(error), of_another=False)
@@ -67,7 +67,7 @@ def process_group(launch: Launch, device: torch.device | None = None) -> Iterato
 
 
 @contextmanager
-def _initialised(launch: Launch, store: dist.Store, device: torch.device) -> Iterator[torch.device]:
+def _initialized(launch: Launch, store: dist.Store, device: torch.device) -> Iterator[torch.device]:
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -91,7 +91,7 @@ class _Meeting:
         self.store.set(f"host/{launch.rank}", socket.gethostname())
         self._ending = threading.Lock()
         first_host = launch.master.rsplit(":", 1)[0]
-        self.watch = Watch(for_watch, launch.rank, launch.world_size, first_host, self._end)
+        self.watch = Watchdog(for_watch, launch.rank, launch.world_size, first_host, self._end)
         self.watch.start()
 
     def _connected(self, server: bool) -> dist.Store:

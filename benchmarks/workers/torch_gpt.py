@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.teams.training import OPTIM
+from benchmarks.workers.training import OPTIM
 from gpt4d.config import ModelConfig
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.teams.plain import adamw, plain_weights
-from benchmarks.teams.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
-from benchmarks.turns import answers_alone, serve, share_groups
-from gpt4d.launch import Launch
-from gpt4d.parallel.job import process_group
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.workers.torch_gpt import adamw, plain_weights
+from benchmarks.workers.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 # name: (tensor-parallel size, gradients summed behind the backward)
 SETTINGS = {
@@ -177,7 +177,7 @@ def _megatron_name(name: str) -> str:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     whole = whole_weights()
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_groups()

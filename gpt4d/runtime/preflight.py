@@ -6,7 +6,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,13 @@ from pathlib import Path
 import torch
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.parallel import collectives
-from gpt4d.parallel.agreement import gathered, on_first_rank
-from gpt4d.parallel.grid import Grid
+from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
 
 _MARK = ".these-ranks-meet-here"
 _PATIENCE_S = 30.0  # for a file to be seen from another node
 _REPEATS = 3
 _ROUNDS = 3  # at most: what is slow now and then is a busy machine, not a slow one
-_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # exchanged; squared in a computation, about
+_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # squared in a computation, about
 _SLOWER = 3.0  # times the median: worth a word
 
 
@@ -38,7 +36,7 @@ class Node:
     device: str
     run_dir: str  # what it finds there
 
-    MENDS = {  # noqa: RUF012
+    FIXES = {  # noqa: RUF012
         "code": "gpt4d's code: bring it up to date there",
         "config": "the configuration: give all ranks the same, and the same environment",
         "torch": "torch: install one version everywhere",
@@ -56,28 +54,29 @@ class Node:
         return cls(socket.gethostname(), _code(), values, torch.__version__, platform.python_version(), name, found)
 
 
-def compare(config: Config, grid: Grid, device: torch.device) -> tuple[list[str], list[str]]:
+def compare(
+    config: Config, device: torch.device, exchanges: Mapping[str, Callable[[], None]]
+) -> tuple[list[str], list[str]]:
     """Each rank's host, and words about what is slow. All ranks call it.
 
     ConfigError, on all alike, naming the first rank that has other code, settings or versions than rank 0, does not see
     its ``run.dir``, or shares a GPU with another.
     """
     path = Path(config.run.dir) / _MARK
-    mark = on_first_rank(lambda: _marked(path))
-    nodes = gathered(Node.here(config, device, mark))
-    on_first_rank(lambda: path.unlink(missing_ok=True))
+    mark = run_on_rank0(lambda: _marked(path))
+    nodes = all_gather_object(Node.here(config, device, mark))
+    run_on_rank0(lambda: path.unlink(missing_ok=True))
     problem = difference(nodes)
     if problem:
         raise ConfigError(problem)
     hosts = [node.host for node in nodes]
-    work = {axis.name: partial(_exchange, axis, device) for axis in grid if axis.size > 1}
-    return hosts, _slow_again_and_again(work | {"computation": partial(_compute, device)}, hosts)
+    return hosts, _slow_again_and_again(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
 
 
 def difference(nodes: list[Node]) -> str | None:
     """In what a rank differs from the first, and how to mend it; None if in nothing."""
     for rank, node in enumerate(nodes):
-        for what, mend in Node.MENDS.items():
+        for what, mend in Node.FIXES.items():
             if getattr(node, what) != getattr(nodes[0], what):
                 return f"rank {rank} on {node.host} differs from rank 0 on {nodes[0].host} in {mend}"
     taken: dict[tuple[str, str], int] = {}
@@ -113,7 +112,7 @@ def _slow_again_and_again(work: dict[str, Callable[[], None]], hosts: list[str])
     words = []
     for _ in range(_ROUNDS):
         seconds = {what: min(seconds[what], _best(of)) for what, of in work.items()}
-        words = slow(gathered(seconds), hosts)
+        words = slow(all_gather_object(seconds), hosts)
         if not words:
             break
     return words
@@ -149,10 +148,6 @@ def _timed(work: Callable[[], None]) -> Iterator[float]:
         started = time.perf_counter()
         work()
         yield time.perf_counter() - started
-
-
-def _exchange(axis, device: torch.device) -> None:
-    collectives.all_reduce(torch.ones(_ELEMENTS[device.type], device=device), axis)[0].item()
 
 
 def _compute(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 WAIT = """
 import os, sys, time
-from gpt4d.signals import Stopped, listening
+from gpt4d.runtime.signals import Stopped, listening
 with listening(told=True) as stop:
     {}
 """
@@ -51,7 +51,7 @@ def test_a_run_that_has_saved_ends_with_75():
 
 
 def test_afterwards_signals_do_what_they_did_before():
-    from gpt4d.signals import listening
+    from gpt4d.runtime.signals import listening
 
     before = signal.getsignal(signal.SIGUSR1)
     descriptors = len(os.listdir("/proc/self/fd"))

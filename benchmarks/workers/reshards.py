@@ -7,12 +7,12 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from benchmarks.turns import answers_alone, serve
-from gpt4d.launch import Launch
-from gpt4d.parallel.job import process_group
+from benchmarks.interleave import redirect_stdout_for_answers, serve
 from gpt4d.parallel.resharding.mesh import Mesh, Tile, parse
 from gpt4d.parallel.resharding.planning import Plan, plan
 from gpt4d.parallel.resharding.transfer import Link
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 HOSTS, RANKS = 5, 4
 SHAPE = (128, 256, 128)  # the paper's (1024, 1024, 512), an element of ours for 128 of theirs
@@ -113,7 +113,7 @@ def room(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     wanted = sys.argv[1:]
     with process_group(Launch.from_environment(), torch.device("cpu")):
         link = Link("reshard", dist.new_group(), torch.device("cpu"))

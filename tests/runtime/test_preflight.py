@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.parallel import startup
-from gpt4d.parallel.startup import Node, difference, slow
+from gpt4d.runtime import preflight
+from gpt4d.runtime.preflight import Node, difference, slow
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -16,11 +16,11 @@ def test_equal_nodes_differ_in_nothing():
     assert difference([NODE, replace(NODE, host="nid2")]) is None
 
 
-@pytest.mark.parametrize("what", Node.MENDS)
+@pytest.mark.parametrize("what", Node.FIXES)
 def test_the_first_rank_that_differs_is_named_with_what_mends_it(what):
     odd = replace(NODE, host="nid3", **{what: "other"})
     words = difference([NODE, NODE, odd, odd])
-    assert words == f"rank 2 on nid3 differs from rank 0 on nid1 in {Node.MENDS[what]}"
+    assert words == f"rank 2 on nid3 differs from rank 0 on nid1 in {Node.FIXES[what]}"
 
 
 def test_two_tasks_on_one_gpu_are_told():
@@ -47,11 +47,11 @@ def _measure(seconds):
 
     last = dist.get_rank() == dist.get_world_size() - 1
     taken = iter(seconds if last else [1.0] * len(seconds))
-    startup._best, best = (lambda _: next(taken)), startup._best
+    preflight._best, best = (lambda _: next(taken)), preflight._best
     try:
-        return startup._slow_again_and_again({"computation": None}, ["a", "b", "c"])
+        return preflight._slow_again_and_again({"computation": None}, ["a", "b", "c"])
     finally:
-        startup._best = best
+        preflight._best = best
 
 
 def test_what_is_slow_once_is_not_told_and_what_stays_slow_is(ranks):
@@ -65,11 +65,11 @@ def test_what_is_slow_once_is_not_told_and_what_stays_slow_is(ranks):
 def train_with_other_code(config):
     import torch.distributed as dist
 
-    startup._code, code = (lambda: f"edited on {dist.get_rank() // 2}"), startup._code
+    preflight._code, code = (lambda: f"edited on {dist.get_rank() // 2}"), preflight._code
     try:
         train_in_rank(config)
     finally:
-        startup._code = code
+        preflight._code = code
 
 
 def test_a_run_whose_nodes_have_other_code_does_not_begin(ranks, tiny):
@@ -88,11 +88,11 @@ def _train_with_unshared_directory(config, other):
     """On a rank: the same path is another directory on the second, as on a disk of its own."""
     import torch.distributed as dist
 
-    seen = startup._seen
-    startup._PATIENCE_S = 0.0
+    seen = preflight._seen
+    preflight._PATIENCE_S = 0.0
     if dist.get_rank():
-        startup._seen = lambda path, mark: seen(path.parent.parent / "other" / path.name, mark)
+        preflight._seen = lambda path, mark: seen(path.parent.parent / "other" / path.name, mark)
     try:
         train_in_rank(config)
     finally:
-        startup._seen, startup._PATIENCE_S = seen, 30.0
+        preflight._seen, preflight._PATIENCE_S = seen, 30.0

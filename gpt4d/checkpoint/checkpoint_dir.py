@@ -100,7 +100,7 @@ def _entries(run_dir: Path) -> list[Path]:
         raise ConfigError(f"run.dir={run_dir}: {error.filename} cannot be read ({error.strerror})") from None
 
 
-def to_try(resume: str, run_dir: Path) -> list[Path]:
+def resume_candidates(resume: str, run_dir: Path) -> list[Path]:
     """The checkpoints that ``checkpoint.resume`` means, in the order in which to try them.
 
     auto: those of ``run_dir``, the newest first; never: none; a path: the one it locates. ConfigError if another than
@@ -175,7 +175,7 @@ def retain(newest: Path, keep: int, keep_every: int | None) -> None:
             _remove(path)
 
 
-def set_aside(directory: Path) -> Path:
+def quarantine(directory: Path) -> Path:
     """Takes a damaged checkpoint out of the run's. It is there to be looked at until the next is committed."""
     aside = directory.with_name(directory.name + _DAMAGED)
     if aside.exists():

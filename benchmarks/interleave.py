@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple, TextIO
 
 from benchmarks import report
-from benchmarks.cluster import Cluster, Here
+from benchmarks.cluster import Cluster, LocalHost
 
 Step = Callable[[], Callable[[], dict]]
 """One step of a contender. It is timed; what it returns is called afterwards, and gives what else there is to tell."""
@@ -93,7 +93,7 @@ class Entry(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-def take_turns(cluster: Cluster | Here, entries: list[Entry], repeats: int, warm_up: int = 2) -> list[dict]:
+def interleave(cluster: Cluster | LocalHost, entries: list[Entry], repeats: int, warm_up: int = 2) -> list[dict]:
     """A row (``report.row``) for each contender of the teams that can take part, after steps that do not count."""
     # What ends a run that takes too long asks for it with SIGTERM; stopped ranks would outlive a parent that just dies.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -160,7 +160,7 @@ def share_groups() -> None:
     dist.new_group = distributed_c10d.new_group = device_mesh.new_group = new_or_shared
 
 
-def answers_alone() -> TextIO:
+def redirect_stdout_for_answers() -> TextIO:
     """Standard output, for the answers alone: what libraries print from now on goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

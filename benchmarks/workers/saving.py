@@ -12,16 +12,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.turns import answers_alone, serve
-from gpt4d.checkpoint import catalog, sharded, verifying
+from benchmarks.interleave import redirect_stdout_for_answers, serve
+from gpt4d.checkpoint import checkpoint_dir, sharded, verifying
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.checkpoint.sharded import Part
 from gpt4d.config import CheckpointConfig, GridSizes, ModelConfig, from_arguments
-from gpt4d.launch import Launch
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.job import process_group
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import ParameterSpec
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 RANKS = 4
 ROWS, COLUMNS = Layout(("z",), ()), Layout((), ("x",))
@@ -63,7 +63,7 @@ class Saving:
 
     def start(self, name: str) -> None:
         self.step += 1
-        meta = catalog.Meta(catalog.Progress(self.step), ModelConfig(), {}, "", "")
+        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(self.step), ModelConfig(), {}, "", "")
         self.savers[name].start(meta, self.rows, b"{}")
 
     def save(self) -> Callable[[], dict]:
@@ -145,7 +145,7 @@ class Saving:
 
 
 if __name__ == "__main__":
-    answers = answers_alone()
+    answers = redirect_stdout_for_answers()
     config = from_arguments(State, sys.argv[1:])
     with process_group(Launch.from_environment(), torch.device("cpu")):
         serve(Saving(config).turns(), answers)
