@@ -1,15 +1,19 @@
 """The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
 
 from gpt4d.config.checks import (
+    Divisibility,
+    check_above_0,
+    check_at_least,
     check_choice,
     check_data,
+    check_fraction,
     check_picture,
     check_values,
     divisors,
     grid_problem,
+    grid_sizes,
     profiled_steps,
     tokenizer_file,
-    validate,
     value_of,
 )
 from gpt4d.config.composing import (
@@ -19,6 +23,7 @@ from gpt4d.config.composing import (
     from_arguments,
     known_keys,
     read_cluster,
+    register_model,
     to_config,
     to_config_error,
 )
@@ -46,6 +51,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "Divisibility",
     "GridSizes",
     "LevelConfig",
     "MeasuredConfig",
@@ -55,8 +61,11 @@ __all__ = [
     "OverlapConfig",
     "ParallelConfig",
     "TrainConfig",
+    "check_above_0",
+    "check_at_least",
     "check_choice",
     "check_data",
+    "check_fraction",
     "check_picture",
     "check_values",
     "compose",
@@ -64,12 +73,13 @@ __all__ = [
     "expand_cluster",
     "from_arguments",
     "grid_problem",
+    "grid_sizes",
     "known_keys",
     "profiled_steps",
     "read_cluster",
+    "register_model",
     "to_config",
     "to_config_error",
     "tokenizer_file",
-    "validate",
     "value_of",
 ]

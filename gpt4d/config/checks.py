@@ -4,8 +4,10 @@ import glob
 import math
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpt4d.config.schema import (
     ClusterConfig,
@@ -13,29 +15,9 @@ from gpt4d.config.schema import (
     ConfigError,
     DataConfig,
     GridSizes,
-    ModelConfig,
     ParallelConfig,
     TrainConfig,
 )
-
-
-def validate(config: Config, world_size: int) -> GridSizes:
-    """The grid this configuration trains on, once everything that can be known without devices has been checked.
-
-    Raises ConfigError naming the key, its value and the values that would do.
-    """
-    check_values(config)
-    if config.parallel.mode == "atp":
-        raise ConfigError(
-            "parallel.mode=atp: the planner ranks meshes so, python -m gpt4d.planner parallel.mode=atp world_size=…; "
-            "train on DeviceMesh(d1, d2) with parallel.gx=d1 parallel.gy=d2"
-        )
-    sizes = grid_sizes(config.parallel, world_size)
-    problem = grid_problem(config.model, config.train, sizes)
-    if problem:
-        raise ConfigError(problem)
-    check_data(config.data)
-    return sizes
 
 
 def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
@@ -59,32 +41,37 @@ def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
 
 
-def grid_problem(model: ModelConfig, train: TrainConfig, sizes: GridSizes) -> str | None:
-    """Why this model and batch cannot be split over this grid, in one line; None if they can.
+@dataclass(frozen=True)
+class Divisibility:
+    """A rule of a model: the product of some axes' sizes must divide an extent."""
 
-    The one place that decides it. The dims are those of the layers' layouts: heads over x; the rows of a normal
-    layer over y and z, of a transposed one and of the embedding over x and z; the batch over data and z.
-    """
-    rules = [
-        ("model.heads", model.heads, "parallel.gx", sizes.x),
-        ("model.hidden", model.hidden, "parallel.gy·gz", sizes.y * sizes.z),
-        ("model.hidden", model.hidden, "parallel.gx·gz", sizes.x * sizes.z),
-        ("the padded vocabulary", model.padded_vocab_size, "parallel.gx·gz", sizes.x * sizes.z),
-    ]
-    for what, extent, axes, parts in rules:
-        if extent % parts:
-            mend = " (or another model.vocab_multiple)" if "vocabulary" in what else ""
-            return f"{axes}={parts} does not divide {what}={extent}: use one of {_list(divisors(extent))}{mend}"
+    what: str  # the extent in the user's terms, such as model.hidden
+    extent: int
+    axes: tuple[str, ...]
+    remedy: str = ""  # another way to satisfy it
+
+
+def grid_problem(rules: Iterable[Divisibility], train: TrainConfig, sizes: GridSizes) -> str | None:
+    """Return why a model with these rules and the batch cannot be split over a grid, in one line; None if they can."""
+    for rule in rules:
+        parts = math.prod(getattr(sizes, axis) for axis in rule.axes)
+        if rule.extent % parts:
+            axes = "·".join(f"g{axis}" for axis in rule.axes)
+            remedy = f" ({rule.remedy})" if rule.remedy else ""
+            return (
+                f"parallel.{axes}={parts}: does not divide {rule.what}={rule.extent}; "
+                f"use one of {_list(divisors(rule.extent))}{remedy}"
+            )
     share, rest = divmod(train.batch_size, sizes.batch_shards)
     if rest:
         return (
-            f"train.batch_size={train.batch_size} cannot be split over parallel.gdata·gz={sizes.batch_shards}: "
+            f"train.batch_size={train.batch_size}: cannot be split over parallel.gdata·gz={sizes.batch_shards}; "
             f"use a multiple of {sizes.batch_shards}"
         )
     if train.micro_batch_size is not None and share % train.micro_batch_size:
         return (
-            f"train.micro_batch_size={train.micro_batch_size} does not divide a device's share of the batch, "
-            f"train.batch_size/(gdata·gz)={share}: use one of {_list(divisors(share))}"
+            f"train.micro_batch_size={train.micro_batch_size}: does not divide a device's share of the batch, "
+            f"train.batch_size/(gdata·gz)={share}; use one of {_list(divisors(share))}"
         )
     return None
 
@@ -96,8 +83,8 @@ def check_data(data: DataConfig) -> None:
     ``data.tokenizer`` a missing file.
     """
     for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # 256 bytes, the end, one merge
-        _at_least(f"data.{key}", getattr(data, key), least)
-    _fraction("data.validation_fraction", data.validation_fraction)
+        check_at_least(f"data.{key}", getattr(data, key), least)
+    check_fraction("data.validation_fraction", data.validation_fraction)
     check_choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
     if data.source not in ("sotu", "blend") and not data.path:
         needed = {"hub": "the name of its dataset", "tokens": "the directory of prepare's out=DIR"}
@@ -149,47 +136,42 @@ def profiled_steps(config: Config) -> tuple[int, int] | None:
     return first, last
 
 
-def check_values(config: Config) -> None:
-    model, train, optim = config.model, config.train, config.optim
+class ModelFamily(Protocol):
+    """What the checks need of a model family (gpt4d.model.family.Family)."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for model settings that are impossible on any grid."""
+
+    def describe(self, config: Any) -> Any:
+        """Return the model's description, which has ``blocks``."""
+
+
+def check_values(config: Config, family: ModelFamily) -> None:
+    """Check every value that needs no devices. Raises ConfigError that names the key, its value and the remedy."""
+    train, optim = config.train, config.optim
     at_least = {
-        "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.vocab_size": 1, "model.vocab_multiple": 1,
-        "model.max_positions": 1,
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
         "train.validate_every": 0, "train.max_skipped": 1,
         "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
         "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0,
-        "parallel.timeout_s": 1, "model.norm_epsilon": 0,
+        "parallel.timeout_s": 1,
     }  # fmt: skip
     for key, least in at_least.items():
-        _at_least(key, value_of(config, key), least)
-    for key in ("model.dropout", "model.attention_dropout", "optim.beta1", "optim.beta2"):
-        _fraction(key, value_of(config, key))
-    layers = config.parallel.cache_layers
-    if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= model.layers):
-        raise ConfigError(f"parallel.cache_layers={layers}: use all, or a number of blocks from 0 to {model.layers}")
+        check_at_least(key, value_of(config, key), least)
+    for key in ("optim.beta1", "optim.beta2"):
+        check_fraction(key, value_of(config, key))
     check_choice("parallel.mode", config.parallel.mode, ("4d", "atp", "auto"))
     check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
     check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
     check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
-    if model.hidden % model.heads:
-        raise ConfigError(
-            f"model.heads={model.heads} does not divide model.hidden={model.hidden}: "
-            f"use one of {_list(divisors(model.hidden))}"
-        )
-    if train.seq_len > model.max_positions:
-        raise ConfigError(
-            f"train.seq_len={train.seq_len} is longer than model.max_positions={model.max_positions}: "
-            "lower the one or raise the other"
-        )
-    if config.data.tokenizer_vocab > model.vocab_size:
-        raise ConfigError(
-            f"data.tokenizer_vocab={config.data.tokenizer_vocab} is more than model.vocab_size={model.vocab_size}: "
-            "the model must have a row for every token"
-        )
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}: the cosine goes down")
+    family.check(config)
+    layers, blocks = config.parallel.cache_layers, len(family.describe(config.model).blocks)
+    if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= blocks):
+        raise ConfigError(f"parallel.cache_layers={layers}: not a number of blocks; use all, or 0 to {blocks}")
     profiled_steps(config)
     check_cluster(config.cluster)
     resume = config.checkpoint.resume
@@ -201,28 +183,28 @@ def check_cluster(cluster: ClusterConfig) -> None:
     """All the checks of a machine. ConfigError for one that cannot be."""
     check_choice("cluster.device", cluster.device, ("cpu", "cuda"))
     for key in ("memory_gib", "matmul_tflops", "memory_gb_s"):
-        _above_0(f"cluster.{key}", getattr(cluster, key))
+        check_above_0(f"cluster.{key}", getattr(cluster, key))
     for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
-        _at_least(f"cluster.{key}", getattr(cluster, key), 0)
+        check_at_least(f"cluster.{key}", getattr(cluster, key), 0)
     if not cluster.levels:
         raise ConfigError("cluster.levels=[]: a machine has one level of links at the least, {group_gb_s: 1}")
     for number, level in enumerate(cluster.levels):
         name = f"cluster.levels[{number}]"
         if level.ranks is None and number:
             raise ConfigError(f"{name}.ranks=None: say how many it joins; only the outermost may leave it open")
-        _at_least(f"{name}.ranks", level.ranks, 1)
-        _above_0(f"{name}.group_gb_s", level.group_gb_s)
-        _above_0(f"{name}.pair_gb_s", level.pair_gb_s)
-        _at_least(f"{name}.latency_us", level.latency_us, 0)
+        check_at_least(f"{name}.ranks", level.ranks, 1)
+        check_above_0(f"{name}.group_gb_s", level.group_gb_s)
+        check_above_0(f"{name}.pair_gb_s", level.pair_gb_s)
+        check_at_least(f"{name}.latency_us", level.latency_us, 0)
     for number, entry in enumerate(cluster.measured):
         name = f"cluster.measured[{number}]"
         check_choice(f"{name}.kind", entry.kind, ("all_reduce", "all_gather", "reduce_scatter"))
         for key in ("local", "nodes", "sharing"):
-            _at_least(f"{name}.{key}", getattr(entry, key), 1)
-        _at_least(f"{name}.local·nodes", entry.local * entry.nodes, 2)
-        _above_0(f"{name}.gb_s", entry.gb_s)
-        _at_least(f"{name}.latency_us", entry.latency_us, 0)
-        _at_least(f"{name}.hidden", entry.hidden, 0)
+            check_at_least(f"{name}.{key}", getattr(entry, key), 1)
+        check_at_least(f"{name}.local·nodes", entry.local * entry.nodes, 2)
+        check_above_0(f"{name}.gb_s", entry.gb_s)
+        check_at_least(f"{name}.latency_us", entry.latency_us, 0)
+        check_at_least(f"{name}.hidden", entry.hidden, 0)
     if cluster.atp_gb_s is not None and not _are_bandwidths(cluster.atp_gb_s):
         raise ConfigError(
             f"cluster.atp_gb_s={cluster.atp_gb_s}: meshes and two bandwidths above 0 of each, null for a dimension of "
@@ -243,17 +225,17 @@ def _are_bandwidths(found: Any) -> bool:
     return True
 
 
-def _above_0(key: str, value: float | None) -> None:
+def check_above_0(key: str, value: float | None) -> None:
     if value is not None and not value > 0:
         raise ConfigError(f"{key}={value}: use a value above 0")
 
 
-def _at_least(key: str, value: float | None, least: float) -> None:
+def check_at_least(key: str, value: float | None, least: float) -> None:
     if value is not None and not value >= least:
         raise ConfigError(f"{key}={value}: use a value of at least {least}")
 
 
-def _fraction(key: str, value: float) -> None:
+def check_fraction(key: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gpt4d.config.schema import ClusterConfig, Config, ConfigError
+from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -94,22 +94,37 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
     return replace(OmegaConf.to_object(config), **texts)
 
 
-def register_schema() -> None:
-    """Makes Hydra check ``configs/train.yaml`` and every override against ``Config``."""
+_model_schemas: dict[str, type[ModelConfig]] = {}
+
+
+def register_model(name: str, schema: type[ModelConfig]) -> None:
+    """Let Hydra check the settings of a model family: ``model=<name>`` selects them with their defaults."""
+    from hydra.core.config_store import ConfigStore
+
+    _model_schemas[name] = schema
+    ConfigStore.instance().store(group="model", name=name, node=schema)
+
+
+def _register_schema() -> None:
+    """Let Hydra check ``configs/train.yaml`` and every override against ``Config``."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
 
 
-register_schema()
+_register_schema()
 
 
 def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
     """Every key of a config class, dotted: ``parallel.gx``."""
-    keys = []
+    keys: dict[str, None] = {}
     for name, kind in get_type_hints(schema).items():
-        keys += known_keys(kind, f"{prefix}{name}.") if is_dataclass(kind) else [prefix + name]
-    return keys
+        if not is_dataclass(kind):
+            keys[prefix + name] = None
+            continue
+        for group in [kind, *(_model_schemas.values() if kind is ModelConfig else ())]:
+            keys |= dict.fromkeys(known_keys(group, f"{prefix}{name}."))
+    return list(keys)
 
 
 def _flat_keys(values: dict, prefix: str = "") -> list[str]:

@@ -4,7 +4,6 @@ The YAML files under ``configs/`` hold values for these fields; Hydra merges the
 them. No torch in this package: a mistake is answered at once.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,22 +18,9 @@ class NodeError(ConfigError):
 
 @dataclass
 class ModelConfig:
-    """A GPT-2: pre-LayerNorm, learned positions, GELU, biases, head tied to the token embedding."""
+    """Settings that every model has. Each family derives its own from it (gpt4d.model.registry)."""
 
-    name: str = "gpt_tiny"
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    vocab_size: int = 4096  # tokens the tokenizer may give
-    vocab_multiple: int = 128  # the embedding is padded to a multiple of this, so that gx·gz can divide it
-    max_positions: int = 256  # the longest sequence
-    dropout: float = 0.0  # of the embedding and of each block's two outputs
-    attention_dropout: float = 0.0  # of the attention weights; above 0 the fused attention kernels are not used
-    norm_epsilon: float = 1e-5
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+    name: str = "model"
 
 
 @dataclass
@@ -50,7 +36,7 @@ class DataConfig:
     skip_empty: bool = False  # false: an empty document is an error
     blend: Any = None  # source=blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}
     tokenizer: str | None = None  # gpt2; a tokenizer.json or a directory; a hub name; null: trained on the corpus
-    tokenizer_vocab: int = "${model.vocab_size}"  # tokens of the BPE tokenizer trained on the corpus, at the most
+    tokenizer_vocab: int | None = "${oc.select:model.vocab_size,null}"  # largest vocabulary of a tokenizer trained here
     validation_fraction: float = 0.05  # of the documents, chosen by their hash; never trained on
     shuffle: bool = True
     reset_attention: bool = False  # attention and positions stay inside a document
@@ -128,7 +114,7 @@ class ClusterConfig:
 @dataclass
 class TrainConfig:
     steps: int = 600
-    seq_len: int = "${model.max_positions}"  # tokens; the longest the model takes unless told otherwise
+    seq_len: int = "${oc.select:model.max_positions,1}"  # tokens; by default the longest the model takes
     batch_size: int = 8  # sequences of one step, over all devices
     micro_batch_size: int | None = None  # sequences a device takes at once; null: its share of the batch, at once
     seed: int = 0

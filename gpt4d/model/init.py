@@ -1,4 +1,4 @@
-"""Initial weights and dropout keys: functions of (seed, name, global index) alone, so that every grid starts alike."""
+"""Initial weights and dropout keys depend on (seed, name, global index) only, so that every grid starts alike."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from gpt4d.parallel.layers.dropout import Dropout
 
 
 def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
-    """Fills this rank's part of every parameter as its spec says, and gives every dropout its key."""
+    """Fill this rank's part of every parameter according to its spec, and set the key of every dropout."""
     for name, parameter in model.named_parameters():
         spec = parameter.spec
         with torch.no_grad():

@@ -1,17 +1,19 @@
 """The layout: which mesh axes split each dim of a tensor. The one description of sharding in the project.
 
-Initialisation, gradient reduction, the global norm, checkpoints and exports all read it; nothing else says where an
-element of a tensor lives. No torch here: a layout is a value.
+Initialization, gradient reduction, the global norm, checkpoints, exports, resharding and the planner all read it; nothing
+else says where an element of a tensor lives. This module does not import torch: a layout is a value.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpt4d.config import GridSizes
+
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """For each dim of a tensor the axes that split it, outermost first; axes not named replicate the tensor.
+    """For each dim of a tensor, the axes that split it, outermost first; axes not named replicate the tensor.
 
     ``Layout(("y", "z"), ("x",))`` is the weight [in, out] of a normal layer: rows over y and, within that, over z;
     columns over x; one copy along data.
@@ -22,17 +24,16 @@ class Layout:
 
     def __init__(self, *dims: tuple[str, ...]):
         named = [axis for dim in dims for axis in dim]
-        assert len(named) == len(set(named)), f"an axis splits one dim of a tensor at the most, not {dims}"
+        assert len(named) == len(set(named)), f"an axis can split only one dim of a tensor, not {dims}"
         object.__setattr__(self, "dims", tuple(tuple(dim) for dim in dims))
         object.__setattr__(self, "axes", frozenset(named))
 
     def tile(
         self, shape: tuple[int, ...], sizes: Mapping[str, int], indices: Mapping[str, int]
     ) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) along each dim of the part of a tensor of ``shape`` that lives at ``indices``.
+        """Return the (start, stop) along each dim of the part of a tensor of ``shape`` that lives at ``indices``.
 
-        Each axis cuts what the axes outside it left into near-equal parts, the longer ones first: 10 over 3 is
-        4, 3, 3.
+        Each axis cuts what the axes outside it left into near-equal parts, longer ones first: 10 over 3 is 4, 3, 3.
         """
         assert len(shape) == len(self.dims), f"a layout of {len(self.dims)} dims does not fit the shape {shape}"
         return tuple(self._range(dim, extent, sizes, indices) for dim, extent in zip(self.dims, shape, strict=True))
@@ -51,26 +52,39 @@ class Layout:
         return f"Layout({', '.join(map(repr, self.dims))})"
 
 
-# Where the layers' parameters live (4D paper, §III): what a layer declares, and what a planner counts by.
-EMBEDDING = Layout(("x", "z"), ("y",))  # [vocabulary, hidden]
-POSITIONS = Layout((), ("y",))  # [positions, hidden]
-NORM = Layout(("y",))  # [hidden]
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter as a global tensor, whatever part of it a rank holds, and how it starts."""
 
+    shape: tuple[int, ...]
+    layout: Layout
+    mean: float = 0.0  # initial values are mean + std · normal
+    std: float = 0.0
+    decay: bool = False  # weight decay applies: matrices
 
-def linear(transposed: bool, parts: int | None = None) -> tuple[Layout, Layout]:
-    """Of a fully connected layer: its weight [in, out], or [in, parts, out], and its bias [out], or [parts, out].
+    @property
+    def streamed(self) -> bool:
+        """Whether layers gather it over z and reduce-scatter its gradient."""
+        return "z" in self.layout.axes
 
-    Normal: in over y, out over x; transposed the other way round. z cuts the rows once more, as they are stored.
-    """
-    contracted, produced = ("x", "y") if transposed else ("y", "x")
-    out = ((produced,),) if parts is None else ((), (produced,))
-    return Layout((contracted, "z"), *out), Layout(*out)
+    def local_elements(self, sizes: GridSizes) -> int:
+        """Return the number of elements of the part that a device holds."""
+        return self._elements(self.layout, sizes)
+
+    def optimized_elements(self, sizes: GridSizes, shard_states: bool) -> int:
+        """Return the number of elements that a device optimizes: with ``shard_states`` (ZeRO-1) its rows along data."""
+        layout = over_data(self.shape, self.layout, sizes._asdict()) if shard_states else self.layout
+        return self._elements(layout, sizes)
+
+    def _elements(self, layout: Layout, sizes: GridSizes) -> int:
+        return math.prod(self.shape) // math.prod(getattr(sizes, axis) for axis in layout.axes)
 
 
 def over_data(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Where the optimizer's states of a parameter live when they are cut over data too (ZeRO, stage 1).
+    """Return the layout of a parameter's optimizer states when data splits them too (ZeRO, stage 1).
 
-    As the parameter does where data does not divide its rows, and if no layer streams it: vectors are small.
+    It is the parameter's own layout where data does not divide the rows, and for parameters that no layer streams:
+    vectors are small.
     """
     first, *others = layout.dims
     rows = shape[0] // math.prod(sizes[axis] for axis in first)

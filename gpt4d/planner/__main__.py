@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from gpt4d.config import Config, ConfigError, check_choice, check_picture, check_values, compose, from_arguments
+from gpt4d.model import registry
 from gpt4d.planner import atp, report
 from gpt4d.planner.search import check_open, fewest_devices, rank
 from gpt4d.runtime.errors import one_line_errors
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _check(query: Query, config: Config) -> None:
-    check_values(config)
+    check_values(config, registry.of(config.model))
     check_choice("format", query.format, ("table", "json"))
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
     check_picture("plot", query.plot)

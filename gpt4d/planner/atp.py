@@ -6,12 +6,15 @@ DeviceMesh(d1, d2) is d1 groups of d2 neighbouring devices. Its layer is the 4D 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, ModelConfig, divisors, grid_problem
+from gpt4d.config import ClusterConfig, Config, GridSizes, divisors, grid_problem
+from gpt4d.model import registry
+from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.paper_models import linear_layers
 from gpt4d.planner.search import check_machine, largest_micro_batch
 from gpt4d.planner.topology import Span, crossed, group_bandwidth
-from gpt4d.planner.workload import compute_bytes, model_flops
+from gpt4d.planner.workload import compute_bytes
 
 
 class Mesh(NamedTuple):
@@ -54,20 +57,32 @@ def all_reduce_bandwidths(cluster: ClusterConfig, mesh: Mesh) -> tuple[float | N
     )
 
 
-def communication(
-    model: ModelConfig, cluster: ClusterConfig, mesh: Mesh, sequences: int, length: int, element: int
-) -> tuple[float, float]:
-    """T_comm in seconds (Eq. 2), forward and backward: along the first dimension, and along the second.
+def all_reduced_elements(description: Description, samples: int, length: int) -> tuple[float, float]:
+    """Return the elements that linear layers sum along the first and the second dimension, over forward and backward.
 
-    ``element``: bytes of one of an activation. Of the second dimension: queries, keys and values (3h) and the MLP's
-    first layer (4h); of the first: the two layers that come back to h.
+    Along the second go the outputs of the layers that leave the residual stream (7h in a GPT-2 block), along the first
+    those of the layers that come back to it (2h).
     """
-    b1, b2 = all_reduce_bandwidths(cluster, mesh)
-    rows = 2 * model.layers * sequences * length * model.hidden * element / 1e9
-    return (
-        rows * 2 / (mesh.d2 * b1) if b1 else 0.0,
-        rows * 7 / (mesh.d1 * b2) if b2 else 0.0,
+    out = {False: 0, True: 0}
+    for layer, blocks, _ in linear_layers(description):
+        out[layer.transposed] += blocks * layer.out_features * (layer.num_fused or 1)
+    return 2 * samples * length * out[True], 2 * samples * length * out[False]
+
+
+def communication(
+    description: Description, cluster: ClusterConfig, mesh: Mesh, samples: int, length: int, element: int
+) -> tuple[float, float]:
+    """Return T_comm in seconds (Eq. 2), forward and backward: along the first dimension, and along the second.
+
+    ``element``: bytes of one element of an activation.
+    """
+    bandwidths = all_reduce_bandwidths(cluster, mesh)
+    elements = all_reduced_elements(description, samples, length)
+    first, second = (
+        count * element / 1e9 / (other * bandwidth) if bandwidth else 0.0
+        for count, other, bandwidth in zip(elements, reversed(mesh), bandwidths, strict=True)
     )
+    return first, second
 
 
 @dataclass
@@ -92,13 +107,16 @@ def rank(config: Config, devices: int) -> list[MeshPlan]:
 
 
 def _plan(config: Config, mesh: Mesh) -> MeshPlan:
-    model, train, element = config.model, config.train, compute_bytes(config)
-    times = communication(model, config.cluster, mesh, train.batch_size, train.seq_len, element)
-    rows = 2 * model.layers * train.batch_size * train.seq_len * model.hidden * element
-    sent = sent_bytes("all_reduce", mesh.d1, rows * 2 / mesh.d2), sent_bytes("all_reduce", mesh.d2, rows * 7 / mesh.d1)
-    flops = model_flops(model, train.batch_size, train.seq_len) / (mesh.d1 * mesh.d2)
+    description, train, element = registry.describe(config.model), config.train, compute_bytes(config)
+    times = communication(description, config.cluster, mesh, train.batch_size, train.seq_len, element)
+    first, second = all_reduced_elements(description, train.batch_size, train.seq_len)
+    sent = (
+        sent_bytes("all_reduce", mesh.d1, first * element / mesh.d2),
+        sent_bytes("all_reduce", mesh.d2, second * element / mesh.d1),
+    )
+    flops = description.training_flops(train.batch_size, train.seq_len) / (mesh.d1 * mesh.d2)
     sizes = GridSizes(mesh.d1, mesh.d2)
-    problem, memory = grid_problem(model, train, sizes), None
+    problem, memory = grid_problem(description.rules, train, sizes), None
     if not problem:
         micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
         if micro_batch is None:

@@ -1,20 +1,24 @@
-"""What a whole step takes of a device on one grid: a few short steps walked through, and drawn out to their length."""
+"""Time, bytes and memory of a whole step on one grid: a few short walks, extrapolated to the step's length."""
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from gpt4d.config import Config, GridSizes
+from gpt4d.model import registry
+from gpt4d.model.description import Description, Unit
 from gpt4d.planner.device import AXES, Links
-from gpt4d.planner.step import Step
-from gpt4d.planner.workload import hardware_flops, model_flops, training_state
+from gpt4d.planner.step import StepWalk
+from gpt4d.planner.workload import training_state
 
 GIB = 2**30
-_WALKED = 64  # blocks in all microbatches of a step: more are drawn out from fewer
-_BLOCKS = 3  # of a kind: more of them add what the last one added
+_MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
+_BLOCKS_PER_KIND = 3  # walked; each further block adds what the last one added
 
 
 @dataclass
 class Plan:
-    """A grid, and what a step on it takes of each device."""
+    """A grid, and time, bytes and memory of a step on it for each device."""
 
     sizes: GridSizes
     micro_batch: int
@@ -22,10 +26,10 @@ class Plan:
     compute_s: float
     comm: dict[str, dict[str, float]]  # by axis: bytes, time_s, exposed_s
     memory: dict[str, float]  # in GiB: weights, gradients, optimizer, activations and the rest, reserved
-    mfu: float | None  # share of the peak that the model's FLOPs are, without recomputation
-    hfu: float | None  # and with it
+    mfu: float | None  # model FLOPs over the peak, without recomputation
+    hfu: float | None  # the same with recomputation
     overrides: list[str]
-    published_s: float | None = None  # of communication, by the paper's model that the ranking is by
+    published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property
     def memory_gib(self) -> float:
@@ -37,67 +41,88 @@ class Plan:
 
     @property
     def hidden_s(self) -> float:
-        """Of the collectives' time; a wait may be longer than its collective, for a rank that is late."""
+        """Seconds of collectives beside computation. A wait can exceed its collective: late ranks are waited for."""
         return sum(max(0.0, axis["time_s"] - axis["exposed_s"]) for axis in self.comm.values())
 
 
 class Estimate:
-    """Of one configuration on one grid, for any microbatch."""
+    """Cost of a step of one configuration on one grid, for any microbatch."""
 
-    def __init__(self, config: Config, sizes: GridSizes):
+    def __init__(self, config: Config, sizes: GridSizes, description: Description | None = None):
         self.config, self.sizes = config, sizes
+        self.description = description or registry.describe(config.model)
         self.links = Links(config.cluster, sizes)
-        self.state = training_state(config.model, sizes, config.optim.shard_states)
+        self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
+        self.cached = self.description.cached_blocks(config.parallel.cache_layers)
+        self.few = self._first_of_each_kind(_BLOCKS_PER_KIND)
         self._known: dict[int, tuple[float, float]] = {}
 
     def least_gib(self) -> float:
-        """What the training state and the machine take before the first activation."""
+        """Return what the training state and the machine take before the first activation."""
         return self.config.cluster.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
 
     def memory_gib(self, micro_batch: int) -> float:
-        """The peak of a step with microbatches of so many sequences."""
+        """Return the peak of a step with microbatches of this many samples."""
         return self._quick(micro_batch)[1]
 
     def quick_s(self, micro_batch: int) -> float:
-        """About the seconds of a step, to tell which grids are worth a ``plan``."""
+        """Return the approximate seconds of a step, to select grids for which ``plan`` is worth its time."""
         return self._quick(micro_batch)[0]
 
+    def _kind(self, block: Unit) -> tuple:
+        """Blocks with the same cost that are cached alike are of one kind."""
+        return self.description.block_kinds[block.name], block.name in self.cached
+
+    def _first_of_each_kind(self, most: int) -> list[Unit]:
+        counts: Counter[tuple] = Counter()
+        chosen = []
+        for block in self.description.blocks:
+            counts[self._kind(block)] += 1
+            if counts[self._kind(block)] <= most:
+                chosen.append(block)
+        return chosen
+
+    def _omitted(self) -> dict[tuple, int]:
+        """Return how many blocks of each kind are not among ``few``, in the order of their first."""
+        counts = Counter(self._kind(block) for block in self.description.blocks)
+        counts.subtract(self._kind(block) for block in self.few)
+        return dict(counts)
+
     def _quick(self, micro_batch: int) -> tuple[float, float]:
-        """Seconds and GiB, from the last microbatch of a few blocks."""
+        """Return seconds and GiB, from the last microbatch of a few blocks."""
         if micro_batch not in self._known:
             microbatches = self.share // micro_batch
-            kinds = self._kinds(_BLOCKS)
-            layers = self.config.model.layers
-            everything = self._kinds(layers)
-            between = tuple(everything.count(cached) - kinds.count(cached) for cached in (False, True))
-            step = self._step(micro_batch, kinds, between)
+            first = {self._kind(block): block.name for block in reversed(self.few)}
+            omitted = {first[kind]: count for kind, count in self._omitted().items() if count}
+            step = self._walk(micro_batch, self.few, omitted)
             device = step.run(1, accumulated=microbatches > 1)
-            seconds = device.now * layers / len(kinds) * microbatches
+            seconds = device.now * len(self.description.blocks) / len(self.few) * microbatches
             self._known[micro_batch] = seconds, self.least_gib() + device.peak / GIB
         return self._known[micro_batch]
 
     def plan(self, micro_batch: int) -> Plan:
+        """Return the full estimate for microbatches of this many samples."""
         config, cluster, state = self.config, self.config.cluster, self.state
+        blocks = self.description.blocks
         microbatches = self.share // micro_batch
-        everything = self._kinds(config.model.layers)
-        if len(everything) * microbatches <= _WALKED:
-            walked = self._walk(micro_batch, microbatches, everything)
+        if len(blocks) * microbatches <= _MAX_WALKED:
+            totals = self._walk(micro_batch, blocks).run(microbatches).numbers()
         else:
-            walked = self._walk(micro_batch, 1, everything)
-            walked = _sum(walked, self._microbatch(micro_batch), microbatches - 1)
-        seconds, compute_s, *rest = walked
+            totals = self._walk(micro_batch, blocks).run(1).numbers()
+            totals = _sum(totals, self._further_microbatch(micro_batch), microbatches - 1)
+        seconds, compute_s, *rest = totals
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
             for n, axis in enumerate(AXES)
             if self.links.sizes[axis] > 1
         }
-        held = {kind: nbytes / GIB for kind, nbytes in state.items()}
-        held["reserved"] = cluster.reserved_gib
-        held["activations"] = self.memory_gib(micro_batch) - sum(held.values())
+        memory = {kind: nbytes / GIB for kind, nbytes in state.items()}
+        memory["reserved"] = cluster.reserved_gib
+        memory["activations"] = self.memory_gib(micro_batch) - sum(memory.values())
         train, devices = config.train, self.sizes.devices
-        flops = model_flops(config.model, train.batch_size, train.seq_len)
-        hardware = hardware_flops(config.model, train.batch_size, train.seq_len)
+        flops = self.description.training_flops(train.batch_size, train.seq_len)
+        hardware = self.description.hardware_flops(train.batch_size, train.seq_len)
         possible = cluster.peak_tflops and cluster.peak_tflops * 1e12 * devices * seconds
         overrides = [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
         if config.train.micro_batch_size is None and microbatches > 1:
@@ -108,42 +133,32 @@ class Estimate:
             step_time_s=seconds,
             compute_s=compute_s,
             comm=comm,
-            memory=held,
+            memory=memory,
             mfu=possible and flops / possible,
             hfu=possible and (hardware if train.activation_checkpointing == "full" else flops) / possible,
             overrides=overrides,
         )
 
-    def _kinds(self, most: int) -> tuple[bool, ...]:
-        """For some of the blocks, at the most ``most`` of a kind, whether their weights are cached: the last ones."""
-        layers, cached = self.config.model.layers, self.config.parallel.cache_layers
-        cached = layers if cached == "all" else cached
-        return (False,) * min(layers - cached, most) + (True,) * min(cached, most)
+    def _further_microbatch(self, micro_batch: int) -> tuple[float, ...]:
+        """Return what one microbatch more adds, extrapolated from one of a few blocks."""
 
-    def _microbatch(self, micro_batch: int) -> tuple[float, ...]:
-        """What one microbatch more takes, drawn out from that of a few blocks."""
-
-        def one(kinds: tuple[bool, ...]) -> tuple[float, ...]:
-            step = self._step(micro_batch, kinds)
-            step.run(3, accumulated=True)  # in the last of them gradients set off; the first begins with idle links
+        def added(blocks: Collection[Unit]) -> tuple[float, ...]:
+            step = self._walk(micro_batch, blocks)
+            step.run(3, accumulated=True)  # gradients leave in the last of them; the first begins with idle links
             first, second, _ = step.after_microbatch
             return _sum(second, first, -1)
 
-        all_of_them, few = self._kinds(self.config.model.layers), self._kinds(_BLOCKS)
-        base = whole = one(few)
-        for kind in False, True:
-            more = all_of_them.count(kind) - few.count(kind)
+        base = total = added(self.few)
+        for kind, more in self._omitted().items():
             if more:
-                fewer = list(few)
-                fewer.remove(kind)
-                whole = _sum(whole, _sum(base, one(tuple(fewer)), -1), more)
-        return whole
+                one = next(block for block in self.few if self._kind(block) == kind)
+                total = _sum(total, _sum(base, added([block for block in self.few if block is not one]), -1), more)
+        return total
 
-    def _walk(self, micro_batch: int, microbatches: int, kinds: tuple[bool, ...]) -> tuple[float, ...]:
-        return self._step(micro_batch, kinds).run(microbatches).numbers()
-
-    def _step(self, micro_batch: int, kinds: tuple[bool, ...], between: tuple[int, int] = (0, 0)) -> Step:
-        return Step(self.config, self.sizes, self.links, micro_batch, kinds, between)
+    def _walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:
+        description = self.description.with_blocks(block.name for block in blocks)
+        gradients = self.state["gradients"]
+        return StepWalk(self.config, description, self.sizes, self.links, micro_batch, self.cached, omitted, gradients)
 
 
 def _sum(one: tuple[float, ...], other: tuple[float, ...], times: int) -> tuple[float, ...]:

@@ -4,16 +4,23 @@ Of a transformer they count the four fully connected layers of each block. What 
 (gpt4d.planner.step) has: embedding and head, norms and biases, latency, computation, and what hides behind it.
 """
 
-from gpt4d.config import Config, GridSizes, ModelConfig
+from collections import Counter
+from collections.abc import Collection
+
+from gpt4d.config import Config, GridSizes
+from gpt4d.model import registry
+from gpt4d.model.costs import MASTER_BYTES, Linear
+from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
-from gpt4d.planner.workload import MASTER_BYTES, compute_bytes
+from gpt4d.planner.workload import compute_bytes
 
 
-def layers(model: ModelConfig) -> list[tuple[int, int, bool]]:
-    """(k, n, transposed) of the fully connected layers of one block."""
-    h = model.hidden
-    return [(h, 3 * h, False), (h, h, True), (h, 4 * h, False), (4 * h, h, True)]
+def linear_layers(description: Description, cached: Collection[str] = ()) -> list[tuple[Linear, int, int]]:
+    """Return the linear layers of the blocks, each with the number of blocks that have it and of those in ``cached``."""
+    blocks = Counter(block.layer for block in description.blocks)
+    kept = Counter(block.layer for block in description.blocks if block.name in cached)
+    return [(layer, count, kept[block]) for block, count in blocks.items() for layer in block.linears]
 
 
 def bandwidths(sizes: GridSizes, node: int, inter: float, intra: float) -> GridSizes:
@@ -56,17 +63,18 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
     e, cluster = compute_bytes(config), config.cluster
     m = config.train.batch_size * config.train.seq_len / sizes.data
     again = config.train.activation_checkpointing == "full"
-    cached = config.parallel.cache_layers
-    cached = config.model.layers if cached == "all" else cached
+    description = registry.describe(config.model)
+    cached = description.cached_blocks(config.parallel.cache_layers)
     sent = dict.fromkeys(sizes._asdict(), 0.0)
-    for k, n, transposed in layers(config.model):
-        for axis, kinds in layer_bytes(m, k, n, transposed, sizes, e, MASTER_BYTES).items():
+    for layer, blocks, kept in linear_layers(description, cached):
+        k, n = layer.in_features, layer.out_features * (layer.num_fused or 1)
+        for axis, kinds in layer_bytes(m, k, n, layer.transposed, sizes, e, MASTER_BYTES).items():
             for kind, nbytes in kinds.items():
-                sent[axis] += nbytes * config.model.layers
+                sent[axis] += nbytes * blocks
                 if again and kind == "forward":
-                    sent[axis] += nbytes * config.model.layers
+                    sent[axis] += nbytes * blocks
                 if again and kind == "all_gather":
-                    sent[axis] += nbytes * (config.model.layers - cached)
+                    sent[axis] += nbytes * (blocks - kept)
     outer, inner = cluster.levels[0], cluster.levels[-1]
     inter = group_bandwidth(outer, 2)
     intra = group_bandwidth(inner, 2)

@@ -14,6 +14,7 @@ from gpt4d.config import (
     divisors,
     grid_problem,
 )
+from gpt4d.model import registry
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.workload import micro_batch_sizes
@@ -68,16 +69,17 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     ``cost``: ours; or aware or agnostic, the 4D paper's models of communication, whose seconds are compared instead.
     """
     check_machine(config.cluster, devices)
+    description = registry.describe(config.model)
     ranking = Ranking()
     quick: dict[GridSizes, float] = {}
     found: dict[GridSizes, tuple[Estimate, int]] = {}
     for sizes in grids(devices):
-        problem = grid_problem(config.model, config.train, sizes)
+        problem = grid_problem(description.rules, config.train, sizes)
         if problem:
             ranking.impossible += 1
             ranking.problem = ranking.problem or problem
             continue
-        estimate = Estimate(config, sizes)
+        estimate = Estimate(config, sizes, description)
         micro_batch, needed = largest_micro_batch(estimate)
         if micro_batch is None:
             ranking.too_large[sizes] = needed
@@ -126,10 +128,11 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
 
 def fewest_devices(config: Config, limit: int) -> int | None:
     """The smallest number of devices on which this trains, if it is at most ``limit`` and the machine has as many."""
+    description = registry.describe(config.model)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
         for sizes in grids(devices):
-            if not grid_problem(config.model, config.train, sizes):
-                estimate = Estimate(config, sizes)
+            if not grid_problem(description.rules, config.train, sizes):
+                estimate = Estimate(config, sizes, description)
                 if largest_micro_batch(estimate)[0] is not None:
                     return devices
     return None
@@ -160,7 +163,7 @@ def choose(config: Config, devices: int) -> tuple[Config, list[Plan]]:
 
     ConfigError if no grid will do, or some of it was chosen already.
     """
-    check_values(config)
+    check_values(config, registry.of(config.model))
     check_open(config.parallel)
     ranking = rank(config, devices, top=3)
     ranking.check(config, devices)

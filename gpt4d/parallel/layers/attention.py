@@ -1,4 +1,4 @@
-"""The core of causal self-attention: its heads are split over x, so no rank needs another's."""
+"""The core of causal self-attention. x splits the heads, so no rank needs another rank's."""
 
 import math
 
@@ -13,8 +13,8 @@ from gpt4d.parallel.grid import Axis
 class CausalAttention(nn.Module):
     """Queries, keys and values [batch, sequence, 3, heads·size over x] → [batch, sequence, heads·size over x].
 
-    Without dropout of the attention weights it is torch's fused kernel; with it the weights are written out, because
-    the mask must be that of the global heads and samples.
+    Without dropout of the attention weights it uses torch's fused kernel. With dropout the weights are computed
+    explicitly, because the dropout mask must be that of the global heads and samples.
     """
 
     def __init__(self, heads: int, dropout: float, axis: Axis):
@@ -24,21 +24,21 @@ class CausalAttention(nn.Module):
     def forward(
         self, qkv: torch.Tensor, sample_ids: torch.Tensor, documents: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``documents`` [batch, sequence]: each token sees only those with its number."""
-        seen = None if documents is None else _seen(documents)
+        """``documents`` [batch, sequence]: index of each token's document; tokens attend only within their own."""
+        mask = None if documents is None else document_mask(documents)
         q, k, v = qkv.unflatten(-1, (self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, size]
         if self.training and self.dropout > 0:
-            mixed = self._with_dropout(q, k, v, sample_ids, seen)
+            mixed = self._with_dropout(q, k, v, sample_ids, mask)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return mixed.transpose(1, 2).flatten(2)
 
-    def _with_dropout(self, q, k, v, sample_ids, seen):
+    def _with_dropout(self, q, k, v, sample_ids, mask):
         length, device = q.shape[-2], q.device
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        if seen is None:
-            seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        if mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         first = self.axis.index * self.heads
         rows = random.fold(self.key, sample_ids)[:, None]
         rows = random.fold(rows, torch.arange(first, first + self.heads, device=device))[..., None]
@@ -47,7 +47,6 @@ class CausalAttention(nn.Module):
         return torch.where(keep, weights / (1 - self.dropout), 0) @ v
 
 
-def _seen(documents: torch.Tensor) -> torch.Tensor:
-    """Which tokens [batch, 1, from, to] see which: those before them, and themselves, of the same document."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril_()
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """Return the boolean mask [batch, 1, query, key]: keys of the same document, up to the query itself."""
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril_()

@@ -1,5 +1,4 @@
-"""Dropout whose masks are a function of (seed, layer, sample, position) alone: the same on every grid, and the same
-again when a block is recomputed."""
+"""Dropout whose masks depend on (seed, layer, sample, position) only: equal on every grid and in a recomputation."""
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from gpt4d.parallel.grid import Axis
 class Dropout(nn.Module):
     """Drops features of [batch, sequence, features over ``axis``] with probability ``p`` while training.
 
-    ``key`` is set once the model is built (gpt4d.model.init), from the seed and the layer's name.
+    gpt4d.model.init sets ``key`` from the seed and the layer's name.
     """
 
     def __init__(self, p: float, axis: Axis):
@@ -19,7 +18,7 @@ class Dropout(nn.Module):
         self.p, self.axis, self.key = p, axis, 0
 
     def forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
-        """``sample_ids`` [batch], int64: the running number of each sequence in the whole run."""
+        """``sample_ids`` [batch], int64: index of each sequence in the whole run."""
         if not self.training or self.p == 0:
             return x
         rows = random.fold(self.key, sample_ids).unsqueeze(-1)

@@ -4,16 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel import collectives, layout
+from gpt4d.parallel import collectives
+from gpt4d.parallel.layers import specs
 from gpt4d.parallel.weights import WeightStream
 
 
-class _LookUp(torch.autograd.Function):
-    """Rows of a table of which this rank of x holds a contiguous range: zeros for the others' rows, summed over x."""
+class LookupFunction(torch.autograd.Function):
+    """Rows of a table of which each rank of x holds a contiguous range; rows of other ranks are zero before the sum."""
 
     @staticmethod
     def forward(ctx, weight, ids, weights: WeightStream):
-        table, axis = weights.gather(weight, again=False), weights.grid.x
+        table, axis = weights.gather(weight), weights.grid.x
         local = ids - axis.index * len(table)
         elsewhere = (local < 0) | (local >= len(table))
         local = local.masked_fill_(elsewhere, 0)
@@ -27,8 +28,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_rows):
         local, elsewhere = ctx.saved_tensors
-        # Each rank of x has the whole gradient of the sum, and with it that of its own rows. Summed in the master's
-        # dtype: a frequent token's row is a sum of thousands.
+        # Each rank of x has the whole gradient of the sum, including that of its own rows. It adds them up in the
+        # master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
         d_table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1])
         d_table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
@@ -39,28 +40,29 @@ class _LookUp(torch.autograd.Function):
 class TokenEmbedding(nn.Module):
     """Token ids [batch, sequence] → [batch, sequence, hidden over y], in the compute dtype.
 
-    ``rows`` is the padded vocabulary. Rows that no token has are never looked up, and the loss leaves them out.
+    ``rows`` is the padded vocabulary. Padding is never looked up, and the loss leaves it out.
     """
 
     def __init__(self, weights: WeightStream, rows: int, hidden: int, std: float = 0.02):
         super().__init__()
         self.weights = weights
-        self.weight = weights.parameter((rows, hidden), layout.EMBEDDING, std=std, decay=True)
+        self.weight = weights.parameter(specs.token_embedding(rows, hidden, std)["weight"])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return _LookUp.apply(self.weight, ids, self.weights)
+        return LookupFunction.apply(self.weight, ids, self.weights)
 
 
 class PositionEmbedding(nn.Module):
     """Learned vectors of the positions 0 … length-1, in the compute dtype: [length, hidden over y].
 
-    With ``documents`` [batch, length] positions begin anew with each: [batch, length, hidden over y].
+    With ``documents`` [batch, length], the index of each token's document, positions restart at 0 in every document:
+    [batch, length, hidden over y].
     """
 
     def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
         super().__init__()
         self.dtype = weights.compute_dtype
-        self.weight = weights.parameter((positions, hidden), layout.POSITIONS, std=std, decay=True)
+        self.weight = weights.parameter(specs.position_embedding(positions, hidden, std)["weight"])
 
     def forward(self, length: int, documents: torch.Tensor | None = None) -> torch.Tensor:
         if documents is None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a whole row of them."""
+"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a full row."""
 
 import torch
 import torch.distributed as dist
@@ -7,14 +7,14 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Sum over the tokens of ``log Σ exp(logits) - logit of the target``; the sums in float32 at least."""
+class CrossEntropyFunction(torch.autograd.Function):
+    """Sum over the tokens of ``log Σ exp(logits) - logit of the target``, computed in float32 or, for float64 logits, float64."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocabulary: int, axis: Axis):
         first = axis.index * logits.shape[-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        padding = max(0, min(logits.shape[-1], vocabulary - first))  # where the rows that no token has begin here
+        padding = max(0, min(logits.shape[-1], vocabulary - first))  # first column of padding on this rank
         largest = wide.new_full(targets.shape, -torch.inf)
         if padding:
             largest = wide[:, :padding].amax(-1)
@@ -35,15 +35,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         probabilities, local, elsewhere = ctx.saved_tensors
-        d_logits = probabilities.mul_(d_loss)  # in its own memory, the largest of the step; autograd notes a second use
+        d_logits = probabilities.mul_(
+            d_loss
+        )  # in place, as the largest tensor of a step; autograd detects a second use
         d_target = d_loss.expand(local.shape).masked_fill(elsewhere.unsqueeze(-1), 0)
         return d_logits.scatter_add_(-1, local, -d_target).to(ctx.dtype), None, None, None
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, axis: Axis) -> torch.Tensor:
-    """The loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
+    """Return the loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
 
     ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are
-    padding and take no part.
+    padding and are ignored.
     """
-    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), vocabulary, axis)
+    return CrossEntropyFunction.apply(logits.flatten(0, -2), targets.flatten(), vocabulary, axis)

@@ -1,24 +1,25 @@
-"""LayerNorm over a hidden dim that y splits: mean and variance are those of the whole dim, on every grid."""
+"""LayerNorm over features that y splits: mean and variance are those of all features, on every grid."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel import collectives, layout
+from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layers import specs
 from gpt4d.parallel.weights import WeightStream
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + epsilon) · weight + bias`` over the last dim, cut in equal parts over ``axis``."""
+    """``(x - mean) / sqrt(variance + epsilon) · weight + bias`` over the last dim, which ``axis`` splits equally."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, axis: Axis, epsilon: float):
         wide = x if x.dtype == torch.float64 else x.float()
-        # Means and variances of the parts, then those of the whole (Chan et al.): one small all-gather, and no
+        # Statistics of the parts are combined into those of the whole (Chan et al.): one small all-gather, and no
         # difference of large squares.
         mean = wide.mean(-1)
-        variance = (wide - mean.unsqueeze(-1)).square_().mean(-1)  # torch.var_mean takes five times as long on a CPU
+        variance = (wide - mean.unsqueeze(-1)).square_().mean(-1)  # torch.var_mean is five times slower on a CPU
         parts = collectives.all_gather(torch.stack((mean, variance)).unsqueeze(0), axis)
         mean = parts[:, 0].mean(0)
         variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)
@@ -41,13 +42,13 @@ class LayerNormFunction(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """``[..., features over y] → [..., features over y]``; statistics are taken in float32 at least."""
+    """``[..., features over y] → [..., features over y]``; statistics are computed in float32, or float64 for float64 inputs."""
 
     def __init__(self, weights: WeightStream, features: int, epsilon: float = 1e-5):
         super().__init__()
         self.axis, self.epsilon = weights.grid.y, epsilon
-        self.weight = weights.parameter((features,), layout.NORM, mean=1.0)
-        self.bias = weights.parameter((features,), layout.NORM)
+        layer = specs.layer_norm(features)
+        self.weight, self.bias = weights.parameter(layer["weight"]), weights.parameter(layer["bias"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)

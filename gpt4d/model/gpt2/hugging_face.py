@@ -1,4 +1,4 @@
-"""The same weights under the names and shapes of transformers' GPT2LMHeadModel.
+"""Weights under the names and shapes of transformers' GPT2LMHeadModel, and its settings.
 
 Its linear weights are stored [in, out] like ours; only queries, keys and values, which it lays side by side, have a dim
 of their own here, and our embedding has rows of padding.

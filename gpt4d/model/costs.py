@@ -1,0 +1,412 @@
+"""The cost of each layer type, written once: parameters, FLOPs, bytes moved, collectives and memory. No torch here.
+
+A family's description is made of these; gpt4d.model.description.Layer states what ``forward`` and ``backward`` hold.
+Tests compare them with what a run counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpt4d.config import GridSizes
+from gpt4d.model.description import Layer, Walk
+from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.order import LayerWeights
+
+MASTER_BYTES = 4  # of a weight, of its gradient and of each of AdamW's two states
+_STATISTIC = 4  # bytes of one statistic of a norm or of the loss: float32
+
+
+def _prefixed(name: str, parameters: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+    return {f"{name}.{key}" if name else key: spec for key, spec in parameters.items()}
+
+
+def _size(sizes: GridSizes, axis: str) -> int:
+    return getattr(sizes, axis)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead."""
+
+    name: str
+    in_features: int
+    out_features: int
+    transposed: bool = False
+    num_fused: int | None = None
+    bias: bool = True
+    tied: str | None = None
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        if self.tied:
+            return {}
+        shape = {"transposed": self.transposed, "num_fused": self.num_fused, "bias": self.bias}
+        return _prefixed(self.name, specs.linear(self.in_features, self.out_features, **shape))
+
+    @property
+    def _weight(self) -> str:
+        return f".{self.tied}" if self.tied else f"{self.name}.weight"
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights((self._weight,), (self._weight,), (self._weight,))
+
+    @property
+    def _axes(self) -> tuple[str, str]:
+        return specs.linear_axes(self.transposed)
+
+    def flops(self, length: int) -> float:
+        return 2 * length * self.in_features * self.out_features * (self.num_fused or 1)
+
+    def _local(self, walk: Walk) -> tuple[int, int]:
+        """Return this device's input and output features."""
+        contracted, produced = self._axes
+        out_features = self.out_features * (self.num_fused or 1)
+        return self.in_features // _size(walk.sizes, contracted), out_features // _size(walk.sizes, produced)
+
+    def forward(self, walk: Walk) -> None:
+        k, n = self._local(walk)
+        out_bytes = walk.tokens * n * walk.element_bytes
+        walk.gather(self._weight)
+        walk.hold(out_bytes)
+        reads = 2 if self.bias else 1  # a bias takes an operation of its own
+        walk.compute(2 * walk.tokens * (k * n), reads * out_bytes, operations=reads)
+        walk.multiplied()
+        walk.do("all_reduce", self._axes[0], out_bytes)
+
+    def backward(self, walk: Walk, keep_gradient: bool = False) -> None:
+        """``keep_gradient``: the gradient of the output stays held, since the residual stream needs it too."""
+        k, n = self._local(walk)
+        in_bytes, out_bytes = walk.tokens * k * walk.element_bytes, walk.tokens * n * walk.element_bytes
+        flops = 2 * walk.tokens * (k * n)
+        walk.gather(self._weight)
+        walk.hold(in_bytes)
+        walk.compute(flops, in_bytes)
+        walk.multiplied()
+        pending = walk.start("all_reduce", self._axes[1], in_bytes)
+        if not walk.overlap.all_reduce:
+            walk.wait(pending)
+        gradient = k * n * walk.element_bytes
+        walk.hold(gradient)
+        walk.compute(flops, gradient)
+        walk.scatter(self._weight)
+        if self.bias:
+            walk.compute(moved=out_bytes)
+            walk.add_gradient(f"{self.name}.bias")
+        walk.wait(pending)
+        walk.release(in_bytes if keep_gradient else in_bytes + out_bytes)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """LayerNorm over features that y splits. In a residual branch its input belongs to the stream (``branch``)."""
+
+    name: str
+    features: int
+    branch: bool = True
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return _prefixed(self.name, specs.layer_norm(self.features))
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights()
+
+    def flops(self, length: int) -> float:
+        return 0.0
+
+    def _bytes(self, walk: Walk) -> tuple[int, int, int]:
+        """Return the bytes of the activation, of the same in float32, and of the statistics."""
+        elements = walk.tokens * (self.features // walk.sizes.y)
+        return elements * walk.element_bytes, elements * 4, 2 * walk.tokens * _STATISTIC
+
+    def forward(self, walk: Walk) -> None:
+        x, wide, statistics = self._bytes(walk)
+        walk.hold(x + statistics)
+        if walk.sizes.y == 1:
+            walk.compute(moved=3 * x)
+            return
+        walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
+        walk.compute(moved=12 * wide, operations=14)
+        walk.do("all_gather", "y", statistics)
+
+    def backward(self, walk: Walk) -> None:
+        x, wide, statistics = self._bytes(walk)
+        if walk.sizes.y == 1:
+            walk.scratch(x)
+            walk.compute(moved=4 * x)
+        else:
+            walk.scratch(5 * wide)
+            walk.compute(moved=20 * wide, operations=16)
+            walk.do("all_reduce", "y", statistics)
+        walk.release(statistics)
+        for name in self.parameters():
+            walk.add_gradient(name)
+        if not self.branch:
+            walk.release(x)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function of features that ``axis`` splits, such as GELU; a gated one halves them."""
+
+    in_features: int
+    out_features: int
+    axis: str = "x"
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {}
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights()
+
+    def flops(self, length: int) -> float:
+        return 0.0
+
+    def _bytes(self, walk: Walk) -> tuple[int, int]:
+        local = walk.tokens * walk.element_bytes
+        size = _size(walk.sizes, self.axis)
+        return local * (self.in_features // size), local * (self.out_features // size)
+
+    def forward(self, walk: Walk) -> None:
+        in_bytes, out_bytes = self._bytes(walk)
+        walk.hold(out_bytes)
+        walk.compute(moved=in_bytes + out_bytes)
+
+    def backward(self, walk: Walk) -> None:
+        in_bytes, out_bytes = self._bytes(walk)
+        walk.hold(in_bytes)
+        walk.compute(moved=2 * in_bytes + out_bytes)
+        walk.release(in_bytes + out_bytes)
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """The attention core on fused queries, keys and values of ``hidden`` features each, whose heads x splits.
+
+    With dropout the attention weights are written out; without it torch's fused kernel never holds them.
+    """
+
+    heads: int
+    hidden: int
+    dropout: bool
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {}
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights()
+
+    def flops(self, length: int) -> float:
+        """The half that the causal mask leaves runs about half as fast as a large product: it is counted whole."""
+        return 4 * length * length * self.hidden
+
+    def _local(self, walk: Walk) -> tuple[int, int, int, float]:
+        """Return the bytes of the output, of the attention weights and of all that is kept, and the FLOPs of a pass."""
+        hidden = self.hidden // walk.sizes.x
+        scores = 0
+        if self.dropout:
+            scores = walk.samples * self.heads // walk.sizes.x * walk.length**2 * 3 * walk.element_bytes
+        kept = walk.tokens * self.heads // walk.sizes.x * _STATISTIC + scores
+        return walk.tokens * hidden * walk.element_bytes, scores, kept, 4 * walk.tokens * walk.length * hidden
+
+    def forward(self, walk: Walk) -> None:
+        out_bytes, scores, kept, flops = self._local(walk)
+        walk.hold(out_bytes + kept)
+        walk.compute(flops, 4 * out_bytes + 6 * scores)
+
+    def backward(self, walk: Walk) -> None:
+        out_bytes, scores, kept, flops = self._local(walk)
+        walk.hold(3 * out_bytes)
+        walk.scratch(scores)
+        walk.compute(2.5 * flops, 8 * out_bytes + 8 * scores)
+        walk.release(kept)
+        walk.release(4 * out_bytes)  # the output's gradient; queries, keys and values
+
+
+@dataclass(frozen=True)
+class TokenEmbedding:
+    """Rows of a table whose vocabulary x splits, summed over x."""
+
+    name: str
+    rows: int
+    hidden: int
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return _prefixed(self.name, specs.token_embedding(self.rows, self.hidden))
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights(forward=(f"{self.name}.weight",))
+
+    def flops(self, length: int) -> float:
+        return 0.0
+
+    def forward(self, walk: Walk) -> None:
+        x = walk.tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
+        walk.gather(f"{self.name}.weight")
+        walk.hold(x)
+        walk.compute(moved=2 * x, operations=5)
+        walk.multiplied()
+        walk.do("all_reduce", "x", x)
+
+    def backward(self, walk: Walk) -> None:
+        local_hidden, e = self.hidden // walk.sizes.y, walk.element_bytes
+        table = self.rows // walk.sizes.x * local_hidden * MASTER_BYTES
+        rows = walk.tokens * local_hidden * MASTER_BYTES
+        walk.scratch(rows + table)
+        walk.hold(table)
+        walk.compute(moved=5 * rows + table, operations=3)
+        walk.release(walk.tokens * local_hidden * e)
+        # The table's gradient already has the master's dtype.
+        walk.hold(table * e // MASTER_BYTES if e != MASTER_BYTES else 0)
+        walk.release(table if e != MASTER_BYTES else 0)
+        walk.scatter(f"{self.name}.weight")
+
+
+@dataclass(frozen=True)
+class PositionEmbedding:
+    """Learned position vectors, added to the residual stream."""
+
+    name: str
+    positions: int
+    hidden: int
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return _prefixed(self.name, specs.position_embedding(self.positions, self.hidden))
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights()
+
+    def flops(self, length: int) -> float:
+        return 0.0
+
+    def _bytes(self, walk: Walk) -> int:
+        return walk.tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
+
+    def forward(self, walk: Walk) -> None:
+        x = self._bytes(walk)
+        walk.hold(x)
+        walk.compute(moved=3 * x, operations=2)
+        walk.release(x)
+
+    def backward(self, walk: Walk) -> None:
+        gradient = self.positions * (self.hidden // walk.sizes.y) * MASTER_BYTES
+        walk.hold(gradient)
+        walk.compute(moved=2 * self._bytes(walk), operations=3)
+        walk.release(gradient)
+        walk.add_gradient(f"{self.name}.weight")
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of logits whose (padded) vocabulary x splits. Its input's gradient takes the place of the input."""
+
+    vocabulary: int
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {}
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights()
+
+    def flops(self, length: int) -> float:
+        return 0.0
+
+    def _bytes(self, walk: Walk) -> tuple[int, int]:
+        """Return the bytes of the logits, and of the same in float32."""
+        elements = walk.tokens * (self.vocabulary // walk.sizes.x)
+        return elements * walk.element_bytes, elements * 4
+
+    def forward(self, walk: Walk) -> None:
+        logits, wide = self._bytes(walk)
+        if walk.element_bytes != 4:
+            walk.hold(wide)
+        walk.compute(moved=wide)
+        walk.do("all_reduce", "x", walk.tokens * _STATISTIC)
+        walk.hold(wide)  # shifted logits; in their place the exponentials, the probabilities and the gradient
+        walk.compute(moved=7 * wide, operations=9)
+        walk.do("all_reduce", "x", 2 * walk.tokens * _STATISTIC)
+        walk.release(logits + (wide if walk.element_bytes != 4 else 0))
+
+    def backward(self, walk: Walk) -> None:
+        logits, wide = self._bytes(walk)
+        walk.compute(moved=3 * wide, operations=4)
+        if walk.element_bytes != 4:
+            walk.hold(logits)
+            walk.release(wide)
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """Residual branches one after another, ``x + branch(x)`` each, on a stream of ``features`` that y splits.
+
+    Under activation checkpointing only the block's input is kept, and the block is computed again in the backward up
+    to the input of its last product. ``dropout``: a mask is applied to each branch's output, which takes the last
+    product to compute again as well.
+    """
+
+    branches: tuple[Sequence[Layer], ...]
+    features: int
+    dropout: bool = False
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return [layer for branch in self.branches for layer in branch]
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [layer for layer in self._layers if isinstance(layer, Linear)]
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {name: spec for layer in self._layers for name, spec in layer.parameters().items()}
+
+    def weights(self) -> LayerWeights:
+        uses = [layer.weights() for layer in self._layers]
+        again = uses if self.dropout else uses[:-1]
+        return LayerWeights(
+            tuple(name for use in uses for name in use.forward),
+            tuple(name for use in again for name in use.recomputation),
+            tuple(name for use in reversed(uses) for name in reversed(use.backward)),
+        )
+
+    def flops(self, length: int) -> float:
+        return sum(layer.flops(length) for layer in self._layers)
+
+    def _stream_bytes(self, walk: Walk) -> int:
+        return walk.tokens * (self.features // walk.sizes.y) * walk.element_bytes
+
+    def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
+        """``keep``: everything the backward needs stays held. ``recomputing``: stop where the backward has it all."""
+        x = self._stream_bytes(walk)
+        last = len(self.branches) - 1
+        for index, branch in enumerate(self.branches):
+            stops = recomputing and index == last and not self.dropout
+            left = 0  # bytes that the layer before has left
+            for layer in branch[:-1] if stops else branch:
+                before = walk.held
+                layer.forward(walk)
+                if not keep:
+                    left, before = walk.held - before, left
+                    walk.release(before)
+            if stops or (recomputing and index == last):
+                if recomputing and self.dropout:
+                    walk.release(x)
+                return
+            walk.hold(x)
+            walk.compute(moved=3 * x)
+            walk.release(x)
+            if not keep:
+                walk.release(left - x)
+                if index:
+                    walk.release(x)  # the stream between this branch and the one before
+
+    def backward(self, walk: Walk) -> None:
+        x = self._stream_bytes(walk)
+        for branch in reversed(self.branches):
+            *inner, product = branch
+            # The gradient of the output is that of the stream too: it stays.
+            product.backward(walk, keep_gradient=True)
+            for layer in reversed(inner):
+                layer.backward(walk)
+            walk.compute(moved=3 * x)
+            walk.release(x)
+        walk.release(len(self.branches) * x)  # the inputs of the branches

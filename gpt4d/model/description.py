@@ -1,0 +1,213 @@
+"""What a model family states about itself without torch: parameters, layers in the order of execution, divisibility.
+
+Configuration checks, the planner (time, bytes, memory), checkpoints and the order in which weights are gathered are
+derived from a description.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from gpt4d.config import Divisibility, GridSizes, OverlapConfig
+from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.order import LayerWeights
+
+
+class Walk(Protocol):
+    """One device as a layer's cost sees it while it walks through a microbatch. Sizes are those of this device.
+
+    Names of weights are relative to the layer that is being walked. Times pass in ``compute`` and ``wait``; memory
+    counts in bytes.
+    """
+
+    sizes: GridSizes
+    overlap: OverlapConfig
+    samples: int  # sequences or images of the microbatch
+    length: int  # tokens of a sample
+    element_bytes: int  # of an activation and a gathered weight
+    held: int  # bytes that layers hold now
+
+    @property
+    def tokens(self) -> int: ...
+
+    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
+        """Compute ``operations`` kernels that take ``flops`` and read and write ``moved`` bytes in all."""
+
+    def hold(self, nbytes: int) -> None:
+        """Take memory until it is released."""
+
+    def release(self, nbytes: int) -> None:
+        """Give memory back."""
+
+    def scratch(self, nbytes: int) -> None:
+        """Take memory for a moment."""
+
+    def start(self, kind: str, axis: str, nbytes: float) -> object:
+        """Start a collective beside the computation: ``all_reduce``, ``all_gather`` or ``reduce_scatter``."""
+
+    def wait(self, collective: object) -> None:
+        """Wait for a started collective."""
+
+    def do(self, kind: str, axis: str, nbytes: float) -> None:
+        """Start a collective and wait for it."""
+
+    def gather(self, weight: str) -> None:
+        """Wait for a whole weight. ``multiplied`` follows once the layer no longer needs it."""
+
+    def multiplied(self) -> None:
+        """Release the weight that was last gathered, unless it is kept."""
+
+    def scatter(self, weight: str) -> None:
+        """Hand over the gradient of a whole weight, which is held in the compute dtype."""
+
+    def add_gradient(self, parameter: str) -> None:
+        """Hold a gradient of a parameter that is not streamed, in the master dtype, and hand it over."""
+
+
+class Layer(Protocol):
+    """The cost of one layer.
+
+    ``forward`` begins with the input held and ends with the output held too, besides what the layer keeps for its
+    backward. ``backward`` begins with the gradient of the output held and ends with that of the input held instead;
+    everything the layer kept, its input included, is released.
+    """
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by their names in this layer."""
+
+    def weights(self) -> LayerWeights:
+        """Return the names of the streamed weights in their order of use, ``recomputation`` for a full one."""
+
+    def flops(self, length: int) -> float:
+        """Return the floating-point operations of one forward of one sample, over all devices."""
+
+    def forward(self, walk: Walk) -> None: ...
+
+    def backward(self, walk: Walk) -> None: ...
+
+
+class Block(Layer, Protocol):
+    """A layer that may be recomputed. ``keep`` false: only the output stays held after the forward. ``recomputing``:
+    the forward stops where the backward has all it needs, and its output is not held."""
+
+    def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer in its place: ``name`` is the prefix of its parameters' names, such as ``blocks.3``, or empty."""
+
+    name: str
+    layer: Layer
+    block: bool = False  # may be recomputed, cached and cut off into a stage of its own
+
+    def qualified(self, name: str) -> str:
+        """Return the global name of one of the layer's parameters. A leading dot marks a name that is global."""
+        if name.startswith("."):
+            return name[1:]
+        return f"{self.name}.{name}" if self.name else name
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model without torch.
+
+    Attributes:
+        units: layers and blocks in the order of execution. Equal blocks should share one layer object.
+        rules: what the grid has to divide, in the user's terms.
+        stream: layout of the activations [batch, …] between units, for the edges of stages.
+        stream_shape: their global shape for given (samples, length).
+        model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
+            this family; None for three times the forward's.
+    """
+
+    units: tuple[Unit, ...]
+    rules: tuple[Divisibility, ...]
+    stream: Layout
+    stream_shape: Callable[[int, int], tuple[int, ...]]
+    model_flops: Callable[[int, int], float] | None = None
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Every parameter by its global name, in the model's order."""
+        specs: dict[str, ParameterSpec] = {}
+        per_layer: dict[int, dict[str, ParameterSpec]] = {}
+        for unit in self.units:
+            # Equal blocks share their specs, so that counting them is fast.
+            own = per_layer.setdefault(id(unit.layer), unit.layer.parameters())
+            specs |= {unit.qualified(name): spec for name, spec in own.items()}
+        return specs
+
+    @cached_property
+    def parameter_counts(self) -> list[tuple[ParameterSpec, int]]:
+        """Each different parameter and how many of it there are."""
+        specs = {id(spec): spec for spec in self.parameters.values()}
+        counts = Counter(id(spec) for spec in self.parameters.values())
+        return [(specs[key], count) for key, count in counts.items()]
+
+    @cached_property
+    def blocks(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.block)
+
+    def cached_blocks(self, cache_layers: int | str) -> frozenset[str]:
+        """Return the names of the blocks that ``parallel.cache_layers`` keeps: the last ones, or all."""
+        count = len(self.blocks) if cache_layers == "all" else int(cache_layers)
+        return frozenset(unit.name for unit in self.blocks[len(self.blocks) - count :])
+
+    def weights_of(self, blocks: Collection[str]) -> frozenset[str]:
+        """Return the names of all streamed weights of some blocks."""
+        units = [unit for unit in self.blocks if unit.name in blocks]
+        return frozenset(unit.qualified(name) for unit in units for name in unit.layer.weights().forward)
+
+    def layer_weights(self, recompute: bool) -> list[LayerWeights]:
+        """Return the weights that each unit takes from the stream; with ``recompute``, blocks are recomputed."""
+        result: list[LayerWeights] = []
+        for unit in self.units:
+            phases = [tuple(map(unit.qualified, names)) for names in unit.layer.weights()]
+            if not (recompute and unit.block):
+                phases[1] = ()
+            result.append(LayerWeights(*phases))
+        return result
+
+    @cached_property
+    def block_kinds(self) -> dict[str, int]:
+        """A number for each block by its name; equal blocks have the same one."""
+        kinds: dict[Layer, int] = {}
+        return {unit.name: kinds.setdefault(unit.layer, len(kinds)) for unit in self.blocks}
+
+    @cached_property
+    def contributions(self) -> Counter[str]:
+        """How many terms one microbatch adds to the gradient of each parameter: 2 for tied weights."""
+        counts = Counter(self.parameters.keys())
+        own = {unit.qualified(name) for unit in self.units for name in unit.layer.parameters()}
+        for unit in self.units:
+            for name in unit.layer.weights().backward:
+                if name.startswith(".") and unit.qualified(name) in own:
+                    counts[unit.qualified(name)] += 1
+        return counts
+
+    def with_blocks(self, names: Iterable[str]) -> Description:
+        """Return the same model with only some of its blocks. The planner asks for the same ones on every grid."""
+        wanted = frozenset(names)
+        if wanted not in self._reduced:
+            units = tuple(unit for unit in self.units if not unit.block or unit.name in wanted)
+            self._reduced[wanted] = replace(self, units=units)
+        return self._reduced[wanted]
+
+    @cached_property
+    def _reduced(self) -> dict[frozenset[str], Description]:
+        return {}
+
+    def training_flops(self, samples: int, length: int) -> float:
+        """Return the FLOPs of one training step, forward and backward, without recomputation."""
+        if self.model_flops is not None:
+            return self.model_flops(samples, length)
+        return 3 * samples * sum(unit.layer.flops(length) for unit in self.units)
+
+    def hardware_flops(self, samples: int, length: int) -> float:
+        """Return the FLOPs of a step whose blocks are computed once more in the backward (Narayanan et al.)."""
+        return self.training_flops(samples, length) * 96 / 72

@@ -1,0 +1,50 @@
+"""GPT-2: pre-LayerNorm, learned positions, GELU, biases, the head tied to the token embedding. No torch here."""
+
+from gpt4d.config import Config, ConfigError, check_at_least, check_fraction, divisors
+from gpt4d.model.family import Family
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2.description import describe
+
+
+def _check(config: Config) -> None:
+    model = config.model
+    for key in ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions"):
+        check_at_least(f"model.{key}", getattr(model, key), 1)
+    check_at_least("model.norm_epsilon", model.norm_epsilon, 0)
+    for key in ("dropout", "attention_dropout"):
+        check_fraction(f"model.{key}", getattr(model, key))
+    if model.hidden % model.heads:
+        choices = ", ".join(map(str, divisors(model.hidden)))
+        raise ConfigError(
+            f"model.heads={model.heads}: does not divide model.hidden={model.hidden}; use one of {choices}"
+        )
+    if config.train.seq_len > model.max_positions:
+        raise ConfigError(
+            f"train.seq_len={config.train.seq_len}: longer than model.max_positions={model.max_positions}; "
+            "lower train.seq_len or raise model.max_positions"
+        )
+
+
+def _build(config: GPT2Config, weights):
+    from gpt4d.model.gpt2.model import GPT  # imports torch
+
+    return GPT(config, weights)
+
+
+def _hugging_face():
+    from gpt4d.model.gpt2 import hugging_face  # imports torch
+
+    return hugging_face
+
+
+FAMILY = Family(
+    name="gpt2",
+    config=GPT2Config,
+    structure=("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon"),
+    task="language_modeling",
+    check=_check,
+    describe=describe,
+    build=_build,
+    hugging_face=_hugging_face,
+    hf_model_types=("gpt2",),
+)

@@ -1,0 +1,66 @@
+"""GPT-2 without torch: layers in the order of execution, what the grid must divide, FLOPs."""
+
+from gpt4d.config import Divisibility
+from gpt4d.model.costs import (
+    Activation,
+    CausalAttention,
+    CrossEntropy,
+    LayerNorm,
+    Linear,
+    PositionEmbedding,
+    ResidualBlock,
+    TokenEmbedding,
+)
+from gpt4d.model.description import Description, Unit
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.parallel.layout import Layout
+
+
+def describe(config: GPT2Config) -> Description:
+    """Return the description of a GPT-2."""
+    h, inner = config.hidden, 4 * config.hidden
+    block = ResidualBlock(
+        branches=(
+            (
+                LayerNorm("attention_norm", h),
+                Linear("attention.qkv", h, h, num_fused=3),
+                CausalAttention(config.heads, h, dropout=config.attention_dropout > 0),
+                Linear("attention.output", h, h, transposed=True),
+            ),
+            (
+                LayerNorm("mlp_norm", h),
+                Linear("mlp.up", h, inner),
+                Activation(inner, inner),
+                Linear("mlp.down", inner, h, transposed=True),
+            ),
+        ),
+        features=h,
+        dropout=config.dropout > 0,
+    )
+    vocabulary = config.padded_vocab_size
+    return Description(
+        units=(
+            Unit("", TokenEmbedding("tokens", vocabulary, h)),
+            Unit("", PositionEmbedding("positions", config.max_positions, h)),
+            *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
+            Unit("", LayerNorm("norm", h, branch=False)),
+            Unit("", Linear("head", h, vocabulary, bias=False, tied="tokens.weight")),
+            Unit("", CrossEntropy(vocabulary)),
+        ),
+        rules=(
+            Divisibility("model.heads", config.heads, ("x",)),
+            Divisibility("model.hidden", h, ("y", "z")),
+            Divisibility("model.hidden", h, ("x", "z")),
+            Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
+        ),
+        stream=Layout(("data", "z"), (), ("y",)),
+        stream_shape=lambda samples, length: (samples, length, h),
+        model_flops=lambda samples, length: _model_flops(config, samples, length),
+    )
+
+
+def _model_flops(config: GPT2Config, samples: int, length: int) -> float:
+    """FLOPs of one training step, forward and backward, recomputation not counted (Narayanan et al.)."""
+    h, layers, vocabulary = config.hidden, config.layers, config.padded_vocab_size
+    attention_and_head = 1 + length / (6 * h) + vocabulary / (16 * layers * h)
+    return 72 * samples * length * layers * h**2 * attention_and_head

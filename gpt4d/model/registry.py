@@ -1,0 +1,69 @@
+"""The registry of model families: the only place that knows them by name, and the only one that builds models."""
+
+from typing import TYPE_CHECKING
+
+from gpt4d.config import ConfigError, ModelConfig, register_model
+from gpt4d.model import gpt2
+from gpt4d.model.description import Description
+from gpt4d.model.family import Family
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gpt4d.parallel.weights import WeightStream
+
+_families: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Add a family. It is found by its name and by the class of its settings from then on."""
+    _families[family.name] = family
+    register_model(family.name, family.config)
+
+
+def names() -> list[str]:
+    """Return the names of all families."""
+    return sorted(_families)
+
+
+def get(name: str) -> Family:
+    """Return the family called ``name``. Raises ConfigError if there is none."""
+    if name not in _families:
+        raise ConfigError(f"model family {name!r} is unknown; use one of {', '.join(names())}")
+    return _families[name]
+
+
+def of(config: ModelConfig) -> Family:
+    """Return the family that ``config`` belongs to. Raises ConfigError for settings of no family."""
+    for family in _families.values():
+        if type(config) is family.config:
+            return family
+    raise ConfigError(
+        f"model={config.name}: no model family has settings of type {type(config).__name__}; use one of "
+        f"{', '.join(names())}"
+    )
+
+
+def family_of_hf(model_type: str) -> Family:
+    """Return the family that reads transformers models of ``model_type``. Raises ConfigError if there is none."""
+    supported = {kind: family for family in _families.values() for kind in family.hf_model_types}
+    if model_type not in supported:
+        raise ConfigError(
+            f"model_type={model_type!r} is not supported; use a model of type {', '.join(sorted(supported))}"
+        )
+    return supported[model_type]
+
+
+def describe(config: ModelConfig) -> Description:
+    """Return the torch-free description of the model with these settings."""
+    return of(config).describe(config)
+
+
+def build(config: ModelConfig, weights: "WeightStream") -> "nn.Module":
+    """Build a model on the grid of ``weights``. Its values are unset until ``gpt4d.model.init.initialize``."""
+    model = of(config).build(config, weights)
+    weights.bind(dict(model.named_parameters()))
+    return model
+
+
+register(gpt2.FAMILY)

@@ -1,0 +1,56 @@
+"""Gradient buckets: which gradients are summed over the batch axes in one collective. No torch here.
+
+The gradient reducer and the planner build the same buckets from the same specs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from gpt4d.config import GridSizes
+from gpt4d.parallel.layout import ParameterSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters whose gradients are summed together."""
+
+    names: tuple[str, ...]
+    elements: int  # of all its gradients on one device
+    axes: tuple[str, ...]  # to sum over, inner first
+    sharded: bool  # each rank of the last axis needs only its rows of the sum
+
+
+def gradient_buckets(
+    parameters: Mapping[str, ParameterSpec],
+    sizes: GridSizes,
+    shard_states: bool,
+    bucket_bytes: int,
+    element_bytes: int = 4,
+) -> Iterator[Bucket]:
+    """Yield the buckets in the order in which the backward completes them, about the reverse of ``parameters``.
+
+    Gradients of z-sharded weights arrive summed over z. Along x and y a parameter's copies see the same samples and
+    need no sum. A bucket is closed once it has ``bucket_bytes``.
+    """
+
+    def kind(spec: ParameterSpec) -> tuple[int, tuple[str, ...], bool]:
+        axes = tuple(axis for axis in ("z", "data") if axis not in spec.layout.axes and getattr(sizes, axis) > 1)
+        elements = spec.local_elements(sizes)
+        return elements, axes, spec.optimized_elements(sizes, shard_states) < elements
+
+    different = {id(spec): spec for spec in parameters.values()}  # equal blocks share their specs
+    kinds = {key: kind(spec) for key, spec in different.items()}
+    filling: dict[tuple, tuple[list[str], int]] = {}
+    for name, spec in reversed(parameters.items()):
+        elements, *key = kinds[id(spec)]
+        axes, sharded = key
+        if not axes:
+            continue
+        names, filled = filling.get((axes, sharded), ([], 0))
+        names.append(name)
+        filling[axes, sharded] = names, filled + elements
+        if (filled + elements) * element_bytes >= bucket_bytes:
+            del filling[axes, sharded]
+            yield Bucket(tuple(names), filled + elements, axes, sharded)
+    for (axes, sharded), (names, filled) in filling.items():
+        yield Bucket(tuple(names), filled, axes, sharded)

@@ -1,0 +1,107 @@
+"""A pipeline stage: a grid on some of the job's ranks, the module they compute, and the runtime of its schedule."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.order import LayerWeights, weight_order
+from gpt4d.parallel.pipeline import schedule
+from gpt4d.parallel.weights import WeightStream
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An activation that one stage produces and another consumes, as a global tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout  # the same names of axes on both stages' grids, whatever their sizes
+    producer: int
+    consumer: int
+
+
+@dataclass
+class Stage:
+    """One stage of the model.
+
+    Attributes:
+        index: its place in the pipeline.
+        grid: its ranks.
+        weights: the stream that its module takes weights from.
+        module: its part of the model, under global names.
+        layer_weights: weights that its layers use, in the order of execution.
+        terms: number of terms that one microbatch adds to the gradient of each parameter.
+        cached: weights that stay gathered from a microbatch's forward until its backward.
+        inputs: activations that come from other stages.
+        outputs: activations that go to other stages.
+    """
+
+    index: int
+    grid: Grid
+    weights: WeightStream
+    module: nn.Module
+    layer_weights: Sequence[LayerWeights]
+    terms: dict[str, int]
+    cached: Collection[str] = ()
+    inputs: tuple[Edge, ...] = ()
+    outputs: tuple[Edge, ...] = ()
+
+
+class StageRuntime:
+    """Executes the schedule of a stage.
+
+    Args:
+        stage: what this rank computes.
+        reducer: sums the stage's gradients.
+        loss_sum: returns the loss of a microbatch, summed over this rank's samples, from the module and the batch.
+    """
+
+    def __init__(self, stage: Stage, reducer: GradientReducer, loss_sum: Callable[[nn.Module, Any], torch.Tensor]):
+        self.stage, self.reducer, self.loss_sum = stage, reducer, loss_sum
+
+    def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
+        """Compute the forwards and backwards of a step; gradients are complete when it returns.
+
+        Args:
+            batches: this rank's microbatches.
+            microbatches: how many there are.
+            divisor: global number of units (tokens, images) of the step: how the batch is dealt out to ranks and
+                microbatches makes no difference.
+
+        Returns:
+            The sum of this rank's losses over ``divisor``, float64, on the device.
+        """
+        stage = self.stage
+        actions = schedule.single_stage(microbatches)
+        stage.weights.begin(weight_order(actions, stage.layer_weights), stage.cached)
+        self.reducer.begin({name: count * microbatches for name, count in stage.terms.items()})
+        stage.module.train()
+        total = torch.zeros((), dtype=torch.float64, device=stage.weights.device)
+        remaining = iter(batches)
+        in_flight: dict[int, torch.Tensor] = {}
+        for kind, microbatch in actions:
+            if kind == "F":
+                in_flight[microbatch] = self.loss_sum(stage.module, next(remaining)) / divisor
+                total += in_flight[microbatch].detach()
+            else:
+                in_flight.pop(microbatch).backward()
+        self.reducer.finish()
+        return total
+
+    def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
+        """Return the sum of this rank's losses over some microbatches, float64, without gradients."""
+        stage = self.stage
+        stage.weights.begin(weight_order(schedule.forward_only(microbatches), stage.layer_weights))
+        stage.module.eval()
+        total = torch.zeros((), dtype=torch.float64, device=stage.weights.device)
+        with torch.no_grad():
+            for batch in batches:
+                total += self.loss_sum(stage.module, batch)
+        stage.weights.finish()
+        return total
