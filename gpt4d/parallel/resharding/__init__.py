@@ -1,5 +1,5 @@
-"""Cross-mesh resharding: a tensor laid out on one mesh appears on a disjoint one under another layout.
+"""Cross-mesh resharding: sends a tensor from one mesh to a disjoint one that uses another layout.
 
-``planning.plan`` makes a value: unit tasks, who sends, in what order (arXiv 2211.05322, §3). ``transfer`` executes it.
-No torch but in ``transfer``: a plan is made, printed and drawn on any laptop.
+``planning.plan`` returns a plan: unit tasks, senders and order (arXiv 2211.05322, §3). ``transfer`` executes it.
+Only ``transfer`` imports torch, so plans can be computed, printed and plotted on any laptop.
 """

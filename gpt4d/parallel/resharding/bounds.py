@@ -1,16 +1,16 @@
-"""No order of jobs can be over before this: what the links alone tell (arXiv 2211.05322, Eq. 4)."""
+"""Lower bound of the makespan of any order of jobs, from the load of single links (arXiv 2211.05322, Eq. 4)."""
 
 from collections.abc import Iterable
 
-from gpt4d.parallel.resharding.strategies import Job
+from gpt4d.parallel.resharding.strategies import SendJob
 
-_FAMILY = 200  # sets of sender hosts that are looked at; leaving some out keeps the bound a bound
+_MAX_SENDER_SETS = 200  # leaving sets out weakens the bound but keeps it valid
 
 
-def lower_bound(jobs: list[Job]) -> int:
-    """A bound of the makespan of ``jobs``, in elements.
+def lower_bound(jobs: list[SendJob]) -> int:
+    """Return a lower bound of the makespan of ``jobs``, in elements.
 
-    A host receives one job at a time. And jobs that only the hosts of a set can send are at best spread evenly over
+    A host receives one job at a time. The jobs that only the hosts of some set can send are at best spread evenly over
     these hosts.
     """
     receiving: dict[int, int] = {}
@@ -25,13 +25,13 @@ def lower_bound(jobs: list[Job]) -> int:
 
 
 def sender_sets(choices: Iterable[tuple[int, ...]]) -> list[frozenset[int]]:
-    """Unions of the jobs' choices of a sender host, the choices themselves first: those that a bound may come from."""
+    """Return the sets of hosts to bound: the jobs' choices of sender hosts first, then unions of them."""
     distinct = sorted({tuple(sorted(choice)) for choice in choices})
     sets = dict.fromkeys(map(frozenset, distinct))
     for choice in distinct:
         for other in list(sets):
-            if len(sets) >= _FAMILY:
+            if len(sets) >= _MAX_SENDER_SETS:
                 return list(sets)
-            if other & set(choice):  # the bound of disjoint sets' union is no better than theirs
+            if other & set(choice):  # the union of disjoint sets gives no better bound than the sets
                 sets[other | set(choice)] = None
     return list(sets)

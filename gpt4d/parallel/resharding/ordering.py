@@ -1,19 +1,19 @@
-"""Who sends and in what order: the simple algorithms, and what an order amounts to in time (arXiv 2211.05322, §3.2).
+"""Simple choices of senders and order, and the timetable that an order gives (arXiv 2211.05322, §3.2).
 
-A *sequence* is a list of (job, sender host), each job named by its place in the list of jobs. Every job in it starts as
-soon as its hosts are through with those before it. Two jobs overlap only if neither host sends both or receives both;
-links are full duplex, so sending and receiving do not conflict.
+A *job sequence* is a list of (index of the job, sender host). Each job starts as soon as its hosts have finished the
+jobs before it. Two jobs overlap only if no host sends both and no host receives both; links are full duplex, so sending
+and receiving do not conflict.
 """
 
 from typing import NamedTuple
 
-from gpt4d.parallel.resharding.strategies import Job
+from gpt4d.parallel.resharding.strategies import SendJob
 
-Sequence = list[tuple[int, int]]
+JobSequence = list[tuple[int, int]]
 
 
 class Slot(NamedTuple):
-    """When a job keeps its links busy, in elements of the tensor sent since the beginning."""
+    """The interval in which a job occupies its links, in elements sent since the start."""
 
     start: int
     stop: int
@@ -21,13 +21,13 @@ class Slot(NamedTuple):
     sender_host: int
 
 
-def timetable(jobs: list[Job], sequence: Sequence) -> list[Slot]:
-    """The slot of each job of a sequence, by start; those that start at once in the sequence's order.
+def timetable(jobs: list[SendJob], sequence: JobSequence) -> list[Slot]:
+    """Return the slot of each job of a sequence, by start; jobs that start together keep the order of the sequence.
 
-    A host that hands on what it receives is not counted as sending: only where meshes share hosts could it have
-    anything else to send.
+    A host that forwards what it receives does not count as sending: it could have something else to send only if the
+    meshes share hosts.
     """
-    sending: dict[int, int] = {}  # until when each host does
+    sending: dict[int, int] = {}  # by host, the time at which it stops sending
     receiving: dict[int, int] = {}
     slots = []
     for number, host in sequence:
@@ -41,21 +41,22 @@ def timetable(jobs: list[Job], sequence: Sequence) -> list[Slot]:
     return sorted(slots, key=lambda slot: slot.start)
 
 
-def makespan(jobs: list[Job], sequence: Sequence) -> int:
+def makespan(jobs: list[SendJob], sequence: JobSequence) -> int:
+    """Return the time at which the last job of the sequence ends, in elements."""
     return max((slot.stop for slot in timetable(jobs, sequence)), default=0)
 
 
-def naive(jobs: list[Job]) -> Sequence:
-    """The lowest-index sender, in the order given."""
+def naive(jobs: list[SendJob]) -> JobSequence:
+    """Return the jobs in the order given, each sent by its lowest-index sender."""
     return [(number, job.sender_hosts[0]) for number, job in enumerate(jobs)]
 
 
-def load_balance(jobs: list[Job]) -> Sequence:
-    """The longest first, each from the host that has been given least to send until then (Eq. 4)."""
-    given: dict[int, int] = {}
+def load_balance(jobs: list[SendJob]) -> JobSequence:
+    """Return the longest jobs first, each sent by the host with the least assigned so far (Eq. 4)."""
+    assigned: dict[int, int] = {}
     sequence = []
     for number in sorted(range(len(jobs)), key=lambda number: -jobs[number].duration):
-        host = min(jobs[number].sender_hosts, key=lambda host: (given.get(host, 0), host))
-        given[host] = given.get(host, 0) + jobs[number].duration
+        host = min(jobs[number].sender_hosts, key=lambda host: (assigned.get(host, 0), host))
+        assigned[host] = assigned.get(host, 0) + jobs[number].duration
         sequence.append((number, host))
     return sequence

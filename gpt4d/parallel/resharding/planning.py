@@ -1,4 +1,4 @@
-"""The plan of one resharding: a value that every rank computes alike."""
+"""The plan of one resharding: a value that every rank computes identically."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from functools import lru_cache
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import ordering, search
 from gpt4d.parallel.resharding.bounds import lower_bound
-from gpt4d.parallel.resharding.mesh import Mesh, Tile
-from gpt4d.parallel.resharding.strategies import STRATEGIES, Job, jobs
+from gpt4d.parallel.resharding.mesh import StageMesh, Tile
+from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob, send_jobs
 from gpt4d.parallel.resharding.tasks import UnitTask, unit_tasks
 
 ORDERS = ("ensemble", "naive", "load_balance", "dfs", "greedy")
@@ -17,37 +17,38 @@ ORDERS = ("ensemble", "naive", "load_balance", "dfs", "greedy")
 
 @dataclass(frozen=True)
 class Send:
-    """One device sends one tile to one or more, in the way of the plan's strategy."""
+    """One device sends one tile to one or more receivers, by the strategy of the plan."""
 
-    task: int  # which unit task
+    task: int  # index of the unit task
     tile: Tile
     sender: int  # a rank
-    receivers: tuple[int, ...]  # ranks, the devices of a host one after another
+    receivers: tuple[int, ...]  # ranks, grouped by host
     sender_host: int
     receiver_hosts: tuple[int, ...]
-    start: Fraction  # of the time that the whole tensor takes over one host's link
+    start: Fraction  # in units of the time that the whole tensor takes over one host's link
     stop: Fraction
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who sends what to whom, in the one order that all ranks follow.
+class ReshardingPlan:
+    """The sends of one resharding, in the single order that all ranks follow.
 
-    Times are in units of the whole tensor over one host's link. No order and no choice of senders takes less than
-    ``lower_bound`` with this strategy, be tasks broadcast whole or to each host apart; where it equals ``makespan``,
-    the plan is optimal. Where meshes share hosts, one that has something to send and to hand on takes longer than told.
+    Times are in units of the whole tensor over one host's link. With this strategy no order and no choice of senders
+    takes less than ``lower_bound``, whether a task is broadcast to all hosts at once or to each host separately. The
+    plan is optimal if ``makespan`` equals it. If the meshes share hosts, a host that both sends and forwards takes
+    longer than planned.
     """
 
     shape: tuple[int, ...]
     source: Layout
-    source_mesh: Mesh
+    source_mesh: StageMesh
     destination: Layout
-    destination_mesh: Mesh
+    destination_mesh: StageMesh
     strategy: str
     order: str
     seed: int
     effort: int
-    summed: int  # how many leading dims of the shape are added up on arrival: contributions to a gradient
+    num_summed: int  # leading dims of ``shape`` that receivers sum over: contributions to a gradient
     tasks: tuple[UnitTask, ...]
     sends: tuple[Send, ...]
     makespan: Fraction
@@ -58,41 +59,43 @@ class Plan:
 def plan(
     shape: tuple[int, ...],
     source: Layout,
-    source_mesh: Mesh,
+    source_mesh: StageMesh,
     destination: Layout,
-    destination_mesh: Mesh,
+    destination_mesh: StageMesh,
     strategy: str = "broadcast",
     order: str = "ensemble",
     seed: int = 0,
     effort: int = 1,
-    summed: int = 0,
-) -> Plan:
-    """The plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
+    num_summed: int = 0,
+) -> ReshardingPlan:
+    """Return the plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
 
-    The order ``ensemble`` is the better of ``greedy``, drawn from ``seed``, and ``dfs``. Both look at a number of
-    choices that takes less than a second, or ``effort`` times as many; a first answer for more than about ten thousand
-    tasks takes longer. Equal arguments give equal plans, on every rank, and they are kept. ``summed`` is for
-    ``transposed``.
+    The order ``ensemble`` is the better of ``greedy``, randomized by ``seed``, and ``dfs``. Both examine a fixed number
+    of choices, which takes less than a second, or ``effort`` times as many. The first solution for more than about ten
+    thousand tasks takes longer. Equal arguments give equal plans on every rank; plans are cached. ``num_summed`` is for
+    ``gradient_plan``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
-    ways = [jobs(tasks, strategy, source_mesh, destination_mesh)]
+    alternatives = [send_jobs(tasks, strategy, source_mesh, destination_mesh)]
     if strategy == "broadcast" and order == "ensemble":
-        # A send to several hosts starts when all are free: now and then it is better to serve each host apart.
-        ways.append(jobs(tasks, "local_allgather", source_mesh, destination_mesh))
-    pieces, slots, bound = _best(ways, order, seed, effort)
+        # A send to several hosts starts only when all are free, so serving each host separately is sometimes faster.
+        alternatives.append(send_jobs(tasks, "local_allgather", source_mesh, destination_mesh))
+    jobs, slots, bound = _best_schedule(alternatives, order, seed, effort)
     end = max((slot.stop for slot in slots), default=0)
-    # What needs no link goes last: nothing waits for it that could keep a link busy.
-    between = [job for job in pieces if job.over_links]
-    inside = [job for job in pieces if not job.over_links]
-    unit = max(1, math.prod(shape[summed:]))
-    devices = _Senders(tasks, source_mesh)
+    # Jobs inside a host go last: no link waits for them.
+    between_hosts = [job for job in jobs if job.over_links]
+    inside_hosts = [job for job in jobs if not job.over_links]
+    unit = max(1, math.prod(shape[num_summed:]))
+    senders = _SenderBalance(tasks, source_mesh)
     sends = [
-        devices.send(between[slot.job], slot.sender_host, Fraction(slot.start, unit), Fraction(slot.stop, unit))
+        senders.assign(between_hosts[slot.job], slot.sender_host, Fraction(slot.start, unit), Fraction(slot.stop, unit))
         for slot in slots
     ]
-    sends += [devices.send(job, job.sender_hosts[0], Fraction(end, unit), Fraction(end, unit)) for job in inside]
-    return Plan(
+    sends += [
+        senders.assign(job, job.sender_hosts[0], Fraction(end, unit), Fraction(end, unit)) for job in inside_hosts
+    ]
+    return ReshardingPlan(
         shape,
         source,
         source_mesh,
@@ -102,7 +105,7 @@ def plan(
         order,
         seed,
         effort,
-        summed,
+        num_summed,
         tuple(tasks),
         tuple(sends),
         Fraction(end, unit),
@@ -110,15 +113,14 @@ def plan(
     )
 
 
-def transposed(forward: Plan, partial: tuple[str, ...] = ()) -> Plan:
-    """The plan that brings the gradient of what ``forward`` brought back to its sources.
+def gradient_plan(forward: ReshardingPlan, partial: tuple[str, ...] = ()) -> ReshardingPlan:
+    """Return the plan that sends the gradient of the tensor sent by ``forward`` back to its sources.
 
-    A source device gets the gradient of its own tile, whole: replicated sources all get the same. What replicas on
-    the destination mesh hold, their layout alone does not say. Along the axes in ``partial``, none of which splits
-    the tensor, each has computed with its copy for itself and holds a part of a sum: their gradients are sent as one
-    tensor with a leading dim for each of these axes, and a source adds up what it receives, in the same order
-    wherever it is. Along all other axes replicas hold the same gradient, as after an all-reduce: the sources get one
-    replica's.
+    Each source device gets the full gradient of its own tile; replicated sources get the same gradient. The layout
+    does not tell what the replicas on the destination mesh hold. Along the axes in ``partial``, none of which may split
+    the tensor, each replica used its copy independently and holds one term of a sum: these terms are sent as one tensor
+    with a leading dim per axis, and each source adds what it receives in the same order. Along all other axes the
+    replicas hold the same gradient, as after an all-reduce, and the sources get it from one replica.
     """
     sizes = dict(forward.destination_mesh.axes)
     assert not forward.destination.axes & set(partial), f"{partial} must not split {forward.destination}"
@@ -136,45 +138,47 @@ def transposed(forward: Plan, partial: tuple[str, ...] = ()) -> Plan:
     )
 
 
-def _best(ways: list[list[Job]], order: str, seed: int, effort: int) -> tuple[list[Job], list[ordering.Slot], int]:
-    """Of several ways to make jobs of the tasks the one that is over first, when its jobs go, and the bound of all."""
-    found = []
-    for pieces in ways:
-        between = [job for job in pieces if job.over_links]
-        sequence, optimal = _ordered(between, order, seed, effort)
-        slots = ordering.timetable(between, sequence)
+def _best_schedule(
+    alternatives: list[list[SendJob]], order: str, seed: int, effort: int
+) -> tuple[list[SendJob], list[ordering.Slot], int]:
+    """Return the jobs of the alternative that finishes first, its slots, and the lower bound of all alternatives."""
+    schedules = []
+    for jobs in alternatives:
+        between_hosts = [job for job in jobs if job.over_links]
+        sequence, optimal = _sequence(between_hosts, order, seed, effort)
+        slots = ordering.timetable(between_hosts, sequence)
         end = max((slot.stop for slot in slots), default=0)
-        bound = lower_bound(between)
-        found.append((end, end if optimal else bound, pieces, slots))
+        bound = lower_bound(between_hosts)
+        schedules.append((end, end if optimal else bound, jobs, slots))
         if end == bound:
             break
-    end, _, pieces, slots = min(found, key=lambda one: one[0])
-    return pieces, slots, min(bound for _, bound, _, _ in found)
+    _, _, jobs, slots = min(schedules, key=lambda schedule: schedule[0])
+    return jobs, slots, min(bound for _, bound, _, _ in schedules)
 
 
-def _ordered(pieces: list[Job], order: str, seed: int, effort: int) -> tuple[ordering.Sequence, bool]:
-    """A sequence, and whether the search has shown that there is no better one."""
+def _sequence(jobs: list[SendJob], order: str, seed: int, effort: int) -> tuple[ordering.JobSequence, bool]:
+    """Return a sequence, and True if the search has proved that no other is better."""
     if order == "naive":
-        return ordering.naive(pieces), False
+        return ordering.naive(jobs), False
     if order == "load_balance":
-        return ordering.load_balance(pieces), False
+        return ordering.load_balance(jobs), False
     if order == "dfs":
-        return search.dfs(pieces, effort)
+        return search.dfs(jobs, effort)
     if order == "greedy":
-        return search.greedy(pieces, seed, effort), False
-    return search.ensemble(pieces, seed, effort)
+        return search.greedy(jobs, seed, effort), False
+    return search.ensemble(jobs, seed, effort)
 
 
-class _Senders:
-    """Chooses the sending device on a host: of those that have the tile the one that has been given least to send."""
+class _SenderBalance:
+    """Chooses the sending device on a host: among the devices that hold the tile, the one with the least to send."""
 
-    def __init__(self, tasks: list[UnitTask], mesh: Mesh):
+    def __init__(self, tasks: list[UnitTask], mesh: StageMesh):
         self.tasks, self.hosts = tasks, dict(zip(mesh.devices, mesh.hosts, strict=True))
-        self.given = dict.fromkeys(mesh.devices, 0)
+        self.assigned = dict.fromkeys(mesh.devices, 0)  # elements
 
-    def send(self, job: Job, host: int, start: Fraction, stop: Fraction) -> Send:
+    def assign(self, job: SendJob, host: int, start: Fraction, stop: Fraction) -> Send:
         task = self.tasks[job.task]
-        there = [device for device in task.senders if self.hosts[device] == host]
-        sender = min(there, key=lambda device: (self.given[device], device))
-        self.given[sender] += task.elements
+        candidates = [device for device in task.senders if self.hosts[device] == host]
+        sender = min(candidates, key=lambda device: (self.assigned[device], device))
+        self.assigned[sender] += task.elements
         return Send(job.task, task.tile, sender, job.receivers, host, job.receiver_hosts, start, stop)

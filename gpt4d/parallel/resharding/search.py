@@ -1,25 +1,25 @@
-"""The search for an order of least makespan: at random and exhaustively (arXiv 2211.05322, §3.2).
+"""Searches for a sequence of least makespan: randomized greedy and depth-first (arXiv 2211.05322, §3.2).
 
-Both give the same answer at every call and on every rank: what limits them is not time but a count of choices looked
-at. Jobs between the same hosts that last equally long are of one *kind*: which of them goes first does not matter.
+Both return the same result in every call and on every rank: they are limited by a count of examined choices, not by
+time. Jobs with the same hosts and duration form one *kind*: their order among themselves does not matter.
 """
 
 import random
 from dataclasses import dataclass, field
 
 from gpt4d.parallel.resharding.bounds import lower_bound, sender_sets
-from gpt4d.parallel.resharding.ordering import Sequence, load_balance, makespan, naive
-from gpt4d.parallel.resharding.strategies import Job
+from gpt4d.parallel.resharding.ordering import JobSequence, load_balance, makespan, naive
+from gpt4d.parallel.resharding.strategies import SendJob
 
-# Choices looked at for an effort of 1: a few microseconds each.
+# Choices examined with effort 1; each takes a few microseconds.
 _GREEDY_CHOICES = 100_000
 _DFS_CHOICES = 60_000
-_ORDERS = 8  # random ones, for each set of jobs that start at once
+_SET_ATTEMPTS = 8  # orders tried for each set of jobs that start together, all but the first random
 
 
 @dataclass
-class Kind:
-    """Jobs that are alike."""
+class JobKind:
+    """Interchangeable jobs."""
 
     sender_hosts: tuple[int, ...]
     receiver_hosts: tuple[int, ...]
@@ -27,227 +27,231 @@ class Kind:
     jobs: list[int] = field(default_factory=list)
 
 
-def _kinds(jobs: list[Job]) -> list[Kind]:
-    found: dict[tuple, Kind] = {}
+def _group_by_kind(jobs: list[SendJob]) -> list[JobKind]:
+    kinds: dict[tuple, JobKind] = {}
     for number, job in enumerate(jobs):
         key = tuple(sorted(job.sender_hosts)), tuple(sorted(job.receiver_hosts)), job.duration
-        found.setdefault(key, Kind(*key)).jobs.append(number)
-    return list(found.values())
+        kinds.setdefault(key, JobKind(*key)).jobs.append(number)
+    return list(kinds.values())
 
 
-def greedy(jobs: list[Job], seed: int, effort: int = 1) -> Sequence:
-    """Whenever hosts are free, starts the jobs that, of all sets found over random orders, matter most.
+def greedy(jobs: list[SendJob], seed: int, effort: int = 1) -> JobSequence:
+    """Return the best of repeated greedy runs: whenever hosts are free, start the set of jobs of largest weight.
 
-    What matters is how much the hosts of a job have yet to send and to receive: those with the most must never rest.
-    Begins anew, with other orders, until the lower bound is reached or the choices are used up.
+    The weight of a job is the load that its hosts still have to send and receive, because the most loaded hosts must
+    never be idle. The sets come from random orders. Runs repeat with other orders until the lower bound is reached or
+    the choices are used up.
     """
-    draw, bound = random.Random(seed), lower_bound(jobs)
-    best, reached, left = None, 0, effort * _GREEDY_CHOICES
-    while best is None or (left > 0 and reached > bound):
-        run = _Greedy(jobs, draw)
+    rng, bound = random.Random(seed), lower_bound(jobs)
+    best, best_makespan, budget = None, 0, effort * _GREEDY_CHOICES
+    while best is None or (budget > 0 and best_makespan > bound):
+        run = _GreedyRun(jobs, rng)
         sequence = run.sequence()
-        left -= run.looked_at
-        if best is None or makespan(jobs, sequence) < reached:
-            best, reached = sequence, makespan(jobs, sequence)
+        budget -= run.num_choices
+        if best is None or makespan(jobs, sequence) < best_makespan:
+            best, best_makespan = sequence, makespan(jobs, sequence)
     return best
 
 
-class _Greedy:
+class _GreedyRun:
     """One run from the first job to the last."""
 
-    def __init__(self, jobs: list[Job], draw: random.Random):
-        self.draw, self.looked_at, self.now = draw, 0, 0
-        self.kinds = [(kind, list(kind.jobs)) for kind in _kinds(jobs)]
-        self.sending: dict[int, int] = {}  # until when
+    def __init__(self, jobs: list[SendJob], rng: random.Random):
+        self.rng, self.num_choices, self.now = rng, 0, 0
+        self.kinds = [(kind, list(kind.jobs)) for kind in _group_by_kind(jobs)]
+        self.sending: dict[int, int] = {}  # by host, the time at which it stops sending
         self.receiving: dict[int, int] = {}
-        self.to_send: dict[int, float] = {}  # how much each host has yet to
+        self.to_send: dict[int, float] = {}  # by host, the load it still has to send
         self.to_receive: dict[int, int] = {}
         for job in jobs:
-            self._expect(job, 1)
+            self._add_load(job, 1)
 
-    def _expect(self, job: Job | Kind, times: int) -> None:
+    def _add_load(self, job: SendJob | JobKind, times: int) -> None:
         for host in job.sender_hosts:
             share = times * job.duration / len(job.sender_hosts)
             self.to_send[host] = self.to_send.get(host, 0) + share
         for host in job.receiver_hosts:
             self.to_receive[host] = self.to_receive.get(host, 0) + times * job.duration
 
-    def sequence(self) -> Sequence:
-        sequence: Sequence = []
+    def sequence(self) -> JobSequence:
+        sequence: JobSequence = []
         while self.kinds:
             ready = [entry for entry in self.kinds if self._can_start(entry[0])]
-            for (kind, left), host in self._best_set(ready):
-                sequence.append((left.pop(0), host))
-                self._expect(kind, -1)
+            for (kind, remaining), host in self._best_set(ready):
+                sequence.append((remaining.pop(0), host))
+                self._add_load(kind, -1)
                 self.sending[host] = self.now + kind.duration
                 self.receiving.update(dict.fromkeys(kind.receiver_hosts, self.now + kind.duration))
             self.kinds = [entry for entry in self.kinds if entry[1]]
             self.now = min((t for t in (*self.sending.values(), *self.receiving.values()) if t > self.now), default=0)
         return sequence
 
-    def _can_start(self, kind: Kind) -> bool:
-        self.looked_at += 1
+    def _can_start(self, kind: JobKind) -> bool:
+        self.num_choices += 1
         return any(self.sending.get(host, 0) <= self.now for host in kind.sender_hosts) and all(
             self.receiving.get(host, 0) <= self.now for host in kind.receiver_hosts
         )
 
-    def _best_set(self, ready: list[tuple[Kind, list[int]]]) -> list[tuple[tuple[Kind, list[int]], int]]:
-        best, weight = [], -1.0
-        for attempt in range(_ORDERS if len(ready) > 1 else 1):
+    def _best_set(self, ready: list[tuple[JobKind, list[int]]]) -> list[tuple[tuple[JobKind, list[int]], int]]:
+        best, best_weight = [], -1.0
+        for attempt in range(_SET_ATTEMPTS if len(ready) > 1 else 1):
             if attempt == 0:
                 order = sorted(ready, key=lambda entry: -self._weight(entry[0]))
             else:
-                order = self.draw.sample(ready, len(ready))
-            found, total = self._maximal_set(order)
-            if total > weight:
-                best, weight = found, total
+                order = self.rng.sample(ready, len(ready))
+            chosen, weight = self._maximal_set(order)
+            if weight > best_weight:
+                best, best_weight = chosen, weight
         return best
 
-    def _maximal_set(self, order: list[tuple[Kind, list[int]]]):
-        """Jobs that do not conflict, taken as they come, and how much they matter together."""
-        sending, receiving, found, total = set(), set(), [], 0.0
+    def _maximal_set(self, order: list[tuple[JobKind, list[int]]]):
+        """Return jobs that do not conflict, taken in the given order with their sender hosts, and their weight."""
+        sending, receiving, chosen, weight = set(), set(), [], 0.0
         for entry in order:
             kind = entry[0]
-            self.looked_at += 1
+            self.num_choices += 1
             if not receiving.isdisjoint(kind.receiver_hosts):
                 continue
             free = [h for h in kind.sender_hosts if h not in sending and self.sending.get(h, 0) <= self.now]
             if free:
-                host = min(free, key=lambda host: (self.to_send[host], host))  # the others have jobs of their own
-                found.append((entry, host))
+                # The host with the least load, because the others have jobs of their own.
+                host = min(free, key=lambda host: (self.to_send[host], host))
+                chosen.append((entry, host))
                 sending.add(host)
                 receiving.update(kind.receiver_hosts)
-                total += self.to_send[host] + sum(self.to_receive[h] for h in kind.receiver_hosts)
-        return found, total
+                weight += self.to_send[host] + sum(self.to_receive[h] for h in kind.receiver_hosts)
+        return chosen, weight
 
-    def _weight(self, kind: Kind) -> float:
+    def _weight(self, kind: JobKind) -> float:
         senders = max(self.to_send[host] for host in kind.sender_hosts)
         return senders + sum(self.to_receive[host] for host in kind.receiver_hosts)
 
 
-def ensemble(jobs: list[Job], seed: int, effort: int = 1) -> tuple[Sequence, bool]:
-    """The better of ``greedy`` and ``dfs``, and whether there is none better than it."""
+def ensemble(jobs: list[SendJob], seed: int, effort: int = 1) -> tuple[JobSequence, bool]:
+    """Return the better result of ``greedy`` and ``dfs``, and True if no sequence is better."""
     return dfs(jobs, effort, greedy(jobs, seed, effort))
 
 
-def dfs(jobs: list[Job], effort: int = 1, known: Sequence | None = None) -> tuple[Sequence, bool]:
-    """A depth-first search with pruning; whether it went through the whole tree, so that there is no better sequence.
+def dfs(jobs: list[SendJob], effort: int = 1, initial: JobSequence | None = None) -> tuple[JobSequence, bool]:
+    """Search depth-first with pruning; return the best sequence, and True if it is proved that none is better.
 
-    It looks for what is better than ``known`` and than what the simple algorithms find.
+    The search starts from the best of ``initial`` and the simple algorithms' sequences.
     """
     simple = [naive(jobs), load_balance(jobs)]
-    known = min(simple if known is None else [known, *simple], key=lambda sequence: makespan(jobs, sequence))
-    search = _DepthFirst(jobs, known, effort * _DFS_CHOICES)
-    complete = search.run()
-    return search.best, complete
+    initial = min(simple if initial is None else [initial, *simple], key=lambda sequence: makespan(jobs, sequence))
+    search = _DepthFirstSearch(jobs, initial, effort * _DFS_CHOICES)
+    optimal = search.run()
+    return search.best, optimal
 
 
-class _DepthFirst:
-    """The tree of sequences whose jobs start one not before the other: each schedule is met once.
+class _DepthFirstSearch:
+    """A search of the tree of sequences whose jobs start in nondecreasing order, so that each schedule occurs once.
 
-    A branch is left if a job in it could be over before the next one starts: it would go first at no cost. And if its
-    lower bound is no better than the best sequence known.
+    A branch is pruned if some job could end before the next one starts, because running it first would cost nothing,
+    or if the branch's lower bound is no better than the best sequence so far.
     """
 
-    def __init__(self, jobs: list[Job], known: Sequence, choices: int):
-        self.kinds, self.choices = _kinds(jobs), choices
-        self.left = [len(kind.jobs) for kind in self.kinds]
-        self.sending = {host: 0 for kind in self.kinds for host in kind.sender_hosts}  # until when
+    def __init__(self, jobs: list[SendJob], initial: JobSequence, max_choices: int):
+        self.kinds, self.max_choices = _group_by_kind(jobs), max_choices
+        self.remaining = [len(kind.jobs) for kind in self.kinds]
+        self.sending = {host: 0 for kind in self.kinds for host in kind.sender_hosts}  # until this time
         self.receiving = {host: 0 for kind in self.kinds for host in kind.receiver_hosts}
         self.sets = sender_sets(kind.sender_hosts for kind in self.kinds)
         self.sets_of = [[i for i, s in enumerate(self.sets) if s.issuperset(k.sender_hosts)] for k in self.kinds]
         self.to_send, self.to_receive = [0] * len(self.sets), dict.fromkeys(self.receiving, 0)
         for number, kind in enumerate(self.kinds):
-            self._leave(number, len(kind.jobs) * kind.duration)
-        # What a bound takes, in choices, so that the count is one of time.
+            self._add_load(number, len(kind.jobs) * kind.duration)
+        # The cost of computing a bound, in choices, so that the count is proportional to time.
         self.bound_choices = (len(self.receiving) + sum(map(len, self.sets))) // 16
-        self.bound, self.count = lower_bound(jobs), len(jobs)
+        self.bound, self.num_jobs = lower_bound(jobs), len(jobs)
         self.path: list[tuple[int, int, int]] = []  # start, kind, sender host
-        self.best, self.reached = known, makespan(jobs, known)
-        self.looked_at = 0
+        self.best, self.best_makespan = initial, makespan(jobs, initial)
+        self.num_choices = 0
 
     def run(self) -> bool:
-        """Goes through the tree; False if the choices were used up before. Its own stack: paths can be long."""
+        """Search the tree; return False if the choices were used up first. Long paths need an explicit stack."""
         stack = [iter(self._choices())]
         undo: list[tuple] = []
         while stack:
-            if self.reached <= self.bound or self.looked_at > self.choices:
-                return self.reached <= self.bound
+            if self.best_makespan <= self.bound or self.num_choices > self.max_choices:
+                return self.best_makespan <= self.bound
             choice = next(stack[-1], None)
             if choice is None:
                 stack.pop()
                 if undo:
-                    self._take_back(*undo.pop())
+                    self._undo(*undo.pop())
                 continue
-            undo.append(self._take(choice))
-            if len(self.path) == self.count:
-                self._note()
-                self._take_back(*undo.pop())
-            elif self._bound() >= self.reached:
-                self._take_back(*undo.pop())
+            undo.append(self._apply(choice))
+            if len(self.path) == self.num_jobs:
+                self._record()
+                self._undo(*undo.pop())
+            elif self._bound() >= self.best_makespan:
+                self._undo(*undo.pop())
             else:
                 stack.append(iter(self._choices()))
         return True
 
     def _choices(self) -> list[tuple[int, int, int]]:
-        """(start, kind, sender host) of what may come next: first what can start first, then what lasts longest."""
-        since = self.path[-1] if self.path else (0, -1, -1)
-        found, first_over = [], None
+        """Return the (start, kind, sender host) that may come next, by earliest start, then longest duration."""
+        previous = self.path[-1] if self.path else (0, -1, -1)
+        choices, first_stop = [], None
         for number, kind in enumerate(self.kinds):
-            if not self.left[number]:
+            if not self.remaining[number]:
                 continue
             received = max(self.receiving[host] for host in kind.receiver_hosts)
             for host in kind.sender_hosts:
-                self.looked_at += 1
+                self.num_choices += 1
                 start = max(self.sending[host], received)
-                over = start + kind.duration
-                first_over = over if first_over is None else min(first_over, over)
-                if (start, number, host) > since:
-                    found.append((start, number, host))
-        found = [choice for choice in found if choice[0] < first_over]
-        return sorted(found, key=lambda choice: (choice[0], -self.kinds[choice[1]].duration, choice))
+                stop = start + kind.duration
+                first_stop = stop if first_stop is None else min(first_stop, stop)
+                if (start, number, host) > previous:
+                    choices.append((start, number, host))
+        choices = [choice for choice in choices if choice[0] < first_stop]
+        return sorted(choices, key=lambda choice: (choice[0], -self.kinds[choice[1]].duration, choice))
 
-    def _take(self, choice: tuple[int, int, int]) -> tuple[int, dict[int, int]]:
+    def _apply(self, choice: tuple[int, int, int]) -> tuple[int, dict[int, int]]:
+        """Append a choice to the path; return the state that ``_undo`` restores."""
         start, number, host = choice
         kind = self.kinds[number]
         before = self.sending[host], {receiver: self.receiving[receiver] for receiver in kind.receiver_hosts}
-        self.left[number] -= 1
-        self._leave(number, -kind.duration)
+        self.remaining[number] -= 1
+        self._add_load(number, -kind.duration)
         self.sending[host] = start + kind.duration
         for receiver in kind.receiver_hosts:
             self.receiving[receiver] = start + kind.duration
         self.path.append(choice)
         return before
 
-    def _take_back(self, sending: int, receiving: dict[int, int]) -> None:
+    def _undo(self, sending: int, receiving: dict[int, int]) -> None:
         _, number, host = self.path.pop()
-        self.left[number] += 1
-        self._leave(number, self.kinds[number].duration)
+        self.remaining[number] += 1
+        self._add_load(number, self.kinds[number].duration)
         self.sending[host] = sending
         self.receiving.update(receiving)
 
-    def _leave(self, number: int, more: int) -> None:
-        """Of a kind's jobs so much more is left to send and to receive."""
-        for place in self.sets_of[number]:
-            self.to_send[place] += more
+    def _add_load(self, number: int, duration: int) -> None:
+        """Add ``duration`` to what the hosts of a kind still have to send and receive."""
+        for index in self.sets_of[number]:
+            self.to_send[index] += duration
         for host in self.kinds[number].receiver_hosts:
-            self.to_receive[host] += more
+            self.to_receive[host] += duration
 
     def _bound(self) -> int:
-        """Of every sequence that goes on from here: all that is left starts no earlier than the last job did."""
-        self.looked_at += self.bound_choices
-        since = self.path[-1][0]
-        received = [max(self.receiving[host], since) + more for host, more in self.to_receive.items() if more]
+        """Return a lower bound of all sequences that extend the path: no later job starts before its last one."""
+        self.num_choices += self.bound_choices
+        earliest = self.path[-1][0]
+        received = [max(self.receiving[host], earliest) + load for host, load in self.to_receive.items() if load]
         bound = max(received, default=0)
-        for hosts, to_send in zip(self.sets, self.to_send, strict=True):
-            if to_send:
-                free = sum(max(self.sending[host], since) for host in hosts)
-                bound = max(bound, -(-(free + to_send) // len(hosts)))
+        for hosts, load in zip(self.sets, self.to_send, strict=True):
+            if load:
+                free = sum(max(self.sending[host], earliest) for host in hosts)
+                bound = max(bound, -(-(free + load) // len(hosts)))
         return bound
 
-    def _note(self) -> None:
-        over = max(start + self.kinds[number].duration for start, number, _ in self.path)
-        if over >= self.reached:
+    def _record(self) -> None:
+        """Keep the path as the best sequence if it is."""
+        end = max(start + self.kinds[number].duration for start, number, _ in self.path)
+        if end >= self.best_makespan:
             return
-        waiting = [iter(kind.jobs) for kind in self.kinds]
-        self.best, self.reached = [(next(waiting[number]), host) for _, number, host in self.path], over
+        jobs = [iter(kind.jobs) for kind in self.kinds]
+        self.best, self.best_makespan = [(next(jobs[number]), host) for _, number, host in self.path], end

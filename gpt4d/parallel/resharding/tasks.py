@@ -1,20 +1,20 @@
-"""Unit tasks (arXiv 2211.05322, §2.2): what of the tensor is to be sent, who has it and who needs it."""
+"""Unit tasks (arXiv 2211.05322, §2.2): each part of the tensor to send, with the devices that hold and need it."""
 
 import itertools
 import math
 from dataclasses import dataclass
 
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding.mesh import Mesh, Tile
+from gpt4d.parallel.resharding.mesh import StageMesh, Tile
 
 
 @dataclass(frozen=True)
 class UnitTask:
-    """One intersection of a source tile with a destination tile, never empty."""
+    """One non-empty intersection of a source tile with a destination tile."""
 
     tile: Tile  # in the global tensor
-    senders: tuple[int, ...]  # every device that has it, in the order of the source mesh
-    receivers: tuple[int, ...]  # every device that needs it
+    senders: tuple[int, ...]  # all devices that hold it, in the order of the source mesh
+    receivers: tuple[int, ...]  # all devices that need it
 
     @property
     def elements(self) -> int:
@@ -22,31 +22,32 @@ class UnitTask:
 
 
 def unit_tasks(
-    shape: tuple[int, ...], source: Layout, source_mesh: Mesh, destination: Layout, destination_mesh: Mesh
+    shape: tuple[int, ...], source: Layout, source_mesh: StageMesh, destination: Layout, destination_mesh: StageMesh
 ) -> list[UnitTask]:
-    """The unit tasks of a tensor of ``shape``, source tile by source tile. Each element is in exactly one.
+    """Return the unit tasks of a tensor of ``shape``, ordered by source tile. Each element is in exactly one task.
 
-    An axis splits one dim only, so tiles are all combinations of the ranges of each dim: it is enough to intersect
-    ranges, dim by dim.
+    An axis splits only one dim, so the tiles are all combinations of the ranges of each dim, and intersecting the
+    ranges dim by dim is enough.
     """
     shared = set(source_mesh.devices) & set(destination_mesh.devices)
-    assert not shared, f"the meshes of a resharding are disjoint, but both have {shared}"
-    holders = _devices_of_tiles(source_mesh.tiles(shape, source))
-    needers = _devices_of_tiles(destination_mesh.tiles(shape, destination))
+    assert not shared, f"the meshes of a resharding must be disjoint, but both contain {shared}"
+    holders = _devices_by_tile(source_mesh.tiles(shape, source))
+    needers = _devices_by_tile(destination_mesh.tiles(shape, destination))
     overlaps = []
     for dim in range(len(shape)):
-        here, there = ({tile[dim] for tile in tiles} for tiles in (holders, needers))
-        overlaps.append([(s, d) for s in sorted(here) for d in sorted(there) if max(s[0], d[0]) < min(s[1], d[1])])
-    # By source ranges first, in every dim, as if the two loops over tiles were written out.
-    pairs = sorted((tuple(s for s, _ in c), tuple(d for _, d in c)) for c in itertools.product(*overlaps))
-    return [UnitTask(_intersection(s, d), holders[s], needers[d]) for s, d in pairs]
+        sources, destinations = ({tile[dim] for tile in tiles} for tiles in (holders, needers))
+        pairs = itertools.product(sorted(sources), sorted(destinations))
+        overlaps.append([(s, d) for s, d in pairs if max(s[0], d[0]) < min(s[1], d[1])])
+    # Sort by the source ranges of all dims first: the order of a loop over source tiles around one over destinations.
+    tile_pairs = sorted((tuple(s for s, _ in c), tuple(d for _, d in c)) for c in itertools.product(*overlaps))
+    return [UnitTask(_intersection(s, d), holders[s], needers[d]) for s, d in tile_pairs]
 
 
-def _devices_of_tiles(tiles: dict[int, Tile]) -> dict[Tile, tuple[int, ...]]:
+def _devices_by_tile(tiles: dict[int, Tile]) -> dict[Tile, tuple[int, ...]]:
     devices: dict[Tile, list[int]] = {}
     for device, tile in tiles.items():
         devices.setdefault(tile, []).append(device)
-    return {tile: tuple(found) for tile, found in devices.items()}
+    return {tile: tuple(holders) for tile, holders in devices.items()}
 
 
 def _intersection(one: Tile, other: Tile) -> Tile:

@@ -1,14 +1,14 @@
-"""Carries plans out: one link for each direction between two meshes, on gloo and on NCCL alike.
+"""Executes plans: one link per direction between two meshes, with gloo and NCCL alike.
 
-    link = Link("stage 0 to 1", group, device)         all ranks of both meshes, at once
-    move = link.prepare(plan, torch.bfloat16)          buffers are made here
-    under_way = move.start(local)                      a receiver gives nothing
-    received = under_way.wait()                        this rank's part of the tensor; None on a source
+    link = Link("stage 0 to 1", group, device)         all ranks of both meshes together
+    resharding = link.prepare(plan, torch.bfloat16)    allocates the buffers
+    transfer = resharding.start(local)                 receivers pass no tensor
+    received = transfer.wait()                         this rank's local tensor; None on a source
 
-The transfers of a link go on one after another in the order in which they were started, the same on all its ranks. So
-whatever is first among those not over has all its ranks at it, and no ranks wait for each other in a circle. Links
-have a group and a worker each, so that a gradient's does not wait for another; on NCCL, which has not been tried, only
-as far as it lets two communicators go on at once.
+The transfers of a link run one after another in the order in which they were started, which is the same on all its
+ranks. So all ranks work on the first unfinished transfer, and no ranks wait for each other in a cycle. Each link has
+its own group and worker thread, so that a gradient's transfer does not wait for another link; with NCCL, which has not
+been tested, this holds only as far as NCCL lets two communicators make progress at the same time.
 """
 
 import math
@@ -23,82 +23,82 @@ import torch.distributed as dist
 
 from gpt4d.parallel.collectives import start_messages
 from gpt4d.parallel.grid import Axis
-from gpt4d.parallel.resharding.planning import Plan
-from gpt4d.parallel.resharding.program import Message, Step, program
+from gpt4d.parallel.resharding.planning import ReshardingPlan
+from gpt4d.parallel.resharding.program import PeerMessage, SendStep, rank_program
 from gpt4d.parallel.traffic import now
 
-# Messages expected beyond the one that is waited for. With none, gloo's sender would wait, between any two, for this
-# rank to wake up. With many, the sender whose turn comes next would take its half of the link that much too early.
-_AHEAD = 3
+# Receives posted beyond the one that is waited for. With none, gloo's sender would wait between any two messages for
+# this rank to wake up. With many, the next sender would take its half of the link that much too early.
+_RECEIVES_AHEAD = 3
 
 
 class Link:
-    """One direction between the meshes of two stages. ``axis`` counts what this rank sends and how long it waits.
+    """One direction between the meshes of two stages. ``axis`` counts this rank's sent bytes and waiting time.
 
-    A thread does this rank's part: it hands chunks on while the computation goes on. On a GPU it queues them on a
-    stream of the link's own.
+    A thread executes this rank's part, so that chunks are forwarded while the computation continues. On a GPU it queues
+    them on the link's own stream.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device):
-        """All ranks of ``group``, those of both meshes, make it at once. No other link may use the group."""
+        """Create the link on all ranks of ``group``, those of both meshes, together. Only this link uses the group."""
         self.device = device
         self.axis = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
-        dist.barrier(group)  # NCCL wants all ranks in a group's first communication
+        dist.barrier(group)  # NCCL requires all ranks in the first communication of a group
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
 
-    def prepare(self, plan: Plan, dtype: torch.dtype) -> "Resharding":
-        """What it takes to carry out ``plan`` any number of times."""
+    def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
+        """Allocate what is needed to execute ``plan`` any number of times."""
         with self.on_stream():
             return Resharding(self, plan, dtype)
 
     def on_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def post(self, run: Callable[[], None]) -> None:
-        self._work.put(run)
+    def submit(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
 
     def close(self) -> None:
-        """Once all transfers are over."""
-        self._work.put(None)
+        """Stop the thread after all submitted transfers."""
+        self._tasks.put(None)
         self._thread.join()
 
 
-def _serve(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while run := work.get():
-        run()
-        del run  # or the last transfer's tensors would live until the next
+def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while task := tasks.get():
+        task()
+        del task  # otherwise the tensors of the last transfer would live until the next one
 
 
 class Resharding:
-    """A plan on its link, with the buffers it takes."""
+    """A plan on its link, with its buffers."""
 
-    def __init__(self, link: Link, plan: Plan, dtype: torch.dtype):
+    def __init__(self, link: Link, plan: ReshardingPlan, dtype: torch.dtype):
         self.link, self.plan, self.dtype = link, plan, dtype
-        self.program = program(plan, dist.get_rank(), dtype.itemsize, link.device.type)
+        self.program = rank_program(plan, dist.get_rank(), dtype.itemsize, link.device.type)
         self.sent_bytes = self.program.sent_elements * dtype.itemsize
         shape, steps = self.program.shape, self.program.steps
-        like = torch.empty(shape, device="meta")
-        # Of the tiles that do not lie in one piece, by task: a rank receives each once and packs it once, to however
-        # many it goes. Transfers of a link follow each other: one set of buffers is enough for any number under way.
-        self._pieces = {
-            step.task: self._buffer(math.prod(step.shape)) for step in steps if not like[step.place].is_contiguous()
+        meta = torch.empty(shape, device="meta")
+        # By task, buffers for tiles that are not contiguous: a rank receives each tile once and packs it once, however
+        # many ranks it goes to. Transfers of a link follow each other, so one set of buffers serves all in flight.
+        self._packed_tiles = {
+            step.task: self._buffer(math.prod(step.shape)) for step in steps if not meta[step.slices].is_contiguous()
         }
-        self._word = self._buffer(1)  # what says whose turn it is
-        self._parts = self._buffer(math.prod(shape) if plan.summed and self.program.receives else 0).view(
-            shape if plan.summed and self.program.receives else (0,)
-        )
+        self._turn_signal = self._buffer(1)
+        sums = plan.num_summed and self.program.receives
+        self._contributions = self._buffer(math.prod(shape) if sums else 0).view(shape if sums else (0,))
 
     def _buffer(self, elements: int) -> torch.Tensor:
-        return torch.zeros(elements, dtype=self.dtype, device=self.link.device)  # what a signal leaves is a number
+        # The strategy signal leaves most elements unwritten: zeros keep them finite.
+        return torch.zeros(elements, dtype=self.dtype, device=self.link.device)
 
     def start(self, local: torch.Tensor | None = None, out: torch.Tensor | None = None) -> "Transfer":
-        """Sends ``local``, this rank's part on the source mesh; on the destination mesh receives, into ``out`` if any.
+        """Start sending ``local``, this rank's tensor on the source mesh, or receiving, into ``out`` if given.
 
-        ``local`` must stay as it is, and ``out`` be left alone, until ``wait``. All ranks of the link start the same
-        transfers in the same order. With the strategy signal what is received means nothing.
+        Do not change ``local`` and do not use ``out`` before ``wait`` returns. All ranks of the link start the same
+        transfers in the same order. With the strategy signal the received values are meaningless.
         """
         if self.program.receives:
             assert local is None
@@ -109,82 +109,85 @@ class Resharding:
         return Transfer(self, local)
 
     def _destination(self, out: torch.Tensor | None) -> torch.Tensor:
-        shape = self.program.shape[self.plan.summed :]
+        shape = self.program.shape[self.plan.num_summed :]
         if out is None:
-            make = torch.zeros if self.plan.strategy == "signal" else torch.empty
-            return make(shape, dtype=self.dtype, device=self.link.device)
+            allocate = torch.zeros if self.plan.strategy == "signal" else torch.empty
+            return allocate(shape, dtype=self.dtype, device=self.link.device)
         assert out.shape == shape and out.dtype == self.dtype and out.is_contiguous()
         return out.detach()
 
     def run(self, local: torch.Tensor) -> None:
-        """All of this rank's messages, one step of the plan after another; on a GPU it queues them."""
-        whole = self._parts if self.plan.summed and self.program.receives else local
-        tiles = [self._tile(step, whole) for step in self.program.steps]
-        arriving, packed = self._arriving(tiles), set()
+        """Exchange all of this rank's messages, step by step; on a GPU, queue them."""
+        tensor = self._contributions if self.plan.num_summed and self.program.receives else local
+        tiles = [self._flat_tile(step, tensor) for step in self.program.steps]
+        receives, packed = self._posted_receives(tiles), set()
         for step, tile in zip(self.program.steps, tiles, strict=True):
-            part, scattered = whole[step.place], step.task in self._pieces
+            view, scattered = tensor[step.slices], step.task in self._packed_tiles
             if scattered and step.sending and step.task not in packed:
-                tile.view(step.shape).copy_(part)
+                tile.view(step.shape).copy_(view)
                 packed.add(step.task)
-            self._await_turn(step.turn_from)
+            self._wait_for_turn(step.turn_from)
             if tile.is_cuda:
                 self._queue(step, tile)
             else:
-                self._exchange(step, tile, arriving)
-            self._tell_turn(step.turn_to)
+                self._exchange(step, tile, receives)
+            self._pass_turn(step.turn_to)
             if scattered and not step.sending:
-                part.copy_(tile.view(step.shape))
-        if whole is not local:
-            torch.sum(whole, dim=tuple(range(self.plan.summed)), out=local)
+                view.copy_(tile.view(step.shape))
+        if tensor is not local:
+            torch.sum(tensor, dim=tuple(range(self.plan.num_summed)), out=local)
 
-    def _tile(self, step: Step, whole: torch.Tensor) -> torch.Tensor:
-        """What the messages of a step are parts of: the tile itself or, where it is scattered, a copy in one piece."""
-        return self._pieces[step.task] if step.task in self._pieces else whole[step.place].view(-1)
+    def _flat_tile(self, step: SendStep, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the flat tile of a step: a view of ``tensor``, or the tile's buffer where it is not contiguous."""
+        return self._packed_tiles[step.task] if step.task in self._packed_tiles else tensor[step.slices].view(-1)
 
-    def _arriving(self, tiles: list[torch.Tensor]) -> Iterator[dist.Work]:
-        """Handles of all messages that this rank receives, in order. Those that come next are expected already."""
-        expected: deque[tuple[int, dist.Work]] = deque()
+    def _posted_receives(self, tiles: list[torch.Tensor]) -> Iterator[dist.Work]:
+        """Yield the handles of all messages that this rank receives, in order, with the next ones already posted."""
+        posted: deque[tuple[int, dist.Work]] = deque()
         for number, step in enumerate(self.program.steps):
-            for message in (message for moment in step.rounds for message in moment.receives):
-                while len(expected) > _AHEAD and number > expected[0][0]:  # all of a step's at once, and a few more
-                    yield expected.popleft()[1]
-                expected += [(number, work) for work in self._start([], [message], tiles[number])]
-        for _, work in expected:
+            for message in (message for round_ in step.rounds for message in round_.receives):
+                # All receives of one step are in flight at once, and a few of the next one.
+                while len(posted) > _RECEIVES_AHEAD and number > posted[0][0]:
+                    yield posted.popleft()[1]
+                posted += [(number, work) for work in self._start([], [message], tiles[number])]
+        for _, work in posted:
             yield work
 
-    def _exchange(self, step: Step, tile: torch.Tensor, arriving: Iterator[dist.Work]) -> None:
-        leaving = []
-        for moment in step.rounds:
-            leaving += self._start(moment.sends, [], tile)
-            for _ in moment.receives:
-                next(arriving).wait()
-        _wait_for(leaving)
+    def _exchange(self, step: SendStep, tile: torch.Tensor, receives: Iterator[dist.Work]) -> None:
+        sends = []
+        for round_ in step.rounds:
+            sends += self._start(round_.sends, [], tile)
+            for _ in round_.receives:
+                next(receives).wait()
+        _wait_all(sends)
 
-    def _queue(self, step: Step, tile: torch.Tensor) -> None:
-        for moment in step.rounds:
-            _wait_for(self._start(moment.sends, moment.receives, tile))
+    def _queue(self, step: SendStep, tile: torch.Tensor) -> None:
+        for round_ in step.rounds:
+            _wait_all(self._start(round_.sends, round_.receives, tile))
 
-    def _await_turn(self, rank: int | None) -> None:
+    def _wait_for_turn(self, rank: int | None) -> None:
         if rank is not None:
-            _wait_for(start_messages([], [(self._word, rank)], self.link.axis))
+            _wait_all(start_messages([], [(self._turn_signal, rank)], self.link.axis))
 
-    def _tell_turn(self, rank: int | None) -> None:
+    def _pass_turn(self, rank: int | None) -> None:
         if rank is not None:
-            _wait_for(start_messages([(self._word, rank)], [], self.link.axis))
+            _wait_all(start_messages([(self._turn_signal, rank)], [], self.link.axis))
 
-    def _start(self, sends: Iterable[Message], receives: Iterable[Message], tile: torch.Tensor) -> list[dist.Work]:
+    def _start(
+        self, sends: Iterable[PeerMessage], receives: Iterable[PeerMessage], tile: torch.Tensor
+    ) -> list[dist.Work]:
         ends = ([(tile[message.start : message.stop], message.peer) for message in side] for side in (sends, receives))
         return start_messages(*ends, self.link.axis)
 
 
-def _wait_for(messages: list[dist.Work]) -> None:
-    """On a GPU the stream does."""
-    for message in messages:
-        message.wait()
+def _wait_all(handles: list[dist.Work]) -> None:
+    """Wait for all messages; on a GPU the current stream waits, not the host."""
+    for handle in handles:
+        handle.wait()
 
 
 class Transfer:
-    """One transfer under way. ``wait`` gives this rank's part of the tensor, or None on a source."""
+    """A transfer in flight. ``wait`` returns this rank's local tensor, or None on a source."""
 
     def __init__(self, resharding: Resharding, local: torch.Tensor):
         link = resharding.link
@@ -194,11 +197,11 @@ class Transfer:
         traffic.begun += 1
         traffic.bytes += resharding.sent_bytes
         self.name, self.number = f"reshard {link.axis.name}", traffic.begun
-        self.started = now(link.device)  # on a GPU: once the source is computed
+        self.started = now(link.device)  # on a GPU, an event after the source's computation
         if link.stream is not None:
             local.record_stream(link.stream)
-        self.over = threading.Event()  # on a GPU: all is queued
-        link.post(self._run)
+        self.finished = threading.Event()  # on a GPU, set when everything is queued
+        link.submit(self._run)
 
     def _run(self) -> None:
         link = self.link
@@ -209,16 +212,19 @@ class Transfer:
                 self.resharding.run(self.local)
                 self.stopped = now(link.device)
             link.axis.traffic.runs.append((self.started, self.stopped))
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # ``wait`` raises it
             self.error = error
-        self.over.set()
+        self.finished.set()
 
     def wait(self) -> torch.Tensor | None:
-        """PeerLost if a message failed, most likely because another rank has ended."""
+        """Wait until the transfer is complete; return this rank's local tensor, or None on a source.
+
+        Raises PeerLost if a message failed, most likely because another rank has ended.
+        """
         link, traffic = self.link, self.link.axis.traffic
         before = now(link.device)
         with traffic.named_range(f"wait {self.name}"), traffic.noted(self.name, self.number):
-            self.over.wait()
+            self.finished.wait()
             if self.error is not None:
                 raise self.error
             if link.stream is not None:

@@ -1,4 +1,4 @@
-"""``python -m gpt4d.parallel.resharding``: what it prints, and what it says to mistakes."""
+"""``python -m gpt4d.parallel.resharding``: its output and its error messages."""
 
 import json
 import subprocess
@@ -11,20 +11,20 @@ from gpt4d.config import ConfigError
 from gpt4d.parallel.resharding import __main__ as command
 from gpt4d.parallel.resharding.__main__ import main
 
-WORDS = ["src=RS0R", "src_mesh=2x4", "dst=S0RR", "dst_mesh=2x4", "shape=1024,1024,512"]
+ARGUMENTS = ["src=RS0R", "src_mesh=2x4", "dst=S0RR", "dst_mesh=2x4", "shape=1024,1024,512"]
 
 
-def changed(**words: str) -> list[str]:
-    return [f"{key}={value}" for key, value in {**dict(word.split("=") for word in WORDS), **words}.items()]
+def changed(**values: str) -> list[str]:
+    return [f"{key}={value}" for key, value in {**dict(pair.split("=") for pair in ARGUMENTS), **values}.items()]
 
 
-def test_json_tells_tasks_makespan_and_lower_bound(capsys):
-    main([*WORDS, "format=json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["makespan"] == told["lower_bound"] == 0.5
-    assert told["optimal"] and (told["strategy"], told["order"]) == ("broadcast", "ensemble")
-    assert len(told["tasks"]) == 4
-    first = told["tasks"][0]
+def test_json_has_tasks_makespan_and_lower_bound(capsys):
+    main([*ARGUMENTS, "format=json"])
+    output = json.loads(capsys.readouterr().out)
+    assert output["makespan"] == output["lower_bound"] == 0.5
+    assert output["optimal"] and (output["strategy"], output["order"]) == ("broadcast", "ensemble")
+    assert len(output["tasks"]) == 4
+    first = output["tasks"][0]
     assert first["tile"] == [[0, 512], [0, 512], [0, 512]] and first["elements"] == 2**27
     assert first["senders"] == [0, 1, 2, 3] and first["receivers"] == [8, 9, 10, 11]
     assert first["sends"] == [
@@ -39,38 +39,38 @@ def test_json_tells_tasks_makespan_and_lower_bound(capsys):
     ]
 
 
-def test_a_unit_task_is_told_once_however_often_it_is_sent(capsys):
+def test_json_lists_a_unit_task_once_with_all_its_sends(capsys):
     main([*changed(src="RRR", dst="RRR", src_mesh="2x3", dst_mesh="3x2"), "strategy=send_recv", "format=json"])
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["tasks"]) == 1 and len(told["tasks"][0]["sends"]) == 6
-    assert told["makespan"] == 3
+    output = json.loads(capsys.readouterr().out)
+    assert len(output["tasks"]) == 1 and len(output["tasks"][0]["sends"]) == 6
+    assert output["makespan"] == 3
 
 
-def test_the_table_has_a_line_for_each_send(capsys):
-    main([*WORDS, "order=naive"])
+def test_table_has_one_line_per_send(capsys):
+    main([*ARGUMENTS, "order=naive"])
     out = capsys.readouterr().out
     assert out.count("[0:512, 0:512, 0:512]") == 1 and out.count("0:512]") == 4
     line = next(line for line in out.splitlines() if line.strip().startswith("[0:512, 512:1024, 0:512]"))
     start, stop = map(float, line.split()[-2:])
     assert stop - start == 0.25
-    assert "makespan 0.7500, lower bound 0.5000 (the best order is not known)" in out
+    assert "makespan 0.7500, lower bound 0.5000 (not proved optimal)" in out
 
 
-def test_hosts_may_be_said_for_each_device(capsys):
+def test_src_hosts_and_dst_hosts_place_each_device(capsys):
     main([*changed(src="S0RR", dst="S0RR", src_mesh="2x1", dst_mesh="2x1"), "src_hosts=5,5", "format=json"])
-    assert json.loads(capsys.readouterr().out)["makespan"] == 1  # both halves through one host's link
+    assert json.loads(capsys.readouterr().out)["makespan"] == 1  # one host's link carries both halves
     main([*changed(src="S0RR", dst="S0RR", src_mesh="2x1", dst_mesh="2x1"), "dst_hosts=0,1", "format=json"])
-    assert json.loads(capsys.readouterr().out)["makespan"] == 0  # each is where it is needed
+    assert json.loads(capsys.readouterr().out)["makespan"] == 0  # each half is already on the host that needs it
 
 
-def test_the_picture_has_a_bar_for_each_send_on_both_its_hosts(tmp_path, capsys, monkeypatch):
-    drawn, save = [], Figure.savefig
+def test_plot_has_a_bar_per_send_on_its_sending_and_receiving_hosts(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *how, **more: (drawn.append(figure), save(figure, *how, **more))
+        Figure, "savefig", lambda figure, *args, **kwargs: (figures.append(figure), save(figure, *args, **kwargs))
     )
-    main([*WORDS, f"plot={tmp_path / 'gantt.png'}"])
+    main([*ARGUMENTS, f"plot={tmp_path / 'gantt.png'}"])
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
-    panel = drawn[0].axes[0]
+    panel = figures[0].axes[0]
     assert [len(bars.get_paths()) for bars in panel.collections] == [2, 2, 2, 2]
     assert [label.get_text() for label in panel.get_yticklabels()] == [
         "host 0 sends",
@@ -80,49 +80,48 @@ def test_the_picture_has_a_bar_for_each_send_on_both_its_hosts(tmp_path, capsys,
     ]
 
 
-def test_seed_and_effort_are_the_plan_s(capsys, monkeypatch):
-    asked, whole = [], command.plan
-    monkeypatch.setattr(command, "plan", lambda *how, **more: asked.append(more) or whole(*how, **more))
-    main([*WORDS, "seed=3", "effort=2", "order=greedy", "strategy=send_recv"])
-    assert asked == [{"strategy": "send_recv", "order": "greedy", "seed": 3, "effort": 2}]
+def test_options_reach_the_plan(monkeypatch):
+    options, plan = [], command.plan
+    monkeypatch.setattr(command, "plan", lambda *args, **kwargs: options.append(kwargs) or plan(*args, **kwargs))
+    main([*ARGUMENTS, "seed=3", "effort=2", "order=greedy", "strategy=send_recv"])
+    assert options == [{"strategy": "send_recv", "order": "greedy", "seed": 3, "effort": 2}]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
-        (changed(src="S0"), "src=S0: 1 dims, but shape=1024,1024,512 has 3"),
+        (changed(src="S0"), "src=S0: 1 dim(s), but shape=1024,1024,512 has 3; use one R or S per dim"),
         (changed(dst="S2RR"), "dst=S2RR: dst_mesh=2x4 has no axis 2; use 0, 1"),
-        (changed(dst="SRR"), "dst=SRR: use R or S with axes"),
-        (changed(src_mesh="2,4"), "src_mesh=2,4: whole numbers"),
-        (changed(src_mesh="0x4"), "src_mesh=0x4: whole numbers of at least 1"),
-        (changed(shape="10x10"), "shape=10x10: whole numbers"),
-        ([*WORDS, "dst_hosts=0,1"], "dst_hosts=0,1: 2 hosts, but dst_mesh has 8 devices"),
-        ([*WORDS, "strategy=multicast"], "strategy=multicast: use one of broadcast, send_recv"),
-        ([*WORDS, "order=best"], "order=best: use one of ensemble, naive"),
-        ([*WORDS, "format=yaml"], "format=yaml: use one of table, json"),
-        (changed(src_mesh="300x300"), "src_mesh=300x300: use 10 axes, 0 to 9, and 65536 devices"),
+        (changed(dst="SRR"), "dst=SRR: not a layout; use R or S with mesh axes"),
+        (changed(src_mesh="2,4"), "src_mesh=2,4: use whole numbers"),
+        (changed(src_mesh="0x4"), "src_mesh=0x4: use whole numbers of at least 1"),
+        (changed(shape="10x10"), "shape=10x10: use whole numbers"),
+        ([*ARGUMENTS, "dst_hosts=0,1"], "dst_hosts=0,1: 2 hosts, but dst_mesh has 8 devices"),
+        ([*ARGUMENTS, "strategy=multicast"], "strategy=multicast: use one of broadcast, send_recv"),
+        ([*ARGUMENTS, "order=best"], "order=best: use one of ensemble, naive"),
+        ([*ARGUMENTS, "format=yaml"], "format=yaml: use one of table, json"),
+        (changed(src_mesh="300x300"), "src_mesh=300x300: use at most 10 axes (0 to 9) and 65536 devices"),
         (changed(shape="9" * 5000), "shape=999"),
-        ([*WORDS, "plot=/tmp"], "plot=/tmp: the name of a .png"),
-        ([*WORDS, "effort=0"], "effort=0: use a value of at least 1"),
-        ([*WORDS, "plot=gantt"], "plot=gantt: the name of a .png"),
-        ([*WORDS, "plot=nowhere/gantt.png"], "plot=nowhere/gantt.png: no such directory as nowhere"),
-        ([*WORDS, "sources=1"], "sources: there is no such key"),
-        (WORDS[1:], "src=… is missing"),
+        ([*ARGUMENTS, "plot=."], "plot=.: the name of a .png"),
+        ([*ARGUMENTS, "effort=0"], "effort=0: use a value of at least 1"),
+        ([*ARGUMENTS, "plot=gantt"], "plot=gantt: the name of a .png"),
+        ([*ARGUMENTS, "plot=nowhere/gantt.png"], "plot=nowhere/gantt.png: no such directory as nowhere"),
+        ([*ARGUMENTS, "sources=1"], "sources: there is no such key"),
+        (ARGUMENTS[1:], "src=… is missing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_are_told_by_key_value_and_remedy(words, said):
+def test_errors_name_key_value_and_remedy(arguments, message):
     with pytest.raises(ConfigError) as error:
-        main(words)
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+        main(arguments)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-def test_it_answers_without_torch():
-    """And a mistake on the command line is one line."""
+def test_command_runs_without_torch_and_prints_errors_on_one_line():
     code = "import sys; from gpt4d.parallel.resharding.__main__ import main; main(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, *WORDS], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code, *ARGUMENTS], check=True, capture_output=True)
     command = [sys.executable, "-m", "gpt4d.parallel.resharding", *changed(dst="S7RR")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: dst=S7RR: ")
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
+    assert process.stderr.startswith("error: dst=S7RR: ")

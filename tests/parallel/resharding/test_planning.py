@@ -1,4 +1,4 @@
-"""Who sends and in what order: the paper's cases, and small instances against an exhaustive solver."""
+"""Senders and order: the paper's cases, and small instances against an exhaustive solver."""
 
 import dataclasses
 import itertools
@@ -13,33 +13,33 @@ from hypothesis import given, settings
 
 from gpt4d.parallel.resharding import ordering, search
 from gpt4d.parallel.resharding.bounds import lower_bound
-from gpt4d.parallel.resharding.mesh import Mesh, parse
-from gpt4d.parallel.resharding.planning import ORDERS, plan, transposed
-from gpt4d.parallel.resharding.strategies import STRATEGIES, Job
-from tests.parallel.resharding.cases import NINE, nine, plan_between, reshardings
+from gpt4d.parallel.resharding.mesh import StageMesh, parse
+from gpt4d.parallel.resharding.planning import ORDERS, gradient_plan, plan
+from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob
+from tests.parallel.resharding.cases import TABLE_2, host_by_device, plan_between, plan_table_2, reshardings
 
 
-@pytest.mark.parametrize("case", NINE)
-def test_the_nine_cases_come_out_at_their_best(case):
-    *_, tasks, naive, best = NINE[case]
-    assert len(nine(case).tasks) == tasks
+@pytest.mark.parametrize("case", TABLE_2)
+def test_table_2_cases_reach_their_best_makespan(case):
+    *_, tasks, naive, best = TABLE_2[case]
+    assert len(plan_table_2(case).tasks) == tasks
     for order in ("ensemble", "dfs", "greedy"):
-        assert nine(case, order=order).makespan == best
-    assert nine(case).lower_bound == best
-    assert nine(case, order="naive").makespan == Fraction(naive)
+        assert plan_table_2(case, order=order).makespan == best
+    assert plan_table_2(case).lower_bound == best
+    assert plan_table_2(case, order="naive").makespan == Fraction(naive)
 
 
 @pytest.mark.parametrize(
     ("case", "times"), [(1, (2, 0.5, 0.5, 0.5)), (7, (8, 2, 2, 1)), (8, (3, 2, 2, 1))], ids=["1", "7", "8"]
 )
-def test_strategies_take_the_paper_s_times(case, times):
+def test_strategies_take_the_times_of_the_paper(case, times):
     strategies = ("send_recv", "local_allgather", "global_allgather", "broadcast")
-    assert tuple(nine(case, strategy=strategy).makespan for strategy in strategies) == times
-    assert nine(case, strategy="signal").makespan == 0
+    assert tuple(plan_table_2(case, strategy=strategy).makespan for strategy in strategies) == times
+    assert plan_table_2(case, strategy="signal").makespan == 0
 
 
 @pytest.mark.parametrize(("hosts", "devices"), [*itertools.product((1, 2, 3, 4), repeat=2)])
-def test_one_sender_to_many_takes_the_times_of_figure_5(hosts, devices):
+def test_one_sender_takes_the_times_of_figure_5(hosts, devices):
     def time(strategy):
         return plan_between((64, 3), "RR", (1, 1), "RR", (hosts, devices), strategy=strategy).makespan
 
@@ -49,204 +49,208 @@ def test_one_sender_to_many_takes_the_times_of_figure_5(hosts, devices):
     assert time("broadcast") == 1
 
 
-def test_load_balance_gives_the_longest_first_to_the_host_with_least_to_send():
-    jobs = [Job(0, (0, 1), (9,), (9,), d) for d in (2, 3, 5, 4)]
+def test_load_balance_assigns_longest_first_to_the_least_loaded_host():
+    jobs = [SendJob(0, (0, 1), (9,), (9,), d) for d in (2, 3, 5, 4)]
     assert ordering.load_balance(jobs) == [(2, 0), (3, 1), (1, 1), (0, 0)]
 
 
-def test_receivers_on_a_host_that_has_the_data_need_no_link():
-    """Destination devices on hosts 0 and 1, as the sources, take a copy there; only host 2 is sent one."""
-    first = Mesh.of_shape((4,), hosts=(0, 0, 1, 1))
-    second = Mesh.of_shape((3,), 4, hosts=(0, 1, 2))
-    found = plan((6,), parse("", "R"), first, parse("", "R"), second)
-    assert found.makespan == found.lower_bound == 1
-    pairs = {(send.sender_host, send.receiver_hosts): send.stop - send.start for send in found.sends}
-    assert pairs == {(0, (0,)): 0, (1, (1,)): 0, (0, (2,)): 1}
+def test_receivers_on_a_host_that_holds_the_data_use_no_link():
+    """Destination devices on hosts 0 and 1 copy from the sources there; only host 2 is sent the data."""
+    first = StageMesh.of_shape((4,), hosts=(0, 0, 1, 1))
+    second = StageMesh.of_shape((3,), 4, hosts=(0, 1, 2))
+    resharding_plan = plan((6,), parse("", "R"), first, parse("", "R"), second)
+    assert resharding_plan.makespan == resharding_plan.lower_bound == 1
+    times = {(send.sender_host, send.receiver_hosts): send.stop - send.start for send in resharding_plan.sends}
+    assert times == {(0, (0,)): 0, (1, (1,)): 0, (0, (2,)): 1}
 
 
-def test_sending_is_spread_over_the_devices_of_a_host():
-    found = nine(3)
-    assert sorted(send.sender for send in found.sends) == [0, 1, 4, 5]
+def test_sends_are_spread_over_the_devices_of_a_host():
+    assert sorted(send.sender for send in plan_table_2(3).sends) == [0, 1, 4, 5]
 
 
 @settings(max_examples=20, deadline=None)
 @given(reshardings())
-def test_a_plan_keeps_its_own_rules(case):
+def test_a_plan_covers_all_receivers_and_never_oversubscribes_a_link(case):
     for strategy, order in itertools.product(STRATEGIES, ORDERS):
-        found = plan(*case, strategy=strategy, order=order)
-        assert found.lower_bound <= found.makespan == max(send.stop for send in found.sends)
-        assert [send.start for send in found.sends] == sorted(send.start for send in found.sends)
-        for task, sends in itertools.groupby(sorted(found.sends, key=lambda s: s.task), key=lambda s: s.task):
-            sends = list(sends)
-            assert all(send.sender in found.tasks[task].senders for send in sends)
-            received = sorted(itertools.chain.from_iterable(send.receivers for send in sends))
-            assert received == sorted(found.tasks[task].receivers)
-        between = [send for send in found.sends if send.stop > send.start]
-        for one, other in itertools.combinations(between, 2):
+        resharding_plan = plan(*case, strategy=strategy, order=order)
+        sends = resharding_plan.sends
+        assert resharding_plan.lower_bound <= resharding_plan.makespan == max(send.stop for send in sends)
+        assert [send.start for send in sends] == sorted(send.start for send in sends)
+        for task, task_sends in itertools.groupby(sorted(sends, key=lambda s: s.task), key=lambda s: s.task):
+            task_sends = list(task_sends)
+            assert all(send.sender in resharding_plan.tasks[task].senders for send in task_sends)
+            received = sorted(itertools.chain.from_iterable(send.receivers for send in task_sends))
+            assert received == sorted(resharding_plan.tasks[task].receivers)
+        between_hosts = [send for send in sends if send.stop > send.start]
+        for one, other in itertools.combinations(between_hosts, 2):
             if one.sender_host == other.sender_host or set(one.receiver_hosts) & set(other.receiver_hosts):
                 assert one.stop <= other.start or other.stop <= one.start
 
 
 @settings(max_examples=60, deadline=None)
 @given(reshardings())
-def test_the_devices_of_a_host_follow_each_other_in_a_chain(case):
-    _, _, _, _, second = case
+def test_the_devices_of_a_host_are_adjacent_in_a_chain(case):
+    host_of = host_by_device(case[4])
     for send in plan(*case).sends:
-        hosts = [host for host, _ in itertools.groupby(map(second.host_of, send.receivers))]
+        hosts = [host for host, _ in itertools.groupby(host_of[device] for device in send.receivers)]
         assert tuple(hosts) == send.receiver_hosts and len(set(hosts)) == len(hosts)
 
 
-def solve(jobs: list[Job]) -> int:
-    """The least makespan, found by trying every job from every host next: no pruning, no bound."""
+def solve(jobs: list[SendJob]) -> int:
+    """Return the least makespan by trying every job from every host next, without pruning or bounds."""
     hosts = sorted({host for job in jobs for host in (*job.sender_hosts, *(-1 - h for h in job.receiver_hosts))})
 
     @cache
-    def best(left: frozenset[int], free: tuple[int, ...]) -> int:
-        """``free``: from when on each host sends, and receives (those below zero)."""
-        if not left:
+    def best(remaining: frozenset[int], free: tuple[int, ...]) -> int:
+        """``free``: from when on each host can send or, for negative numbers, receive."""
+        if not remaining:
             return max(free)
-        found = []
-        for number in left:
+        makespans = []
+        for number in remaining:
             for host in jobs[number].sender_hosts:
                 used = [hosts.index(host), *(hosts.index(-1 - h) for h in jobs[number].receiver_hosts)]
                 stop = max(free[i] for i in used) + jobs[number].duration
-                found.append(best(left - {number}, tuple(stop if i in used else t for i, t in enumerate(free))))
-        return min(found)
+                new_free = tuple(stop if i in used else t for i, t in enumerate(free))
+                makespans.append(best(remaining - {number}, new_free))
+        return min(makespans)
 
     return best(frozenset(range(len(jobs))), (0,) * len(hosts))
 
 
-def random_jobs(draw: random.Random) -> list[Job]:
-    """Many of them conflict in ways that no single link tells, such as three pairs out of three receivers."""
-    senders, receivers = range(draw.choice((1, 2, 3, 6))), range(10, 10 + draw.choice((2, 3, 4)))
-    longest = draw.choice((1, 2, 7))
+def random_jobs(rng: random.Random) -> list[SendJob]:
+    """Return jobs of which many conflict in ways that no single link shows, such as all pairs of three receivers."""
+    senders, receivers = range(rng.choice((1, 2, 3, 6))), range(10, 10 + rng.choice((2, 3, 4)))
+    max_duration = rng.choice((1, 2, 7))
 
-    def some(hosts, most):
-        return tuple(sorted(draw.sample(hosts, min(len(hosts), draw.randint(1, most)))))
+    def sample(hosts, maximum):
+        return tuple(sorted(rng.sample(hosts, min(len(hosts), rng.randint(1, maximum)))))
 
     def job(number):
-        return Job(number, some(senders, draw.choice((1, 1, 3))), some(receivers, 2), (), draw.randint(1, longest))
+        sender_hosts, receiver_hosts = sample(senders, rng.choice((1, 1, 3))), sample(receivers, 2)
+        return SendJob(number, sender_hosts, receiver_hosts, (), rng.randint(1, max_duration))
 
-    return [job(number) for number in range(draw.randint(3, 6))]
+    return [job(number) for number in range(rng.randint(3, 6))]
 
 
-def test_small_instances_equal_an_exhaustive_solver_s_optimum():
-    draw, above_bound = random.Random(8), 0
+def test_small_instances_reach_the_optimum_of_an_exhaustive_solver():
+    rng, above_bound = random.Random(8), 0
     for _ in range(100):
-        jobs = random_jobs(draw)
+        jobs = random_jobs(rng)
         optimum = solve(jobs)
         assert lower_bound(jobs) <= optimum
-        for found, proven in (search.dfs(jobs), search.ensemble(jobs, 0)):
-            assert proven
-            assert ordering.makespan(jobs, found) == optimum
+        for sequence, proved in (search.dfs(jobs), search.ensemble(jobs, 0)):
+            assert proved
+            assert ordering.makespan(jobs, sequence) == optimum
         assert ordering.makespan(jobs, search.greedy(jobs, 0)) >= optimum
         above_bound += optimum > lower_bound(jobs)
-    assert above_bound > 5  # there the search has to go through the whole tree
+    assert above_bound > 5  # only these need a search of the whole tree
 
 
 @settings(max_examples=40, deadline=None)
-@given(reshardings(most_devices=6))
-def test_small_reshardings_equal_an_exhaustive_solver_s_optimum(case):
-    found = plan(*case)
-    between = [send for send in found.sends if send.stop > send.start]
-    if 0 < len(between) <= 6:
-        first, second = case[2], case[4]
+@given(reshardings(max_devices=6))
+def test_small_reshardings_reach_the_optimum_of_an_exhaustive_solver(case):
+    resharding_plan = plan(*case)
+    between_hosts = [send for send in resharding_plan.sends if send.stop > send.start]
+    if 0 < len(between_hosts) <= 6:
+        host = host_by_device(case[2], case[4])
         jobs = []
-        for send in between:
-            task = found.tasks[send.task]
-            hosts = tuple({first.host_of(device) for device in task.senders})
-            jobs.append(Job(0, hosts, tuple({second.host_of(d) for d in send.receivers}), (), task.elements))
-        elements = sum(task.elements for task in found.tasks)
-        assert found.makespan == found.lower_bound == Fraction(solve(jobs), elements)
+        for send in between_hosts:
+            task = resharding_plan.tasks[send.task]
+            sender_hosts, receiver_hosts = (
+                tuple({host[device] for device in devices}) for devices in (task.senders, send.receivers)
+            )
+            jobs.append(SendJob(0, sender_hosts, receiver_hosts, (), task.elements))
+        elements = sum(task.elements for task in resharding_plan.tasks)
+        assert resharding_plan.makespan == resharding_plan.lower_bound == Fraction(solve(jobs), elements)
 
 
-def test_equal_questions_get_equal_plans_in_every_process():
-    """Sets of strings, hash seeds, clocks: none of them may decide. Two processes that hash differently agree."""
-    question = (
+def test_equal_arguments_give_equal_plans_in_every_process():
+    """Sets of strings, hash seeds and clocks must not matter: two processes with different hash seeds agree."""
+    code = (
         "from tests.parallel.resharding.cases import *\n"
-        "for how in ({}, {'order': 'greedy', 'seed': 3}, {'strategy': 'local_allgather'}):\n"
-        "    print([plan_between((7, 9), 'S1S0', (3, 2), s, (2, 3), **how) for s in ('RS10', 'S01R', 'RR')])\n"
-        "print(nine(4))"
+        "for options in ({}, {'order': 'greedy', 'seed': 3}, {'strategy': 'local_allgather'}):\n"
+        "    print([plan_between((7, 9), 'S1S0', (3, 2), s, (2, 3), **options) for s in ('RS10', 'S01R', 'RR')])\n"
+        "print(plan_table_2(4))"
     )
 
-    def answer(hash_seed):
-        words = [sys.executable, "-c", question]
+    def output(hash_seed):
+        command = [sys.executable, "-c", code]
         environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert answer("1") == answer("2") != ""
+    assert output("1") == output("2") != ""
 
 
-def test_the_search_ends_by_count_where_no_order_reaches_the_bound(monkeypatch):
-    """The clock has no say, and a plan whose search gave up carries a bound below its makespan."""
+def test_search_stops_by_count_where_no_order_reaches_the_bound(monkeypatch):
+    """The clock does not matter, and a plan from an incomplete search has a bound below its makespan."""
     monkeypatch.setattr(search, "_DFS_CHOICES", 50)
     monkeypatch.setattr(search, "_GREEDY_CHOICES", 50)
-    draw = random.Random(0)
-    reached = []
+    rng = random.Random(0)
+    outcomes = []
     for _ in range(5):
-        jobs = [Job(n, (n % 3,), (10 + n // 3,), (), draw.randint(5, 9)) for n in range(9)]
-        (first, proven), again = search.ensemble(jobs, 0), search.ensemble(jobs, 0)
-        assert (first, proven) == again
-        best, settled = search.ensemble(jobs, 0, effort=100)  # looks at all it takes
-        parts = (search.dfs(jobs)[0], search.greedy(jobs, 0), first, best)
-        deep, broad, both, optimum = (ordering.makespan(jobs, sequence) for sequence in parts)
-        assert settled and optimum <= both <= min(deep, broad)
-        reached.append((proven, both > optimum, deep != broad))
-    assert (False, True, True) in reached  # where it gave up, there was a better one; and the two differ
+        jobs = [SendJob(n, (n % 3,), (10 + n // 3,), (), rng.randint(5, 9)) for n in range(9)]
+        (first, proved), again = search.ensemble(jobs, 0), search.ensemble(jobs, 0)
+        assert (first, proved) == again
+        best, complete = search.ensemble(jobs, 0, effort=100)  # enough choices for the whole tree
+        sequences = (search.dfs(jobs)[0], search.greedy(jobs, 0), first, best)
+        dfs, greedy, ensemble, optimum = (ordering.makespan(jobs, sequence) for sequence in sequences)
+        assert complete and optimum <= ensemble <= min(dfs, greedy)
+        outcomes.append((proved, ensemble > optimum, dfs != greedy))
+    assert (False, True, True) in outcomes  # an incomplete search missed the optimum, and the two searches differ
 
 
-def test_the_plan_of_gradients_goes_back():
-    forward = nine(7)
-    back = transposed(forward)
-    assert (back.source, back.destination) == (forward.destination, forward.source)
-    assert back.makespan == 1  # to one host, one replica's copy
-    summed = transposed(forward, partial=("0",))
-    assert summed.shape == (2, *forward.shape) and summed.summed == 1
-    assert summed.makespan == 2  # both copies' contributions come to one host
+def test_gradient_plan_reverses_the_forward_plan():
+    forward = plan_table_2(7)
+    backward = gradient_plan(forward)
+    assert (backward.source, backward.destination) == (forward.destination, forward.source)
+    assert backward.makespan == 1  # one replica's gradient to one host
+    summed = gradient_plan(forward, partial=("0",))
+    assert summed.shape == (2, *forward.shape) and summed.num_summed == 1
+    assert summed.makespan == 2  # the contributions of both replicas to one host
     with pytest.raises(AssertionError):
-        transposed(nine(1), partial=("0",))
+        gradient_plan(plan_table_2(1), partial=("0",))
 
 
 @pytest.mark.parametrize(
-    ("changed", "value"), [("strategy", "send_recv"), ("order", "greedy"), ("seed", 7), ("effort", 2)]
+    ("option", "value"), [("strategy", "send_recv"), ("order", "greedy"), ("seed", 7), ("effort", 2)]
 )
-def test_the_plan_of_gradients_is_made_as_the_forward_s(changed, value):
-    back = transposed(nine(4, **{changed: value}))
-    assert getattr(back, changed) == value
+def test_gradient_plan_has_the_options_of_the_forward_plan(option, value):
+    backward = gradient_plan(plan_table_2(4, **{option: value}))
+    assert getattr(backward, option) == value
 
 
-def test_the_bound_is_what_the_busiest_links_need():
+def test_lower_bound_is_the_load_of_the_busiest_links():
     def job(senders, receivers, duration):
-        return Job(0, senders, receivers, (), duration)
+        return SendJob(0, senders, receivers, (), duration)
 
     assert lower_bound([job((0,), (9,), 3), job((1,), (9,), 4)]) == 7  # one receiver
     assert lower_bound([job((0,), (8,), 3), job((0,), (9,), 4)]) == 7  # one sender
     assert lower_bound([job((0, 1), (host,), 1) for host in (7, 8, 9)]) == 2  # two senders, rounded up
     chained = [job((0, 1), (6,), 4), job((1, 2), (7,), 4), job((0, 2), (8,), 4), job((0, 1), (9,), 4)]
-    assert lower_bound(chained) == 6  # 16 from the union of three
+    assert lower_bound(chained) == 6  # 16 from the union of three hosts
 
 
-def test_the_first_answer_does_not_take_a_search(monkeypatch):
-    """Long jobs of high numbers, which a depth-first search alone takes first and regrets 2^n times."""
+def test_first_sequence_needs_no_search(monkeypatch):
+    """The longest jobs come last: depth-first search alone takes them first and backtracks 2^n times."""
     monkeypatch.setattr(search, "_DFS_CHOICES", 1000)
-    jobs = [Job(number, (number,), (100 + number,), (), number + 1) for number in range(40)]
+    jobs = [SendJob(number, (number,), (100 + number,), (), number + 1) for number in range(40)]
     assert ordering.makespan(jobs, search.dfs(jobs)[0]) == 40
 
 
-def test_hosts_are_served_apart_where_a_chain_would_have_to_wait_for_all():
+def test_hosts_are_served_separately_if_a_chain_must_wait_for_all():
     """Three tasks, each to two of three hosts: no two chains overlap, but sends to single hosts do."""
-    first, second = Mesh.of_shape((3, 1)), Mesh.of_shape((3, 2), 3, hosts=(3, 4, 4, 5, 3, 5))
-    found = plan((3,), parse("", "S0"), first, parse("", "S0"), second)
-    assert found.makespan == found.lower_bound == Fraction(2, 3)
-    assert plan((3,), parse("", "S0"), first, parse("", "S0"), second, order="dfs").makespan == 1
+    first, second = StageMesh.of_shape((3, 1)), StageMesh.of_shape((3, 2), 3, hosts=(3, 4, 4, 5, 3, 5))
+    case = (3,), parse("", "S0"), first, parse("", "S0"), second
+    assert plan(*case).makespan == plan(*case).lower_bound == Fraction(2, 3)
+    assert plan(*case, order="dfs").makespan == 1
 
 
-def test_a_host_that_has_something_to_send_is_the_last_of_a_chain():
-    first, second = Mesh.of_shape((2, 1)), Mesh.of_shape((2, 2), 2, hosts=(1, 2, 3, 4))
-    found = plan((2,), parse("", "S0"), first, parse("", "S0"), second, order="naive")
-    assert [send.receiver_hosts for send in found.sends] == [(2, 1), (3, 4)]
+def test_a_host_that_also_sends_is_last_in_a_chain():
+    first, second = StageMesh.of_shape((2, 1)), StageMesh.of_shape((2, 2), 2, hosts=(1, 2, 3, 4))
+    resharding_plan = plan((2,), parse("", "S0"), first, parse("", "S0"), second, order="naive")
+    assert [send.receiver_hosts for send in resharding_plan.sends] == [(2, 1), (3, 4)]
 
 
-def test_plans_are_kept():
-    assert nine(4) is nine(4)
-    assert dataclasses.replace(nine(4), seed=1) != nine(4)
+def test_plans_are_cached():
+    assert plan_table_2(4) is plan_table_2(4)
+    assert dataclasses.replace(plan_table_2(4), seed=1) != plan_table_2(4)

@@ -1,4 +1,4 @@
-"""What each rank does, carried out in one process, message by message: any plan, any number of ranks."""
+"""Rank programs executed in one process, message by message, for any plan and any number of ranks."""
 
 import math
 
@@ -8,91 +8,95 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt4d.parallel.resharding.planning import STRATEGIES, plan
-from gpt4d.parallel.resharding.program import Message, Round, program
-from tests.parallel.resharding.cases import nine, plan_between, reshardings
+from gpt4d.parallel.resharding.program import PeerMessage, Round, rank_program
+from tests.parallel.resharding.cases import host_by_device, plan_between, plan_table_2, reshardings
 
-_CHUNK_EACH = 128 * 1024  # elements so large that each is a chunk of its own
+_ELEMENT_BYTES = 128 * 1024  # elements so large that each is a chunk
 
 
-class Rank:
-    """A rank that is at one round of its program, and cannot go on before all its messages have met their other ends.
+class SimulatedRank:
+    """A rank that finishes a round of its program only when the peers of all its messages have joined.
 
-    So NCCL behaves, the stricter of the two backends: where no ranks wait in a circle here, they do so nowhere.
+    NCCL, the stricter backend, behaves like this: if no ranks wait in a cycle here, none do anywhere.
     """
 
-    def __init__(self, found, rank, whole):
-        self.program = program(found, rank, _CHUNK_EACH)
+    def __init__(self, resharding_plan, rank, tensor):
+        self.program = rank_program(resharding_plan, rank, _ELEMENT_BYTES)
         self.steps = iter(self.program.steps)
-        self.step, self.rounds, self.open = None, iter(()), None
-        mesh, layout = (found.destination_mesh, found.destination)
+        self.step, self.rounds, self.pending = None, iter(()), None
         self.local = np.full(self.program.shape, -1)
         if not self.program.receives:
-            mesh, layout = found.source_mesh, found.source
-            tile = mesh.tiles(found.shape, layout)[rank]
-            self.local = whole[tuple(slice(*r) for r in tile)].copy()
+            tile = resharding_plan.source_mesh.tiles(resharding_plan.shape, resharding_plan.source)[rank]
+            self.local = tensor[tuple(slice(*r) for r in tile)].copy()
         self.next_round()
 
     def next_round(self):
-        """Moves on; ``open`` is what is to be sent and received now, None at the end."""
-        self.open = None
-        while (one := next(self.rounds, None)) is None:
+        """Go to the next round: ``pending`` holds its messages, None at the end."""
+        self.pending = None
+        while (round_ := next(self.rounds, None)) is None:
             if self.step is not None and not self.step.sending:
-                self.local[self.step.place] = self.tile.reshape(self.step.shape)
+                self.local[self.step.slices] = self.tile.reshape(self.step.shape)
             self.step = next(self.steps, None)
             if self.step is None:
                 return
-            part = self.local[self.step.place]
-            self.tile = part.reshape(-1).copy() if self.step.sending else np.full(part.size, -1)
-            self.rounds = iter(in_turn(self.step))
-        self.open = {("to", m) for m in one.sends} | {("from", m) for m in one.receives}
+            view = self.local[self.step.slices]
+            self.tile = view.reshape(-1).copy() if self.step.sending else np.full(view.size, -1)
+            self.rounds = iter(rounds_with_turns(self.step))
+        self.pending = {("to", m) for m in round_.sends} | {("from", m) for m in round_.receives}
 
 
-def in_turn(step):
-    """A step's rounds between the two words that say whose turn it is: messages of nothing."""
-    word = [() if rank is None else (Message(rank, 0, 0),) for rank in (step.turn_from, step.turn_to)]
-    rounds = [Round((), word[0]), *step.rounds, Round(word[1], ())]
-    return [one for one in rounds if one.sends or one.receives]
+def rounds_with_turns(step):
+    """Return a step's rounds between the empty messages that pass the turn to send."""
+    turns = [() if rank is None else (PeerMessage(rank, 0, 0),) for rank in (step.turn_from, step.turn_to)]
+    rounds = [Round((), turns[0]), *step.rounds, Round(turns[1], ())]
+    return [round_ for round_ in rounds if round_.sends or round_.receives]
 
 
-def carry_out(found, whole) -> dict[int, Rank]:
-    """All ranks to the end. Fails where none can go on."""
-    ranks = {rank: Rank(found, rank, whole) for rank in (*found.source_mesh.devices, *found.destination_mesh.devices)}
-    host = dict(zip(found.source_mesh.devices, found.source_mesh.hosts, strict=True))
-    host |= dict(zip(found.destination_mesh.devices, found.destination_mesh.hosts, strict=True))
-    sources = found.source_mesh.devices
-    while moving := {number: rank for number, rank in ranks.items() if rank.open is not None}:
-        met = 0
-        now = [n for n in sources for way, m in ranks[n].open or () if way == "to" and host[m.peer] != host[n]]
-        assert len(set(now)) == len({host[number] for number in now}), "two devices send through one host's link"
-        for number, rank in moving.items():
-            for message in [m for way, m in rank.open if way == "to"]:
-                other, there = ranks[message.peer], ("from", message._replace(peer=number))
-                if other.open and there in other.open:
-                    piece = rank.tile[message.start : message.stop]
-                    assert (piece >= 0).all(), "sends what it has not received"
-                    other.tile[message.start : message.stop] = piece
-                    rank.open.remove(("to", message))
-                    other.open.remove(there)
-                    met += 1
-        for rank in moving.values():
-            if not rank.open:
+def execute(resharding_plan, tensor) -> dict[int, SimulatedRank]:
+    """Run all ranks to the end; fail if no rank can continue."""
+    source_mesh, destination_mesh = resharding_plan.source_mesh, resharding_plan.destination_mesh
+    devices = (*source_mesh.devices, *destination_mesh.devices)
+    ranks = {rank: SimulatedRank(resharding_plan, rank, tensor) for rank in devices}
+    host = host_by_device(source_mesh, destination_mesh)
+    while active := {number: rank for number, rank in ranks.items() if rank.pending is not None}:
+        progress = 0
+        senders = [
+            n
+            for n in source_mesh.devices
+            for direction, m in ranks[n].pending or ()
+            if direction == "to" and host[m.peer] != host[n]
+        ]
+        assert len(set(senders)) == len({host[n] for n in senders}), "two devices send over one host's link"
+        for number, rank in active.items():
+            for message in [m for direction, m in rank.pending if direction == "to"]:
+                peer, receive = ranks[message.peer], ("from", message._replace(peer=number))
+                if peer.pending and receive in peer.pending:
+                    data = rank.tile[message.start : message.stop]
+                    assert (data >= 0).all(), "sends data that it has not received"
+                    peer.tile[message.start : message.stop] = data
+                    rank.pending.remove(("to", message))
+                    peer.pending.remove(receive)
+                    progress += 1
+        for rank in active.values():
+            if not rank.pending:
                 rank.next_round()
-                met += 1
-        assert met, f"ranks {sorted(moving)} wait for each other"
+                progress += 1
+        assert progress, f"ranks {sorted(active)} wait for each other"
     return ranks
 
 
-def check(found):
-    whole = np.arange(math.prod(found.shape)).reshape(found.shape)
-    ranks = carry_out(found, whole)
-    for device, tile in found.destination_mesh.tiles(found.shape, found.destination).items():
-        assert (ranks[device].local == whole[tuple(slice(*r) for r in tile)]).all()
+def check(resharding_plan):
+    tensor = np.arange(math.prod(resharding_plan.shape)).reshape(resharding_plan.shape)
+    ranks = execute(resharding_plan, tensor)
+    tiles = resharding_plan.destination_mesh.tiles(resharding_plan.shape, resharding_plan.destination)
+    for device, tile in tiles.items():
+        assert (ranks[device].local == tensor[tuple(slice(*r) for r in tile)]).all()
     return ranks
 
 
 @settings(max_examples=100, deadline=None)
 @given(reshardings(), st.sampled_from(STRATEGIES[:4]))
-def test_every_rank_gets_its_part_and_none_waits_in_a_circle(case, strategy):
+def test_every_rank_gets_its_tile_and_no_ranks_wait_in_a_cycle(case, strategy):
     check(plan(*case, strategy=strategy))
 
 
@@ -101,44 +105,42 @@ def test_meshes_of_128_devices(strategy):
     check(plan_between((12, 16, 10), "S02RS1", (4, 8, 4), "S1RS0", (16, 8), strategy=strategy))
 
 
-def test_a_broadcast_sends_each_host_the_data_once():
-    """Between hosts a task's elements travel once to each host of its receivers; send_recv's to each device."""
+def test_broadcast_sends_each_host_the_data_once():
+    """Broadcast sends a task's elements once to each receiving host, send_recv once to each device."""
     shape = (8, 6)
 
-    def crossing(strategy):
-        found = plan_between(shape, "S1R", (1, 2), "RR", (3, 2), strategy=strategy)
-        host = dict(zip(found.destination_mesh.devices, found.destination_mesh.hosts, strict=True))
-        ranks = check(found)
+    def crossings(strategy):
+        resharding_plan = plan_between(shape, "S1R", (1, 2), "RR", (3, 2), strategy=strategy)
+        host = host_by_device(resharding_plan.destination_mesh)
         total = 0
-        for number, rank in ranks.items():
+        for number, rank in check(resharding_plan).items():
             for step in rank.program.steps:
-                for message in (m for one in step.rounds for m in one.sends):
+                for message in (m for round_ in step.rounds for m in round_.sends):
                     total += (message.stop - message.start) * (host.get(number) != host[message.peer])
         return total / math.prod(shape)
 
-    assert crossing("broadcast") == crossing("local_allgather") == 3
-    assert crossing("send_recv") == 6
+    assert crossings("broadcast") == crossings("local_allgather") == 3
+    assert crossings("send_recv") == 6
 
 
-def test_chunks_follow_each_other_along_the_chain():
-    """A device hands a chunk on in the round in which it receives the next one."""
-    found = plan_between((5,), "R", (1, 1), "R", (3, 1))
-    second = program(found, 2, _CHUNK_EACH).steps[0].rounds
-    assert [(len(one.receives), len(one.sends)) for one in second] == [(1, 0), *[(1, 1)] * 4, (0, 1)]
-    assert second[1].receives[0].start == second[2].sends[0].start == 1
+def test_a_device_forwards_a_chunk_while_it_receives_the_next():
+    resharding_plan = plan_between((5,), "R", (1, 1), "R", (3, 1))
+    rounds = rank_program(resharding_plan, 2, _ELEMENT_BYTES).steps[0].rounds
+    assert [(len(r.receives), len(r.sends)) for r in rounds] == [(1, 0), *[(1, 1)] * 4, (0, 1)]
+    assert rounds[1].receives[0].start == rounds[2].sends[0].start == 1
 
 
-def test_the_number_of_chunks_comes_from_the_size():
+def test_number_of_chunks_depends_on_the_size():
     def chunks(elements, receivers=2):
-        found = plan_between((elements,), "R", (1, 1), "R", (receivers, 1))
-        return len(program(found, 0, 4).steps[0].rounds)
+        resharding_plan = plan_between((elements,), "R", (1, 1), "R", (receivers, 1))
+        return len(rank_program(resharding_plan, 0, 4).steps[0].rounds)
 
     assert chunks(1) == chunks(40_000) == 1  # 160 kB
     assert chunks(4 * 32 * 1024) == 4
     assert chunks(100_000_000) == 128
-    assert chunks(100_000_000, receivers=1) == 128  # who looks ahead should not see all of it
+    assert chunks(100_000_000, receivers=1) == 128  # a receive posted in advance must not cover the whole send
 
 
-def test_a_signal_is_one_element_of_each_task():
-    found = nine(4, strategy="signal")
-    assert sum(program(found, rank, 2).sent_elements for rank in range(16)) == 64
+def test_signal_sends_one_element_per_task():
+    resharding_plan = plan_table_2(4, strategy="signal")
+    assert sum(rank_program(resharding_plan, rank, 2).sent_elements for rank in range(16)) == 64

@@ -1,12 +1,12 @@
-"""Meshes, the notation of layouts, and unit tasks: what is to be sent, who has it and who needs it."""
+"""Meshes, the notation for layouts, and unit tasks: what is sent, and the devices that hold and need it."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding.mesh import Mesh, notation, parse
+from gpt4d.parallel.resharding.mesh import StageMesh, notation, parse
 from gpt4d.parallel.resharding.tasks import unit_tasks
 from tests.parallel.resharding.cases import reshardings
 
@@ -15,20 +15,43 @@ from tests.parallel.resharding.cases import reshardings
     ("spec", "layout"),
     [("S0RR", Layout(("0",), (), ())), ("RS01", Layout((), ("0", "1"))), ("S1S0", Layout(("1",), ("0",)))],
 )
-def test_a_spec_is_a_layout_and_back(spec, layout):
+def test_spec_and_layout_convert_into_each_other(spec, layout):
     assert parse("src", spec) == layout
     assert notation(layout) == spec
 
 
 @pytest.mark.parametrize("spec", ["", "S", "RX", "s0R", "S0,R", "S0S0", "S00R"])
-def test_a_spec_that_denotes_no_layout_is_refused_by_its_key(spec):
+def test_invalid_spec_is_rejected_with_its_key(spec):
     with pytest.raises(ConfigError, match=f"^dst={spec}: "):
         parse("dst", spec)
 
 
-def test_the_paper_s_figure_2():
-    """A 4×4 tensor: S01R gives each of four devices a row; S0R gives two rows to each of two pairs."""
-    first, second = Mesh.of_shape((2, 2)), Mesh.of_shape((2, 2), 4, 2)
+def test_mesh_of_grid_gives_each_rank_its_tile():
+    """Two stages on disjoint ranks: z=2, x=2 on ranks 4 to 7; data=2, z=2, y=2 on ranks 8 to 15."""
+    residual = Layout(("data", "z"), (), ("y",))  # [batch, sequence, hidden]
+    first = StageMesh.of_grid(range(4, 8), GridSizes(x=2, z=2), ranks_per_host=4)
+    second = StageMesh.of_grid(range(8, 16), GridSizes(y=2, z=2, data=2), ranks_per_host=4)
+    assert first.axes == (("data", 1), ("z", 2), ("y", 1), ("x", 2))
+    assert first.hosts == (1,) * 4 and second.hosts == (2,) * 4 + (3,) * 4
+    sequence = (0, 3)
+    halves, columns = ((0, 4), (4, 8)), ((0, 5), (5, 10))
+    assert first.tiles((8, 3, 10), residual) == {
+        rank: (halves[(rank - 4) // 2], sequence, (0, 10)) for rank in (4, 5, 6, 7)
+    }
+    assert second.tiles((8, 3, 10), residual) == {
+        8 + 2 * row + column: ((2 * row, 2 * row + 2), sequence, columns[column])
+        for row in range(4)
+        for column in (0, 1)
+    }
+    tasks = unit_tasks((8, 3, 10), residual, first, residual, second)
+    assert [(task.senders, task.receivers) for task in tasks] == [
+        ((4, 5) if receiver < 12 else (6, 7), (receiver,)) for receiver in range(8, 16)
+    ]
+
+
+def test_unit_tasks_of_the_paper_s_figure_2():
+    """A 4×4 tensor: S01R gives one row to each of four devices; S0R gives two rows to each of two pairs."""
+    first, second = StageMesh.of_shape((2, 2)), StageMesh.of_shape((2, 2), 4, 2)
     tasks = unit_tasks((4, 4), parse("", "S01R"), first, parse("", "S0R"), second)
     assert [(task.tile[0], task.senders, task.receivers) for task in tasks] == [
         ((0, 1), (0,), (4, 5)),
@@ -40,29 +63,27 @@ def test_the_paper_s_figure_2():
 
 @settings(max_examples=150, deadline=None)
 @given(reshardings())
-def test_tasks_are_the_intersections_with_all_who_have_and_all_who_need_them(case):
-    """Element by element: it is in one task, and that names exactly the devices whose tiles contain it."""
+def test_each_element_is_in_one_task_with_all_its_holders_and_needers(case):
     shape, source, first, destination, second = case
     tasks = unit_tasks(*case)
-    place = np.full(shape, -1)
+    task_of = np.full(shape, -1)
     for number, task in enumerate(tasks):
-        part = place[tuple(slice(*r) for r in task.tile)]
-        assert part.size == task.elements > 0 and (part == -1).all()
-        part[...] = number
-    assert (place >= 0).all()
-    for mesh, layout, who in ((first, source, "senders"), (second, destination, "receivers")):
+        region = task_of[tuple(slice(*r) for r in task.tile)]
+        assert region.size == task.elements > 0 and (region == -1).all()
+        region[...] = number
+    assert (task_of >= 0).all()
+    for mesh, layout, side in ((first, source, "senders"), (second, destination, "receivers")):
         for device, tile in mesh.tiles(shape, layout).items():
             held = np.zeros(shape, bool)
             held[tuple(slice(*r) for r in tile)] = True
-            named = np.array([device in getattr(task, who) for task in tasks])
-            assert (named[place] == held).all()
+            named = np.array([device in getattr(task, side) for task in tasks])
+            assert (named[task_of] == held).all()
 
 
 @settings(max_examples=50, deadline=None)
 @given(reshardings())
-def test_no_two_tasks_could_be_one(case):
-    """Two tasks differ in their source tiles or in their destination tiles: there are no more than intersections."""
+def test_no_two_tasks_have_the_same_source_and_destination_tile(case):
     shape, source, first, destination, second = case
-    owner = {**first.tiles(shape, source), **second.tiles(shape, destination)}
-    pairs = [(owner[task.senders[0]], owner[task.receivers[0]]) for task in unit_tasks(*case)]
+    tile_of = {**first.tiles(shape, source), **second.tiles(shape, destination)}
+    pairs = [(tile_of[task.senders[0]], tile_of[task.receivers[0]]) for task in unit_tasks(*case)]
     assert len(pairs) == len(set(pairs))

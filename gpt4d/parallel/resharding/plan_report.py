@@ -1,15 +1,18 @@
-"""A plan for people and for programs: a table, JSON, a Gantt chart of the hosts' links."""
+"""Reports of a plan: a table, JSON, and a Gantt chart of the hosts' links."""
 
 import json
 from pathlib import Path
 
-from gpt4d.parallel.resharding.mesh import Mesh, Tile, notation
-from gpt4d.parallel.resharding.planning import Plan, Send
+from gpt4d.parallel.resharding.mesh import StageMesh, Tile, notation
+from gpt4d.parallel.resharding.planning import ReshardingPlan, Send
 from gpt4d.parallel.resharding.tasks import UnitTask
 
 
-def as_json(plan: Plan) -> str:
-    """The unit tasks by the start of their first send. Times in units of the whole tensor over one host's link."""
+def as_json(plan: ReshardingPlan) -> str:
+    """Return the plan as JSON, its unit tasks by the start of their first send.
+
+    Times are in units of the whole tensor over one host's link.
+    """
     document = {
         "shape": plan.shape,
         "src": notation(plan.source),
@@ -21,24 +24,25 @@ def as_json(plan: Plan) -> str:
         "makespan": float(plan.makespan),
         "lower_bound": float(plan.lower_bound),
         "optimal": plan.makespan == plan.lower_bound,
-        "tasks": [_task_as_json(plan.tasks[number], sends) for number, sends in _by_task(plan).items()],
+        "tasks": [_task_as_json(plan.tasks[number], sends) for number, sends in _sends_by_task(plan).items()],
     }
     return json.dumps(document, indent=1)
 
 
-def _by_task(plan: Plan) -> dict[int, list[Send]]:
-    found: dict[int, list[Send]] = {}
+def _sends_by_task(plan: ReshardingPlan) -> dict[int, list[Send]]:
+    by_task: dict[int, list[Send]] = {}
     for send in plan.sends:
-        found.setdefault(send.task, []).append(send)
-    return found
+        by_task.setdefault(send.task, []).append(send)
+    return by_task
 
 
-def _mesh_as_json(mesh: Mesh) -> dict:
+def _mesh_as_json(mesh: StageMesh) -> dict:
     return {"shape": [size for _, size in mesh.axes], "devices": mesh.devices, "hosts": mesh.hosts}
 
 
-def _task_as_json(task: UnitTask, sent: list[Send]) -> dict:
-    sends = [
+def _task_as_json(task: UnitTask, sends: list[Send]) -> dict:
+    entry = {"tile": task.tile, "elements": task.elements, "senders": task.senders, "receivers": task.receivers}
+    entry["sends"] = [
         {
             "sender": send.sender,
             "sender_host": send.sender_host,
@@ -47,33 +51,32 @@ def _task_as_json(task: UnitTask, sent: list[Send]) -> dict:
             "start": float(send.start),
             "stop": float(send.stop),
         }
-        for send in sent
+        for send in sends
     ]
-    entry = {"tile": task.tile, "elements": task.elements, "senders": task.senders, "receivers": task.receivers}
-    return {**entry, "sends": sends}
+    return entry
 
 
-def table(plan: Plan) -> str:
-    """One line a send, in order; then what the whole takes."""
+def as_table(plan: ReshardingPlan) -> str:
+    """Return a title, a table with one line per send in order, and a summary."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    whole = Table(box=box.SIMPLE_HEAD, header_style="")
-    whole.add_column("tile")
+    table = Table(box=box.SIMPLE_HEAD, header_style="")
+    table.add_column("tile")
     for heading in ("host", "sender", "to hosts", "to receivers", "start", "stop"):
-        whole.add_column(heading, justify="right")
+        table.add_column(heading, justify="right")
     for send in plan.sends:
         cells = (_ranges(send.tile), send.sender_host, send.sender, _list(send.receiver_hosts), _list(send.receivers))
-        whole.add_row(*map(str, cells), f"{float(send.start):.4f}", f"{float(send.stop):.4f}")
+        table.add_row(*map(str, cells), f"{float(send.start):.4f}", f"{float(send.stop):.4f}")
     console = Console(width=160, no_color=True, highlight=False)
     with console.capture() as capture:
-        console.print(whole)
-    return "\n".join([_title(plan), capture.get().rstrip("\n"), "", _verdict(plan)])
+        console.print(table)
+    return "\n".join([_title(plan), capture.get().rstrip("\n"), "", _summary(plan)])
 
 
-def _title(plan: Plan) -> str:
-    def side(layout, mesh: Mesh) -> str:
+def _title(plan: ReshardingPlan) -> str:
+    def side(layout, mesh: StageMesh) -> str:
         return f"{notation(layout)} on {'×'.join(str(size) for _, size in mesh.axes)}"
 
     shape = "×".join(map(str, plan.shape))
@@ -81,8 +84,8 @@ def _title(plan: Plan) -> str:
     return f"{shape}: {ends}, {plan.strategy}, order {plan.order}"
 
 
-def _verdict(plan: Plan) -> str:
-    proof = f"optimal for {plan.strategy}" if plan.makespan == plan.lower_bound else "the best order is not known"
+def _summary(plan: ReshardingPlan) -> str:
+    proof = f"optimal for {plan.strategy}" if plan.makespan == plan.lower_bound else "not proved optimal"
     return (
         f"{len(plan.tasks)} unit task(s), {len(plan.sends)} send(s): makespan {float(plan.makespan):.4f}, lower bound "
         f"{float(plan.lower_bound):.4f} ({proof}), in units of the whole tensor over one host's link"
@@ -97,8 +100,8 @@ def _list(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def plot(plan: Plan, path: Path) -> None:
-    """A Gantt chart: for each host when it sends and when it receives, each unit task in a colour of its own."""
+def plot(plan: ReshardingPlan, path: Path) -> None:
+    """Save a Gantt chart of each host's sends and receives to ``path``, one color per unit task (20 in turn)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -109,16 +112,16 @@ def plot(plan: Plan, path: Path) -> None:
     rows = {row: rows[row] for row in sorted(rows, key=lambda row: (row[0] == "receives", row[1]))}
     figure = Figure(figsize=(10, 1.8 + 0.42 * len(rows)), layout="constrained")
     panel = figure.add_subplot()
-    colours = matplotlib.colormaps["tab20"]
+    colors = matplotlib.colormaps["tab20"]
     for place, sends in enumerate(rows.values()):
         bars = [(float(send.start), float(send.stop - send.start)) for send in sends]
-        fill = [colours(send.task % 20) for send in sends]
+        fill = [colors(send.task % 20) for send in sends]
         panel.broken_barh(bars, (place - 0.4, 0.8), facecolors=fill, edgecolor="white", linewidth=60 / (60 + len(bars)))
         for send, (start, length) in zip(sends, bars, strict=True):
             if length > 0.04 * float(plan.makespan):
                 panel.text(start + length / 2, place, str(send.task), ha="center", va="center", fontsize=8)
     panel.axvline(float(plan.lower_bound), color="black", linestyle="--", linewidth=1, label="lower bound")
-    panel.set_yticks(range(len(rows)), [f"host {host} {does}" for does, host in rows])
+    panel.set_yticks(range(len(rows)), [f"host {host} {direction}" for direction, host in rows])
     panel.invert_yaxis()
     panel.set_xlim(0, max(1.02 * float(plan.makespan), 1e-9))
     panel.set_xlabel("time, in units of the whole tensor over one host's link")
