@@ -1,4 +1,4 @@
-"""Files that are on the disk when they are said to be, with the checksum of what was written."""
+"""Files that are flushed to disk and checksummed while they are written."""
 
 import os
 from collections.abc import Iterable
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import xxhash
 
-_PIECE = 1 << 20  # bytes: small enough to stay in a processor's cache between its checksum and its writing
+_CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the CPU cache when it is written after its checksum
 
 
-class Entry(NamedTuple):
-    """What is to be remembered of a file."""
+class FileEntry(NamedTuple):
+    """Size and checksum of a file."""
 
     bytes: int
     xxh3_128: str
 
 
 def counts(values: Iterable) -> tuple[int, ...]:
-    """Values from JSON that are to be numbers of something. ValueError for any other."""
+    """Return values read from JSON as a tuple. Raises ValueError unless all are integers at least 0 and below 2**63."""
     values = tuple(values)
     if not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise ValueError(f"{values} are not all counts")
@@ -26,7 +26,10 @@ def counts(values: Iterable) -> tuple[int, ...]:
 
 
 class NewFile:
-    """A file that is checksummed while it is written. Once the ``with`` is over it is on the disk, and has an entry."""
+    """A new file that is checksummed while it is written.
+
+    It is a context manager: on exit without an error the file is flushed to disk, and ``entry`` describes it.
+    """
 
     def __init__(self, path: Path):
         self.file = open(path, "xb", buffering=0)  # noqa: SIM115 – closed by __exit__
@@ -37,11 +40,11 @@ class NewFile:
 
     def write(self, content: bytes | memoryview) -> None:
         content = memoryview(content)
-        for start in range(0, len(content), _PIECE):
-            piece = content[start : start + _PIECE]
-            self.checksum.update(piece)
-            while piece:
-                piece = piece[self.file.write(piece) :]
+        for start in range(0, len(content), _CHUNK_BYTES):
+            chunk = content[start : start + _CHUNK_BYTES]
+            self.checksum.update(chunk)
+            while chunk:
+                chunk = chunk[self.file.write(chunk) :]
         self.size += len(content)
 
     def __exit__(self, kind, *_) -> None:
@@ -50,18 +53,19 @@ class NewFile:
                 os.fsync(self.file.fileno())
 
     @property
-    def entry(self) -> Entry:
-        return Entry(self.size, self.checksum.hexdigest())
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size, self.checksum.hexdigest())
 
 
-def write_file(path: Path, content: bytes) -> Entry:
+def write_file(path: Path, content: bytes) -> FileEntry:
+    """Write a new file, flush it to disk, and return its size and checksum."""
     with NewFile(path) as file:
         file.write(content)
     return file.entry
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's content, or a directory's names, are on the disk."""
+    """Flush a file's content, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,8 +74,8 @@ def sync(path: Path) -> None:
 
 
 def checksum(file) -> str:
-    """Of the rest of a file that was opened unbuffered."""
-    checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
+    """Return the checksum of the rest of ``file``, which must be open in binary mode without a buffer."""
+    checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     while size := file.readinto(buffer):
         checksum.update(buffer[:size])
     return checksum.hexdigest()

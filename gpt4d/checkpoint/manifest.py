@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from gpt4d.config import ConfigError
-from gpt4d.files import Entry, checksum, counts, sync, write_file
+from gpt4d.files import FileEntry, checksum, counts, sync, write_file
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class Damaged(ConfigError):
     """A checkpoint is not what was written. Names the file."""
 
 
-def write(directory: Path, entries: Mapping[str, Entry]) -> None:
+def write(directory: Path, entries: Mapping[str, FileEntry]) -> None:
     """The manifest of a directory whose files are all on the disk; then it is too, and the directory."""
     files = {name: entry._asdict() for name, entry in sorted(entries.items())}
     document = {"files": files, "xxh3_128": _checksum_of(files)}
@@ -30,14 +30,15 @@ def write(directory: Path, entries: Mapping[str, Entry]) -> None:
     sync(directory)
 
 
-def read(directory: Path) -> dict[str, Entry]:
+def read(directory: Path) -> dict[str, FileEntry]:
     """The entries by the files' names. Damaged if there is no manifest, or it is not as it was written."""
 
-    def entries(document: dict) -> dict[str, Entry]:
+    def entries(document: dict) -> dict[str, FileEntry]:
         if document["xxh3_128"] != _checksum_of(document["files"]):
             raise ValueError("its checksum is another")
         return {
-            name: Entry(*counts([entry["bytes"]]), str(entry["xxh3_128"])) for name, entry in document["files"].items()
+            name: FileEntry(*counts([entry["bytes"]]), str(entry["xxh3_128"]))
+            for name, entry in document["files"].items()
         }
 
     return parsed(directory / MANIFEST, entries)
@@ -75,7 +76,7 @@ def open_regular(path: Path):
     return open(descriptor, "rb", buffering=0)
 
 
-def check(directory: Path, entries: Mapping[str, Entry], names: Iterable[str]) -> None:
+def check(directory: Path, entries: Mapping[str, FileEntry], names: Iterable[str]) -> None:
     """Damaged unless the named files are there with the size and the checksum of their entries.
 
     ConfigError if one cannot be read now.

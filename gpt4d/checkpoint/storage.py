@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.files import Entry, NewFile, counts, write_file
+from gpt4d.files import FileEntry, NewFile, counts, write_file
 
 TENSORS = "tensors.json"
 _ALIGNMENT = 64  # bytes: any dtype can be read in place
@@ -89,7 +89,7 @@ class Files:
             directory / TENSORS, lambda values: {name: StoredTensor.from_json(t) for name, t in values.items()}
         )
 
-    def check(self, name: str, entries: Mapping[str, Entry]) -> None:
+    def check(self, name: str, entries: Mapping[str, FileEntry]) -> None:
         """Damaged unless a tensor's chunks are in files of the manifest and are all of it, each part once."""
         tensor = self.tensors[name]
         problem = tensor.problem()
@@ -141,7 +141,7 @@ class Files:
         return self._mapped[name]
 
 
-def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[Entry, list[int]]:
+def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[FileEntry, list[int]]:
     """A new file of the tensors' values; its entry, and where in it each tensor starts."""
     starts = []
     with NewFile(path) as file:
@@ -154,7 +154,7 @@ def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[Entry, li
 
 
 def describe(
-    directory: Path, tensors: Mapping[str, StoredTensor], documents: Mapping[str, bytes], entries: dict[str, Entry]
+    directory: Path, tensors: Mapping[str, StoredTensor], documents: Mapping[str, bytes], entries: dict[str, FileEntry]
 ) -> None:
     """Completes a directory that has the files of ``entries``: what is where in them, other documents, the manifest."""
     index = json.dumps({name: tensor.to_json() for name, tensor in tensors.items()}).encode()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpt4d.config import ConfigError
-from gpt4d.files import Entry, NewFile, checksum, counts
+from gpt4d.files import FileEntry, NewFile, checksum, counts
 
 SPLITS = ("train", "validation")
 
@@ -68,7 +68,7 @@ def checked(parts: Any, dtype: str) -> list[dict]:
             counts(part[split].values())
             sizes[file_name(split, number, "bin")] = part[split]["tokens"] * itemsize
             sizes[file_name(split, number, "idx")] = part[split]["documents"] * 8
-        files = {name: Entry(**entry) for name, entry in part["files"].items()}
+        files = {name: FileEntry(**entry) for name, entry in part["files"].items()}
         if {name: entry.bytes for name, entry in files.items()} != sizes:
             raise ValueError(f"part {number} does not have the files of its tokens and documents")
         if not all(isinstance(entry.xxh3_128, str) for entry in files.values()):
@@ -76,11 +76,11 @@ def checked(parts: Any, dtype: str) -> list[dict]:
     return list(parts)
 
 
-def entries(directory: Path, parts: list[dict]) -> Iterator[tuple[Path, Entry]]:
+def entries(directory: Path, parts: list[dict]) -> Iterator[tuple[Path, FileEntry]]:
     """The files and what was written to them."""
     for part in parts:
         for file, entry in part["files"].items():
-            yield directory / file, Entry(**entry)
+            yield directory / file, FileEntry(**entry)
 
 
 def check_sizes(directory: Path, parts: list[dict]) -> None:

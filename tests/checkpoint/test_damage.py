@@ -15,7 +15,7 @@ from gpt4d.checkpoint import checkpoint_dir, manifest, verifying
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, GridSizes
-from gpt4d.files import Entry, write_file
+from gpt4d.files import FileEntry, write_file
 from tests.checkpoint import saved_by
 from tests.grids import metric_lines, train_in_rank
 from tests.rank_pool import RankFailure
@@ -131,7 +131,7 @@ def test_nothing_of_a_checkpoint_is_ever_unpickled(pristine, monkeypatch):
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
-    entry = Entry(0, "")
+    entry = FileEntry(0, "")
     with pytest.raises(Damaged, match="not the name of a file of this directory"):
         manifest.check(tmp_path, {"../other": entry}, ["../other"])
 
