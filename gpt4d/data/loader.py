@@ -1,4 +1,4 @@
-"""Batches that are there when a step needs them: threads read ahead, on a GPU into pinned memory."""
+"""Batches of sequences, read ahead by threads; for a GPU into pinned memory."""
 
 import time
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from gpt4d.data.batch import Batch
 from gpt4d.data.sampler import Blend, Sequences
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-_SPAN = 2**20  # tokens read ahead at once: to wake another thread costs as much as to copy 50,000
+_SPAN_TOKENS = 2**20  # read in one task, since waking another thread costs as much as copying 50,000 tokens
 
 
 class Loader:
-    """This rank's share of each global batch, a microbatch at a time, on ``device``.
+    """Microbatches of this rank's shard of each global batch, on ``device``.
 
-    ``shard`` of ``shards`` is the part of the batch. Ranks with the same shard read the same sequences, others none of
-    them. ``workers`` threads read ahead: twice as many spans, each of the steps that make up about a million tokens of
-    this rank's, at least one. What is read does not depend on it.
+    Ranks with the same ``shard`` (0 to ``shards`` - 1) read the same sequences, and no sequence is in two shards.
+    ``micro_batch_size`` None means one microbatch per step. Each of ``workers`` threads reads two spans ahead; a span
+    is the steps that hold about a million of this rank's tokens, at least one step. The batches do not depend on
+    ``workers``, which may be 0.
     """
 
     def __init__(
@@ -33,48 +33,51 @@ class Loader:
         workers: int,
     ):
         self.sequences, self.batch_size, self.device, self.workers = sequences, batch_size, device, workers
-        self.share = batch_size // shards
-        self.offset = shard * self.share
-        self.size = micro_batch_size or self.share
-        self.waited_s = 0.0  # by the training, for data, since it was last set to 0
+        self.shard_size = batch_size // shards
+        self.offset = shard * self.shard_size
+        self.micro_batch_size = micro_batch_size or self.shard_size
+        self.waited_s = 0.0  # time that steps waited for data since the caller last set this to 0
         self._threads = ThreadPoolExecutor(workers, "loader") if workers else None
-        most = min(_SPAN // (self.share * sequences.length), sequences.count // batch_size)
-        self._steps_at_once = max(1, most)
-        self._here: dict[int, torch.Tensor] = {}  # steps, by their first sequence
-        self._ahead: dict[int, Future[torch.Tensor]] = {}  # several steps each, by the first one's
+        steps = min(_SPAN_TOKENS // (self.shard_size * sequences.length), sequences.count // batch_size)
+        self._steps_per_span = max(1, steps)
+        self._ready: dict[int, torch.Tensor] = {}  # rows of a step, by its first sample id
+        self._pending: dict[int, Future[torch.Tensor]] = {}  # spans, by the first sample id of their first step
 
     def step(self, first: int) -> Iterator[Batch]:
-        """Of the global batch that begins with sequence ``first``: inputs and targets [microbatch, length] and numbers
-        [microbatch] of each microbatch, all int64."""
+        """Yield the microbatches of the global batch that begins with sample ``first``.
+
+        ``inputs["ids"]`` and ``targets`` are [microbatch, length], ``sample_ids`` [microbatch], all int64.
+        """
         started = time.perf_counter()
-        if first not in self._here:
-            self._here = self._steps_from(first)
-        rows = self._here[first]
+        if first not in self._ready:
+            self._ready = self._load_steps(first)
+        rows = self._ready[first]
         self.waited_s += time.perf_counter() - started
-        for start in range(0, self.share, self.size):
-            number = first + self.offset + start
-            numbers = torch.arange(number, number + self.size, device=self.device)
-            moved = rows[start : start + self.size].to(self.device, non_blocking=True).long()
-            yield moved[:, :-1], moved[:, 1:], numbers
+        for start in range(0, self.shard_size, self.micro_batch_size):
+            first_id = first + self.offset + start
+            sample_ids = torch.arange(first_id, first_id + self.micro_batch_size, device=self.device)
+            moved = rows[start : start + self.micro_batch_size].to(self.device, non_blocking=True).long()
+            yield Batch({"ids": moved[:, :-1]}, moved[:, 1:], sample_ids)
 
     def close(self) -> None:
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
 
-    def _steps_from(self, first: int) -> dict[int, torch.Tensor]:
-        """The step that begins with ``first``, and those that were read with it. Has the next ones read."""
-        expected = self._ahead.pop(first, None)
-        read = expected.result() if expected else self._read(first, steps=1)
-        after, stride = first + len(read) * self.batch_size, self._steps_at_once * self.batch_size
-        wanted = [after + place * stride for place in range(2 * self.workers)]  # so that no thread is ever idle
-        self._ahead = {
-            at: self._ahead.get(at) or self._threads.submit(self._read, at, self._steps_at_once) for at in wanted
+    def _load_steps(self, first: int) -> dict[int, torch.Tensor]:
+        """Return the step that begins with ``first`` and the rest of its span; start to read the next spans."""
+        pending = self._pending.pop(first, None)
+        span = pending.result() if pending else self._read(first, steps=1)
+        after, stride = first + len(span) * self.batch_size, self._steps_per_span * self.batch_size
+        starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread keep all threads busy
+        self._pending = {
+            start: self._pending.get(start) or self._threads.submit(self._read, start, self._steps_per_span)
+            for start in starts
         }
-        return {first + step * self.batch_size: rows for step, rows in enumerate(read)}
+        return {first + step * self.batch_size: rows for step, rows in enumerate(span)}
 
     def _read(self, first: int, steps: int) -> torch.Tensor:
-        """[steps, share, length + 1], as the files have them: a quarter of the bytes to keep and to send to a GPU."""
-        begins = first + self.offset + np.arange(steps) * self.batch_size
-        rows = self.sequences.rows((begins[:, None] + np.arange(self.share)).ravel())
-        rows = torch.from_numpy(rows).view(steps, self.share, -1)
+        """Return [steps, shard size, length + 1] in the files' dtype: uint16 takes a quarter of int64's bytes."""
+        starts = first + self.offset + np.arange(steps) * self.batch_size
+        sample_ids = (starts[:, None] + np.arange(self.shard_size)).ravel()
+        rows = torch.from_numpy(self.sequences.rows(sample_ids)).view(steps, self.shard_size, -1)
         return rows.pin_memory() if self.device.type == "cuda" else rows

@@ -1,4 +1,4 @@
-"""What a rank gets of a batch depends on its shard alone, however it is read."""
+"""The samples a rank reads depend on its shard alone, not on microbatches or threads."""
 
 import threading
 
@@ -19,36 +19,36 @@ def data():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize(("shards", "micro"), [(1, None), (2, 1), (4, None), (4, 2)])
-def test_shards_microbatches_and_workers_deal_out_the_same_batch(workers, shards, micro):
-    for first in (0, 24, 8):  # the last: not what was read ahead
-        parts = []
+def test_shards_microbatches_and_workers_do_not_change_the_batch(workers, shards, micro):
+    for first in (0, 24, 8):  # 8 is not the step that was read ahead
+        microbatches = []
         for shard in range(shards):
             loader = Loader(data(), 8, shard, shards, micro, CPU, workers)
             list(loader.step(max(0, first - 8)))
-            parts += loader.step(first)
+            microbatches += loader.step(first)
             loader.close()
-        ids, targets, numbers = (torch.cat(part) for part in zip(*parts, strict=True))
-        expected = batch(data(), first, 8)
-        assert numbers.tolist() == list(range(first, first + 8))
-        assert torch.equal(ids, expected[0]) and torch.equal(targets, expected[1])
+        ids, targets = batch(data(), first, 8)
+        assert torch.equal(torch.cat([part.inputs["ids"] for part in microbatches]), ids)
+        assert torch.equal(torch.cat([part.targets for part in microbatches]), targets)
+        assert torch.cat([part.sample_ids for part in microbatches]).tolist() == list(range(first, first + 8))
     loader = Loader(data(), 8, 0, 1, None, CPU, workers)
     for first in (16, 24, 32):
-        ((ids, targets, _),) = loader.step(first)
-        expected = batch(data(), first, 8)
-        assert torch.equal(ids, expected[0]) and torch.equal(targets, expected[1])
+        (loaded,) = loader.step(first)
+        ids, targets = batch(data(), first, 8)
+        assert torch.equal(loaded.inputs["ids"], ids) and torch.equal(loaded.targets, targets)
     loader.close()
 
 
-def test_the_next_step_is_read_before_it_is_asked_for():
+def test_the_next_step_is_read_ahead():
     read, sequences = threading.Event(), data()
     rows = sequences.rows
 
-    def watched(indices):
-        if 15 in indices:
+    def watched_rows(sample_ids):
+        if 15 in sample_ids:
             read.set()
-        return rows(indices)
+        return rows(sample_ids)
 
-    sequences.rows = watched
+    sequences.rows = watched_rows
     loader = Loader(sequences, 8, 0, 1, None, CPU, workers=1)
     next(loader.step(0))
     assert read.wait(60)
@@ -58,16 +58,16 @@ def test_the_next_step_is_read_before_it_is_asked_for():
     loader.close()
 
 
-def test_what_fails_while_it_is_read_ahead_is_told_when_it_is_needed():
+def test_an_error_while_reading_ahead_is_raised_by_the_step_that_needs_it():
     sequences = data()
     rows = sequences.rows
 
-    def failing(indices):
-        if 8 in indices:
+    def failing_rows(sample_ids):
+        if 8 in sample_ids:
             raise OSError("the disk is gone")
-        return rows(indices)
+        return rows(sample_ids)
 
-    sequences.rows = failing
+    sequences.rows = failing_rows
     loader = Loader(sequences, 8, 0, 1, None, CPU, workers=1)
     list(loader.step(0))
     with pytest.raises(OSError, match="the disk is gone"):

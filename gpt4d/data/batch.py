@@ -1,0 +1,17 @@
+"""The batch that a loader yields and a training step consumes."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Batch(NamedTuple):
+    """Inputs, targets and sample ids of one microbatch; the first dim of every tensor is the microbatch.
+
+    ``inputs`` maps the names of the model's inputs to tensors, ``targets`` is None for a task without them, and
+    ``sample_ids`` [microbatch] is the global index of each sample in the run.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    targets: torch.Tensor | None
+    sample_ids: torch.Tensor
