@@ -1,10 +1,10 @@
-"""How fast a corpus becomes tokens, and how fast tokens become batches.
+"""Measure how fast a corpus is turned into tokens, and tokens into batches.
 
     python -m benchmarks.data [repeats=5] [copies=4] [out=docs/data]
 
-Preparation of the speeches with GPT-2's vocabulary takes turns with ``datasets.map`` and the same tokenizer, by as many
-processes; both write their files. The loader's shuffled batches take turns with a plain sequential read of the same
-file of random tokens, too large for a cache. Writes the figures as ``out``.json.
+The preparation of the speeches with GPT-2's vocabulary is compared with ``datasets.map`` with the same tokenizer and
+number of processes; both write their files. The loader's shuffled batches are compared with a sequential read of the
+same file of random tokens, which is too large for a cache. The contenders run in turns. Writes ``out``.json.
 """
 
 import json
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,29 +35,29 @@ PROCESSES = len(os.sched_getaffinity(0))
 @dataclass
 class DataBenchmark:
     repeats: int = 5
-    copies: int = 4  # of the speeches: 12 MB each
+    copies: int = 4  # of the speeches, 12 MB each
     out: str = "docs/data"
 
 
-def ours(source: Path, home: Path) -> int:
+def prepare_tokens(source: Path, directory: Path) -> int:
     config = DataConfig(source="jsonl", path=str(source), tokenizer="gpt2", tokenizer_vocab=50257, processes=PROCESSES)
-    files = prepare.prepare(config, home / "ours")
+    files = prepare.prepare(config, directory / "ours")
     return files.count("train", "tokens") + files.count("validation", "tokens")
 
 
-def theirs(source: Path, home: Path) -> int:
+def map_dataset(source: Path, directory: Path) -> int:
     import datasets
 
     datasets.disable_progress_bars()
-    texts = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(home / "cache"))
+    texts = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(directory / "cache"))
     tokenizer = tokenizers.gpt2()
 
     def encode(batch: dict) -> dict:
-        found = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
-        return {"ids": [[*text.ids, 50256] for text in found]}
+        encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"ids": [[*encoding.ids, 50256] for encoding in encodings]}
 
     mapped = texts.map(encode, batched=True, batch_size=50, num_proc=PROCESSES, remove_columns=texts.column_names)
-    mapped.save_to_disk(str(home / "theirs"))
+    mapped.save_to_disk(str(directory / "mapped"))
     return sum(map(len, mapped["ids"]))
 
 
@@ -65,8 +66,8 @@ def random_tokens(path: Path) -> Tokens:
     return Tokens([np.memmap(path, np.uint16, mode="r").view(np.ndarray)], "uint16")
 
 
-def loaded(tokens: Tokens) -> int:
-    import torch  # not above: the processes of a preparation import this module too
+def load_batches(tokens: Tokens) -> int:
+    import torch  # imported here because the encoding processes of a preparation import this module too
 
     from gpt4d.data.loader import Loader
 
@@ -80,8 +81,8 @@ def loaded(tokens: Tokens) -> int:
     return batches * BATCH * LENGTH
 
 
-def read(tokens: Tokens) -> int:
-    """The same tokens in their order, as the same tensors."""
+def read_sequentially(tokens: Tokens) -> int:
+    """Read the same tokens in the order of the file into equal tensors."""
     import torch
 
     (ids,) = tokens.parts
@@ -94,59 +95,55 @@ def read(tokens: Tokens) -> int:
     return batches * rows
 
 
-def turns(contenders: dict[str, Callable[[], int]], repeats: int) -> list[dict]:
-    """A row for each: seconds, and tokens a second."""
-    found = {name: [] for name in contenders}
+def measure_in_turns(contenders: dict[str, Callable[[], int]], repeats: int) -> list[dict]:
+    """Return a row for each contender with seconds and tokens per second; the first turn is a warm-up."""
+    answers = {name: [] for name in contenders}
     for turn in range(-1, repeats):
         for name, work in contenders.items():
             started = time.perf_counter()
             tokens = work()
             seconds = time.perf_counter() - started
             if turn >= 0:
-                found[name].append({"seconds": seconds, "tokens": tokens})
-    rows = [
-        report.row("ours" if name.startswith("ours") else "plain", name, answers) for name, answers in found.items()
-    ]
+                answers[name].append({"seconds": seconds, "tokens": tokens})
+    rows = [report.row("ours" if name.startswith("ours") else "plain", name, steps) for name, steps in answers.items()]
     for row in rows:
         row["tokens_per_s"] = row["tokens"] / row["median_s"]
-        print(f"{report.line(row)}  {row['tokens']:,} tokens, {row['tokens_per_s']:,.0f} a second", flush=True)
+        print(f"{report.line(row)}  {row['tokens']:,} tokens, {row['tokens_per_s']:,.0f} per second", flush=True)
     return rows
 
 
 def main(arguments: list[str]) -> None:
     config = from_arguments(DataBenchmark, arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        source, home = Path(temporary) / "speeches.jsonl", Path(temporary) / "home"
+        source, directory = Path(temporary) / "speeches.jsonl", Path(temporary) / "output"
         texts = [document.text for document in documents.documents(DataConfig())]
         with open(source, "w", encoding="utf-8") as file:
             for copy in range(config.copies):
                 file.writelines(json.dumps({"text": f"{copy}. {text}"}) + "\n" for text in texts)
 
-        def anew(work: Callable[[Path, Path], int]) -> Callable[[], int]:
+        def in_empty_directory(work: Callable[[Path, Path], int]) -> Callable[[], int]:
             def turn() -> int:
-                shutil.rmtree(home, ignore_errors=True)
-                home.mkdir()
-                return work(source, home)
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir()
+                return work(source, directory)
 
             return turn
 
-        rows = turns({"ours: prepare": anew(ours), "datasets.map": anew(theirs)}, config.repeats)
+        preparations = {"ours: prepare": prepare_tokens, "datasets.map": map_dataset}
+        rows = measure_in_turns({name: in_empty_directory(work) for name, work in preparations.items()}, config.repeats)
         tokens = random_tokens(Path(temporary) / "tokens.bin")
-        rows += turns(
-            {"ours: shuffled batches": lambda: loaded(tokens), "sequential read": lambda: read(tokens)}, config.repeats
-        )
+        readers = {"ours: shuffled batches": load_batches, "sequential read": read_sequentially}
+        rows += measure_in_turns({name: partial(work, tokens) for name, work in readers.items()}, config.repeats)
     rate = {row["name"]: row["tokens_per_s"] for row in rows}
     ratios = {
         "prepare / datasets.map": rate["ours: prepare"] / rate["datasets.map"],
         "loader / sequential read": rate["ours: shuffled batches"] / rate["sequential read"],
     }
-    for what, ratio in ratios.items():
-        print(f"{what}: {ratio:.2f}")
-    command, machine = (
-        "python -m benchmarks.data " + " ".join(arguments),
-        report.machine("torch", "tokenizers", "datasets"),
-    )
-    report.write(Path(config.out), command.strip(), machine, rows, processes=PROCESSES, ratios=ratios)
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}")
+    command = " ".join(["python -m benchmarks.data", *arguments])
+    machine = report.machine("torch", "tokenizers", "datasets")
+    report.write(Path(config.out), command, machine, rows, processes=PROCESSES, ratios=ratios)
 
 
 if __name__ == "__main__":
