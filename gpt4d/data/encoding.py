@@ -1,4 +1,4 @@
-"""Documents become ids, in this process or shared out to several."""
+"""Encoding of documents into token ids, in this process or in several."""
 
 import itertools
 import multiprocessing
@@ -16,57 +16,57 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers
-from gpt4d.data.documents import Document, held_out
+from gpt4d.data.documents import Document, is_held_out
 
-_BATCH_CHARACTERS = 1 << 18  # of the documents a process encodes at a time
+_BATCH_CHARACTERS = 1 << 18  # of text, encoded in one task
 
-Encoded = tuple[bool, np.ndarray]  # whether a document is held out, and its ids with the end's
+Encoded = tuple[bool, np.ndarray]  # whether the document is held out; its ids, the end-of-text id last
 
 
 class Encoding(NamedTuple):
-    """How documents become ids."""
+    """Settings of the encoding."""
 
     tokenizer: Path
-    end: int  # the id that ends a document
+    end: int  # end-of-text id, appended to every document
     dtype: str
-    fraction: float  # of the documents, that are held out
+    fraction: float  # of the documents, held out for validation
 
 
-def encoded(todo: Iterable[Document], how: Encoding, processes: int | None) -> Iterator[Encoded]:
-    """Each document, in order; so many processes (None: as many as there are cores) share the work.
+def encode_documents(documents: Iterable[Document], encoding: Encoding, processes: int | None) -> Iterator[Encoded]:
+    """Yield the encoded documents in their order; ``processes`` None means one per core.
 
-    ConfigError if one of them was ended from outside.
+    Raises ConfigError if one of the processes is killed.
     """
     processes = processes or _cores()
-    batches = _batches(todo)
+    batches = _batches(documents)
     first = list(itertools.islice(batches, 2))
-    if processes == 1 or len(first) < 2:  # not worth the start of a process
-        tokenizer = tokenizers.read(how.tokenizer)
+    if processes == 1 or len(first) < 2:  # one batch is not worth starting a process
+        tokenizer = tokenizers.read(encoding.tokenizer)
         for texts in itertools.chain(first, batches):
-            yield from _encode_all(texts, tokenizer, how)
+            yield from _encode_batch(texts, tokenizer, encoding)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_process, (how,))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_process, (encoding,))
     try:
-        under_way: deque = deque()  # bounded: a corpus may be larger than memory
+        pending: deque = deque()  # bounded, since a corpus may be larger than memory
         for texts in itertools.chain(first, batches):
-            under_way.append(pool.submit(_encode_in_process, texts))
-            if len(under_way) > 2 * processes:
-                yield from under_way.popleft().result()
-        while under_way:
-            yield from under_way.popleft().result()
+            pending.append(pool.submit(_encode_in_process, texts))
+            if len(pending) > 2 * processes:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
     except BrokenProcessPool:
         raise ConfigError(
-            f"data.processes={processes}: a process that encodes was ended (out of memory?); use fewer, and the "
-            "preparation goes on where it was"
+            f"data.processes={processes}: an encoding process was killed (out of memory?); use fewer processes; "
+            "the next start resumes the preparation"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(todo: Iterable[Document]) -> Iterator[list[str]]:
-    """Texts of about ``_BATCH_CHARACTERS`` together."""
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """Group texts into batches of about ``_BATCH_CHARACTERS``."""
     batch, size = [], 0
-    for document in todo:
+    for document in documents:
         batch.append(document.text)
         size += len(document.text)
         if size >= _BATCH_CHARACTERS:
@@ -76,22 +76,25 @@ def _batches(todo: Iterable[Document]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode_all(texts: list[str], tokenizer: Tokenizer, how: Encoding) -> list[Encoded]:
+def _encode_batch(texts: list[str], tokenizer: Tokenizer, encoding: Encoding) -> list[Encoded]:
     return [
-        (held_out(text, how.fraction), np.array([*tokenizers.encode(tokenizer, text), how.end], how.dtype))
+        (
+            is_held_out(text, encoding.fraction),
+            np.array([*tokenizers.encode(tokenizer, text), encoding.end], encoding.dtype),
+        )
         for text in texts
     ]
 
 
-def _start_process(how: Encoding) -> None:
-    global _in_process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the one that began the work tells of it
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _in_process = tokenizers.read(how.tokenizer), how
+def _start_process(encoding: Encoding) -> None:
+    global _process_state
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
+    _process_state = tokenizers.read(encoding.tokenizer), encoding
 
 
 def _encode_in_process(texts: list[str]) -> list[Encoded]:
-    return _encode_all(texts, *_in_process)
+    return _encode_batch(texts, *_process_state)
 
 
 def _cores() -> int:

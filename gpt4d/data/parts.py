@@ -1,4 +1,4 @@
-"""Parts of token files: how they are written, and whether what is said of them is so."""
+"""Parts of token files: write them, and check them against the header that describes them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +17,12 @@ def file_name(split: str, part: int, suffix: str) -> str:
 
 
 def dtype_for(vocabulary: int) -> str:
-    """The type of the ids below ``vocabulary``."""
+    """Return the dtype for token ids below ``vocabulary``."""
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-class Part:
-    """The files of a part while they are written."""
+class TokenShardWriter:
+    """Writer of the files of one part: tokens and document ends of both splits."""
 
     def __init__(self, directory: Path, number: int):
         self.directory, self.number = directory, number
@@ -38,13 +38,15 @@ class Part:
         return sum(count["documents"] for count in self.counts.values())
 
     def add(self, split: str, ids: np.ndarray) -> None:
+        """Append the token ids of a document, which must have the dtype of the files."""
         count = self.counts[split]
         count["tokens"] += len(ids)
         count["documents"] += 1
         self.files[split, "bin"].write(ids.data.cast("B"))
         self.files[split, "idx"].write(np.asarray([count["tokens"]], np.uint64).data.cast("B"))
 
-    def told(self) -> dict:
+    def to_dict(self) -> dict:
+        """Return the part's entry in the header: counts, and sizes and checksums of its files."""
         files = {file_name(s, self.number, suffix): f.entry._asdict() for (s, suffix), f in self.files.items()}
         return {**self.counts, "files": files}
 
@@ -59,8 +61,8 @@ class Part:
             file.__exit__(*error)
 
 
-def checked(parts: Any, dtype: str) -> list[dict]:
-    """What JSON says of parts, if it is what ``Part.told`` can have said. ValueError, KeyError or TypeError if not."""
+def parse_parts(parts: Any, dtype: str) -> list[dict]:
+    """Return parts read from JSON. Raises ValueError, KeyError or TypeError if ``to_dict`` cannot have made them."""
     itemsize = np.dtype(dtype).itemsize
     for number, part in enumerate(parts):
         sizes = {}
@@ -70,31 +72,31 @@ def checked(parts: Any, dtype: str) -> list[dict]:
             sizes[file_name(split, number, "idx")] = part[split]["documents"] * 8
         files = {name: FileEntry(**entry) for name, entry in part["files"].items()}
         if {name: entry.bytes for name, entry in files.items()} != sizes:
-            raise ValueError(f"part {number} does not have the files of its tokens and documents")
+            raise ValueError(f"the files of part {number} do not match its tokens and documents")
         if not all(isinstance(entry.xxh3_128, str) for entry in files.values()):
             raise TypeError(f"part {number} has a file without a checksum")
     return list(parts)
 
 
 def entries(directory: Path, parts: list[dict]) -> Iterator[tuple[Path, FileEntry]]:
-    """The files and what was written to them."""
+    """Yield every file of ``parts`` with the size and checksum it was written with."""
     for part in parts:
         for file, entry in part["files"].items():
             yield directory / file, FileEntry(**entry)
 
 
 def check_sizes(directory: Path, parts: list[dict]) -> None:
-    """ConfigError, naming the file, if one is missing or not as long as it was."""
+    """Raise ConfigError, naming the file, if a file is missing or has another size than was written."""
     for path, entry in entries(directory, parts):
         size = path.stat().st_size if path.is_file() else None
         if size != entry.bytes:
-            found = "missing" if size is None else f"{size:,} bytes long, {entry.bytes:,} were written"
-            raise ConfigError(f"{path}: {found}; prepare the tokens anew")
+            problem = "missing" if size is None else f"{size:,} bytes long instead of {entry.bytes:,}"
+            raise ConfigError(f"{path}: {problem}; prepare the tokens again")
 
 
 def check_content(directory: Path, parts: list[dict]) -> None:
-    """ConfigError, naming the file, if one is not what was written. Reads all of them."""
+    """Read all files and raise ConfigError, naming the file, if a checksum differs."""
     for path, entry in entries(directory, parts):
         with open(path, "rb", buffering=0) as file:
             if checksum(file) != entry.xxh3_128:
-                raise ConfigError(f"{path}: damaged, its checksum is another; prepare the tokens anew")
+                raise ConfigError(f"{path}: damaged, the checksum differs; prepare the tokens again")

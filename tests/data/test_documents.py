@@ -1,4 +1,4 @@
-"""Every kind of source gives the same documents, and what is wrong with one is told with its file and line."""
+"""All sources yield the same documents, and errors name file and line."""
 
 import gzip
 import io
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data.documents import documents, held_out, identity, size
+from gpt4d.data.documents import documents, identity, is_held_out, size
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
 
@@ -25,7 +25,7 @@ def lines_of_json(key="text") -> bytes:
 
 
 def damaged_gz() -> bytes:
-    """Its first block is of a kind that there is none of."""
+    """A file whose first block has an invalid type."""
     content = gzip.compress(lines_of_json(), mtime=0)
     return content[:10] + b"\x07" + content[11:]
 
@@ -81,58 +81,58 @@ def as_saved_dataset(directory):
     return DataConfig(source="hub", path=str(directory / "d"))
 
 
-def as_copy_of_the_hub(directory):
+def as_hub_copy(directory):
     (directory / "d").mkdir()
     (directory / "d" / "train.jsonl").write_bytes(lines_of_json())
     return DataConfig(source="hub", path=str(directory / "d"))
 
 
-KINDS = [as_text, as_compressed_text, as_json, as_compressed_json, as_parquet, as_saved_dataset, as_copy_of_the_hub]
+KINDS = [as_text, as_compressed_text, as_json, as_compressed_json, as_parquet, as_saved_dataset, as_hub_copy]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_documents_are_the_same_from_every_source(tmp_path, kind):
+def test_all_sources_yield_the_same_documents(tmp_path, kind):
     assert [document.text for document in documents(kind(tmp_path))] == TEXTS
 
 
 @pytest.mark.parametrize("kind", KINDS[:5], ids=lambda kind: kind.__name__)
-def test_documents_say_how_much_of_the_files_is_read(tmp_path, kind):
+def test_documents_count_the_bytes_read_of_the_files(tmp_path, kind):
     config = kind(tmp_path)
-    read = [document.read for document in documents(config)]
-    assert read == sorted(read) and read[0] > 0 and read[-1] == size(config)
+    bytes_read = [document.bytes_read for document in documents(config)]
+    assert bytes_read == sorted(bytes_read) and bytes_read[0] > 0 and bytes_read[-1] == size(config)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not JSON .* mend the line, or remove it"),
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"a\.jsonl:2: no text under data.column=text; .* under: body"),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: no text under data.column=text; .* nothing"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: invalid JSON .* fix or remove the line"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"a\.jsonl:2: no text in data\.column=text; .* \(here: body\)"),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: no text in data\.column=text; .* \(here: none\)"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: byte 10 is not UTF-8; convert the file"),
         ("a.jsonl", b'{"text": "x"}\n{"text": " "}\n', r"a\.jsonl:2: an empty document; .* data\.skip_empty=true"),
         ("a.jsonl", b'{"text": "a \\ud800"}\n', r"a\.jsonl:1: character 2 of data\.column=text is half of a surrogate"),
-        ("a.jsonl", b'{"text": "x", "id": ' + b"1" * 5000 + b"}\n", r"a\.jsonl:1: not JSON .* mend the line"),
-        ("a.jsonl", b"[" * 100_000 + b"\n", r"a\.jsonl:1: not JSON .* mend the line"),
+        ("a.jsonl", b'{"text": "x", "id": ' + b"1" * 5000 + b"}\n", r"a\.jsonl:1: invalid JSON .* fix or remove"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", r"a\.jsonl:1: invalid JSON .* fix or remove the line"),
         ("a.jsonl.gz", gzip.compress(lines_of_json())[:-9], r"a\.jsonl\.gz: cannot be read"),
         ("a.jsonl.gz", damaged_gz(), r"a\.jsonl\.gz: cannot be read"),
-        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(it is empty\)"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(the file is empty\)"),
         ("a.jsonl.zst", b"nonsense", r"a\.jsonl\.zst: cannot be read"),
-        ("a.jsonl.zst", zst(lines_of_json())[:-3], r"a\.jsonl\.zst: cannot be read \(it is cut off\)"),
-        ("a.jsonl.zst", zst(lines_of_json()) * 2 + zst(b"{}")[:-3], r"cannot be read \(it is cut off\)"),
-        ("a.jsonl.zst", b"", r"a\.jsonl\.zst: cannot be read \(it is empty\)"),
+        ("a.jsonl.zst", zst(lines_of_json())[:-3], r"a\.jsonl\.zst: cannot be read \(the file is truncated\)"),
+        ("a.jsonl.zst", zst(lines_of_json()) * 2 + zst(b"{}")[:-3], r"cannot be read \(the file is truncated\)"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst: cannot be read \(the file is empty\)"),
         ("a.parquet", b"nonsense", r"a\.parquet: cannot be read"),
         ("a.parquet", not_utf8_in_parquet(), r"a\.parquet: cannot be read \(.*utf-8"),
     ],
 )
-def test_what_is_wrong_is_told_with_file_line_and_mend(tmp_path, name, content, said):
+def test_errors_name_the_file_the_line_and_a_remedy(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     source = "parquet" if name.endswith("parquet") else "jsonl"
-    with pytest.raises(ConfigError, match=said) as raised:
+    with pytest.raises(ConfigError, match=message) as raised:
         list(documents(DataConfig(source=source, path=str(tmp_path / name))))
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_library_says_in_several_lines_is_told_in_one(tmp_path, monkeypatch):
+def test_library_messages_of_several_lines_become_one_line(tmp_path, monkeypatch):
     import pyarrow
     from pyarrow import parquet
 
@@ -141,36 +141,37 @@ def test_what_a_library_says_in_several_lines_is_told_in_one(tmp_path, monkeypat
 
     config = as_parquet(tmp_path)
     monkeypatch.setattr(parquet, "ParquetFile", failing)
-    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read \(one two three\); get or make"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read \(one two three\); download or create"):
         list(documents(config))
 
 
 @pytest.mark.parametrize("content", [b'{"text": "x"}\n{"text": \n', b'{"text": "\xff"}\n'], ids=["JSON", "UTF-8"])
-def test_a_copy_of_the_hub_with_a_bad_file_is_one_line(tmp_path, content):
-    config = as_copy_of_the_hub(tmp_path)
+def test_an_invalid_file_of_a_hub_copy_is_reported_in_one_line(tmp_path, content):
+    config = as_hub_copy(tmp_path)
     (tmp_path / "d" / "train.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"d: row \d+: cannot be read \(.*mend the dataset") as raised:
+    with pytest.raises(ConfigError, match=r"d: row \d+: cannot be read \(.*fix the dataset") as raised:
         list(documents(config))
     assert "\n" not in str(raised.value)
 
 
-def test_all_frames_of_a_zst_are_read_and_those_without_text_left_out(tmp_path):
-    """As pzstd writes them: a frame for each piece, before each one that says how long it is."""
-    note = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"long"
-    whole = lines_of_json()
-    (tmp_path / "a.jsonl.zst").write_bytes(note + zst(whole[:20]) + note + zst(b"") + zst(whole[20:]))
+def test_all_zst_frames_are_read_and_frames_without_text_skipped(tmp_path):
+    """pzstd writes one frame per piece of text, each after a frame that contains its length."""
+    skippable = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"long"
+    content = lines_of_json()
+    frames = [skippable, zst(content[:20]), skippable, zst(b""), zst(content[20:])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     config = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl.zst"))
     assert [document.text for document in documents(config)] == TEXTS
 
 
-def test_a_zst_larger_than_memory_is_read_as_it_is_needed(tmp_path):
-    """Its first line comes before the file is read to where it is cut off."""
+def test_zst_files_are_decompressed_lazily(tmp_path):
+    """The first line is yielded before the truncated end is read."""
     lines = b"".join(b'{"text": "%d"}\n' % number for number in range(100_000))
     (tmp_path / "a.jsonl.zst").write_bytes(zst(lines)[:-3])
     assert next(documents(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl.zst")))).text == "0"
 
 
-def test_a_file_that_a_glob_finds_twice_is_read_once(tmp_path):
+def test_a_file_that_a_glob_matches_twice_is_read_once(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "one.txt").write_text("one")
     config = DataConfig(source="text", path=str(tmp_path / "**" / "**" / "*.txt"))
@@ -178,7 +179,7 @@ def test_a_file_that_a_glob_finds_twice_is_read_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_text_that_was_changed_is_another_corpus(tmp_path, kind):
+def test_changed_files_have_another_identity(tmp_path, kind):
     config = kind(tmp_path)
     before = identity(config)
     assert identity(config) == before
@@ -191,7 +192,7 @@ def test_text_that_was_changed_is_another_corpus(tmp_path, kind):
     assert len({before, touched, identity(config)}) == 3
 
 
-def test_lines_may_end_as_on_windows(tmp_path):
+def test_windows_line_endings_are_accepted(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\r\n{"text": "two"}\r\n')
     assert [document.text for document in documents(text_config(tmp_path))] == ["one\ntwo"]
@@ -199,23 +200,23 @@ def test_lines_may_end_as_on_windows(tmp_path):
     assert [document.text for document in rows] == ["one", "two"]
 
 
-def test_what_is_held_out_is_what_was_held_out_before():
-    """By these documents, which have always been: another choice would train on what others keep for validation."""
-    assert [number for number in range(20) if held_out(str(number), 0.2)] == [8, 9]
+def test_the_choice_of_held_out_documents_never_changes():
+    """Another choice would train on documents that earlier runs kept for validation."""
+    assert [number for number in range(20) if is_held_out(str(number), 0.2)] == [8, 9]
 
 
-def test_empty_documents_are_skipped_where_that_is_asked_for(tmp_path):
+def test_empty_documents_are_skipped_on_request(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": " "}\n{"text": "y"}\n')
     config = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), skip_empty=True)
     assert [document.text for document in documents(config)] == ["x", "y"]
 
 
-def test_a_dataset_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path=no/such: no such dataset can be loaded"):
+def test_a_missing_dataset_is_reported_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path=no/such: this dataset cannot be loaded"):
         list(documents(DataConfig(source="hub", path="no/such")))
 
 
-def test_a_corpus_larger_than_memory_is_read_as_it_is_needed(tmp_path):
-    """The first document comes before the second is looked at."""
+def test_documents_are_read_lazily(tmp_path):
+    """The first document is yielded before the second, which is invalid, is read."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\nnonsense\n')
     assert next(documents(DataConfig(source="jsonl", path=str(Path(tmp_path) / "a.jsonl")))).text == "x"

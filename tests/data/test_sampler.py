@@ -1,4 +1,4 @@
-"""Sample i of a run is a function of (seed, i): each sequence once an epoch, in an order that has no memory."""
+"""Sample i of a run is a function of (seed, i), and every epoch has each sequence once."""
 
 import itertools
 from fractions import Fraction
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from gpt4d.config import ConfigError
 from gpt4d.data import sampler
-from gpt4d.data.sampler import Blend, Sequences, permuted, whole_shares
+from gpt4d.data.sampler import Blend, Sequences, integer_shares, permute
 from gpt4d.data.tokens import Tokens
 from tests.data import batch
 
 
 def in_parts(count, size=37):
-    """Tokens 0 … in files of several lengths, one of them empty."""
+    """Return tokens 0 to ``count`` - 1 in parts of several lengths, one of them empty."""
     ids = np.arange(count, dtype=np.uint16)
     cuts = sorted({0, count // 3, *range(0, count, size), count})
     parts = [ids[a:b] for a, b in itertools.pairwise(cuts)]
@@ -25,12 +25,12 @@ def in_parts(count, size=37):
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**31))
-def test_permuted_is_a_permutation(size, seed):
-    assert sorted(permuted(np.arange(size), size, seed).tolist()) == list(range(size))
+def test_permute_is_a_permutation(size, seed):
+    assert sorted(permute(np.arange(size), size, seed).tolist()) == list(range(size))
 
 
-def test_an_order_is_neither_the_files_nor_another_seeds_or_epochs():
-    orders = [permuted(np.arange(1000), 1000, *key).tolist() for key in ((0, 0), (0, 1), (1, 0))]
+def test_the_order_differs_from_the_files_and_between_seeds_and_epochs():
+    orders = [permute(np.arange(1000), 1000, *key).tolist() for key in ((0, 0), (0, 1), (1, 0))]
     for order in orders:
         assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
         assert sum(a == b for a, b in zip(order, range(1000), strict=True)) < 12
@@ -38,9 +38,9 @@ def test_an_order_is_neither_the_files_nor_another_seeds_or_epochs():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_epoch_has_every_sequence_once_and_targets_are_the_next_tokens(shuffle):
+def test_epochs_have_every_sequence_once_and_targets_are_next_tokens(shuffle):
     data = Sequences(in_parts(100), length=7, seed=3, shuffle=shuffle)
-    assert data.count == 14  # 99 tokens have a next one
+    assert data.count == 14  # 99 tokens have a successor
     for epoch in range(2):
         ids, targets = batch(data, epoch * 14, 14)
         assert sorted(ids[:, 0].tolist()) == list(range(0, 98, 7))
@@ -54,7 +54,7 @@ def test_two_epochs_have_different_orders():
 
 
 @pytest.mark.parametrize("block", [1, 8, 100])
-def test_where_a_block_ends_makes_no_difference(monkeypatch, block):
+def test_the_block_size_does_not_change_the_order(monkeypatch, block):
     expected = Sequences(in_parts(1000), length=7, seed=3, shuffle=True).rows(np.arange(300))
     monkeypatch.setattr(sampler, "_BLOCK", block)
     data = Sequences(in_parts(1000), length=7, seed=3, shuffle=True)
@@ -62,14 +62,14 @@ def test_where_a_block_ends_makes_no_difference(monkeypatch, block):
         assert np.array_equal(data.rows(np.arange(first, first + 20)), expected[first : first + 20])
 
 
-def test_a_corpus_of_one_sequence_is_not_permuted_thousands_of_times(monkeypatch):
+def test_a_corpus_of_one_sequence_is_permuted_once_per_epoch_read(monkeypatch):
     epochs = []
-    monkeypatch.setattr(sampler, "permuted", lambda indices, size, seed, epoch: epochs.append(epoch) or indices)
+    monkeypatch.setattr(sampler, "permute", lambda indices, size, seed, epoch: epochs.append(epoch) or indices)
     Sequences(in_parts(8), length=7, seed=3, shuffle=True).rows(np.arange(8))
     assert len(epochs) == 8
 
 
-def test_a_batch_is_the_same_in_parts():
+def test_a_batch_read_in_parts_is_the_same():
     data = Sequences(in_parts(1000), length=9, seed=0, shuffle=True)
     whole, _ = batch(data, 5, 12)
     parts = [batch(data, 5 + start, 4)[0] for start in (0, 4, 8)]
@@ -78,12 +78,12 @@ def test_a_batch_is_the_same_in_parts():
 
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60))
-def test_tokens_in_parts_are_the_tokens(start, size):
+def test_slices_of_tokens_in_parts_are_the_tokens(start, size):
     assert in_parts(50, 7)[start : start + size].tolist() == list(range(50))[start : start + size]
 
 
-def of_source(number, count):
-    return Sequences(Tokens([np.full(count * 4 + 1, number, np.uint16)], "uint16"), 4, seed=1, shuffle=True)
+def make_source(token, count):
+    return Sequences(Tokens([np.full(count * 4 + 1, token, np.uint16)], "uint16"), 4, seed=1, shuffle=True)
 
 
 WEIGHTS = st.lists(st.decimals("0.01", 10, places=2).map(float), min_size=1, max_size=5)
@@ -91,8 +91,8 @@ WEIGHTS = st.lists(st.decimals("0.01", 10, places=2).map(float), min_size=1, max
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 3000), st.integers(1, 800))
-def test_a_blend_has_its_weights_in_any_window(weights, first, size):
-    blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
+def test_a_blend_matches_its_weights_within_two_in_any_window(weights, first, size):
+    blend = Blend([make_source(k, 5) for k in range(len(weights))], weights)
     drawn = blend.choose(np.arange(first, first + size))[0].tolist()
     total = sum(Fraction(str(weight)) for weight in weights)
     for source, weight in enumerate(weights):
@@ -101,8 +101,8 @@ def test_a_blend_has_its_weights_in_any_window(weights, first, size):
 
 @settings(deadline=None)
 @given(WEIGHTS)
-def test_a_blends_period_has_its_weights_exactly(weights):
-    blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
+def test_a_period_of_a_blend_matches_its_weights_exactly(weights):
+    blend = Blend([make_source(k, 5) for k in range(len(weights))], weights)
     drawn = blend.choose(np.arange(blend.period, 2 * blend.period))[0].tolist()
     counts = [drawn.count(source) for source in range(len(weights))]
     assert [count * Fraction(str(weights[0])) for count in counts] == [
@@ -110,43 +110,43 @@ def test_a_blends_period_has_its_weights_exactly(weights):
     ]
 
 
-def test_weights_are_taken_as_they_are_written():
-    assert whole_shares([0.7, 0.2, 0.1]) == [7, 2, 1]
-    assert whole_shares([0.99999, 0.00001]) == [99999, 1]
-    assert whole_shares([1, 2.5, 1e-3]) == [1000, 2500, 1]
+def test_weights_are_read_as_exact_decimals():
+    assert integer_shares([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert integer_shares([0.99999, 0.00001]) == [99999, 1]
+    assert integer_shares([1, 2.5, 1e-3]) == [1000, 2500, 1]
 
 
 @pytest.mark.parametrize("weights", [[0.1234567, 0.8765433], [1, 1e-300], [1e300, 1e-300]])
-def test_weights_that_repeat_too_late_are_refused_with_some_that_would_do(weights):
-    with pytest.raises(ConfigError, match=r"data\.blend: the weights .* more than 100,000 sequences; weights") as told:
-        whole_shares(weights)
-    better = [int(share) for share in str(told.value).rpartition(": ")[2].split(", ")]
-    assert whole_shares(better) == better
-    assert abs(better[0] / sum(better) - weights[0] / sum(weights)) < 2e-3
+def test_weights_with_a_long_period_are_rejected_with_similar_ones(weights):
+    with pytest.raises(ConfigError, match=r"data\.blend: the weights .* more than 100,000 sequences; use") as raised:
+        integer_shares(weights)
+    similar = [int(share) for share in str(raised.value).rpartition(": ")[2].split(", ")]
+    assert integer_shares(similar) == similar
+    assert abs(similar[0] / sum(similar) - weights[0] / sum(weights)) < 2e-3
 
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 3000))
-def test_a_blend_takes_every_sequence_of_a_source_in_its_order(weights, size):
-    blend = Blend([of_source(k, 5) for k in range(len(weights))], weights)
+def test_a_blend_takes_the_sequences_of_each_source_in_order(weights, size):
+    blend = Blend([make_source(k, 5) for k in range(len(weights))], weights)
     taken = list(zip(*(part.tolist() for part in blend.choose(np.arange(size))), strict=True))
     for source in range(len(weights)):
-        numbers = [number for k, number in taken if k == source]
-        assert numbers == list(range(len(numbers)))
+        source_ids = [source_id for k, source_id in taken if k == source]
+        assert source_ids == list(range(len(source_ids)))
 
 
-def test_a_blends_rows_are_those_of_its_sources():
-    sources = [of_source(7, 5), of_source(8, 9)]
+def test_rows_of_a_blend_are_rows_of_its_sources():
+    sources = [make_source(7, 5), make_source(8, 9)]
     blend = Blend(sources, [3.0, 1.0])
     assert blend.rows(np.arange(8))[:, 0].tolist().count(7) == 6
-    assert blend.count == 6  # then the first source begins again
+    assert blend.count == 6  # afterwards the first source starts its next epoch
     for place in range(8):
-        (source,), (number,) = blend.choose(np.array([place]))
-        assert (blend.rows(np.array([place])) == sources[source].rows(np.array([number]))).all()
+        (source,), (source_id,) = blend.choose(np.array([place]))
+        assert (blend.rows(np.array([place])) == sources[source].rows(np.array([source_id]))).all()
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both(shuffle):
+def test_a_batch_across_the_end_of_an_epoch_has_rows_of_both(shuffle):
     data = Sequences(in_parts(100), length=7, seed=3, shuffle=shuffle)
     whole = np.concatenate([data.rows(np.arange(14)), data.rows(np.arange(14, 28))])
     assert np.array_equal(data.rows(np.arange(9, 20)), whole[9:20])

@@ -1,8 +1,9 @@
-"""Tokenizers: GPT-2's own without a network, given ones used whole, and pieces that change no token."""
+"""Tokenizers: GPT-2's without a network, configured ones without truncation, and texts split without effect."""
 
 import hashlib
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import documents, encoding, prepare, tokenizers
-from tests.data import words
+from tests.data import small_corpus
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +20,14 @@ def gpt2():
     return tokenizers.gpt2()
 
 
-def test_gpt2s_vocabulary_is_its_own(gpt2):
+def test_gpt2s_vocabulary_is_the_published_one(gpt2):
     assert gpt2.encode("Hello world").ids == [15496, 995]
     assert gpt2.get_vocab_size() == 50257 and tokenizers.end_of_text(gpt2) == 50256
 
 
 @pytest.fixture
 def config(corpus, tmp_path):
-    return words(corpus, tmp_path)
+    return small_corpus(corpus, tmp_path)
 
 
 TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
@@ -34,27 +35,27 @@ TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
 
 @settings(deadline=None)
 @given(TEXTS, st.integers(0, 5))
-def test_cut_into_pieces_a_text_has_the_same_tokens(text, size):
-    gpt2, cut = _cached_gpt2(), tokenizers.pieces(text, size)
-    assert "".join(cut) == text
-    ids = [i for piece in cut for i in gpt2.encode(piece, add_special_tokens=False).ids]
+def test_splitting_a_text_does_not_change_its_tokens(text, size):
+    gpt2, pieces = _cached_gpt2(), tokenizers.split_text(text, size)
+    assert "".join(pieces) == text
+    ids = [i for piece in pieces for i in gpt2.encode(piece, add_special_tokens=False).ids]
     assert ids == gpt2.encode(text, add_special_tokens=False).ids
 
 
-def _cached_gpt2(made=[]):  # noqa: B006 – hypothesis cannot take a fixture
-    if not made:
-        made.append(tokenizers.gpt2())
-    return made[0]
+@cache
+def _cached_gpt2():
+    """GPT-2's tokenizer for a hypothesis test, which cannot use a fixture."""
+    return tokenizers.gpt2()
 
 
 def changed(gpt2, change):
-    """GPT-2's tokenizer as ``read`` has it from a file, after ``change`` of what the file says."""
+    """Return GPT-2's tokenizer as ``read`` returns it from a file whose content ``change`` has edited."""
     content = json.loads(gpt2.to_str())
     change(content)
-    return tokenizers._whole(Tokenizer.from_str(json.dumps(content)))
+    return tokenizers._configure(Tokenizer.from_str(json.dumps(content)))
 
 
-def test_the_end_of_text_in_a_text_is_text(gpt2):
+def test_the_name_of_the_end_token_in_a_text_is_encoded_as_text(gpt2):
     def ordinary(content):
         content["added_tokens"][0]["special"] = False
 
@@ -66,13 +67,13 @@ def test_the_end_of_text_in_a_text_is_text(gpt2):
             assert 50256 not in ids and tokenizer.decode(ids) == long
 
 
-def test_a_tokenizer_with_dropout_gives_the_same_tokens_each_time(gpt2):
+def test_dropout_of_a_tokenizer_is_disabled(gpt2):
     tokenizer = changed(gpt2, lambda content: content["model"].update(dropout=0.5))
     text = "a text of several words, some of them uncommon"
     assert {tuple(tokenizers.encode(tokenizer, text)) for _ in range(10)} == {tuple(gpt2.encode(text).ids)}
 
 
-ACROSS = {"id": 50257, "content": "<x>", "single_word": False, "normalized": False, "special": False}
+ADDED = {"id": 50257, "content": "<x>", "single_word": False, "normalized": False, "special": False}
 
 
 @pytest.mark.parametrize(
@@ -80,25 +81,25 @@ ACROSS = {"id": 50257, "content": "<x>", "single_word": False, "normalized": Fal
     [
         lambda content: content["pre_tokenizer"].update(use_regex=False),
         lambda content: content["pre_tokenizer"].update(add_prefix_space=True),
-        lambda content: content["added_tokens"].append({**ACROSS, "lstrip": True, "rstrip": False}),
-        lambda content: content["added_tokens"].append({**ACROSS, "lstrip": False, "rstrip": True}),
-        lambda content: content["added_tokens"].append({**ACROSS, "content": "\nx", "lstrip": False, "rstrip": False}),
-        lambda content: content["added_tokens"].append({**ACROSS, "content": "a\n", "lstrip": False, "rstrip": False}),
+        lambda content: content["added_tokens"].append({**ADDED, "lstrip": True, "rstrip": False}),
+        lambda content: content["added_tokens"].append({**ADDED, "lstrip": False, "rstrip": True}),
+        lambda content: content["added_tokens"].append({**ADDED, "content": "\nx", "lstrip": False, "rstrip": False}),
+        lambda content: content["added_tokens"].append({**ADDED, "content": "a\n", "lstrip": False, "rstrip": False}),
         lambda content: content.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
     ],
-    ids=["no words", "space before", "takes left", "takes right", "line's beginning", "line's end", "normalized"],
+    ids=["no regex", "prefix space", "strips left", "strips right", "line start", "line end", "normalizer"],
 )
-def test_no_text_is_cut_where_that_changes_its_tokens(gpt2, change, monkeypatch):
+def test_a_text_is_not_split_if_that_could_change_its_tokens(gpt2, change, monkeypatch):
     tokenizer = changed(gpt2, change)
-    monkeypatch.setattr(tokenizers, "_PIECE", 4)
+    monkeypatch.setattr(tokenizers, "_PIECE_CHARACTERS", 4)
     text = "a \n\n<x>\nb \nxa\n\n\nxx aa\n<x> \n\nend\nthe end" * 3
-    monkeypatch.setattr(tokenizers.pieces, "__defaults__", (4,))
+    monkeypatch.setattr(tokenizers.split_text, "__defaults__", (4,))
     assert tokenizers.encode(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_tokenizer_that_leaves_ids_out_needs_a_vocabulary_up_to_the_last(gpt2, config, tmp_path):
+def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(gpt2, config, tmp_path):
     def with_gaps(content):
-        content["added_tokens"].append({**ACROSS, "id": 50257, "content": "<x>", "lstrip": False, "rstrip": False})
+        content["added_tokens"].append({**ADDED, "id": 50257, "content": "<x>", "lstrip": False, "rstrip": False})
         for token in ("Ġthe", "Ġa"):
             del content["model"]["vocab"][token]
         content["model"]["vocab"]["<far>"] = 70_000
@@ -107,7 +108,7 @@ def test_a_tokenizer_that_leaves_ids_out_needs_a_vocabulary_up_to_the_last(gpt2,
     path = tmp_path / "gaps.json"
     changed(gpt2, with_gaps).save(str(path))
     with pytest.raises(ConfigError, match=r"its 70001 tokens are more than data\.tokenizer_vocab=70000; raise"):
-        tokenizers.given(replace(config, tokenizer=str(path), tokenizer_vocab=70_000))
+        tokenizers.from_config(replace(config, tokenizer=str(path), tokenizer_vocab=70_000))
     files = prepare.prepare(replace(config, tokenizer=str(path), tokenizer_vocab=70_001), tmp_path / "out")
     assert files.header["vocabulary"] == 70_001 and files.header["dtype"] == "uint32"
     assert files.tokens("train").dtype == "uint32"
@@ -115,14 +116,13 @@ def test_a_tokenizer_that_leaves_ids_out_needs_a_vocabulary_up_to_the_last(gpt2,
     assert files.tokenizer().decode(ids[ids != files.end_of_text][:20].tolist()).isascii()
 
 
-def test_real_text_with_gpt2s_vocabulary_has_the_tokens_known_of_it(gpt2):
-    """2,389,404 is what is known of the speeches joined by empty lines: each of the 248 joints is two tokens."""
+def test_the_speeches_have_the_known_number_of_gpt2_tokens(gpt2):
+    """The speeches joined by empty lines have 2,389,404 tokens, two of them for each of the 248 joints."""
     texts = [document.text for document in documents.documents(DataConfig())]
     assert sum(len(tokenizers.encode(gpt2, text)) for text in texts) + 2 * 248 == 2_389_404
 
 
-def test_a_given_tokenizer_is_used_whole(config, tmp_path, monkeypatch):
-    """Whatever its file says of truncating and padding, which is about batches of short texts."""
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(config, tmp_path, monkeypatch):
     trained = prepare.corpus(config).first
     tokenizer = trained.tokenizer()
     tokenizer.enable_truncation(5)
@@ -130,14 +130,14 @@ def test_a_given_tokenizer_is_used_whole(config, tmp_path, monkeypatch):
     tokenizer.save(str(tmp_path / "short.json"))
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
-        words = {"tokenizer": str(tmp_path / "short.json"), "processes": processes}
-        given_files = prepare.prepare(replace(config, **words), tmp_path / f"by{processes}")
-        assert given_files.tokens("train")[:].tolist() == trained.tokens("train")[:].tolist()
-        assert given_files.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
+        changes = {"tokenizer": str(tmp_path / "short.json"), "processes": processes}
+        files = prepare.prepare(replace(config, **changes), tmp_path / f"by{processes}")
+        assert files.tokens("train")[:].tolist() == trained.tokens("train")[:].tolist()
+        assert files.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
 
 
-def test_equal_tokenizers_of_other_bytes_do_not_share_a_cache(config, tmp_path):
-    """Runs tell tokenizers apart by their bytes."""
+def test_equal_tokenizers_with_different_bytes_do_not_share_a_cache(config, tmp_path):
+    """Runs identify a tokenizer by its bytes."""
     text = prepare.corpus(config).first.tokenizer().to_str()
     for name, content in (("a.json", text), ("b.json", text + "\n")):
         (tmp_path / name).write_text(content)
@@ -145,28 +145,28 @@ def test_equal_tokenizers_of_other_bytes_do_not_share_a_cache(config, tmp_path):
         assert files.fingerprint() == hashlib.sha256(content.encode()).hexdigest()
 
 
-def test_one_of_transformers_is_taken_from_its_directory(config, tmp_path):
+def test_a_transformers_tokenizer_is_read_from_its_directory(config, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     trained = prepare.corpus(config).first
-    theirs = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer(), eos_token="<|endoftext|>")
-    theirs.save_pretrained(tmp_path / "theirs")
-    files = prepare.corpus(replace(config, tokenizer=str(tmp_path / "theirs"))).first
+    saved = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer(), eos_token="<|endoftext|>")
+    saved.save_pretrained(tmp_path / "saved")
+    files = prepare.corpus(replace(config, tokenizer=str(tmp_path / "saved"))).first
     assert files.tokens("validation")[:].tolist() == trained.tokens("validation")[:].tolist()
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        ("{}", "not a tokenizer that can be used"),
-        ("no end", "has no token to end a document with"),
+        ("{}", "not a usable tokenizer"),
+        ("no end", "has no end-of-text token"),
         (None, r"its \d+ tokens are more than data.tokenizer_vocab=258; raise"),
     ],
 )
-def test_a_tokenizer_that_will_not_do_is_refused(config, tmp_path, content, said):
+def test_an_unusable_tokenizer_is_rejected(config, tmp_path, content, message):
     text = prepare.corpus(config).first.tokenizer().to_str()
     if content == "no end":
         content = json.dumps(json.loads(text.replace("<|endoftext|>", "<|other|>")))
     (tmp_path / "t.json").write_text(content or text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         prepare.corpus(replace(config, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))

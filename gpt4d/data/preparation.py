@@ -1,0 +1,188 @@
+"""Preparation of token files from text: part after part, and resumable."""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from gpt4d.config import ConfigError, DataConfig, tokenizer_file
+from gpt4d.data import documents, encoding, parts, tokenizers, tokens
+from gpt4d.data.documents import Document
+from gpt4d.data.encoding import Encoded, Encoding
+from gpt4d.data.tokens import TokenFiles
+from gpt4d.files import sync, write_file
+
+PROGRESS = "progress.json"
+_PART_TOKENS = 1 << 26  # of the training split in a part: an interruption loses at most this much
+_REPORT_INTERVAL_S = 2.0
+
+
+def identity_of(config: DataConfig) -> str:
+    """Return a hash of everything the token files depend on."""
+    tokenizer = _tokenizer_json(config) if config.tokenizer else config.tokenizer_vocab
+    facts = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _tokenizer_json(config: DataConfig) -> str:
+    """Return the tokenizer.json of ``data.tokenizer``; a file is not rewritten, since runs compare its fingerprint."""
+    tokenizer, file = tokenizers.from_config(config), tokenizer_file(config.tokenizer)
+    return file.read_text(encoding="utf-8") if file.is_file() else tokenizer.to_str()
+
+
+class Preparation:
+    """Writer of a directory of token files, in the order of the documents.
+
+    ``progress.json`` describes the finished parts; a new preparation of the same corpus continues after them.
+    """
+
+    def __init__(self, config: DataConfig, identity: str, directory: Path, on_progress: Callable[[str], None]):
+        self.config, self.identity, self.directory, self.on_progress = config, identity, directory, on_progress
+        self.tokenizer_file = directory / "tokenizer.json"
+        self.parts: list[dict] = []
+        self.documents_done = 0  # in finished parts
+        tokenizer = self._resume() or self._start()
+        self.vocabulary, self.end = tokenizers.vocabulary(tokenizer), tokenizers.end_of_text(tokenizer)
+        self.dtype = parts.dtype_for(self.vocabulary)
+
+    def run(self) -> None:
+        """Write the remaining parts and the header. Raises ConfigError if there is no text to train on."""
+        settings = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction)
+        pace = _Pace(documents.size(self.config))
+        remaining = pace.track(itertools.islice(documents.documents(self.config), self.documents_done, None))
+        with closing(encoding.encode_documents(remaining, settings, self.config.processes)) as encoded:
+            while self._write_part(encoded, pace):
+                self._save_progress()
+        if not sum(part["train"]["tokens"] for part in self.parts):
+            source = f"data.source={self.config.source}, data.path={self.config.path!r}"
+            if self.parts:
+                raise ConfigError(f"{source}: every document is held out; set data.validation_fraction=0")
+            raise ConfigError(f"{source}: there is no text to train on; add documents")
+        header = {
+            "format": tokens.FORMAT,
+            "identity": self.identity,
+            "dtype": self.dtype,
+            "tokenizer": TokenFiles(self.directory).fingerprint(),
+            "vocabulary": self.vocabulary,
+            "end_of_text": self.end,
+            "parts": self.parts,
+        }
+        write_file(self.directory / tokens.HEADER, json.dumps(header, indent=1).encode())
+        sync(self.directory)
+
+    def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
+        """Write one part. Returns False, and writes none, if no document is left."""
+        writer = parts.TokenShardWriter(self.directory, len(self.parts))
+        with writer:
+            for held_out, ids in encoded:
+                writer.add("validation" if held_out else "train", ids)
+                if pace.report_due():
+                    all_parts = (*self.parts, writer.counts)
+                    count = sum(part[split]["tokens"] for part in all_parts for split in parts.SPLITS)
+                    total = self.documents_done + writer.documents
+                    self.on_progress(f"{total:,} documents, {count:,} tokens{pace}")
+                if writer.counts["train"]["tokens"] >= _PART_TOKENS:
+                    break
+        if not writer.documents:
+            writer.remove()
+            return False
+        self.parts.append(writer.to_dict())
+        self.documents_done += writer.documents
+        return True
+
+    def _resume(self) -> Tokenizer | None:
+        """Return the tokenizer of an interrupted preparation, or None if there is none that can be resumed."""
+        path = self.directory / PROGRESS
+        if not path.exists():
+            return None
+        try:
+            tokenizer = self._load_progress(json.loads(path.read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.on_progress(f"starting over: the interrupted preparation is damaged or of another corpus ({error})")
+            return None
+        kept = {name for part in self.parts for name in part["files"]} | {PROGRESS, self.tokenizer_file.name}
+        for path in self.directory.iterdir():
+            if path.name not in kept:
+                path.unlink()  # belongs to the interrupted part
+        if self.documents_done:
+            self.on_progress(f"resuming after {self.documents_done:,} documents")
+        return tokenizer
+
+    def _load_progress(self, progress: dict) -> Tokenizer:
+        """Adopt the finished parts and return the tokenizer. Invalid JSON content may raise any of the errors above."""
+        if progress["identity"] != self.identity:
+            raise ValueError("another corpus or other settings")
+        if TokenFiles(self.directory).fingerprint() != progress["tokenizer"]:
+            raise ValueError("another tokenizer.json")
+        tokenizer = tokenizers.read(self.tokenizer_file)
+        finished = parts.parse_parts(progress["parts"], parts.dtype_for(tokenizers.vocabulary(tokenizer)))
+        count = sum(part[split]["documents"] for part in finished for split in parts.SPLITS)
+        if progress["documents"] != count:
+            raise ValueError(f"{progress['documents']} documents, but its parts have {count}")
+        parts.check_sizes(self.directory, finished)
+        parts.check_content(self.directory, finished)
+        self.parts, self.documents_done = finished, count
+        return tokenizer
+
+    def _start(self) -> Tokenizer:
+        for path in self.directory.iterdir():
+            path.unlink()
+        text = _tokenizer_json(self.config) if self.config.tokenizer else self._train_tokenizer().to_str()
+        write_file(self.tokenizer_file, text.encode())
+        self._save_progress()
+        return tokenizers.read(self.tokenizer_file)
+
+    def _train_tokenizer(self) -> Tokenizer:
+        self.on_progress(f"training a tokenizer of {self.config.tokenizer_vocab:,} tokens")
+        fraction = self.config.validation_fraction
+        texts = (d.text for d in documents.documents(self.config) if not documents.is_held_out(d.text, fraction))
+        return tokenizers.train(texts, self.config.tokenizer_vocab)
+
+    def _save_progress(self) -> None:
+        progress = {
+            "identity": self.identity,
+            "tokenizer": TokenFiles(self.directory).fingerprint(),
+            "documents": self.documents_done,
+            "parts": self.parts,
+        }
+        new = self.directory / (PROGRESS + ".new")
+        new.unlink(missing_ok=True)
+        write_file(new, json.dumps(progress).encode())
+        os.replace(new, self.directory / PROGRESS)
+        sync(self.directory)
+
+
+class _Pace:
+    """Fraction of the corpus that is read, and the time left; ``size`` is in bytes, or None if it is not known."""
+
+    def __init__(self, size: int | None):
+        self.size, self.read, self.read_before = size, 0, None
+        self.started = time.monotonic()
+        self.next_report = self.started + _REPORT_INTERVAL_S
+
+    def track(self, remaining: Iterable[Document]) -> Iterator[Document]:
+        for document in remaining:
+            if self.read_before is None:  # the bytes of resumed parts say nothing about the current speed
+                self.read_before, self.started = document.bytes_read, time.monotonic()
+            self.read = document.bytes_read
+            yield document
+
+    def report_due(self) -> bool:
+        """Return True once per report interval."""
+        if time.monotonic() < self.next_report:
+            return False
+        self.next_report += _REPORT_INTERVAL_S
+        return True
+
+    def __str__(self) -> str:
+        if not self.size or self.read_before is None or self.read <= self.read_before:
+            return ""
+        left = (time.monotonic() - self.started) * (self.size - self.read) / (self.read - self.read_before)
+        return f", {self.read / self.size:.0%} read, {timedelta(seconds=round(left))} left"
