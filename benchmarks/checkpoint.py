@@ -12,9 +12,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import results
 from benchmarks.cluster import LocalHost
-from benchmarks.interleave import Entry, interleave
+from benchmarks.interleave import WorkerSpec, interleave
 from gpt4d.config import from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as home:
         words = (f"mib={config.mib}", f"where={home}")
         rows = interleave(
-            LocalHost(RANKS), [Entry("ours", "benchmarks.workers.saving", arguments=words)], config.repeats
+            LocalHost(RANKS), [WorkerSpec("ours", "benchmarks.workers.saving", arguments=words)], config.repeats
         )
     seconds = {row["name"]: row["median_s"] for row in rows}
     for row in rows:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
             row["family"], _, row["name"] = row["name"].partition(".")
         elif row["name"].startswith("raw"):
             row["family"] = "plain"
-        print(report.line(row))
+        print(results.line(row))
     ratios = {
         "raw / save": seconds["raw write and fsync"] / seconds["save"],
         "waiting for a save in the background / save": seconds["save in the background"] / seconds["save"],
@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> None:
     for what, ratio in ratios.items():
         print(f"{what}: {ratio:.2f}")
     command = "python -m benchmarks.checkpoint " + " ".join(arguments)
-    report.write(Path(config.out), command.strip(), report.machine("torch"), rows, mib=config.mib, ratios=ratios)
-    report.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices cut by rows")
+    results.write(Path(config.out), command.strip(), results.machine("torch"), rows, mib=config.mib, ratios=ratios)
+    results.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices cut by rows")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Contenders that take turns, step by step, although they live in different processes.
+"""Contenders in different processes that run their steps in turn.
 
-Frameworks keep global state, so each has a *team* of its own: one process a rank, started once and alive for the whole
-run. A machine that drifts drifts for all contenders alike. A team that waits for its turn is stopped (SIGSTOP), since
-blocking on standard input is not enough: gloo's threads wake up a hundred times a second each.
+Frameworks keep global state, so each has its own *worker group*: one process per rank, started once and alive for the
+whole run. A machine whose speed drifts therefore drifts for all contenders alike. A group that waits for its turn is
+stopped (SIGSTOP): blocking on standard input is not enough, since each of gloo's threads wakes up a hundred times per
+second.
 
-The parent writes a contender's name to every rank of its team; the ranks do one step of it, or as many as the answer
-says; rank 0 answers with one line of JSON. A team is a module that ends in ``serve(contenders)``.
+The parent writes a contender's name to every rank of its group. The ranks run one step of it, or several if the answer
+contains ``steps``; rank 0 answers with one line of JSON. A worker module ends by calling ``serve(contenders)``.
 """
 
 import importlib.util
@@ -21,15 +22,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TextIO
 
-from benchmarks import report
-from benchmarks.cluster import Cluster, LocalHost
+from benchmarks import results
+from benchmarks.cluster import EmulatedCluster, LocalHost
 
-Step = Callable[[], Callable[[], dict]]
-"""One step of a contender. It is timed; what it returns is called afterwards, and gives what else there is to tell."""
+ContenderStep = Callable[[], Callable[[], dict]]
+"""One step of a contender. The call is timed; the function it returns is called afterwards and returns the rest of
+the answer, such as the loss."""
 
 
-class Team:
-    """A framework's rank processes, seen from the parent. ``start`` starts them, given Popen's pipes, rank 0 first."""
+class WorkerGroup:
+    """The rank processes of one framework, as the parent sees them.
+
+    Args:
+        start: starts the processes with the given Popen pipes and returns them, rank 0 first.
+        timeout_s: how long to wait for an answer.
+    """
 
     def __init__(self, start: Callable[..., list[subprocess.Popen]], timeout_s: float = 300):
         self.timeout_s = timeout_s
@@ -38,11 +45,14 @@ class Team:
         self.contenders: list[str] = []
 
     def wait_until_ready(self) -> None:
-        self.contenders = self._answer()["contenders"]
+        self.contenders = self._read_answer()["contenders"]
         self._signal(signal.SIGSTOP)
 
     def step(self, contender: str) -> dict:
-        """One step: ``{"seconds": of the slowest rank, …}``. RuntimeError with what a rank said if one has ended."""
+        """Run one step and return ``{"seconds": of the slowest rank, …}``.
+
+        Raises RuntimeError with the ranks' standard error if one has ended, or if no answer comes in time.
+        """
         self._signal(signal.SIGCONT)
         for process in self.processes:
             try:
@@ -50,42 +60,42 @@ class Team:
                 process.stdin.flush()
             except BrokenPipeError:
                 process.wait()
-                self._check()
-        answer = self._answer()
+                self._check_alive()
+        answer = self._read_answer()
         self._signal(signal.SIGSTOP)
         return answer
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, signal_number: int) -> None:
         for process in self.processes:
-            process.send_signal(number)
+            process.send_signal(signal_number)
 
-    def _answer(self) -> dict:
-        stdout, until = self.processes[0].stdout, time.monotonic() + self.timeout_s
-        # A rank that failed leaves the others waiting for it: rank 0 may have nothing to say, ever.
+    def _read_answer(self) -> dict:
+        stdout, deadline = self.processes[0].stdout, time.monotonic() + self.timeout_s
+        # When a rank fails, the others wait for it, so rank 0 may never answer.
         while not select.select([stdout], [], [], 1.0)[0]:
-            self._check()
-            if time.monotonic() > until:
+            self._check_alive()
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer within {self.timeout_s:.0f} s")
         line = stdout.readline()
         if not line:
             self.processes[0].wait()
-            self._check()
+            self._check_alive()
         return json.loads(line)
 
-    def _check(self) -> None:
+    def _check_alive(self) -> None:
         for rank, process in enumerate(self.processes):
             if process.poll() is not None:
                 self.errors.seek(0)
                 raise RuntimeError(f"rank {rank} of {process.args} ended:\n{self.errors.read()[-4000:]}")
 
-    def end(self) -> None:
+    def kill(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
 
 
-class Entry(NamedTuple):
-    """A team that is to take part: the name of its framework, its module, and the package that it needs."""
+class WorkerSpec(NamedTuple):
+    """A worker group to start: its framework's name, its module, the package it needs, command-line arguments."""
 
     family: str
     module: str
@@ -93,58 +103,63 @@ class Entry(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-def interleave(cluster: Cluster | LocalHost, entries: list[Entry], repeats: int, warm_up: int = 2) -> list[dict]:
-    """A row (``report.row``) for each contender of the teams that can take part, after steps that do not count."""
-    # What ends a run that takes too long asks for it with SIGTERM; stopped ranks would outlive a parent that just dies.
+def interleave(
+    cluster: EmulatedCluster | LocalHost, specs: list[WorkerSpec], repeats: int, warm_up: int = 2
+) -> list[dict]:
+    """Run every contender ``repeats`` times in turn and return one row (``results.row``) per contender.
+
+    Skips specs whose package is not installed. ``warm_up`` steps per contender run first and are not measured.
+    """
+    # Job limits send SIGTERM. A parent that dies without handling it would leave its stopped ranks behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    present = [entry for entry in entries if importlib.util.find_spec(entry.needs)]
-    for entry in entries:
-        if entry not in present:
-            print(f"{entry.family}: {entry.needs} is not installed, left out", flush=True)
-    teams, found = [], {}
+    installed = [spec for spec in specs if importlib.util.find_spec(spec.needs)]
+    for spec in specs:
+        if spec not in installed:
+            print(f"{spec.family}: {spec.needs} is not installed; skipped", flush=True)
+    groups, answers = [], {}
     try:
-        for number, entry in enumerate(present):
-            command = [sys.executable, "-m", entry.module, *entry.arguments]
-            teams.append(Team(partial(cluster.start, command, port=29400 + number)))
-        for team in teams:
-            team.wait_until_ready()
+        for index, spec in enumerate(installed):
+            command = [sys.executable, "-m", spec.module, *spec.arguments]
+            groups.append(WorkerGroup(partial(cluster.start, command, port=29400 + index)))
+        for group in groups:
+            group.wait_until_ready()
         for turn in range(-warm_up, repeats):
-            for entry, team in zip(present, teams, strict=True):
-                for contender in team.contenders:
-                    answer = team.step(contender)
+            for spec, group in zip(installed, groups, strict=True):
+                for contender in group.contenders:
+                    answer = group.step(contender)
                     if turn >= 0:
-                        found.setdefault((entry.family, contender), []).append(answer)
+                        answers.setdefault((spec.family, contender), []).append(answer)
     finally:
-        for team in teams:
-            team.end()
-    return [report.row(family, name, answers) for (family, name), answers in found.items()]
+        for group in groups:
+            group.kill()
+    return [results.row(family, name, measured) for (family, name), measured in answers.items()]
 
 
-def serve(contenders: Mapping[str, Step], answers_to: TextIO) -> None:
-    """A rank's life: steps as they are asked for, until standard input ends. A process group must exist."""
+def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO) -> None:
+    """Run the steps requested on standard input until it ends, on every rank. Needs a process group."""
     import torch.distributed as dist
 
-    def tell(answer: dict) -> None:
+    def send_answer(answer: dict) -> None:
         if dist.get_rank() == 0:
             print(json.dumps(answer), file=answers_to, flush=True)
 
     dist.barrier()
-    tell({"contenders": list(contenders)})
+    send_answer({"contenders": list(contenders)})
     for line in sys.stdin:
         step = contenders[line.strip()]
         dist.barrier()
         start = time.perf_counter()
-        more = step()
-        dist.barrier()  # the step of the slowest rank
+        collect_results = step()
+        dist.barrier()  # so that the time is that of the slowest rank
         seconds = time.perf_counter() - start
-        answer = more()
-        tell({"seconds": seconds / answer.pop("steps", 1), **answer})
+        answer = collect_results()
+        send_answer({"seconds": seconds / answer.pop("steps", 1), **answer})
 
 
-def share_groups() -> None:
-    """From now on a team's contenders have one process group for the same ranks, not one each.
+def share_process_groups() -> None:
+    """Make ``new_group`` return one shared process group per set of ranks from now on.
 
-    Each of gloo's groups has a thread that polls, whoever uses it, and megatron alone would have ninety on each rank.
+    Each gloo group has a polling thread, even when unused; megatron alone would have ninety on each rank.
     """
     import torch.distributed as dist
     from torch.distributed import device_mesh, distributed_c10d
@@ -161,7 +176,7 @@ def share_groups() -> None:
 
 
 def redirect_stdout_for_answers() -> TextIO:
-    """Standard output, for the answers alone: what libraries print from now on goes to standard error."""
+    """Return standard output for answers only, and redirect what libraries print from now on to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -13,9 +13,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.cluster import Cluster, ClusterConfig
-from benchmarks.interleave import Entry, interleave
+from benchmarks import results
+from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
+from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.workers.reshards import DTYPE, FIGURE_5, HOSTS, RANKS, STRATEGIES, TABLE_2, plans
 from gpt4d.config import from_arguments
 from gpt4d.runtime.errors import one_line_errors
@@ -32,15 +32,15 @@ class ReshardingBenchmark:
 
 def main(arguments: list[str]) -> None:
     config = from_arguments(ReshardingBenchmark, arguments)
-    team = Entry("ours", "benchmarks.workers.reshards")
-    with Cluster(ClusterConfig(hosts=HOSTS, ranks=RANKS, mbit=config.mbit)) as cluster:
+    team = WorkerSpec("ours", "benchmarks.workers.reshards")
+    with EmulatedCluster(EmulatedClusterConfig(hosts=HOSTS, ranks=RANKS, mbit=config.mbit)) as cluster:
         rows = interleave(cluster, [team], config.repeats, warm_up=1)
     for row in rows:
         row |= _bounds(row["name"], config.mbit)
-        print(f"{report.line(row)}  bound {row['bound_s']:.3f} s, planned {row['planned_s']:.3f} s", flush=True)
+        print(f"{results.line(row)}  bound {row['bound_s']:.3f} s, planned {row['planned_s']:.3f} s", flush=True)
     settings = {"hosts": HOSTS, "ranks_of_each": RANKS, "uplink_mbit_per_s": config.mbit}
     out, command = Path(config.out), "python -m benchmarks.resharding " + " ".join(arguments)
-    report.write(out, command.strip(), report.machine("torch"), rows, **settings)
+    results.write(out, command.strip(), results.machine("torch"), rows, **settings)
     plot(rows, out)
 
 

@@ -1,9 +1,9 @@
-"""What the planner foretells for the 4D paper's weak scaling (Table III), beside what was published.
+"""The planner's predictions for the 4D paper's weak scaling (Table III), and the published figures.
 
     python -m benchmarks.scaling [out=docs/scaling]
 
-GPTs of 5 to 80 billion parameters on 64 to 1024 devices of Perlmutter and Frontier, 4 million tokens a step, activation
-checkpointing. No training: it takes seconds. Writes ``out``.json and draws ``out``.png.
+Plans GPTs of 5 to 80 billion parameters on 64 to 1024 devices of Perlmutter and Frontier, with 4 million tokens per
+step and activation checkpointing. Trains nothing and takes seconds. Writes ``out``.json and draws ``out``.png.
 """
 
 import json
@@ -16,7 +16,7 @@ from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
 from gpt4d.runtime.errors import one_line_errors
 
-# Share of the peak, recomputation counted: GPUs, model, then of AxoNN and of Megatron-LM on Perlmutter.
+# GPUs, model, and the hardware FLOP/s utilization (with recomputation) of AxoNN and of Megatron-LM on Perlmutter.
 _PUBLISHED = (
     (64, "gpt_5b", 0.67, 0.37),
     (128, "gpt_10b", 0.63, 0.42),
@@ -32,16 +32,16 @@ class ScalingBenchmark:
     out: str = "docs/scaling"
 
 
-def best(model: str, devices: int, cluster: str) -> Plan:
-    words = [f"model={model}", f"cluster={cluster}", f"train.batch_size={_SEQUENCES}"]
-    config = compose([*words, "train.activation_checkpointing=full"])
+def best_plan(model: str, devices: int, cluster: str) -> Plan:
+    overrides = [f"model={model}", f"cluster={cluster}", f"train.batch_size={_SEQUENCES}"]
+    config = compose([*overrides, "train.activation_checkpointing=full"])
     ranking = rank(config, devices, top=1)
     ranking.check(config, devices)
     return ranking.plans[0]
 
 
 def row(model: str, devices: int, cluster: str) -> dict:
-    plan = best(model, devices, cluster)
+    plan = best_plan(model, devices, cluster)
     return {
         "model": model,
         "devices": devices,
@@ -67,11 +67,11 @@ def plot(rows: list[dict], out: Path) -> None:
         "Megatron-LM on Perlmutter, published": [published[3] for published in _PUBLISHED],
         "gpt4d on Frontier, predicted": [r["hfu"] for r in rows if r["cluster"] == "frontier"],
     }
-    for number, (name, values) in enumerate(bars.items()):
-        places = [place + 0.2 * (number - 1.5) for place in range(len(values))]
+    for index, (name, values) in enumerate(bars.items()):
+        places = [place + 0.2 * (index - 1.5) for place in range(len(values))]
         panel.bar(places, [100 * value for value in values], width=0.18, label=name)
     panel.set_xticks(range(len(_PUBLISHED)), [f"{model}\n{devices}" for devices, model, *_ in _PUBLISHED])
-    panel.set_ylabel("% of the peak FLOP/s, recomputation counted")
+    panel.set_ylabel("% of the peak FLOP/s, including recomputation")
     panel.set_ylim(0, 100)
     panel.legend(fontsize=8)
     figure.savefig(out.with_suffix(".png"), dpi=120)
@@ -80,13 +80,13 @@ def plot(rows: list[dict], out: Path) -> None:
 def main(arguments: list[str]) -> None:
     out = Path(from_arguments(ScalingBenchmark, arguments).out)
     rows = [row(model, n, cluster) for cluster in ("perlmutter", "frontier") for n, model, *_ in _PUBLISHED]
-    for found, published in zip(rows, _PUBLISHED * 2, strict=True):
-        on_record = f", published {published[2]:.0%}" if found["cluster"] == "perlmutter" else ""
-        waits = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in found["exposed_s"].items() if seconds >= 0.005)
+    for plan, published in zip(rows, _PUBLISHED * 2, strict=True):
+        published_share = f", published {published[2]:.0%}" if plan["cluster"] == "perlmutter" else ""
+        waits = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in plan["exposed_s"].items() if seconds >= 0.005)
         print(
-            f"{found['model']:8} on {found['devices']:4} of {found['cluster']:10} {found['grid']:>12}, "
-            f"{found['micro_batch_size']:2} at once: {found['step_time_s']:6.2f} s a step, waits {waits or 'none'} s, "
-            f"{found['memory_gib']:.1f} GiB, {found['hfu']:.0%} of the peak{on_record}"
+            f"{plan['model']:8} on {plan['devices']:4} of {plan['cluster']:10} {plan['grid']:>12}, "
+            f"microbatch {plan['micro_batch_size']:2}: {plan['step_time_s']:6.2f} s per step, "
+            f"waits {waits or 'none'} s, {plan['memory_gib']:.1f} GiB, {plan['hfu']:.0%} of the peak{published_share}"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": "python -m benchmarks.scaling", "sequences": _SEQUENCES, "rows": rows}

@@ -1,4 +1,4 @@
-"""The work of the overlaps' benchmark, the same for every team: transformer blocks, forward and backward."""
+"""The workload of ``benchmarks.overlap``, equal for all workers: transformer blocks, forward and backward."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from gpt4d.parallel.weights import WeightStream
 SIZES = GridSizes(2, 2, 2, 1)
 BATCH, LENGTH = 8, 128
 LAYERS, HIDDEN, HEADS = 4, 512, 8
-# The rest of the model is built but takes no part: the vocabulary is as small as it may be.
+# The rest of the model is built but never run, so the vocabulary is as small as possible.
 MODEL = ModelConfig("blocks", LAYERS, HIDDEN, HEADS, vocab_size=8, vocab_multiple=8, max_positions=LENGTH)
 
 
@@ -24,31 +24,31 @@ def our_model(weights: WeightStream, **settings) -> GPT:
     return model
 
 
-def whole_weights() -> dict[str, torch.Tensor]:
-    """The global tensors of ``our_model``. To be called before there is a process group."""
+def initial_weights() -> dict[str, torch.Tensor]:
+    """Return the global tensors of ``our_model``. Call it before there is a process group."""
     return {name: p.detach() for name, p in our_model(WeightStream(Grid())).named_parameters()}
 
 
-def ends(z: int, y: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What goes in at the blocks' beginning and what gradient comes in at their end.
+def inputs_and_upstream(z: int, y: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input of the first block and the gradient of the last block's output.
 
-    Both are the part [BATCH / 2, LENGTH, HIDDEN / 2] of the rank whose places along z and y these are.
+    Both are the shard [BATCH / 2, LENGTH, HIDDEN / 2] of the rank with indices ``z`` and ``y`` along these axes.
     """
-    share, part = BATCH // SIZES.batch_shards, HIDDEN // SIZES.y
-    place = (slice(z * share, (z + 1) * share), slice(None), slice(y * part, (y + 1) * part))
+    rows, columns = BATCH // SIZES.batch_shards, HIDDEN // SIZES.y
+    shard = (slice(z * rows, (z + 1) * rows), slice(None), slice(y * columns, (y + 1) * columns))
     generator = torch.Generator().manual_seed(0)
-    first, last = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=generator)
-    return first[place].contiguous().requires_grad_(), last[place].contiguous()
+    inputs, upstream = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=generator)
+    return inputs[shard].contiguous().requires_grad_(), upstream[shard].contiguous()
 
 
 def take_gradient_norms(inputs: torch.Tensor, matrices: Iterable[torch.Tensor]) -> dict[str, float]:
-    """The norms of the global gradients of the input and of all matrices, which show that teams compute the same.
+    """Return the norms of the global gradients of the input and of all matrices, and clear ``inputs.grad``.
 
-    The ranks along x have the same part of the input, and no two ranks the same part of a matrix. ``inputs.grad`` is
-    gone afterwards.
+    The norms show that all workers compute the same. Ranks along x hold the same shard of the input; no two ranks hold
+    the same shard of a matrix.
     """
     squares = torch.stack((inputs.grad.square().sum() / SIZES.x, sum(m.grad.square().sum() for m in matrices)))
     dist.all_reduce(squares)
     inputs.grad = None
-    of_inputs, of_weights = squares.sqrt().tolist()
-    return {"input_gradient": of_inputs, "weight_gradient": of_weights}
+    input_norm, weight_norm = squares.sqrt().tolist()
+    return {"input_gradient": input_norm, "weight_gradient": weight_norm}

@@ -1,11 +1,11 @@
-"""AxoNN's blocks (axonn 0.2.0) on its own 2×2×2 grid: its overlaps off, and all of them on.
+"""AxoNN's blocks (axonn 0.2.0) on its own 2×2×2 grid, with its overlaps all off and all on.
 
-Its linear layers as they are, in expert mode: activations stay split between layers, as ours do. It has no layer norm
-for split activations. With ours it computes the same function as our blocks; the code its authors published
-(Megatron-AxoNN) takes the norm of each rank's part by itself, which communicates nothing and is another function, and
-is here to show what that makes of the time.
+Uses its linear layers unmodified, in expert mode: activations stay split between layers, as ours do. AxoNN has no layer
+norm for split activations. With our layer norm it computes the same function as our blocks. The code that its authors
+published (Megatron-AxoNN) normalizes each rank's shard separately, which needs no communication but is a different
+function; it is included to show the effect on the time.
 
-Checkpointing is torch's reentrant kind: under the other one AxoNN loses its weights' gradients.
+Checkpointing is torch's reentrant variant: with the other one, AxoNN loses its weights' gradients.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.workers import blocks
 from benchmarks.workers.blocks import HEADS, HIDDEN, LAYERS, SIZES
 from gpt4d.parallel.grid import Grid
@@ -29,21 +29,21 @@ from gpt4d.runtime.launch import Launch
 
 
 def without_cuda() -> None:
-    """AxoNN asks for CUDA by name where any device would do. To be called before its ``init``.
+    """Patch AxoNN and torch so that AxoNN, which requests CUDA by name, runs on CPUs. Call it before its ``init``.
 
-    It asks for NCCL too; ``share_groups`` has made groups all of one kind.
+    AxoNN requests NCCL too; after ``share_process_groups`` all groups have the default backend.
     """
     torch.cuda.set_device = lambda device: None
     torch.cuda.current_device = lambda: torch.device("cpu")
-    # It gathers parameters as they are; gloo's gather writes on a copy that autograd watches over, and refuses.
+    # AxoNN gathers parameters directly, but gloo's gather writes to a copy that autograd tracks, which raises an error.
     gather = dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda output, shard, **how: gather(output, shard.detach(), **how)
+    dist.all_gather_into_tensor = lambda output, shard, **options: gather(output, shard.detach(), **options)
     from axonn.intra_layer import fully_connected, overlap_communication
 
     fully_connected.initialize_params = partial(fully_connected.initialize_params, init_device="cpu")
 
     def clear_handles() -> None:
-        # There the end of the reduce-scatters is a synchronisation of the device.
+        # The original synchronizes the CUDA device to wait for the reduce-scatters.
         for handle in overlap_communication.handles:
             handle.wait()
         overlap_communication.handles = []
@@ -51,12 +51,12 @@ def without_cuda() -> None:
     overlap_communication.clear_handles = clear_handles
 
 
-class Block(nn.Module):
+class AxonnBlock(nn.Module):
     def __init__(self, norm: Callable[[], nn.Module]):
         super().__init__()
         from axonn.intra_layer import Linear
 
-        # In the order of their use, which is the one that AxoNN gathers ahead in.
+        # AxoNN prefetches in the order of construction, so this is the order of use.
         self.attention_norm = norm()
         self.qkv = Linear(HIDDEN, 3 * HIDDEN, expert_mode=True)
         self.output = Linear(HIDDEN, HIDDEN, expert_mode=True, transpose=True)
@@ -71,10 +71,13 @@ class Block(nn.Module):
         x = x + self.output(mixed.transpose(1, 2).flatten(2), cache)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x), cache), approximate="tanh"), cache)
 
-    def load(self, number: int, whole: dict[str, torch.Tensor]) -> None:
-        """Our initial weights. AxoNN's are [out, in]; queries, keys and values of a rank's heads lie side by side."""
+    def load(self, index: int, weights: dict[str, torch.Tensor]) -> None:
+        """Load our initial weights of block ``index``.
 
-        def per_rank(tensor: torch.Tensor) -> torch.Tensor:
+        AxoNN's are [out, in], and the queries, keys and values of a rank's heads are adjacent.
+        """
+
+        def group_by_rank(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.unflatten(-1, (SIZES.x, -1)).movedim(-2, -3).flatten(-3)
 
         for theirs, ours in (
@@ -83,19 +86,19 @@ class Block(nn.Module):
             (self.up, "mlp.up"),
             (self.down, "mlp.down"),
         ):
-            weight, bias = (whole[f"blocks.{number}.{ours}.{kind}"] for kind in ("weight", "bias"))
+            weight, bias = (weights[f"blocks.{index}.{ours}.{kind}"] for kind in ("weight", "bias"))
             if theirs is self.qkv:
-                weight, bias = per_rank(weight), per_rank(bias)
+                weight, bias = group_by_rank(weight), group_by_rank(bias)
             theirs.load_state_dict({"weight": weight.t().contiguous(), "bias": bias})
 
 
-class Blocks:
-    def __init__(self, grid: Grid, whole: dict[str, torch.Tensor], overlapping: bool, norm: Callable[[], nn.Module]):
+class AxonnBlocks:
+    def __init__(self, grid: Grid, weights: dict[str, torch.Tensor], overlapping: bool, norm: Callable[[], nn.Module]):
         self.overlapping = overlapping
-        self.blocks = nn.ModuleList(Block(norm) for _ in range(LAYERS))
-        for number, block in enumerate(self.blocks):
-            block.load(number, whole)
-        self.inputs, self.upstream = blocks.ends(grid.z.index, grid.y.index)
+        self.blocks = nn.ModuleList(AxonnBlock(norm) for _ in range(LAYERS))
+        for index, block in enumerate(self.blocks):
+            block.load(index, weights)
+        self.inputs, self.upstream = blocks.inputs_and_upstream(grid.z.index, grid.y.index)
         self.norms_axis = grid.y
 
     def step(self) -> Callable[[], dict]:
@@ -112,12 +115,12 @@ class Blocks:
         with communication:
             x = self.inputs
             for block in self.blocks:
-                # With its cache, a recomputation finds its weights where the forward left them.
+                # With the cache, a recomputation reuses the weights gathered in the forward.
                 x = checkpoint(block, x, self.overlapping, use_reentrant=True, preserve_rng_state=False)
             x.backward(self.upstream)
-        return self.told
+        return self.collect_results
 
-    def told(self) -> dict:
+    def collect_results(self) -> dict:
         self.norms_axis.traffic.read()
         matrices = [p for name, p in self.blocks.named_parameters() if name.endswith("weight") and "norm" not in name]
         norms = blocks.take_gradient_norms(self.inputs, matrices)
@@ -127,25 +130,25 @@ class Blocks:
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    whole = blocks.whole_weights()
+    weights = blocks.initial_weights()
     launch = Launch.from_environment()
     with process_group(launch, torch.device("cpu")):
-        share_groups()
+        share_process_groups()
         grid = Grid(SIZES)
-        # What splits the residual stream's features is AxoNN's innermost axis and the second of ours.
+        # The axis that splits the residual stream's features is AxoNN's innermost, but our second.
         grid.x, grid.y = grid.y, grid.x
         without_cuda()
         from axonn import axonn
 
         axonn.init(G_intra_r=SIZES.x, G_intra_c=SIZES.y, G_intra_d=SIZES.z, gpus_per_node=launch.local_world_size)
-        exact = partial(LayerNorm, WeightStream(grid), HIDDEN)
-        of_parts = partial(nn.LayerNorm, HIDDEN // SIZES.y)
+        global_norm = partial(LayerNorm, WeightStream(grid), HIDDEN)
+        shard_norm = partial(nn.LayerNorm, HIDDEN // SIZES.y)
         contenders = {
-            "none": Blocks(grid, whole, False, exact),
-            "all": Blocks(grid, whole, True, exact),
-            "all, norms of parts": Blocks(grid, whole, True, of_parts),
+            "none": AxonnBlocks(grid, weights, False, global_norm),
+            "all": AxonnBlocks(grid, weights, True, global_norm),
+            "all, norms of parts": AxonnBlocks(grid, weights, True, shard_norm),
         }
-        for contender in contenders.values():  # LayerNorm leaves its values unset
+        for contender in contenders.values():  # our LayerNorm does not initialize its parameters
             for name, parameter in contender.blocks.named_parameters():
                 if "norm" in name:
                     nn.init.constant_(parameter, float(name.endswith("weight")))

@@ -1,10 +1,10 @@
-"""Our blocks on a 2×2×2 grid: one overlap more at a time, as in the 4D paper's Fig. 3."""
+"""Our blocks on a 2×2×2 grid, with one more overlap in each setting (4D paper, Fig. 3)."""
 
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.workers import blocks
 from benchmarks.workers.blocks import LAYERS, SIZES
 from gpt4d.config import OverlapConfig
@@ -23,19 +23,21 @@ SETTINGS = {
 }
 
 
-class Blocks:
+class Gpt4dBlocks:
+    """Transformer blocks with some overlaps on. ``cached`` is the number of blocks that keep their gathered weights."""
+
     def __init__(self, grid: Grid, all_reduce: bool, reduce_scatter: bool, all_gather: bool, cached: int):
         self.weights = WeightStream(grid, overlap=OverlapConfig(all_reduce, reduce_scatter, all_gather))
         self.model = blocks.our_model(self.weights, recompute=True, cache_layers=cached)
-        self.inputs, self.upstream = blocks.ends(grid.z.index, grid.y.index)
-        self.numbers = torch.arange(len(self.inputs))
+        self.inputs, self.upstream = blocks.inputs_and_upstream(grid.z.index, grid.y.index)
+        self.sample_ids = torch.arange(len(self.inputs))
 
     def step(self) -> Callable[[], dict]:
-        self.model.through_blocks(self.inputs, self.numbers).backward(self.upstream)
+        self.model.through_blocks(self.inputs, self.sample_ids).backward(self.upstream)
         self.weights.finish()
-        return self.told
+        return self.collect_results
 
-    def told(self) -> dict:
+    def collect_results(self) -> dict:
         grid = self.weights.grid
         exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in (grid.x, grid.y, grid.z)}
         matrices = [p for p in self.model.blocks.parameters() if p.spec.decay]
@@ -47,6 +49,6 @@ class Blocks:
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
     with process_group(Launch.from_environment(), torch.device("cpu")):
-        share_groups()
+        share_process_groups()
         grid = Grid(SIZES)
-        serve({name: Blocks(grid, *setting).step for name, setting in SETTINGS.items()}, answers)
+        serve({name: Gpt4dBlocks(grid, *setting).step for name, setting in SETTINGS.items()}, answers)

@@ -1,4 +1,4 @@
-"""Two contenders in the same processes: ours and plain torch on one device, or ours with and without its counting."""
+"""Two contenders in the same processes: ours and plain torch on one device, or ours with and without counting."""
 
 import sys
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve
 from benchmarks.workers import train_ours, train_torch
-from benchmarks.workers.torch_gpt import plain_model
-from benchmarks.workers.training import sequences, whole_weights
+from benchmarks.workers.torch_gpt import build_torch_gpt
+from benchmarks.workers.training import initial_weights, sequences
 from gpt4d.config import GridSizes, ModelConfig, from_arguments
 from gpt4d.parallel import collectives
 from gpt4d.runtime.job import process_group
@@ -18,7 +18,7 @@ from gpt4d.runtime.launch import Launch
 
 
 @dataclass
-class Sizes:
+class ModelSizes:
     layers: int = 4
     hidden: int = 256
     heads: int = 8
@@ -27,11 +27,11 @@ class Sizes:
     batch: int = 8
 
     def model(self) -> ModelConfig:
-        return ModelConfig("alone", self.layers, self.hidden, self.heads, self.vocab, max_positions=self.seq)
+        return ModelConfig("single_device", self.layers, self.hidden, self.heads, self.vocab, max_positions=self.seq)
 
 
-class Uncounted:
-    """What is left of ``traffic.Run`` when nothing is counted."""
+class UncountedCollective:
+    """A replacement for ``traffic.InFlightCollective`` that counts nothing."""
 
     def __init__(self, traffic, work: dist.Work, device: torch.device, sent_bytes: float):
         self.work = work
@@ -40,30 +40,31 @@ class Uncounted:
         self.work.wait()
 
 
-def counted_or_not(training: train_ours.Training) -> dict[str, Callable]:
-    run = collectives.Run
+def with_and_without_counting(training: train_ours.Gpt4dTraining) -> dict[str, Callable]:
+    counted_collective = collectives.InFlightCollective
 
-    def uncounted() -> Callable[[], dict]:
-        collectives.Run = Uncounted
+    def step_uncounted() -> Callable[[], dict]:
+        collectives.InFlightCollective = UncountedCollective
         try:
             return training.step()
         finally:
-            collectives.Run = run
+            collectives.InFlightCollective = counted_collective
 
-    return {"counted": training.step, "not counted": uncounted}
+    return {"counted": training.step, "not counted": step_uncounted}
 
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    sizes = from_arguments(Sizes, sys.argv[1:])
-    config, batch = sizes.model(), sizes.batch
-    whole = whole_weights(config)
+    model_sizes = from_arguments(ModelSizes, sys.argv[1:])
+    config, batch = model_sizes.model(), model_sizes.batch
+    weights = initial_weights(config)
     with process_group(Launch.from_environment(), torch.device("cpu")):
         if dist.get_world_size() == 1:
-            plain = train_torch.Training(plain_model(whole, config), sequences(0, 1, config, batch))
-            ours = train_ours.Training(GridSizes(), config, batch)
+            plain = train_torch.TorchTraining(build_torch_gpt(weights, config), sequences(0, 1, config, batch))
+            ours = train_ours.Gpt4dTraining(GridSizes(), config, batch)
             contenders = {"ours": ours.step, "plain torch": plain.step}
         else:
-            # Of all axes y has the most collectives: those of the linear layers, and two small ones for each norm.
-            contenders = counted_or_not(train_ours.Training(GridSizes(y=dist.get_world_size()), config, batch))
+            # The y axis has the most collectives: those of the linear layers, and two small ones per norm.
+            sizes = GridSizes(y=dist.get_world_size())
+            contenders = with_and_without_counting(train_ours.Gpt4dTraining(sizes, config, batch))
         serve(contenders, answers)

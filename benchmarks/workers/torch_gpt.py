@@ -1,4 +1,4 @@
-"""The same GPT-2 in plain torch.nn: what torch's own parallelism is applied to, and what ours is beside on one device.
+"""The same GPT-2 in plain torch.nn: the model for torch's own parallelism, and the baseline on one device.
 
 Shapes: B sequences, S positions, H hidden, N hidden within this rank's heads, V vocabulary.
 """
@@ -13,7 +13,7 @@ from benchmarks.workers.training import OPTIM
 from gpt4d.config import ModelConfig
 
 
-class PlainBlock(nn.Module):
+class TorchBlock(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden, self.head_size = config.hidden, config.hidden // config.heads
@@ -25,7 +25,7 @@ class PlainBlock(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        # A head's query, key and value lie side by side, so that a cut between heads cuts all three.
+        # Each head's query, key and value are adjacent, so a split between heads splits all three.
         qkv = self.qkv(self.attention_norm(x_BSH)).unflatten(-1, (-1, 3, self.head_size))
         q, k, v = qkv.permute(3, 0, 2, 1, 4)
         mixed_BSN = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -33,13 +33,13 @@ class PlainBlock(nn.Module):
         return x_BSH + self.down(F.gelu(self.up(self.mlp_norm(x_BSH)), approximate="tanh"))
 
 
-class PlainGPT(nn.Module):
+class TorchGPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden)
-        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TorchBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, config.norm_epsilon)
         self.head = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
         self.tie()
@@ -54,10 +54,10 @@ class PlainGPT(nn.Module):
         return self.head(self.norm(x_BSH))
 
 
-def plain_weights(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """The state dict of a ``PlainGPT`` from our global tensors, which are [in, out]."""
+def torch_state_dict(weights: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the state dict of a ``TorchGPT`` for our global tensors, which are [in, out]."""
     state = {}
-    for name, tensor in whole.items():
+    for name, tensor in weights.items():
         if ".qkv." in name:  # [..., part, head·size] → [..., head·part·size]
             tensor = tensor.unflatten(-1, (config.heads, -1)).movedim(-3, -2).flatten(-3)
         if name.startswith("blocks.") and tensor.ndim == 2:
@@ -66,14 +66,14 @@ def plain_weights(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> dic
     return {**state, "head.weight": state["tokens.weight"]}
 
 
-def plain_model(whole: Mapping[str, torch.Tensor], config: ModelConfig) -> PlainGPT:
-    model = PlainGPT(config)
-    model.load_state_dict(plain_weights(whole, config))
+def build_torch_gpt(weights: Mapping[str, torch.Tensor], config: ModelConfig) -> TorchGPT:
+    model = TorchGPT(config)
+    model.load_state_dict(torch_state_dict(weights, config))
     return model
 
 
 def adamw(*groups: Iterable[torch.Tensor]) -> torch.optim.AdamW:
-    """As ``gpt4d.optim.build_optimizer``: matrices decay and nothing else does. Each group is updated by itself."""
+    """Return the AdamW of ``gpt4d.optim.build_optimizer``: only matrices decay. Each group is updated separately."""
     settings = []
     for parameters in map(list, groups):
         settings += [

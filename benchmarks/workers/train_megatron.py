@@ -1,8 +1,8 @@
-"""megatron-core (0.16) on the same GPT-2: its model, its tensor parallelism, its data parallelism.
+"""megatron-core (0.16) on the same GPT-2: its model, tensor parallelism and data parallelism.
 
-Its layers are those without Transformer Engine and Apex, which need CUDA. So does its optimizer, which checks that
-gradients are CUDA tensors; without Apex what it wraps is torch's AdamW, and that, with the global norm taken as
-megatron does (each part once, summed over the tensor-parallel group), is written out here.
+Uses its layers without Transformer Engine and Apex, which need CUDA. Its optimizer needs CUDA too: it checks that
+gradients are CUDA tensors. Without Apex it wraps torch's AdamW, which is called directly here, with the global norm
+computed as megatron does (each shard once, summed over the tensor-parallel group).
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve, share_groups
-from benchmarks.workers.torch_gpt import adamw, plain_weights
-from benchmarks.workers.training import MODEL, OPTIM, in_a_row, sequences, whole_weights
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
+from benchmarks.workers.torch_gpt import adamw, torch_state_dict
+from benchmarks.workers.training import MODEL, OPTIM, initial_weights, repeat_step, sequences
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
-# name: (tensor-parallel size, gradients summed behind the backward)
+# name: (tensor-parallel size, gradient reductions overlap with the backward)
 SETTINGS = {
     "TP4 × DP2": (4, True),
     "TP4 × DP2, not overlapped": (4, False),
@@ -28,8 +28,8 @@ SETTINGS = {
     "TP8": (8, True),
     "DP8": (1, True),
 }
-# Its default is 40 million and more, which is all of this model at once, and nothing would overlap. Of 256 Ki to 4 Mi
-# this was its best here, by a fifth.
+# The default of at least 40 million is more than this whole model, so nothing would overlap. Among 256 Ki to 4 Mi this
+# was the fastest here, by a fifth.
 BUCKET_PARAMETERS = 256 << 10
 
 _NAMES = {
@@ -46,15 +46,15 @@ _NAMES = {
 
 
 def without_cuda() -> None:
-    """It names CUDA's current device where any would do, and keeps CUDA's random state where dropout would need it."""
+    """Patch megatron and torch for CPUs: megatron requests CUDA's current device, and its random state for dropout."""
     from megatron.core import tensor_parallel
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
 
 
-class ParallelState:
-    """megatron's process groups for one size of tensor parallelism; it keeps them in the globals of a module."""
+class MegatronGroups:
+    """Process groups for one tensor-parallel size, which megatron keeps in the globals of a module."""
 
     def __init__(self, tensor: int):
         from megatron.core import parallel_state
@@ -77,13 +77,13 @@ class ParallelState:
             self.globals.update(self.before)
 
 
-class Training:
-    def __init__(self, tensor: int, overlapping: bool, whole: dict[str, torch.Tensor]):
-        self.state = ParallelState(tensor)
+class MegatronTraining:
+    def __init__(self, tensor: int, overlapping: bool, weights: dict[str, torch.Tensor]):
+        self.state = MegatronGroups(tensor)
         with self.state.current():
-            self._build(overlapping, whole)
+            self._build(overlapping, weights)
 
-    def _build(self, overlapping: bool, whole: dict[str, torch.Tensor]) -> None:
+    def _build(self, overlapping: bool, weights: dict[str, torch.Tensor]) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
@@ -115,29 +115,29 @@ class Training:
             max_sequence_length=MODEL.max_positions,
             share_embeddings_and_output_weights=True,
         )
-        self._load(model, whole)
-        sums = DistributedDataParallelConfig(overlap_grad_reduce=overlapping, bucket_size=BUCKET_PARAMETERS)
-        self.model = DistributedDataParallel(config, sums, model)
+        self._load(model, weights)
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlapping, bucket_size=BUCKET_PARAMETERS)
+        self.model = DistributedDataParallel(config, ddp_config, model)
         self.parameters = list(model.parameters())
         self.counted = [p for p in self.parameters if param_is_not_tensor_parallel_duplicate(p, self.group)]
         self.optimizer = adamw(self.parameters)
         self.ids, self.targets = sequences(self.replicas.rank(), self.replicas.size())
         self.positions = torch.arange(MODEL.max_positions).expand_as(self.ids)
         future = torch.ones(MODEL.max_positions, MODEL.max_positions, dtype=torch.bool).triu_(1)
-        self.mask = future[None, None]  # it would make its own on CUDA
+        self.mask = future[None, None]  # megatron would create its own on CUDA
 
-    def _load(self, model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
-        """Its weights are laid out as the plain model's: a head's query, key and value side by side."""
-        place, parameters = self.group.rank(), dict(model.named_parameters())
-        for name, tensor in plain_weights(whole, MODEL).items():
+    def _load(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        """Load our weights. As in ``TorchGPT``, each head's query, key and value are adjacent."""
+        index, parameters = self.group.rank(), dict(model.named_parameters())
+        for name, tensor in torch_state_dict(weights, MODEL).items():
             if name == "head.weight":  # tied
                 continue
             parameter = parameters.pop(_megatron_name(name))
             if getattr(parameter, "tensor_model_parallel", False):
-                tensor = tensor.chunk(self.group.size(), parameter.partition_dim)[place]
+                tensor = tensor.chunk(self.group.size(), parameter.partition_dim)[index]
             with torch.no_grad():
                 parameter.copy_(tensor)
-        assert not parameters, f"without a value: {', '.join(parameters)}"
+        assert not parameters, f"parameters without a value: {', '.join(parameters)}"
 
     def step(self) -> Callable[[], dict]:
         with self.state.current():
@@ -151,7 +151,7 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.loss = loss.detach()
-        return self.told
+        return self.collect_results
 
     def _clip(self) -> None:
         norms = torch._foreach_norm([p.grad for p in self.counted])
@@ -160,27 +160,27 @@ class Training:
         scale = OPTIM.clip_norm / square.sqrt().clamp(min=OPTIM.clip_norm)
         torch._foreach_mul_([p.grad for p in self.parameters], scale)
 
-    def told(self) -> dict:
+    def collect_results(self) -> dict:
         dist.all_reduce(self.loss, group=self.replicas)
         return {"loss": self.loss.item() / self.replicas.size()}
 
 
 def _megatron_name(name: str) -> str:
-    """``blocks.2.qkv.weight`` → ``decoder.layers.2.self_attention.linear_qkv.weight``."""
+    """Map ``blocks.2.qkv.weight`` to ``decoder.layers.2.self_attention.linear_qkv.weight``, for example."""
     if name in _NAMES:
         return _NAMES[name]
     layer, _, kind = name.rpartition(".")
     if layer.startswith("blocks."):
-        _, number, layer = layer.split(".")
-        return f"decoder.layers.{number}.{_NAMES[layer]}.{kind}"
+        _, index, layer = layer.split(".")
+        return f"decoder.layers.{index}.{_NAMES[layer]}.{kind}"
     return f"{_NAMES[layer]}.{kind}"
 
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    whole = whole_weights()
+    weights = initial_weights()
     with process_group(Launch.from_environment(), torch.device("cpu")):
-        share_groups()
+        share_process_groups()
         without_cuda()
-        contenders = {name: Training(tensor, overlapping, whole) for name, (tensor, overlapping) in SETTINGS.items()}
-        serve({name: in_a_row(contender.step) for name, contender in contenders.items()}, answers)
+        contenders = {name: MegatronTraining(*setting, weights) for name, setting in SETTINGS.items()}
+        serve({name: repeat_step(contender.step) for name, contender in contenders.items()}, answers)

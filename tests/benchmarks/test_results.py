@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from benchmarks import report
+from benchmarks import results
 from benchmarks.overhead import ratio
-from benchmarks.peers import grids_of
+from benchmarks.peers import parse_grids
 from gpt4d.config import ConfigError
 
 ANSWERS = [
@@ -14,8 +14,8 @@ ANSWERS = [
 ]
 
 
-def test_a_row_has_the_median_the_spread_every_repeat_and_the_last_loss():
-    assert report.row("ours", "2x1x1x1", ANSWERS) == {
+def test_a_row_contains_median_spread_repeats_and_last_loss():
+    assert results.row("ours", "2x1x1x1", ANSWERS) == {
         "family": "ours",
         "name": "2x1x1x1",
         "median_s": 2.0,
@@ -27,24 +27,24 @@ def test_a_row_has_the_median_the_spread_every_repeat_and_the_last_loss():
     }
 
 
-def test_a_ratio_compares_steps_of_the_same_turn():
-    # A machine that slows to a third midway changes both medians and not the ratio.
+def test_ratio_compares_steps_of_the_same_turn():
+    # A machine that slows to a third midway changes both medians but not the ratio.
     assert ratio({"seconds": [1.1, 1.1, 3.3]}, {"seconds": [1.0, 1.0, 3.0]}) == pytest.approx(1.1)
 
 
-def test_what_is_written_names_the_command_the_machine_and_the_settings(tmp_path):
-    rows = [report.row("ours", "2x1x1x1", ANSWERS), report.row("torch", "DDP8", [{"seconds": 2.5, "loss": 4.0}])]
+def test_written_json_contains_command_machine_and_settings(tmp_path):
+    rows = [results.row("ours", "2x1x1x1", ANSWERS), results.row("torch", "DDP8", [{"seconds": 2.5, "loss": 4.0}])]
     out = tmp_path / "docs" / "figures"
-    report.write(out, "python -m it", report.machine("torch", "no-such-package"), rows, batch=8)
-    report.bars(rows, out, "title")
+    results.write(out, "python -m it", results.machine("torch", "no-such-package"), rows, batch=8)
+    results.bars(rows, out, "title")
     written = json.loads(out.with_suffix(".json").read_text())
     assert written["command"] == "python -m it" and written["batch"] == 8 and written["rows"] == rows
     assert written["machine"]["cores"] and set(written["machine"]["versions"]) == {"python", "torch"}
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_grid_that_is_not_of_all_ranks_is_refused():
-    assert grids_of("4x1x1x2,1x1x8x1") == ("4x1x1x2", "1x1x8x1")
+def test_a_grid_that_does_not_use_all_ranks_is_rejected():
+    assert parse_grids("4x1x1x2,1x1x8x1") == ("4x1x1x2", "1x1x8x1")
     for wrong in ("4x1x1x1", "2x2x2", "axbxcxd", ""):
         with pytest.raises(ConfigError, match="grids="):
-            grids_of(wrong)
+            parse_grids(wrong)

@@ -1,4 +1,4 @@
-"""What the benchmarks share in telling what they found: medians and spread, the machine, JSON, a table, bars."""
+"""Results of the benchmarks: medians and spread, the machine, JSON files, table lines, bar charts."""
 
 import json
 import os
@@ -7,14 +7,14 @@ import statistics
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_COLOURS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f", "plain": "#d9c89e"}
-_WAITING = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd"}
+_COLORS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f", "plain": "#d9c89e"}
+_WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd"}
 
 
 def row(family: str, name: str, answers: list[dict]) -> dict:
-    """One contender: its median step and the spread, every repeat, and what else its answers tell.
+    """Return one contender's median step time, minimum, maximum, every repeat, and the other keys of its answers.
 
-    ``exposed_s``: the median wait for each axis; other keys in ``_s``: the median. Other numbers are the last step's.
+    ``exposed_s`` is the median wait per axis, a key ending in ``_s`` its median, any other key the last step's value.
     """
     seconds = [answer["seconds"] for answer in answers]
     result = {
@@ -36,7 +36,7 @@ def row(family: str, name: str, answers: list[dict]) -> dict:
 
 
 def machine(*packages: str) -> dict:
-    """Where figures come from: architecture, cores, and the versions of those of ``packages`` that are installed."""
+    """Return this machine's architecture and cores, and the versions of Python and the installed ``packages``."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -46,14 +46,15 @@ def machine(*packages: str) -> dict:
     return {"arch": platform.machine(), "cores": os.cpu_count(), "versions": versions}
 
 
-def write(out: Path, command: str, where: dict, rows: list[dict], **settings) -> None:
-    """``out``.json: the command that makes it anew, the machine, the settings, a row for each contender."""
-    document = {"command": command, "machine": where, **settings, "rows": rows}
+def write(out: Path, command: str, machine_info: dict, rows: list[dict], **settings) -> None:
+    """Write ``out``.json: the command that reproduces it, the machine, the settings, one row per contender."""
+    document = {"command": command, "machine": machine_info, **settings, "rows": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def line(row: dict) -> str:
+    """Format a row as one line of text."""
     text = f"{row['family']:13} {row['name']:28} {row['median_s']:.3f} s ({row['min_s']:.3f}–{row['max_s']:.3f})"
     if "loss" in row:
         text += f"  loss {row['loss']:.6f}"
@@ -63,30 +64,30 @@ def line(row: dict) -> str:
 
 
 def bars(rows: list[dict], out: Path, title: str) -> None:
-    """``out``.png: a bar for each row, its spread, and stacked in it the wait for each axis where that is known."""
+    """Draw ``out``.png: a bar and its spread per row; the waits per axis, if known, are stacked inside the bar."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(rows))
-    for place, entry in zip(places, rows, strict=True):
-        exposed = entry.get("exposed_s", {})
-        start = entry["median_s"] - sum(exposed.values())
-        axes.barh(place, start, color=_COLOURS[entry["family"]])
+    for place, row in zip(places, rows, strict=True):
+        exposed = row.get("exposed_s", {})
+        start = row["median_s"] - sum(exposed.values())
+        axes.barh(place, start, color=_COLORS[row["family"]])
         for axis, seconds in exposed.items():
-            axes.barh(place, seconds, left=start, color=_WAITING[axis])
+            axes.barh(place, seconds, left=start, color=_WAIT_COLORS[axis])
             start += seconds
-        spread = [[entry["median_s"] - entry["min_s"]], [entry["max_s"] - entry["median_s"]]]
-        axes.errorbar(entry["median_s"], place, xerr=spread, fmt="none", ecolor="black", capsize=3)
-    axes.set_yticks(places, [f"{entry['family']} {entry['name']}" for entry in rows])
+        spread = [[row["median_s"] - row["min_s"]], [row["max_s"] - row["median_s"]]]
+        axes.errorbar(row["median_s"], place, xerr=spread, fmt="none", ecolor="black", capsize=3)
+    axes.set_yticks(places, [f"{row['family']} {row['name']}" for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds (median, min–max)")
     axes.set_title(title)
-    families = {entry["family"] for entry in rows}
-    waiting = {axis for entry in rows for axis in entry.get("exposed_s", ())}
-    legend = [Patch(color=colour, label=family) for family, colour in _COLOURS.items() if family in families]
-    legend += [Patch(color=colour, label=f"waiting for {a}") for a, colour in _WAITING.items() if a in waiting]
+    families = {row["family"] for row in rows}
+    waiting = {axis for row in rows for axis in row.get("exposed_s", ())}
+    legend = [Patch(color=color, label=family) for family, color in _COLORS.items() if family in families]
+    legend += [Patch(color=color, label=f"waiting for {a}") for a, color in _WAIT_COLORS.items() if a in waiting]
     figure.legend(handles=legend, loc="outside lower center", ncols=4)
     figure.savefig(out.with_suffix(".png"), dpi=120)
