@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, the console, Weights & Biases, the loss curve."""
+"""Reports of a run: metrics.jsonl, console, Weights & Biases, loss curve; peak FLOP/s and memory of a device."""
 
 import fcntl
 import json
@@ -16,20 +16,20 @@ import torch
 
 from gpt4d.config import Config, ConfigError
 
-# Dense bf16 peak of a device in FLOP/s, by a part of the name torch gives it.
+# Dense bf16 peak in FLOP/s, by a substring of torch's device name.
 _PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "MI250X": 191.5e12, "MI300X": 1307e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of a device known here, in FLOP/s; None for others."""
+    """Return the dense bf16 peak of ``device`` in FLOP/s, or None if it is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    return next((peak for model, peak in _PEAK_FLOPS.items() if model in name), None)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this process has used: of its GPU, or of the host where there is none."""
+    """Return the peak memory of this process in GiB: on its GPU if it has one, else on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -39,7 +39,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def used_memory_gib(device: torch.device) -> float | None:
-    """What this process uses now: of its GPU, or of the host; None where the system does not tell."""
+    """Return the memory this process uses now in GiB, on GPU or host; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30
     try:
@@ -50,44 +50,47 @@ def used_memory_gib(device: torch.device) -> float | None:
 
 
 class RunLogger:
-    """Rank 0's account of a run. ``step`` and ``event`` write one line each to metrics.jsonl, at once."""
+    """Writer of rank 0's reports. ``step`` and ``event`` append one line each to metrics.jsonl and flush it.
 
-    def __init__(self, config: Config, run_dir: Path):
-        self.steps, self.run_dir = config.train.steps, run_dir
+    ``unit``: what the task counts, such as tokens. Steps carry the keys ``{unit}`` (total so far) and ``{unit}_per_s``.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, unit: str = "tokens"):
+        self.steps, self.run_dir, self.unit = config.train.steps, run_dir, unit
         self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed by close()
         _lock(self.file, run_dir)
         if self.file.tell() and not (run_dir / "metrics.jsonl").read_bytes().endswith(b"\n"):
-            self.file.write("\n")  # the last run was cut off within a line
+            self.file.write("\n")  # A crash cut off the last line.
         self.wandb = _start_wandb(config, run_dir)
         self.line = _ProgressLine()
         self.wandb_step = 0
-        self.seconds_a_step = 0.0
+        self.average_step_s = 0.0
 
     def step(self, values: dict) -> None:
-        """One logged step: keys as in README's table of metrics.jsonl."""
+        """Report one step; the documentation of metrics.jsonl lists the keys of ``values``."""
         self._write(values)
         new = values["step_time_s"]
-        self.seconds_a_step = 0.8 * self.seconds_a_step + 0.2 * new if self.seconds_a_step else new
-        left = (self.steps - values["step"]) * self.seconds_a_step
+        self.average_step_s = 0.8 * self.average_step_s + 0.2 * new if self.average_step_s else new
+        left = (self.steps - values["step"]) * self.average_step_s
         self.line.show(
             f"step {values['step']}/{self.steps}  loss {values['loss']:.4f}  "
-            f"{values['tokens_per_s']:,.0f} tokens/s  {_duration(left)} left{_where_time_went(values)}"
+            f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {_duration(left)} left{_time_breakdown(values)}"
         )
 
-    def event(self, event: str, words: str, **values) -> None:
-        """Something that happened: a line with the key ``event``, and ``words`` on the console."""
+    def event(self, event: str, message: str, /, **values) -> None:
+        """Write ``values`` with the key ``event`` to metrics.jsonl, and print ``message``."""
         self._write({"event": event, **values})
-        self.line.print(words)
+        self.line.print(message)
 
     def _write(self, values: dict) -> None:
         self.file.write(json.dumps(_without_nan(values), allow_nan=False) + "\n")
         self.file.flush()
         if self.wandb:
             prefix = f"{values['event']}/" if "event" in values else ""
-            numbers = {prefix + k: v for k, v in _flat(values).items() if isinstance(v, int | float)}
-            # A save is told when it has ended, some steps later; wandb's steps only go up.
+            scalars = {prefix + k: v for k, v in _flatten(values).items() if isinstance(v, int | float)}
+            # wandb requires increasing steps, but an asynchronous save is reported some steps after its own.
             self.wandb_step = max(self.wandb_step, values.get("step", 0))
-            self.wandb.log(numbers, step=self.wandb_step)
+            self.wandb.log(scalars, step=self.wandb_step)
 
     def close(self) -> None:
         self.line.close()
@@ -97,29 +100,29 @@ class RunLogger:
 
 
 def _lock(file: TextIO, run_dir: Path) -> None:
-    """Keeps a run's directory to one job, as long as ``file`` is open. ConfigError if another has it."""
+    """Lock a run directory for this job while ``file`` is open. Raises ConfigError if another job holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"run.dir={run_dir}: another job writes to it; wait until it has ended, or choose another run.name"
+            f"run.dir={run_dir}: another job writes to it; wait until that job ends, or choose another run.name"
         ) from None
     except OSError:
-        pass  # a file system without locks
+        pass  # The file system does not support locks.
 
 
 class NullLogger:
-    """The report of the other ranks."""
+    """Logger of the other ranks, which discards everything."""
 
     def step(self, values: dict) -> None: ...
 
-    def event(self, event: str, words: str, **values) -> None: ...
+    def event(self, event: str, message: str, /, **values) -> None: ...
 
     def close(self) -> None: ...
 
 
 class _ProgressLine:
-    """A line that is rewritten in place on a terminal; in a log file, a new line every few seconds."""
+    """Progress line: rewritten in place on a terminal, a new line every ``every_s`` seconds in a log file."""
 
     def __init__(self, every_s: float = 10.0):
         self.terminal = sys.stdout.isatty()
@@ -149,7 +152,7 @@ def _start_wandb(config: Config, run_dir: Path):
         return None
     import wandb
 
-    # The same id after a restart, so that the curves go on.
+    # A restarted run reuses its id, so that wandb continues its curves.
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
@@ -164,29 +167,29 @@ def _start_wandb(config: Config, run_dir: Path):
     )
 
 
-def _where_time_went(values: dict) -> str:
-    """Of a step on more than one device: seconds of computation, of communication beside it, and of waiting for it."""
-    exposed = {axis: used["exposed_s"] for axis, used in values["comm"].items()}
+def _time_breakdown(values: dict) -> str:
+    """Return a text with seconds of computation, hidden and exposed communication; empty on one device."""
+    exposed = {axis: comm["exposed_s"] for axis, comm in values["comm"].items()}
     if not exposed:
         return ""
-    waited = sum(exposed.values())
-    hidden = sum(used["hidden_s"] for used in values["comm"].values())
+    total_exposed = sum(exposed.values())
+    hidden = sum(comm["hidden_s"] for comm in values["comm"].values())
     by_axis = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in exposed.items())
-    computing = values["step_time_s"] - waited
-    return f"  computing {computing:.2f} s, hidden {hidden:.2f} s, exposed {waited:.2f} s ({by_axis})"
+    compute = values["step_time_s"] - total_exposed
+    return f"  compute {compute:.2f} s, hidden {hidden:.2f} s, exposed {total_exposed:.2f} s ({by_axis})"
 
 
 def _without_nan(values):
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON lacks, with None."""
     if isinstance(values, dict):
         return {key: _without_nan(value) for key, value in values.items()}
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
-def _flat(values: dict, prefix: str = "") -> dict:
+def _flatten(values: dict, prefix: str = "") -> dict:
     flat = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
+        flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 
@@ -196,31 +199,31 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _readable(path: Path) -> list[dict]:
-    """The whole lines of metrics.jsonl."""
+def _read_lines(path: Path) -> list[dict]:
+    """Return the complete lines of metrics.jsonl."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):  # a line that a crash cut off
+        with suppress(json.JSONDecodeError):  # A crash may have cut off a line.
             lines.append(json.loads(line))
     return lines
 
 
-def plot_losses(run_dir: Path) -> Path:
-    """Draws the losses of ``metrics.jsonl`` over the tokens seen, training and validation, as ``loss.png``."""
+def plot_losses(run_dir: Path, unit: str = "tokens") -> Path:
+    """Plot the training and validation losses of metrics.jsonl over the ``unit`` seen; return the path of loss.png."""
     from matplotlib.figure import Figure
 
-    lines = _readable(run_dir / "metrics.jsonl")
-    # By step: what a restarted run did again replaces what it did first.
+    lines = _read_lines(run_dir / "metrics.jsonl")
+    # Keyed by step, so that steps a restarted run repeated count once.
     training = {line["step"]: line for line in lines if "event" not in line and line["loss"] is not None}
     validation = {line["step"]: line for line in lines if line.get("event") == "validation"}
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, points, style in (("training", training, "-"), ("validation", validation, "o--")):
         steps = sorted(points)
-        axes.plot([points[s]["tokens"] for s in steps], [points[s]["loss"] for s in steps], style, label=name)
-    axes.set_xlabel("tokens seen")
-    axes.set_ylabel("cross-entropy (nats a token)")
-    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g} M" if tokens else "0")
+        axes.plot([points[s][unit] for s in steps], [points[s]["loss"] for s in steps], style, label=name)
+    axes.set_xlabel(f"{unit} seen")
+    axes.set_ylabel(f"loss per {unit.removesuffix('s')}")
+    axes.xaxis.set_major_formatter(lambda seen, _: f"{seen / 1e6:g} M" if seen else "0")
     axes.set_title(run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend()

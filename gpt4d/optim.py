@@ -1,4 +1,4 @@
-"""AdamW on this rank's parts of the parameters, its learning-rate schedule, and clipping by the global norm."""
+"""AdamW on this rank's shards of the parameters, the learning-rate schedule, and clipping by the global norm."""
 
 import math
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from gpt4d.config import OptimConfig
 
 
 def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW on named parameters; decoupled decay on matrices only. Element by element: parts serve as well as wholes.
+    """Return AdamW on named parameters or shards of them (it works element by element); only matrices decay.
 
-    The states exist from the start, so that a checkpoint can be loaded into them.
+    All states are allocated here, so that a checkpoint can be loaded into them.
     """
     parameters = dict(parameters)
     groups = [
@@ -32,7 +32,7 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """The rate of the ``step``-th update, from 0: linear warm-up, then a cosine that ends at ``schedule_steps``."""
+    """Return the rate of update ``step``, from 0: linear warm-up, then a cosine that ends at ``schedule_steps``."""
     horizon = config.schedule_steps or steps
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -41,15 +41,15 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor) -> None:
-    """One step of ``optimizer``; none if ``skipped``, a flag on the device: weights and states stay as they are."""
-    optimizer.found_inf = skipped.float()  # as torch.amp's scaler tells a fused optimizer
+    """Run one step of ``optimizer``, unless ``skipped``, a flag on the device: then weights and states stay unchanged."""
+    optimizer.found_inf = skipped.float()  # torch.amp's GradScaler sets this attribute of a fused optimizer.
     optimizer.step()
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Scales all gradients, in place, so that their global ``norm`` is at most ``limit`` (0: none).
+    """Scale all gradients in place so that their global ``norm`` is at most ``limit`` (0: no limit).
 
-    The norm stays on the device: nothing here waits for it.
+    The norm stays on the device, so the host does not wait for it.
     """
     if limit:
         scale = limit / norm.clamp(min=limit)

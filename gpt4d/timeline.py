@@ -1,28 +1,28 @@
-"""A picture of one step: what the layers computed and what each axis of the grid carried meanwhile, on a time line."""
+"""Timeline of one training step as a picture: computation of the layers, and collectives on each axis of the grid."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from gpt4d.parallel.traffic import Traffic
 
-_COLOURS = {"forward": "#78a9d8", "recomputation": "#ecd04f", "backward": "#eda263", "update": "#a892d0"}
-_OTHER, _UNDER_WAY, _WAITING = "#e8e8e8", "#b5bfc7", "#b3202c"
+_COLORS = {"forward": "#78a9d8", "recomputation": "#ecd04f", "backward": "#eda263", "update": "#a892d0"}
+_OTHER, _IN_FLIGHT, _WAITING = "#e8e8e8", "#b5bfc7", "#b3202c"
 _WIDTH_IN, _FONT = 15.0, 8
 
 
-class Span(NamedTuple):
-    """What a layer computes in one phase of a step; in a picture, the times are seconds since the step began."""
+class LayerSpan(NamedTuple):
+    """Interval in which a layer computes one phase of a step. ``draw`` takes seconds since the step began."""
 
-    name: str  # dotted: blocks.0.mlp.up is within blocks.0
+    name: str  # dotted: blocks.0.mlp.up is inside blocks.0
     phase: str  # forward, recomputation, backward or update
     start: float
     stop: float
 
 
-def draw(path: Path, title: str, seconds: float, spans: list[Span], axes: dict[str, Traffic]) -> None:
-    """Draws a step of ``seconds`` as a PNG: the ``spans`` of rank 0 in two lanes, and a row for each of ``axes``.
+def draw(path: Path, title: str, seconds: float, spans: list[LayerSpan], axes: dict[str, Traffic]) -> None:
+    """Draw a step of ``seconds`` as a PNG: the ``spans`` of rank 0 in two lanes, and a row for each of ``axes``.
 
-    The times of the spans and of the traffic are seconds since the step began.
+    All times are in seconds since the step began.
     """
     from matplotlib.figure import Figure
 
@@ -34,11 +34,11 @@ def draw(path: Path, title: str, seconds: float, spans: list[Span], axes: dict[s
 
     bars([(0, seconds)], 0, 1.8, color=_OTHER, linewidth=0, label="other computation (loss, norms, …)")
     outer, inner = _lanes(spans)
-    for phase, colour in _COLOURS.items():
+    for phase, color in _COLORS.items():
         for lane, bottom, height in ((outer, 1.25, 0.55), (inner, 0, 1.2)):
             pieces = [(a, b) for span, a, b in lane if span.phase == phase]
             label = phase if pieces and lane is outer else None
-            bars(pieces, bottom, height, facecolor=colour, edgecolor="white", linewidth=0.4, label=label)
+            bars(pieces, bottom, height, facecolor=color, edgecolor="white", linewidth=0.4, label=label)
     for span, start, stop in outer:
         _write(plot, [span.name, span.name.rpartition(".")[2]], start, stop, 1.525, seconds)
     for span, start, stop in inner:
@@ -48,12 +48,12 @@ def draw(path: Path, title: str, seconds: float, spans: list[Span], axes: dict[s
     ticks = {0.9: f"compute\n{_ms(seconds - waited)} ms"}
     for row, (name, traffic) in enumerate(axes.items(), start=1):
         bottom = -0.8 * row
-        names = ("collective under way", "computation waits for it (pale above)") if row == 1 else (None, None)
-        bars(traffic.runs, bottom, 0.6, color=_UNDER_WAY, linewidth=0, label=names[0])
-        bars(traffic.waits, bottom, 0.6, color=_WAITING, linewidth=0, label=names[1])
-        bars(traffic.waits, 0, 1.8, color="white", alpha=0.7, linewidth=0, zorder=2)
-        used = traffic.seconds()
-        ticks[bottom + 0.3] = f"{name}\nexposed {_ms(used['exposed_s'])}, hidden {_ms(used['hidden_s'])} ms"
+        labels = ("collective in flight", "computation waits for it (pale above)") if row == 1 else (None, None)
+        bars(traffic.run_intervals, bottom, 0.6, color=_IN_FLIGHT, linewidth=0, label=labels[0])
+        bars(traffic.wait_intervals, bottom, 0.6, color=_WAITING, linewidth=0, label=labels[1])
+        bars(traffic.wait_intervals, 0, 1.8, color="white", alpha=0.7, linewidth=0, zorder=2)
+        times = traffic.seconds()
+        ticks[bottom + 0.3] = f"{name}\nexposed {_ms(times['exposed_s'])}, hidden {_ms(times['hidden_s'])} ms"
     plot.set_yticks(list(ticks), list(ticks.values()))
     plot.tick_params(axis="y", length=0)
     plot.set_xlim(0, seconds * 1e3)
@@ -64,44 +64,44 @@ def draw(path: Path, title: str, seconds: float, spans: list[Span], axes: dict[s
     figure.savefig(path, dpi=120)
 
 
-def _lanes(spans: list[Span]) -> tuple[list, list]:
-    """What the lanes of the outermost and of the innermost layers show."""
+def _lanes(spans: list[LayerSpan]) -> tuple[list, list]:
+    """Return the visible pieces of the outermost layers and those of the innermost layers."""
     names = {span.name for span in spans}
-    around = {name: [n for n in _containers(name) if n in names] for name in names}
-    containers = {n for found in around.values() for n in found}
-    return _visible([s for s in spans if not around[s.name]]), _visible([s for s in spans if s.name not in containers])
+    parents = {name: [parent for parent in _ancestors(name) if parent in names] for name in names}
+    containers = {parent for ancestors in parents.values() for parent in ancestors}
+    return _visible([s for s in spans if not parents[s.name]]), _visible([s for s in spans if s.name not in containers])
 
 
-def _containers(name: str) -> list[str]:
-    """``a.b.c`` → a, a.b."""
+def _ancestors(name: str) -> list[str]:
+    """Return the dotted prefixes of a name: a and a.b for ``a.b.c``."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def _visible(spans: list[Span]) -> list[tuple[Span, float, float]]:
-    """The pieces (span, from, to) of a lane: of nested spans the inner one, while it lasts."""
-    pieces, around, reached = [], [], 0.0  # around: spans begun and not over, the outermost first
-    for following in [*sorted(spans, key=lambda span: span.start), None]:
-        until = following.start if following else float("inf")
-        while around and reached < until:
-            stop = min(around[-1].stop, until)
+def _visible(spans: list[LayerSpan]) -> list[tuple[LayerSpan, float, float]]:
+    """Return the pieces (span, start, stop) of a lane, in which an inner span covers the one that contains it."""
+    pieces, active, reached = [], [], 0.0  # active: spans that have started and not ended, the outermost first
+    for next_span in [*sorted(spans, key=lambda span: span.start), None]:
+        until = next_span.start if next_span else float("inf")
+        while active and reached < until:
+            stop = min(active[-1].stop, until)
             if stop > reached:
-                pieces.append((around[-1], reached, stop))
+                pieces.append((active[-1], reached, stop))
                 reached = stop
-            if around[-1].stop <= until:
-                around.pop()
-        around.append(following)
+            if active[-1].stop <= until:
+                active.pop()
+        active.append(next_span)
         reached = until
     return pieces
 
 
 def _write(plot, names: list[str], start, stop, height: float, seconds: float, upright: bool = False) -> None:
-    """The first of the names that the bar has room for; else the last one upright, if it may be; else none."""
-    room = (stop - start) / seconds * 0.8 * _WIDTH_IN * 72 / _FONT  # in heights of a letter
+    """Write the first name that fits the bar; otherwise the last one vertically if ``upright``; otherwise nothing."""
+    room = (stop - start) / seconds * 0.8 * _WIDTH_IN * 72 / _FONT  # in letter heights
     fitting = next((name for name in names if room > 0.6 * len(name)), None)
     if fitting or (upright and room > 1):
-        at, rotation = (start + stop) / 2 * 1e3, 0 if fitting else 90
-        plot.text(at, height, fitting or names[-1], ha="center", va="center", fontsize=_FONT, rotation=rotation)
+        center, rotation = (start + stop) / 2 * 1e3, 0 if fitting else 90
+        plot.text(center, height, fitting or names[-1], ha="center", va="center", fontsize=_FONT, rotation=rotation)
 
 
 def _ms(seconds: float) -> str:

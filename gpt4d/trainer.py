@@ -20,9 +20,9 @@ from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.generate import continuation
-from gpt4d.health import LossMonitor, PendingMetrics, StepMetrics, Stragglers, all_finite
 from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialize
+from gpt4d.monitor import LossMonitor, PendingMetrics, StepMetrics, StragglerDetector, all_finite
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream, compute_dtype
@@ -65,7 +65,7 @@ class Trainer:
 
         self.grid = Grid(sizes, device.type)
         hosts, self.slow = preflight.compare(config, device, collectives.probes(self.grid, device))
-        self.stragglers = Stragglers(hosts)
+        self.stragglers = StragglerDetector(hosts)
         dtype = compute_dtype(config.train.precision, device)
         weights = WeightStream(self.grid, dtype, device=device, overlap=config.parallel.overlap)
         cache_layers = config.parallel.cache_layers
@@ -138,13 +138,13 @@ class Trainer:
                 self.report.step(self._measured(numbers))
                 if validating:
                     self._validate()
-                if (saving or stopping) and self.health.sound:
+                if (saving or stopping) and self.health.is_finite:
                     self._save()
                 self._restart_clock()
         if self.watch:
             self.watch.guard = None
         self._report_saved(wait=True)
-        if step == config.train.steps and not self.health.sound:
+        if step == config.train.steps and not self.health.is_finite:
             self.health.give_up()
         if stopping and step < config.train.steps:
             words = (

@@ -1,16 +1,25 @@
-"""What the console says of a step."""
+"""Console line of a step, and the unit of the task in it and in metrics.jsonl."""
 
 from gpt4d import metrics
+from gpt4d.config import Config
 
 
-def used(exposed, hidden):
+def comm(exposed, hidden):
     return {"bytes": 1.0, "exposed_s": exposed, "hidden_s": hidden}
 
 
-def test_the_line_of_a_step_says_what_was_computed_what_was_hidden_and_what_was_waited_for():
-    values = {"step_time_s": 2.0, "comm": {"x": used(0.25, 0.5), "z": used(0.5, 0.0)}}
-    assert metrics._where_time_went(values) == ("  computing 1.25 s, hidden 0.50 s, exposed 0.75 s (x 0.25, z 0.50)")
+def test_the_step_line_splits_time_into_compute_hidden_and_exposed():
+    values = {"step_time_s": 2.0, "comm": {"x": comm(0.25, 0.5), "z": comm(0.5, 0.0)}}
+    assert metrics._time_breakdown(values) == ("  compute 1.25 s, hidden 0.50 s, exposed 0.75 s (x 0.25, z 0.50)")
 
 
-def test_one_device_has_nothing_to_say_of_communication():
-    assert metrics._where_time_went({"step_time_s": 2.0, "comm": {}}) == ""
+def test_one_device_prints_no_communication_times():
+    assert metrics._time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
+
+
+def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_plot(tmp_path, capsys):
+    logger = metrics.RunLogger(Config(), tmp_path, unit="images")
+    logger.step({"step": 1, "loss": 2.0, "images": 64, "images_per_s": 1234.0, "step_time_s": 1.0, "comm": {}})
+    logger.close()
+    assert "loss 2.0000  1,234 images/s" in capsys.readouterr().out
+    assert metrics.plot_losses(tmp_path, unit="images").stat().st_size > 0

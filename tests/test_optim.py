@@ -8,7 +8,7 @@ from gpt4d.config import GridSizes, OptimConfig
 from tests.grids import TINY_MODEL, build_model
 
 
-def test_the_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
+def test_the_rate_warms_up_linearly_then_follows_a_cosine_to_min_lr():
     config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
     rates = [optim.learning_rate(step, config, 110) for step in range(120)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
@@ -17,12 +17,12 @@ def test_the_rate_warms_up_linearly_then_follows_a_cosine_to_its_floor():
     assert rates[110:] == pytest.approx([0.1] * 10)
 
 
-def test_the_horizon_of_the_schedule_can_be_another_than_the_end_of_the_run():
+def test_schedule_steps_sets_the_end_of_the_cosine_independent_of_the_run():
     config = OptimConfig(warmup_steps=0, schedule_steps=50)
     assert optim.learning_rate(25, config, 10) == optim.learning_rate(25, config, 1000)
 
 
-def test_matrices_decay_and_biases_and_norms_do_not():
+def test_only_matrices_decay_not_biases_or_norms():
     model = build_model(TINY_MODEL, GridSizes(), torch.float32)
     optimizer = optim.build_optimizer(model.named_parameters(), OptimConfig(weight_decay=0.1))
     names = {p: n for n, p in model.named_parameters()}
@@ -34,7 +34,7 @@ def test_matrices_decay_and_biases_and_norms_do_not():
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
-def test_clipping_is_torchs(limit):
+def test_clipping_equals_torch_clip_grad_norm(limit):
     parameters = [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(5))]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))

@@ -126,9 +126,9 @@ def test_the_picture_gets_one_step_of_rank_0_with_every_axis_inside_it(ranks, ti
     assert len([span for span in spans if span.name == "head"]) == 2 * 2, "two microbatches of one step"
     intervals = [(span.start, span.stop) for span in spans]
     for traffic in axes.values():
-        assert traffic.runs and traffic.waits
-        intervals += traffic.waits
-        assert all(0 <= start <= stop for start, stop in traffic.runs)  # the end of one may be noticed late
+        assert traffic.run_intervals and traffic.wait_intervals
+        intervals += traffic.wait_intervals
+        assert all(0 <= start <= stop for start, stop in traffic.run_intervals)  # the end of one may be noticed late
     assert all(0 <= start <= stop <= seconds for start, stop in intervals)
     line = metric_lines(config.run.dir)[2]  # of the same step: the picture leaves the counts to it
     for axis, traffic in axes.items():

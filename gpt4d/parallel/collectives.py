@@ -53,8 +53,8 @@ def _named(start: Callable[..., Pending]) -> Callable[..., Pending]:
         if axis.size == 1:
             return start(tensor, axis, *rest)
         name = f"{kind} {axis.name}"
-        axis.traffic.begun += 1
-        with axis.traffic.named_range(name), axis.traffic.noted(name, axis.traffic.begun):
+        axis.traffic.num_started += 1
+        with axis.traffic.named_range(name), axis.traffic.track_wait(name, axis.traffic.num_started):
             pending = start(tensor, axis, *rest)
         pending.run.name = name
         return pending
@@ -142,14 +142,14 @@ def _by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
     message = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0))
     message.wait()
     part = message.result
-    axis.traffic.waits.append((started, now(tensor.device)))
+    axis.traffic.wait_intervals.append((started, now(tensor.device)))
     work = dist.all_reduce(part, group=axis.inter_host_group, async_op=True)
 
     def share(_) -> torch.Tensor:
         started = now(tensor.device)
         message = shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape)))
         message.wait()
-        axis.traffic.waits.append((started, now(tensor.device)))
+        axis.traffic.wait_intervals.append((started, now(tensor.device)))
         return tensor
 
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
@@ -159,7 +159,7 @@ def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine
     """A collective inside one host. Copying in and combining are done by this thread: as much is exposed."""
     started = now(tensor.device)
     message = axis.shm.post(tensor, combine)
-    axis.traffic.waits.append((started, now(tensor.device)))
+    axis.traffic.wait_intervals.append((started, now(tensor.device)))
     return Pending(
         tensor, InFlightCollective(axis.traffic, message, tensor.device, sent_bytes), lambda _: message.result
     )

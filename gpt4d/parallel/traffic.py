@@ -1,4 +1,4 @@
-"""What an axis carried, and how much of it the computation noticed."""
+"""Bytes sent along an axis, and the time its collectives ran and were waited for."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,22 +11,22 @@ import torch.distributed as dist
 
 @dataclass
 class Traffic:
-    """Counts of one axis since they were last read.
+    """Counters of one axis since they were last read.
 
     A collective is *exposed* while the computation waits for it and *hidden* while it runs beside the computation.
     """
 
     bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
-    waits: list[tuple] = field(default_factory=list)  # (from, to) of the computation's waits
-    runs: list[tuple] = field(default_factory=list)  # (from, to) of the collectives; the last may still be under way
-    begun: int = 0  # collectives, ever
-    waiting: tuple[str, int, float] | None = None  # for which the computation waits now: name, number, since when
-    named_range: Callable[[str], AbstractContextManager] = nullcontext  # a profiler's, while one is at work
+    wait_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of the computation's waits
+    run_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of collectives; the last may be in flight
+    num_started: int = 0  # collectives since the process started; never reset
+    current_wait: tuple[str, int, float] | None = None  # collective the computation waits for: name, number, start
+    named_range: Callable[[str], AbstractContextManager] = nullcontext  # record_function while a profiler records
 
     @contextmanager
-    def noted(self, name: str, number: int) -> Iterator[None]:
-        """While entered, this rank waits for a collective. PeerLost if it cannot be, as when another rank has ended."""
-        self.waiting = name, number, time.monotonic()
+    def track_wait(self, name: str, number: int) -> Iterator[None]:
+        """Set ``current_wait`` while this rank waits for a collective. Raises PeerLost if the collective fails."""
+        self.current_wait = name, number, time.monotonic()
         try:
             yield
         except torch.OutOfMemoryError:
@@ -34,30 +34,33 @@ class Traffic:
         except RuntimeError as error:
             raise PeerLost(f"{name}: {error}") from error
         finally:
-            self.waiting = None
+            self.current_wait = None
 
     def read(self) -> dict[str, float]:
-        """``{"bytes", "exposed_s", "hidden_s"}`` since the last call, and starts anew. On a GPU it waits for it."""
+        """Return ``{"bytes", "exposed_s", "hidden_s"}`` and reset them. On a GPU, wait for the recorded events."""
         result = {"bytes": self.bytes, **self.seconds()}
         self.bytes = 0.0
-        self.waits.clear()
-        self.runs.clear()
+        self.wait_intervals.clear()
+        self.run_intervals.clear()
         return result
 
     def seconds(self) -> dict[str, float]:
-        """``{"exposed_s", "hidden_s"}`` of what is noted here."""
-        exposed = sum(seconds_between(*wait) for wait in self.waits)
-        # A wait can outlast its collective, on a host with more threads than cores: that much is exposed all the same.
-        return {"exposed_s": exposed, "hidden_s": max(0.0, _covered(self.runs + self.waits) - exposed)}
+        """Return ``{"exposed_s", "hidden_s"}`` of the recorded intervals."""
+        exposed = sum(seconds_between(*wait) for wait in self.wait_intervals)
+        # With more threads than cores, a wait can outlast its collective; that time is exposed as well.
+        covered = _covered_s(self.run_intervals + self.wait_intervals)
+        return {"exposed_s": exposed, "hidden_s": max(0.0, covered - exposed)}
 
     def since(self, origin) -> "Traffic":
-        """A copy of the intervals that began after ``origin``, a point in time of ``now``, in seconds since it."""
-        waits, runs = _since(origin, self.waits), _since(origin, self.runs)
-        return Traffic(waits=[w for w in waits if w[0] >= 0], runs=[r for r in runs if r[0] >= 0])
+        """Return a copy of the intervals that began after ``origin`` (from ``now``), in seconds relative to it."""
+        waits, runs = _relative_to(origin, self.wait_intervals), _relative_to(origin, self.run_intervals)
+        return Traffic(
+            wait_intervals=[wait for wait in waits if wait[0] >= 0], run_intervals=[run for run in runs if run[0] >= 0]
+        )
 
 
 def now(device: torch.device):
-    """A point in time on ``device``: seconds of the host's clock, or an event of the GPU's current stream."""
+    """Return a point in time on ``device``: seconds of the host's clock, or an event of the GPU's current stream."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -70,42 +73,44 @@ class PeerLost(RuntimeError):
 
 
 class InFlightCollective:
-    """One collective under way: notes on its axis when it ran and how long it was waited for."""
+    """One collective in flight: records on its axis when it ran and how long the computation waited for it."""
 
     def __init__(self, traffic: Traffic, work: dist.Work, device: torch.device, sent_bytes: float):
         self.traffic, self.work, self.device = traffic, work, device
-        self.name, self.number = "", traffic.begun  # in a profiler's trace, and in what is told of a hang
+        self.name, self.number = "", traffic.num_started  # shown in profiler traces and hang reports
         self.started = now(device)
         traffic.bytes += sent_bytes
         if device.type == "cuda":
-            # The end is seen from a stream of its own: the computation's must not wait for it.
-            with torch.cuda.stream(_watching(device)):
+            # A separate stream waits for the end, so that the computation's stream does not.
+            with torch.cuda.stream(_end_stream(device)):
                 work.wait()
-                traffic.runs.append((self.started, now(device)))
+                traffic.run_intervals.append((self.started, now(device)))
         elif isinstance(work, dist.Work):
-            work.get_future().add_done_callback(lambda _: traffic.runs.append((self.started, time.perf_counter())))
+            work.get_future().add_done_callback(
+                lambda _: traffic.run_intervals.append((self.started, time.perf_counter()))
+            )
 
     def wait(self) -> None:
         before = now(self.device)
-        with self.traffic.named_range(f"wait {self.name}"), self.traffic.noted(self.name, self.number):
+        with self.traffic.named_range(f"wait {self.name}"), self.traffic.track_wait(self.name, self.number):
             self.work.wait()
         after = now(self.device)
-        self.traffic.waits.append((before, after))
-        if not isinstance(self.work, dist.Work):  # through memory: it runs until someone has waited
-            self.traffic.runs.append((self.started, after))
+        self.traffic.wait_intervals.append((before, after))
+        if not isinstance(self.work, dist.Work):  # Through shared memory, a collective runs until it is waited for.
+            self.traffic.run_intervals.append((self.started, after))
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_end_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _watching(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _end_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _end_streams:
+        _end_streams[device] = torch.cuda.Stream(device)
+    return _end_streams[device]
 
 
 def seconds_between(start, stop) -> float:
-    """Between two points in time of ``now``; on a GPU it waits for both."""
+    """Return the seconds between two results of ``now``. On a GPU, wait for both."""
     if isinstance(start, float):
         return stop - start
     start.synchronize()
@@ -113,16 +118,16 @@ def seconds_between(start, stop) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def _since(origin, intervals: list[tuple]) -> list[tuple[float, float]]:
-    return [(seconds_between(origin, a), seconds_between(origin, b)) for a, b in intervals]
+def _relative_to(origin, intervals: list[tuple]) -> list[tuple[float, float]]:
+    return [(seconds_between(origin, start), seconds_between(origin, stop)) for start, stop in intervals]
 
 
-def _covered(intervals: list[tuple]) -> float:
-    """Seconds that at least one of the intervals covers: two collectives at once are not twice the time."""
+def _covered_s(intervals: list[tuple]) -> float:
+    """Return the seconds that at least one interval covers, so that two collectives at once do not count twice."""
     if not intervals:
         return 0.0
     covered, reached = 0.0, -float("inf")
-    for start, stop in sorted(_since(intervals[0][0], intervals)):
+    for start, stop in sorted(_relative_to(intervals[0][0], intervals)):
         covered += max(0.0, stop - max(start, reached))
         reached = max(reached, stop)
     return covered

@@ -46,8 +46,8 @@ class Failure:
 class WatchedTraffic(Protocol):
     """Collectives of one axis: how many have begun, and the one that this rank waits for now."""
 
-    begun: int
-    waiting: tuple[str, int, float] | None  # name, number, since when
+    num_started: int
+    current_wait: tuple[str, int, float] | None  # name, number, since when
 
 
 class WatchedAxis(Protocol):
@@ -75,7 +75,7 @@ class HangDetector:
         What it waited before ``since`` does not count.
         """
         for axis in self.axes.values():
-            now = axis.traffic.waiting
+            now = axis.traffic.current_wait
             if now and (waited := time.monotonic() - max(now[2], since)) >= at_least_s:
                 name, number, _ = now
                 found = {"axis": axis.name, "name": name, "number": number, "s": waited, "layer": self._layer()}
@@ -84,7 +84,7 @@ class HangDetector:
 
     def record(self) -> dict:
         """What this rank is about: how many collectives it has begun on each axis, which it waits for, where it is."""
-        begun = {name: axis.traffic.begun for name, axis in self.axes.items()}
+        begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
         stack = traceback.extract_stack(sys._current_frames()[self.main])
         ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(PACKAGE_ROOT)]
         where = ours[-1] if ours else str(stack[-1])

@@ -194,9 +194,9 @@ class Transfer:
         self.resharding, self.link, self.local = resharding, link, local
         self.error: BaseException | None = None
         traffic = link.axis.traffic
-        traffic.begun += 1
+        traffic.num_started += 1
         traffic.bytes += resharding.sent_bytes
-        self.name, self.number = f"reshard {link.axis.name}", traffic.begun
+        self.name, self.number = f"reshard {link.axis.name}", traffic.num_started
         self.started = now(link.device)  # on a GPU, an event after the source's computation
         if link.stream is not None:
             local.record_stream(link.stream)
@@ -211,7 +211,7 @@ class Transfer:
                     link.stream.wait_event(self.started)
                 self.resharding.run(self.local)
                 self.stopped = now(link.device)
-            link.axis.traffic.runs.append((self.started, self.stopped))
+            link.axis.traffic.run_intervals.append((self.started, self.stopped))
         except BaseException as error:  # ``wait`` raises it
             self.error = error
         self.finished.set()
@@ -229,5 +229,5 @@ class Transfer:
                 raise self.error
             if link.stream is not None:
                 torch.cuda.current_stream(link.device).wait_event(self.stopped)
-        traffic.waits.append((before, now(link.device)))
+        traffic.wait_intervals.append((before, now(link.device)))
         return self.local if self.resharding.program.receives else None

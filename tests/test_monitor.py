@@ -1,4 +1,4 @@
-"""StepMetrics that are none change nothing, ones that jump are told, a rank that is late is named."""
+"""Non-finite steps change nothing, spikes are reported, and stragglers are named."""
 
 import json
 import math
@@ -8,64 +8,64 @@ import pytest
 import torch
 
 from gpt4d.config import ConfigError, TrainConfig
-from gpt4d.health import Bound, LossMonitor, StepMetrics, Stragglers, all_finite
+from gpt4d.monitor import LossMonitor, RunningStats, StepMetrics, StragglerDetector, all_finite
 from tests.grids import metric_lines
 from tests.rank_pool import RankFailure
 
 NAN = math.nan
 
 
-def numbers(step, loss, norm=1.0, skipped=False):
+def step_metrics(step, loss, norm=1.0, skipped=False):
     return StepMetrics(step, loss, norm, 1e-3, skipped, stopping=False)
 
 
-def test_a_bound_learns_what_is_usual_and_a_spike_does_not_hide_the_next():
-    bound = Bound()
+def test_running_stats_learn_the_level_and_a_spike_does_not_hide_the_next():
+    stats = RunningStats()
     for step in range(200):
-        assert 3 + math.sin(step) <= bound.limit
-        bound.add(3 + math.sin(step))
-    assert 4.5 < bound.limit < 9
-    limit = bound.limit
-    bound.add(1e6)
-    assert bound.limit < 2 * limit
+        assert 3 + math.sin(step) <= stats.limit
+        stats.add(3 + math.sin(step))
+    assert 4.5 < stats.limit < 9
+    limit = stats.limit
+    stats.add(1e6)
+    assert stats.limit < 2 * limit
 
 
-def test_spikes_are_told_with_their_bound():
-    health = LossMonitor(TrainConfig(), 1e-3)
+def test_spikes_are_reported_with_the_limit_they_exceed():
+    monitor = LossMonitor(TrainConfig(), 1e-3)
     for step in range(50):
-        assert health.note(numbers(step, 3.0 + step % 2 / 10)) is None
-    words, values = health.note(numbers(50, 9.0))
-    assert "step 50: loss 9.0000" in words and "loss above 3." in words and "skipped" not in words
+        assert monitor.note(step_metrics(step, 3.0 + step % 2 / 10)) is None
+    message, values = monitor.note(step_metrics(50, 9.0))
+    assert "step 50: loss 9.0000" in message and "loss above 3." in message and "skipped" not in message
     assert values["bounds"].keys() == {"loss"} and values["skipped"] is False
 
 
-def test_so_many_skipped_steps_in_a_row_end_the_run():
-    health = LossMonitor(TrainConfig(max_skipped=3), 1e-3)
-    for step in range(1, 6):  # never three in a row
-        health.note(numbers(step, NAN, NAN, skipped=True))
-        health.note(numbers(step, NAN, NAN, skipped=True))
-        assert not health.sound
-        health.note(numbers(step, 3.0))
-        assert health.sound
+def test_max_skipped_consecutive_steps_end_the_run():
+    monitor = LossMonitor(TrainConfig(max_skipped=3), 1e-3)
+    for step in range(1, 6):  # Never three in a row.
+        monitor.note(step_metrics(step, NAN, NAN, skipped=True))
+        monitor.note(step_metrics(step, NAN, NAN, skipped=True))
+        assert not monitor.is_finite
+        monitor.note(step_metrics(step, 3.0))
+        assert monitor.is_finite
     with pytest.raises(
         ConfigError, match=r"3 step\(s\) in a row were skipped; at step 9 loss and gradient norm are nan"
     ):
         for step in range(7, 10):
-            health.note(numbers(step, NAN, NAN, skipped=True))
+            monitor.note(step_metrics(step, NAN, NAN, skipped=True))
 
 
-def test_bounds_go_on_after_a_checkpoint():
+def test_running_stats_continue_after_a_resume():
     straight, resumed = LossMonitor(TrainConfig(), 1e-3), LossMonitor(TrainConfig(), 1e-3)
     for step in range(60):
-        straight.note(numbers(step, 3 + math.sin(step)))
+        straight.note(step_metrics(step, 3 + math.sin(step)))
         if step == 29:
             resumed.restore(json.loads(json.dumps(straight.state())))
         elif step > 29:
-            resumed.note(numbers(step, 3 + math.sin(step)))
-    assert resumed.bounds == straight.bounds
+            resumed.note(step_metrics(step, 3 + math.sin(step)))
+    assert resumed.stats == straight.stats
 
 
-def test_not_finite_is_found_wherever_it_is():
+def test_all_finite_detects_any_non_finite_element():
     tensors = [torch.ones(3, 4), torch.zeros(()), torch.ones(5, dtype=torch.bfloat16)]
     assert all_finite(tensors)
     for bad in (math.nan, math.inf, -math.inf):
@@ -75,17 +75,20 @@ def test_not_finite_is_found_wherever_it_is():
             assert not all_finite([*tensors, one])
 
 
-def test_a_rank_that_is_late_again_and_again_is_named():
-    stragglers = Stragglers(["a", "a", "b", "b"])
-    spread, words = stragglers.note([1.0, 1.0, 1.0, 1.1])
-    assert spread == {"min": 1.0, "median": 1.0, "max": 1.1, "slowest": 3} and not words
-    told = [stragglers.note([1.0, 1.0, 2.0, 1.0])[1] for _ in range(5)]
-    assert told[:4] == [""] * 4 and told[4] == "rank 2 on b takes 2.000 s a step, the others about 1.000"
+def test_a_rank_that_is_late_five_times_in_a_row_is_named():
+    stragglers = StragglerDetector(["a", "a", "b", "b"])
+    spread, message = stragglers.note([1.0, 1.0, 1.0, 1.1])
+    assert spread == {"min": 1.0, "median": 1.0, "max": 1.1, "slowest": 3} and not message
+    messages = [stragglers.note([1.0, 1.0, 2.0, 1.0])[1] for _ in range(5)]
+    assert messages[:4] == [""] * 4 and messages[4] == "rank 2 on b takes 2.000 s per step, the others about 1.000 s"
     assert not stragglers.note([2.0, 1.0, 1.0, 1.0])[1]
 
 
-def spoil(config, steps, value, which=1):
-    """On a rank: trains; one rank's gradient of one parameter is ``value`` in some steps. Returns all weights."""
+def train_with_bad_gradient(config, steps, value, bad_rank=1):
+    """Train on this rank; in ``steps``, set one gradient element on ``bad_rank`` to ``value``.
+
+    Returns the global weights before the update of each step.
+    """
     import torch.distributed as dist
 
     from gpt4d.parallel.gradients import GradientReducer
@@ -93,20 +96,20 @@ def spoil(config, steps, value, which=1):
     from tests.grids import global_tensor
 
     trainer = Trainer(config, *sizes_and_device(config))
-    finish, taken = GradientReducer.finish, []
+    finish, weights = GradientReducer.finish, []
 
-    def spoilt(self):
-        if trainer.progress.step + 1 in steps and dist.get_rank() == which:
+    def finish_with_bad_value(self):
+        if trainer.progress.step + 1 in steps and dist.get_rank() == bad_rank:
             next(p for p in trainer.model.parameters() if p.grad is not None).grad.view(-1)[0] = value
         finish(self)
-        taken.append({n: global_tensor(p, p.spec, trainer.grid) for n, p in trainer.model.named_parameters()})
+        weights.append({n: global_tensor(p, p.spec, trainer.grid) for n, p in trainer.model.named_parameters()})
 
-    GradientReducer.finish = spoilt
+    GradientReducer.finish = finish_with_bad_value
     try:
         trainer.run()
     finally:
         GradientReducer.finish = finish
-    return taken
+    return weights
 
 
 def sizes_and_device(config):
@@ -117,11 +120,11 @@ def sizes_and_device(config):
     return validate(config, dist.get_world_size()), torch.device("cpu")
 
 
-def test_a_nan_in_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
     config = tiny("parallel.gz=2", "train.steps=6", "parallel.overlap.data=false", "checkpoint.every=1")
-    weights = ranks.run(4, spoil, config, (3, 4), NAN)
-    before = weights[0]  # as they were ahead of the update of each step
-    for step in (3, 4):  # of the third and the fourth step
+    weights = ranks.run(4, train_with_bad_gradient, config, (3, 4), NAN)
+    before = weights[0]
+    for step in (3, 4):  # The third and fourth update changed nothing.
         assert all(torch.equal(before[step][name], before[2][name]) for name in before[2])
     assert any(not torch.equal(before[5][name], before[4][name]) for name in before[4])
     for other in weights[1:]:
@@ -131,18 +134,18 @@ def test_a_nan_in_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
     assert [line["grad_norm"] is None for line in lines] == [False, False, True, True, False, False]
     events = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in events if line.get("event") == "skipped"] == [3, 4]
-    # No save after a step whose numbers are not finite.
+    # No checkpoint is saved after a non-finite step.
     assert [line["step"] for line in events if line.get("event") == "checkpoint"] == [1, 2, 5, 6]
 
 
-def test_numbers_that_stay_bad_end_the_run(ranks, tiny):
+def test_persistent_non_finite_steps_end_the_run(ranks, tiny):
     config = tiny("train.steps=9", "train.max_skipped=3", "checkpoint.every=1", "parallel.overlap.data=false")
     with pytest.raises(RankFailure, match=r"3 step\(s\) in a row were skipped; at step 5") as raised:
-        ranks.run(2, spoil, config, range(3, 10), math.inf)
+        ranks.run(2, train_with_bad_gradient, config, range(3, 10), math.inf)
     assert str(raised.value).count("in a row were skipped; at step 5") == 2
 
 
-def test_skipped_spikes_leave_the_weights_as_they_are(ranks, tiny):
+def test_skipped_spikes_leave_the_weights_unchanged(ranks, tiny):
     settings = (
         "train.steps=30",
         "train.skip_spikes=true",
@@ -150,28 +153,28 @@ def test_skipped_spikes_leave_the_weights_as_they_are(ranks, tiny):
         "optim.lr=1e-4",
         "optim.min_lr=0",
     )
-    weights = ranks.run(2, spoil, tiny(*settings), (25,), 1e4)[0]
+    weights = ranks.run(2, train_with_bad_gradient, tiny(*settings), (25,), 1e4)[0]
     assert all(torch.equal(weights[25][name], weights[24][name]) for name in weights[24])
     lines = metric_lines(tiny().run.dir)
     assert [line["skipped"] for line in lines] == [0] * 24 + [1] * 6
 
 
-def train_spoilt_weights(config):
+def train_with_nan_weight(config):
     from gpt4d.trainer import Trainer
 
     trainer = Trainer(config, *sizes_and_device(config))
     save = trainer._save
 
-    def spoilt():
+    def save_with_nan():
         next(trainer.model.parameters()).data.view(-1)[0] = math.nan
         save()
 
-    trainer._save = spoilt
+    trainer._save = save_with_nan
     trainer.run()
 
 
-def test_weights_that_are_not_finite_reach_no_checkpoint(ranks, tiny):
+def test_non_finite_weights_are_never_saved(ranks, tiny):
     config = tiny("train.steps=2", "checkpoint.every=2")
     with pytest.raises(RankFailure, match="after step 2 weights or states are not finite, and are not saved"):
-        ranks.run(2, train_spoilt_weights, config)
+        ranks.run(2, train_with_nan_weight, config)
     assert not (Path(config.run.dir) / "checkpoints").exists()

@@ -1,0 +1,152 @@
+"""Detection of non-finite steps, of spikes in loss and gradient norm, and of stragglers."""
+
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from gpt4d.config import ConfigError, TrainConfig
+
+_WINDOW = 100  # approximate number of values in a running average
+_MIN_VALUES = 20  # below this count there is no limit
+_DEVIATIONS = 6.0  # standard deviations above the mean at which a value is a spike
+_LATE = 1.5  # times the median step time
+_LATE_TIMES = 5  # consecutive lines of metrics.jsonl after which a straggler is reported
+
+
+class StepMetrics(NamedTuple):
+    """Metrics of one step, equal on every rank."""
+
+    step: int
+    loss: float
+    norm: float
+    lr: float
+    skipped: bool  # the step left the weights unchanged
+    stopping: bool  # a rank has been asked to stop
+
+
+class PendingMetrics:
+    """``StepMetrics`` on their way from the device, so that a GPU can be a step ahead of the loop that reads them."""
+
+    def __init__(self, step: int, lr: float, values: torch.Tensor):
+        """``values``: loss, norm, skipped, stopping; shape [4], float64."""
+        self.step, self.lr, self.values, self.arrived = step, lr, values, None
+        if values.is_cuda:
+            self.values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            self.arrived = torch.cuda.current_stream().record_event()
+
+    def read(self) -> StepMetrics:
+        if self.arrived:
+            self.arrived.synchronize()
+        loss, norm, skipped, stopping = self.values.tolist()
+        return StepMetrics(self.step, loss, norm, self.lr, skipped > 0, stopping > 0)
+
+
+@dataclass
+class RunningStats:
+    """Mean and variance of the last values, and the limit above which a value is a spike."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        return self.mean + _DEVIATIONS * math.sqrt(self.variance) if self.count >= _MIN_VALUES else math.inf
+
+    def add(self, value: float) -> None:
+        """Add a value, clamped to the limit: a spike does not hide the next one, and a new level is learned in time."""
+        value = min(value, self.limit)
+        self.count += 1
+        weight = max(1 / self.count, 1 / _WINDOW)
+        deviation = value - self.mean
+        self.mean += weight * deviation
+        self.variance = (1 - weight) * (self.variance + weight * deviation**2)
+
+
+class LossMonitor:
+    """Counter of skipped steps and detector of spikes in loss and gradient norm.
+
+    All ranks see the same metrics and reach the same conclusions.
+    """
+
+    def __init__(self, config: TrainConfig, lr: float):
+        self.config, self.lr = config, lr
+        self.stats = {"loss": RunningStats(), "grad_norm": RunningStats()}
+        self.skipped_in_a_row = 0
+        self.last: StepMetrics | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the last step's loss and norm were finite; if not, the update before may have spoiled the weights."""
+        return self.last is None or (math.isfinite(self.last.loss) and math.isfinite(self.last.norm))
+
+    def spikes(self, loss: float, norm: float) -> dict[str, float]:
+        """Return the limits that ``loss`` and ``norm`` exceed, by name."""
+        values = {"loss": loss, "grad_norm": norm}
+        return {name: stats.limit for name, stats in self.stats.items() if values[name] > stats.limit}
+
+    def note(self, metrics: StepMetrics) -> tuple[str, dict] | None:
+        """Record a step. Return a message and values for metrics.jsonl if the step is non-finite or a spike.
+
+        Raises ConfigError after ``train.max_skipped`` consecutive skipped steps.
+        """
+        step, loss, norm = metrics.step, metrics.loss, metrics.norm
+        self.last = metrics
+        exceeded = self.spikes(loss, norm) if self.is_finite else {}
+        if self.is_finite:
+            self.stats["loss"].add(loss)
+            self.stats["grad_norm"].add(norm)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0
+        if self.skipped_in_a_row >= self.config.max_skipped:
+            self.give_up()
+        if self.is_finite and not exceeded:
+            return None
+        problem = "; ".join(f"{name} above {limit:.4g}" for name, limit in exceeded.items()) or "not finite"
+        message = f"step {step}: loss {loss:.4f}, gradient norm {norm:.4g}: {problem}"
+        values = {"step": step, "loss": loss, "grad_norm": norm, "bounds": exceeded, "skipped": metrics.skipped}
+        return message + ("; the step was skipped" if metrics.skipped else ""), values
+
+    def give_up(self) -> NoReturn:
+        raise ConfigError(
+            f"optim.lr={self.lr}: {self.skipped_in_a_row} step(s) in a row were skipped; at step {self.last.step} loss "
+            f"and gradient norm are {self.last.loss}, {self.last.norm}; lower optim.lr, or raise optim.warmup_steps or "
+            "train.max_skipped. Non-finite steps are not checkpointed"
+        )
+
+    def state(self) -> dict[str, dict]:
+        """Return the statistics for a checkpoint, so that a resumed run skips the same steps."""
+        return {name: asdict(stats) for name, stats in self.stats.items()}
+
+    def restore(self, state: dict[str, dict]) -> None:
+        self.stats |= {name: RunningStats(**stats) for name, stats in state.items()}
+
+
+class StragglerDetector:
+    """Detector of a rank that the others wait for in several consecutive reports."""
+
+    def __init__(self, hosts: list[str]):
+        self.hosts = hosts
+        self.slowest, self.times = -1, 0
+
+    def note(self, busy: list[float]) -> tuple[dict, str]:
+        """Record each rank's seconds of a step without waiting. Return their spread, and a message or ``""``."""
+        median, longest = statistics.median(busy), max(busy)
+        rank = busy.index(longest)
+        late = longest > _LATE * median
+        self.times = self.times + 1 if late and rank == self.slowest else int(late)
+        self.slowest = rank
+        message = ""
+        if self.times and self.times % _LATE_TIMES == 0:
+            message = (
+                f"rank {rank} on {self.hosts[rank]} takes {longest:.3f} s per step, the others about {median:.3f} s"
+            )
+        return {"min": min(busy), "median": median, "max": longest, "slowest": rank}, message
+
+
+def all_finite(tensors: list[torch.Tensor]) -> bool:
+    """Return whether every element of every tensor is finite."""
+    largest = torch._foreach_norm([tensor.detach().float() for tensor in tensors], math.inf)
+    return bool(torch.stack(largest).isfinite().all())
