@@ -41,7 +41,7 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor) -> None:
-    """Run one step of ``optimizer``, unless ``skipped``, a flag on the device: then weights and states stay unchanged."""
+    """Run one step of ``optimizer``. If ``skipped``, a flag on the device, weights and states stay unchanged."""
     optimizer.found_inf = skipped.float()  # torch.amp's GradScaler sets this attribute of a fused optimizer.
     optimizer.step()
 

@@ -1,4 +1,4 @@
-"""``profile.steps``: a torch profiler's trace of chosen steps, of every rank, and a picture of the last of them."""
+"""``profile.steps``: torch profiler traces of chosen steps on every rank, and a timeline of the last of them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,25 +14,25 @@ from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.traffic import now, seconds_between
-from gpt4d.timeline import Span
+from gpt4d.timeline import LayerSpan
 
 
 class Profile:
-    """Entered for the length of a run's loop that begins after step ``done``; ``step`` goes around each step.
+    """Context of a training loop that starts after step ``done``; each step runs inside ``step(number)``.
 
-    The steps asked for that the run comes to leave ``run.dir/traces/steps_…/rank_00000.json.gz`` of each rank, for
-    chrome://tracing or Perfetto, and rank 0's ``timeline.png`` of the last step. No result changes. On other steps
-    nothing is recorded, and the model has no hooks.
+    The profiled steps leave ``run.dir/traces/steps_…/rank_00000.json.gz`` of each rank, for chrome://tracing or
+    Perfetto, and rank 0's ``timeline.png`` of the last step. Results do not change. On other steps nothing is
+    recorded, and the model has no hooks.
     """
 
-    def __init__(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, report, done: int):
-        self.config, self.model, self.optimizer, self.report = config, model, optimizer, report
+    def __init__(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, logger, done: int):
+        self.config, self.model, self.optimizer, self.logger = config, model, optimizer, logger
         self.grid, self.device = model.weights.grid, model.weights.device
         self.recording = ExitStack()
         first, last = profiled_steps(config) or (0, 0)
         self.first, self.last = max(first, done + 1), min(last, config.train.steps)
         if 0 < last <= done:
-            report.event("profile", f"profile.steps={config.profile.steps}: past, the run goes on from step {done}")
+            logger.event("profile", f"profile.steps={config.profile.steps}: already past, resumed at step {done}")
 
     def __enter__(self) -> "Profile":
         return self
@@ -42,67 +42,67 @@ class Profile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step ``number``."""
+        """Profile the enclosed step ``number`` if it was chosen, and write the files after the last one."""
         if not self.first <= number <= self.last:
             yield
             return
         if number == self.first:
             self._start()
-        self.layers.spans.clear()
-        began = now(self.device)
+        self.recorder.spans.clear()
+        start = now(self.device)
         with record_function(f"step {number}"):
             yield
         if number == self.last:
-            ended = now(self.device)
+            stop = now(self.device)
             self.recording.close()
-            self._write(began, ended)
-            del self.trace, self.layers  # large, and the run may go on for long
+            self._write(start, stop)
+            del self.trace, self.recorder  # They are large, and the run may continue for long.
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self.trace = self.recording.enter_context(profile(activities=activities))
-        self.recording.enter_context(_collectives_named(self.grid))
-        self.layers = self.recording.enter_context(_Layers(self.model, self.optimizer, self.device))
+        self.recording.enter_context(_name_collectives(self.grid))
+        self.recorder = self.recording.enter_context(_LayerRecorder(self.model, self.optimizer, self.device))
 
-    def _write(self, began, ended) -> None:
+    def _write(self, start, stop) -> None:
         directory = Path(self.config.run.dir) / "traces" / f"steps_{self.first:08d}-{self.last:08d}"
         directory.mkdir(parents=True, exist_ok=True)
-        with _whole(directory / f"rank_{self.grid.world.index:05d}.json.gz") as path:
+        with _replace_when_complete(directory / f"rank_{self.grid.world.index:05d}.json.gz") as path:
             self.trace.export_chrome_trace(str(path))
         if self.grid.world.index:
             return
         spans = [
-            span._replace(start=seconds_between(began, span.start), stop=seconds_between(began, span.stop))
-            for span in self.layers.spans
+            span._replace(start=seconds_between(start, span.start), stop=seconds_between(start, span.stop))
+            for span in self.recorder.spans
         ]
-        axes = {axis.name: axis.traffic.since(began) for axis in self.grid if axis.size > 1}
+        axes = {axis.name: axis.traffic.since(start) for axis in self.grid if axis.size > 1}
         title = f"{self.config.run.name}: step {self.last} on grid {self.grid.sizes} (x, y, z, data), rank 0"
-        with _whole(directory / "timeline.png") as path:
-            timeline.draw(path, title, seconds_between(began, ended), spans, axes)
-        self.report.event("profile", f"traces and a time line: {directory}", step=self.last, path=str(directory))
+        with _replace_when_complete(directory / "timeline.png") as path:
+            timeline.draw(path, title, seconds_between(start, stop), spans, axes)
+        self.logger.event("profile", f"traces and timeline: {directory}", step=self.last, path=str(directory))
 
 
-class _Layers:
-    """While entered, names what each layer computes in the profiler's trace, and notes it in ``spans``.
+class _LayerRecorder:
+    """Context that names each layer's computation in the profiler's trace and records it in ``spans``.
 
-    Layers are the outermost modules (``blocks.0``) and the innermost (``blocks.0.mlp.up``). Their backwards are seen
-    from hooks on nodes of autograd's graph, which go with the graph: a module's own backward hooks would put nodes
-    into it.
+    Layers are the outermost modules (``blocks.0``) and the innermost (``blocks.0.mlp.up``). Backwards are observed by
+    hooks on nodes of autograd's graph, which are freed with the graph; a module's own backward hooks would add nodes
+    to it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
         self.model, self.optimizer, self.device = model, optimizer, device
-        self.spans: list[Span] = []  # their times are points in time of ``now``
-        self.open: dict[tuple[str, str], tuple] = {}  # (name, phase) of what is under way: its range, its start
+        self.spans: list[LayerSpan] = []  # start and stop are results of ``now``
+        self.open: dict[tuple[str, str], tuple] = {}  # (name, phase) → (profiler range, start) of unfinished spans
         self.handles = []
 
-    def __enter__(self) -> "_Layers":
+    def __enter__(self) -> "_LayerRecorder":
         for name, layer in _layers(self.model):
             self.handles += [
                 layer.register_forward_pre_hook(partial(self._before_forward, name)),
-                # Always: activation checkpointing leaves a recomputation by an exception, once it has all it needs.
+                # always_call: activation checkpointing ends a recomputation early with an exception.
                 layer.register_forward_hook(partial(self._after_forward, name), always_call=True),
             ]
         update = ("optimizer", "update")
@@ -115,21 +115,21 @@ class _Layers:
     def __exit__(self, *error) -> None:
         for handle in self.handles:
             handle.remove()
-        for key in reversed(list(self.open)):  # what an error cut off
+        for key in reversed(list(self.open)):  # spans that an error interrupted
             self._end(*key)
 
     def _begin(self, name: str, phase: str) -> None:
-        named = record_function(f"{name} {phase}")
-        named.__enter__()
-        self.open[name, phase] = (named, now(self.device))
+        profiler_range = record_function(f"{name} {phase}")
+        profiler_range.__enter__()
+        self.open[name, phase] = (profiler_range, now(self.device))
 
     def _end(self, name: str, phase: str) -> None:
-        named, start = self.open.pop((name, phase))
-        self.spans.append(Span(name, phase, start, now(self.device)))
-        named.__exit__(None, None, None)
+        profiler_range, start = self.open.pop((name, phase))
+        self.spans.append(LayerSpan(name, phase, start, now(self.device)))
+        profiler_range.__exit__(None, None, None)
 
     def _phase(self) -> str:
-        """Of a forward: one within a backward is a recomputation."""
+        """Return the phase of a running forward: inside a backward it is a recomputation."""
         return "recomputation" if any(phase == "backward" for _, phase in self.open) else "forward"
 
     def _before_forward(self, name: str, layer: nn.Module, inputs: tuple) -> None:
@@ -140,13 +140,13 @@ class _Layers:
         self._end(name, phase)
         nodes = _nodes(output, inputs) if phase == "forward" and output is not None else None
         if nodes:
-            # Autograd begins with the node it made last and ends with the one it made first.
+            # The backward runs the node created last first, and the node created first last.
             nodes[0].register_prehook(lambda *_: self._begin(name, "backward"))
             nodes[-1].register_hook(lambda *_: self._end(name, "backward"))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are called, by name, but for the model and those between the outermost and the innermost."""
+    """Yield names and modules: the outermost and the innermost that are called, without the model itself."""
     outermost = []
     for name, module in model.named_modules():
         if not name or isinstance(module, nn.ModuleList):
@@ -159,20 +159,21 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _nodes(output: torch.Tensor, inputs: tuple) -> list[Node]:
-    """The nodes of autograd's graph between a layer's inputs and its output, the last made first."""
-    before = {tensor.grad_fn for tensor in inputs if isinstance(tensor, torch.Tensor)} | {None}
-    found, ahead = set(), [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node not in before and node not in found and node.next_functions:  # a parameter's node has none
-            found.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return sorted(found, key=lambda node: node._sequence_nr(), reverse=True)
+    """Return the nodes of autograd's graph between a layer's inputs and its output, newest first."""
+    input_nodes = {tensor.grad_fn for tensor in inputs if isinstance(tensor, torch.Tensor)} | {None}
+    nodes, unvisited = set(), [output.grad_fn]
+    while unvisited:
+        node = unvisited.pop()
+        # A parameter's node has no next functions.
+        if node not in input_nodes and node not in nodes and node.next_functions:
+            nodes.add(node)
+            unvisited += [next_node for next_node, _ in node.next_functions]
+    return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)
 
 
 @contextmanager
-def _collectives_named(grid: Grid) -> Iterator[None]:
-    """In the profiler's trace, by kind and axis."""
+def _name_collectives(grid: Grid) -> Iterator[None]:
+    """Name collectives by kind and axis in the profiler's trace while entered."""
     for axis in grid:
         axis.traffic.named_range = record_function
     try:
@@ -183,8 +184,8 @@ def _collectives_named(grid: Grid) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Where to write ``path``: the file takes its name once it is whole."""
+def _replace_when_complete(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which is renamed to ``path`` if the block succeeds and removed otherwise."""
     partial_path = path.with_name(f"partial_{path.name}")
     try:
         yield partial_path

@@ -1,4 +1,4 @@
-"""profile.steps: whole files, everything in them called by its name, and a run that is the same with it or without."""
+"""profile.steps: complete files, named layers and collectives, and a run with unchanged results."""
 
 import gzip
 import itertools
@@ -16,7 +16,7 @@ from gpt4d.config import GridSizes, validate
 from gpt4d.parallel.traffic import Traffic
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
-from gpt4d.timeline import Span
+from gpt4d.timeline import LayerSpan
 from gpt4d.trainer import Trainer
 from tests.grids import grid_name, metric_lines, on_grid, train_in_rank
 
@@ -26,29 +26,29 @@ INNERMOST = ["attention_norm", "attention.qkv", "attention.core", "attention.out
 
 
 @pytest.fixture
-def alone():
-    """The process group of a run on one device, within the tests' own process."""
+def single_device():
+    """Process group of a run on one device, inside the test process."""
     with process_group(Launch(), torch.device("cpu")):
         yield
 
 
 def trainer(config) -> Trainer:
-    """On one device, in the fixture ``alone``."""
+    """Return a trainer on one device; needs the fixture ``single_device``."""
     return Trainer(config, validate(config, 1), torch.device("cpu"))
 
 
 def traces(config) -> list[str]:
-    """The files under traces/."""
+    """Return the paths of the files under traces/."""
     directory = Path(config.run.dir) / "traces"
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
 def named_ranges(config, file: str) -> list[tuple[str, float, float]]:
-    """(name, start, stop) of what the project named in a trace, in its order in time."""
+    """Return (name, start, stop) of the ranges that gpt4d named in a trace, by start time."""
     with gzip.open(Path(config.run.dir) / "traces" / file) as trace:
         events = json.load(trace)["traceEvents"]
-    ours = [e for e in events if e.get("cat") == "user_annotation"]
-    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in ours), key=lambda r: r[1])
+    named = [e for e in events if e.get("cat") == "user_annotation"]
+    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in named), key=lambda r: r[1])
 
 
 def losses_and_norms(config):
@@ -61,17 +61,15 @@ def events(config):
 
 
 def hooks(trainer) -> list:
-    """What a profiled step puts on a model, its optimizer and its grid, as far as it is there."""
-    found = [h for m in trainer.model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
-    found += [*trainer.optimizer._optimizer_step_pre_hooks, *trainer.optimizer._optimizer_step_post_hooks]
-    return found + [axis.name for axis in trainer.grid if axis.traffic.named_range is not nullcontext]
+    """Return the hooks a profiled step leaves on model and optimizer, and the axes with named collectives."""
+    handles = [h for m in trainer.model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    handles += [*trainer.optimizer._optimizer_step_pre_hooks, *trainer.optimizer._optimizer_step_post_hooks]
+    return handles + [axis.name for axis in trainer.grid if axis.traffic.named_range is not nullcontext]
 
 
 @pytest.mark.parametrize("recompute", [(), (RECOMPUTED,)], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("sizes", [GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)], ids=grid_name)
-def test_a_profiled_run_has_the_same_bits_and_a_trace_a_rank_with_layers_and_collectives_by_name(
-    ranks, tiny, sizes, recompute
-):
+def test_a_profiled_run_has_equal_bits_and_named_traces_of_every_rank(ranks, tiny, sizes, recompute):
     plain = tiny(*SHORT, *on_grid(sizes), *recompute, "run.dir=" + tiny().run.dir + "-plain")
     config = tiny(*SHORT, *on_grid(sizes), *recompute, "profile.steps=2-3")
     ranks.run(4, train_in_rank, plain)
@@ -83,7 +81,7 @@ def test_a_profiled_run_has_the_same_bits_and_a_trace_a_rank_with_layers_and_col
     assert traces(config) == [*files, "steps_00000002-00000003/timeline.png"]
     assert imread(Path(config.run.dir) / "traces" / "steps_00000002-00000003" / "timeline.png").std() > 0.1
 
-    used = {
+    collectives = {
         GridSizes(2, 2, 1, 1): {"all_reduce x", "all_reduce y", "all_gather y", "all_reduce world"},
         GridSizes(1, 1, 2, 2): {"all_gather z", "reduce_scatter z", "all_reduce data", "all_reduce z"},
     }[sizes]
@@ -91,7 +89,7 @@ def test_a_profiled_run_has_the_same_bits_and_a_trace_a_rank_with_layers_and_col
     for file in files:
         names = [name for name, _, _ in named_ranges(config, file)]
         assert {"step 2", "step 3", "optimizer update"} <= set(names)
-        assert used <= set(names) and {f"wait {name}" for name in used} <= set(names)
+        assert collectives <= set(names) and {f"wait {name}" for name in collectives} <= set(names)
         assert not any(name.endswith((" x", " y")) for name in names) or sizes.x == 2
         phases = ["forward", "backward", *(["recomputation"] if recompute else [])]
         for phase in phases:
@@ -102,24 +100,24 @@ def test_a_profiled_run_has_the_same_bits_and_a_trace_a_rank_with_layers_and_col
         assert recompute or not any(name.endswith("recomputation") for name in names)
 
 
-def drawn_in_rank(config):
-    """Trains, and returns what rank 0 would have drawn."""
-    drawn = []
+def train_and_record_timeline(config):
+    """Train, and return the arguments of each call of ``timeline.draw`` on this rank."""
+    calls = []
 
-    def note(path, *values):
-        drawn.append(values)
+    def record(path, *values):
+        calls.append(values)
         path.touch()
 
-    with patch.object(timeline, "draw", note):
+    with patch.object(timeline, "draw", record):
         train_in_rank(config)
-    return drawn
+    return calls
 
 
-def test_the_picture_gets_one_step_of_rank_0_with_every_axis_inside_it(ranks, tiny):
+def test_the_timeline_shows_one_step_of_rank_0_with_every_axis(ranks, tiny):
     config = tiny(*SHORT, "parallel.gx=2", "parallel.gz=2", RECOMPUTED, "profile.steps=2-3")
-    (drawn, *nothing) = ranks.run(4, drawn_in_rank, config)
-    assert nothing == [[]] * 3
-    ((title, seconds, spans, axes),) = drawn
+    (calls, *others) = ranks.run(4, train_and_record_timeline, config)
+    assert others == [[]] * 3
+    ((title, seconds, spans, axes),) = calls
     assert "step 3 on grid 2x1x2x1" in title
     assert list(axes) == ["x", "z", "world"]
     assert {span.phase for span in spans} == {"forward", "recomputation", "backward", "update"}
@@ -128,15 +126,15 @@ def test_the_picture_gets_one_step_of_rank_0_with_every_axis_inside_it(ranks, ti
     for traffic in axes.values():
         assert traffic.run_intervals and traffic.wait_intervals
         intervals += traffic.wait_intervals
-        assert all(0 <= start <= stop for start, stop in traffic.run_intervals)  # the end of one may be noticed late
+        assert all(0 <= start <= stop for start, stop in traffic.run_intervals)  # the end may be recorded late
     assert all(0 <= start <= stop <= seconds for start, stop in intervals)
-    line = metric_lines(config.run.dir)[2]  # of the same step: the picture leaves the counts to it
+    line = metric_lines(config.run.dir)[2]  # the same step: drawing it does not reset the counters
     for axis, traffic in axes.items():
         assert traffic.seconds()["exposed_s"] == pytest.approx(line["comm"][axis]["exposed_s"])
         assert line["comm"][axis]["bytes"] > 0
 
 
-def test_ranges_of_blocks_contain_those_of_their_layers_and_of_their_recomputation(alone, tiny):
+def test_a_block_range_contains_its_layers_and_its_recomputation(single_device, tiny):
     config = tiny("train.steps=1", RECOMPUTED, "profile.steps=1")
     trainer(config).run()
     ranges = {name: (start, stop) for name, start, stop in named_ranges(config, traces(config)[0])}
@@ -153,7 +151,7 @@ def test_ranges_of_blocks_contain_those_of_their_layers_and_of_their_recomputati
         assert ranges[earlier][1] <= ranges[later][0], (earlier, later)
 
 
-def test_hooks_are_there_for_the_profiled_steps_alone(alone, tiny):
+def test_hooks_exist_only_during_profiled_steps(single_device, tiny):
     one = trainer(tiny(*SHORT, "profile.steps=2-3"))
     seen, step = [], one._step
 
@@ -168,7 +166,7 @@ def test_hooks_are_there_for_the_profiled_steps_alone(alone, tiny):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_run_that_fails_while_profiled_leaves_no_trace_and_no_hook(alone, tiny, where):
+def test_a_failure_during_profiling_leaves_no_trace_and_no_hook(single_device, tiny, where):
     config = tiny(*SHORT, "profile.steps=2-3")
     one = trainer(config)
     failing = one.model.blocks[1].mlp
@@ -192,54 +190,61 @@ def test_a_run_that_fails_while_profiled_leaves_no_trace_and_no_hook(alone, tiny
     assert traces(config) == [] and hooks(one) == []
 
     again = tiny("train.steps=1", "profile.steps=1", "run.dir=" + config.run.dir + "-again")
-    trainer(again).run()  # the profiler of this process is free again
+    trainer(again).run()  # The profiler of this process can start again.
     assert len(traces(again)) == 2
 
 
-def half_written(_, path, *rest):
+def write_half_and_fail(_, path, *rest):
     Path(path).write_bytes(b"half of")
     raise OSError(28, "No space left on device")
 
 
-def test_a_file_that_was_not_written_to_its_end_does_not_stay(alone, tiny):
+def test_a_partially_written_file_is_removed(single_device, tiny):
     config = tiny("train.steps=1", "profile.steps=1")
-    with patch.object(profiling.profile, "export_chrome_trace", half_written), pytest.raises(OSError, match="space"):
+    with (
+        patch.object(profiling.profile, "export_chrome_trace", write_half_and_fail),
+        pytest.raises(OSError, match="space"),
+    ):
         trainer(config).run()
     assert traces(config) == []
-    drawing = patch.object(timeline, "draw", lambda path, *rest: half_written(None, path))
+    drawing = patch.object(timeline, "draw", lambda path, *rest: write_half_and_fail(None, path))
     with drawing, pytest.raises(OSError, match="space"):
         trainer(config).run()
     assert traces(config) == ["steps_00000001-00000001/rank_00000.json.gz"]
 
 
-def test_a_resumed_run_profiles_what_is_left_of_the_range_and_says_if_nothing_is(alone, tiny, capsys):
+def test_a_resumed_run_profiles_the_rest_of_the_range_or_says_it_is_past(single_device, tiny, capsys):
     trainer(tiny("train.steps=3")).run()
-    left = tiny("train.steps=6", "profile.steps=2-5")
-    trainer(left).run()
-    assert set(traces(left)) == {f"steps_00000004-00000005/{file}" for file in ("rank_00000.json.gz", "timeline.png")}
-    assert events(left).count("profile") == 1
+    resumed = tiny("train.steps=6", "profile.steps=2-5")
+    trainer(resumed).run()
+    assert set(traces(resumed)) == {
+        f"steps_00000004-00000005/{file}" for file in ("rank_00000.json.gz", "timeline.png")
+    }
+    assert events(resumed).count("profile") == 1
     capsys.readouterr()
     trainer(tiny("train.steps=8", "profile.steps=5")).run()
-    assert "profile.steps=5: past, the run goes on from step 6" in capsys.readouterr().out
-    assert len(traces(left)) == 2
-    beyond = tiny("train.steps=8", "profile.steps=7-99", "run.dir=" + left.run.dir + "-beyond")
+    assert "profile.steps=5: already past, resumed at step 6" in capsys.readouterr().out
+    assert len(traces(resumed)) == 2
+    beyond = tiny("train.steps=8", "profile.steps=7-99", "run.dir=" + resumed.run.dir + "-beyond")
     trainer(beyond).run()
     assert len(traces(beyond)) == 2 and traces(beyond)[0].startswith("steps_00000007-00000008/")
 
 
-def test_of_nested_layers_the_picture_shows_the_inner_one_while_it_lasts():
-    block, up = Span("blocks.0", "backward", 0.0, 10.0), Span("blocks.0.mlp.up", "backward", 1.0, 8.0)
-    again, up_again = Span("blocks.0", "recomputation", 2.0, 5.0), Span("blocks.0.mlp.up", "recomputation", 3.0, 4.0)
-    norm = Span("norm", "forward", 11.0, 12.0)
+def test_an_inner_layer_covers_the_layer_that_contains_it():
+    block, up = LayerSpan("blocks.0", "backward", 0.0, 10.0), LayerSpan("blocks.0.mlp.up", "backward", 1.0, 8.0)
+    again = LayerSpan("blocks.0", "recomputation", 2.0, 5.0)
+    up_again = LayerSpan("blocks.0.mlp.up", "recomputation", 3.0, 4.0)
+    norm = LayerSpan("norm", "forward", 11.0, 12.0)
     outer, inner = timeline._lanes([norm, up_again, again, up, block])
     assert outer == [(block, 0.0, 2.0), (again, 2.0, 5.0), (block, 5.0, 10.0), (norm, 11.0, 12.0)]
     assert inner == [(up, 1.0, 3.0), (up_again, 3.0, 4.0), (up, 4.0, 8.0), (norm, 11.0, 12.0)]
 
 
-def test_traffic_since_a_moment_is_told_from_it_and_stays_counted():
-    traffic = Traffic(bytes=8.0, waits=[(1.0, 2.0), (7.0, 9.5)], runs=[(0.5, 2.0), (6.0, 9.0), (8.0, 9.0)])
+def test_traffic_since_is_relative_to_its_origin_and_resets_nothing():
+    runs = [(0.5, 2.0), (6.0, 9.0), (8.0, 9.0)]
+    traffic = Traffic(bytes=8.0, wait_intervals=[(1.0, 2.0), (7.0, 9.5)], run_intervals=runs)
     since = traffic.since(5.0)
-    assert since.waits == [(2.0, 4.5)] and since.runs == [(1.0, 4.0), (3.0, 4.0)]
-    # The wait outlasted its collective by half a second: what ran beside the computation is the second before it.
+    assert since.wait_intervals == [(2.0, 4.5)] and since.run_intervals == [(1.0, 4.0), (3.0, 4.0)]
+    # The wait outlasted its collective by half a second; only the second before the wait was hidden.
     assert since.seconds() == {"exposed_s": 2.5, "hidden_s": 1.0}
     assert traffic.read() == {"bytes": 8.0, "exposed_s": 3.5, "hidden_s": 1.5}
