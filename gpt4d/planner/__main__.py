@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt4d.config import Config, ConfigError, check_choice, check_picture, check_values, compose, from_arguments
 from gpt4d.model import registry
-from gpt4d.planner import atp, report
+from gpt4d.planner import atp, tables
 from gpt4d.planner.search import check_open, fewest_devices, rank
 from gpt4d.runtime.errors import one_line_errors
 
@@ -69,22 +69,22 @@ def _rank_grids(config: Config, query: Query) -> None:
     ranking = rank(config, query.world_size, query.top, query.cost)
     ranking.check(config, query.world_size)
     if query.format == "json":
-        print(report.as_json(ranking.plans))
+        print(tables.as_json(ranking.plans))
     else:
         fewest = fewest_devices(config, query.world_size)
-        table = report.table(config, query.world_size, ranking)
+        table = tables.table(config, query.world_size, ranking)
         print(f"{table}\n\nIt trains on {fewest} device(s) at the least.")
     if query.plot:
         title = f"{config.model.name} on {query.world_size} devices of {config.cluster.name}"
-        report.plot(ranking.plans, title, Path(query.plot))
+        tables.plot(ranking.plans, title, Path(query.plot))
 
 
 def _rank_meshes(config: Config, query: Query) -> None:
     plans = atp.rank(config, query.world_size)[: query.top]
     if query.format == "json":
-        print(report.meshes_as_json(plans))
+        print(tables.meshes_as_json(plans))
     else:
-        print(report.mesh_table(config, query.world_size, plans))
+        print(tables.mesh_table(config, query.world_size, plans))
 
 
 if __name__ == "__main__":

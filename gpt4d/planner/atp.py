@@ -1,6 +1,6 @@
-"""The ATP paper's choice of a mesh (§3.3-3.5): the time of its all-reduces from the hierarchical communication matrix.
+"""The ATP paper's choice of a mesh (§3.3-3.5): all-reduce times from the hierarchical communication matrix.
 
-DeviceMesh(d1, d2) is d1 groups of d2 neighbouring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1.
+DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.paper_models import linear_layers
 from gpt4d.planner.search import check_machine, largest_micro_batch
-from gpt4d.planner.topology import Span, crossed, group_bandwidth
+from gpt4d.planner.topology import RankSpan, crossed_levels, group_bandwidth
+from gpt4d.planner.paper_models import linear_layers
 from gpt4d.planner.workload import compute_bytes
 
 
-class Mesh(NamedTuple):
+class AtpMesh(NamedTuple):
+    """Sizes of a DeviceMesh."""
+
     d1: int
     d2: int
 
@@ -25,43 +27,42 @@ class Mesh(NamedTuple):
         return f"{self.d1}x{self.d2}"
 
 
-def meshes(devices: int) -> list[Mesh]:
-    """All of them, DeviceMesh(N, 1) first: ATP-1, ATP-2…"""
-    return [Mesh(devices // d2, d2) for d2 in divisors(devices)]
+def meshes(devices: int) -> list[AtpMesh]:
+    """Return all meshes of ``devices`` devices, DeviceMesh(N, 1) first: ATP-1, ATP-2…"""
+    return [AtpMesh(devices // d2, d2) for d2 in divisors(devices)]
 
 
-def link_bandwidths(cluster: ClusterConfig, mesh: Mesh) -> tuple[float | None, float | None]:
-    """B1' and B2' in GB/s (Eq. 3); None for a dimension of one device.
+def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh) -> tuple[float | None, float | None]:
+    """Return B1' and B2' in GB/s (Eq. 3); None for a dimension of one device.
 
-    The slowest of the levels that a dimension crosses. Groups of the first dimension share a level's links as far as
-    one member of the level holds devices of several: where each member is one device, as on a switch, none do. The
-    paper divides by d2 even where a member holds fewer devices than that.
+    Each is the bandwidth of the slowest level that the dimension crosses. Groups of the first dimension share a
+    level's links where one member of the level holds devices of several groups; on a switch, whose members are single
+    devices, they share nothing. The paper divides by d2 even if a member holds fewer than d2 devices.
     """
 
-    def slowest(span: Span) -> float | None:
-        levels = crossed(cluster, span)
+    def slowest(span: RankSpan) -> float | None:
+        levels = crossed_levels(cluster, span)
         return min((group_bandwidth(c.level, c.members) / c.sharing for c in levels), default=None)
 
-    return slowest(Span(mesh.d2, mesh.d1)), slowest(Span(1, mesh.d2))
+    return slowest(RankSpan(mesh.d2, mesh.d1)), slowest(RankSpan(1, mesh.d2))
 
 
-def all_reduce_bandwidths(cluster: ClusterConfig, mesh: Mesh) -> tuple[float | None, float | None]:
-    """B1 and B2 in GB/s (Eq. 4), or those that were measured: ``cluster.atp_gb_s``."""
+def all_reduce_bandwidths(cluster: ClusterConfig, mesh: AtpMesh) -> tuple[float | None, float | None]:
+    """Return B1 and B2 in GB/s: measured (``cluster.atp_gb_s``), or else by Eq. 4."""
     measured = (cluster.atp_gb_s or {}).get(str(mesh))
     if measured:
         return tuple(measured)
-    of_links = link_bandwidths(cluster, mesh)
+    links = link_bandwidths(cluster, mesh)
     return tuple(
-        None if bandwidth is None else d / (2 * (d - 1)) * bandwidth
-        for d, bandwidth in zip(mesh, of_links, strict=True)
+        None if bandwidth is None else d / (2 * (d - 1)) * bandwidth for d, bandwidth in zip(mesh, links, strict=True)
     )
 
 
 def all_reduced_elements(description: Description, samples: int, length: int) -> tuple[float, float]:
     """Return the elements that linear layers sum along the first and the second dimension, over forward and backward.
 
-    Along the second go the outputs of the layers that leave the residual stream (7h in a GPT-2 block), along the first
-    those of the layers that come back to it (2h).
+    The second dimension sums the outputs of layers that leave the residual stream (7h in a GPT-2 block), the first
+    those of layers that return to it (2h).
     """
     out = {False: 0, True: 0}
     for layer, blocks, _ in linear_layers(description):
@@ -70,11 +71,11 @@ def all_reduced_elements(description: Description, samples: int, length: int) ->
 
 
 def communication(
-    description: Description, cluster: ClusterConfig, mesh: Mesh, samples: int, length: int, element: int
+    description: Description, cluster: ClusterConfig, mesh: AtpMesh, samples: int, length: int, element: int
 ) -> tuple[float, float]:
-    """Return T_comm in seconds (Eq. 2), forward and backward: along the first dimension, and along the second.
+    """Return T_comm in seconds (Eq. 2), forward and backward: along the first dimension and along the second.
 
-    ``element``: bytes of one element of an activation.
+    ``element``: bytes per element of an activation.
     """
     bandwidths = all_reduce_bandwidths(cluster, mesh)
     elements = all_reduced_elements(description, samples, length)
@@ -87,13 +88,13 @@ def communication(
 
 @dataclass
 class MeshPlan:
-    """A mesh, and a step on it: all of its communication exposed, as the paper counts it."""
+    """A mesh and its predicted step; as in the paper, all communication is exposed."""
 
-    mesh: Mesh
+    mesh: AtpMesh
     compute_s: float
-    comm: dict[str, dict[str, float]]  # by dimension, d1 and d2: bytes sent, time_s, exposed_s
-    problem: str | None  # why the model cannot be split so, or does not fit
-    memory_gib: float | None  # of a device; None where it cannot be
+    comm: dict[str, dict[str, float]]  # by dimension (d1, d2): bytes sent, time_s, exposed_s
+    problem: str | None  # why the model cannot be split like this, or does not fit
+    memory_gib: float | None  # per device; None if the model cannot be split like this
 
     @property
     def t_comm_s(self) -> float:
@@ -101,12 +102,12 @@ class MeshPlan:
 
 
 def rank(config: Config, devices: int) -> list[MeshPlan]:
-    """All meshes by T_comm, for one step of the whole batch on them. ConfigError if the machine has fewer devices."""
+    """Return all meshes by T_comm of a step with the full batch. Raises ConfigError if the machine is too small."""
     check_machine(config.cluster, devices)
     return sorted((_plan(config, mesh) for mesh in meshes(devices)), key=lambda plan: plan.t_comm_s)
 
 
-def _plan(config: Config, mesh: Mesh) -> MeshPlan:
+def _plan(config: Config, mesh: AtpMesh) -> MeshPlan:
     description, train, element = registry.describe(config.model), config.train, compute_bytes(config)
     times = communication(description, config.cluster, mesh, train.batch_size, train.seq_len, element)
     first, second = all_reduced_elements(description, train.batch_size, train.seq_len)
@@ -120,7 +121,7 @@ def _plan(config: Config, mesh: Mesh) -> MeshPlan:
     if not problem:
         micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
         if micro_batch is None:
-            problem = f"{memory:.1f} GiB of a device's {config.cluster.memory_gib:g}"
+            problem = f"it needs {memory:.1f} GiB of a device's {config.cluster.memory_gib:g} GiB"
     return MeshPlan(
         mesh=mesh,
         compute_s=flops / (config.cluster.matmul_tflops * 1e12),

@@ -37,7 +37,7 @@ from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import Step
-from gpt4d.planner.topology import Span, place
+from gpt4d.planner.topology import RankSpan, place
 from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
@@ -191,7 +191,7 @@ def _links(cluster: ClusterConfig, world: int, device: torch.device) -> list[Mea
     found: dict[tuple, MeasuredConfig] = {}
     for stride in divisors(world):
         for size in divisors(world // stride)[1:]:
-            where = place(cluster, Span(stride, size))
+            where = place(cluster, RankSpan(stride, size))
             key = where.local, where.nodes, where.sharing
             if key not in found:
                 axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y

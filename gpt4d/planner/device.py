@@ -1,7 +1,7 @@
-"""One device of the grid as it goes through a step: what it sends, how long that takes, what it holds meanwhile.
+"""Simulated clock, traffic and memory of one device during a step.
 
-The device computes one thing after another. Collectives between nodes and those inside a node each have a channel of
-their own, in which they pass one after another beside the computation, as far as they can.
+The device computes sequentially. Collectives between nodes and those inside a node each have their own channel, which
+runs them one after another, overlapped with the computation as far as ``hidden`` allows.
 """
 
 from collections import defaultdict
@@ -15,33 +15,35 @@ KINDS = "all_reduce", "all_gather", "reduce_scatter"
 
 
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
-    """What each of ``size`` ranks sends (4D paper, Eq. 1-3): an all-gather of its own shard of ``nbytes``, a
-    reduce-scatter or an all-reduce of the whole."""
+    """Return the bytes each of ``size`` ranks sends (4D paper, Eq. 1-3).
+
+    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for the others.
+    """
     if kind == "all_gather":
         return (size - 1) * nbytes
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * nbytes
 
 
 class Links:
-    """How fast each kind of collective goes on each axis of a grid, and over how many ranks."""
+    """Speed of each kind of collective on each axis of a grid, and the size of each axis."""
 
     def __init__(self, cluster: ClusterConfig, sizes: GridSizes):
-        along = spans(sizes)
-        self.sizes = {axis: span.size for axis, span in along.items()}
+        by_axis = spans(sizes)
+        self.sizes = {axis: span.size for axis, span in by_axis.items()}
         self.speeds: dict[tuple[str, str], Speed] = {
-            (kind, axis): speed(cluster, kind, span) for axis, span in along.items() for kind in KINDS
+            (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
 
 
-class UnderWay(NamedTuple):
-    """A collective that has started."""
+class PendingCollective(NamedTuple):
+    """Collective that has started, with the time at which it ends."""
 
     axis: str
     ends: float
 
 
 class Device:
-    """The clock and the memory of one device. Times in seconds, sizes in bytes."""
+    """Clock, traffic and memory of one device. Times in seconds, sizes in bytes."""
 
     def __init__(self, cluster: ClusterConfig, links: Links):
         self.links = links
@@ -51,27 +53,27 @@ class Device:
         self.skew_s = cluster.skew_us / 1e6
         self.now = 0.0
         self.compute_s = 0.0
-        self.free = [0.0, 0.0]  # when the channel inside the node, and that between nodes, is
+        self.channel_free = [0.0, 0.0]  # times at which the channels inside and between nodes become free
         self.bytes: defaultdict[str, float] = defaultdict(float)
-        self.time_s: defaultdict[str, float] = defaultdict(float)  # of collectives, hidden or not
+        self.time_s: defaultdict[str, float] = defaultdict(float)  # collectives, hidden or exposed
         self.exposed_s: defaultdict[str, float] = defaultdict(float)
         self.held = self.peak = 0
 
-    def numbers(self) -> tuple[float, ...]:
-        """Seconds so far, those of computation, then of each axis: bytes, seconds, exposed seconds."""
-        found = [self.now, self.compute_s]
+    def totals(self) -> tuple[float, ...]:
+        """Return seconds so far, seconds of computation, then per axis: bytes, seconds, exposed seconds."""
+        totals = [self.now, self.compute_s]
         for axis in AXES:
-            found += self.bytes[axis], self.time_s[axis], self.exposed_s[axis]
-        return tuple(found)
+            totals += self.bytes[axis], self.time_s[axis], self.exposed_s[axis]
+        return tuple(totals)
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Some operations that take ``flops`` and read and write ``moved`` bytes."""
+        """Run ``operations`` that take ``flops`` and read and write ``moved`` bytes in total."""
         seconds = flops * self.s_per_flop + moved * self.s_per_byte + operations * self.operation_s
         self.now += seconds
         self.compute_s += seconds
 
-    def start(self, kind: str, axis: str, nbytes: float) -> UnderWay | None:
-        """A collective of ``nbytes`` here: a shard to gather, or a whole to reduce. None on an axis of one device."""
+    def start(self, kind: str, axis: str, nbytes: float) -> PendingCollective | None:
+        """Start a collective; ``nbytes`` as for ``sent_bytes``. Return None on an axis of one device."""
         size = self.links.sizes[axis]
         if size == 1:
             return None
@@ -80,15 +82,15 @@ class Device:
         seconds = speed.latency_s + sent * speed.s_per_byte
         self.bytes[axis] += sent
         self.time_s[axis] += seconds
-        ends = max(self.now + self.skew_s, self.free[speed.across]) + seconds
-        self.free[speed.across] = ends
-        # As much as cannot pass beside a computation, the device itself is busy with.
-        own = seconds * (1 - speed.hidden)
-        self.now += own
-        self.exposed_s[axis] += own
-        return UnderWay(axis, ends)
+        ends = max(self.now + self.skew_s, self.channel_free[speed.across]) + seconds
+        self.channel_free[speed.across] = ends
+        # The share that cannot overlap occupies the device itself.
+        busy = seconds * (1 - speed.hidden)
+        self.now += busy
+        self.exposed_s[axis] += busy
+        return PendingCollective(axis, ends)
 
-    def wait(self, collective: UnderWay | None) -> None:
+    def wait(self, collective: PendingCollective | None) -> None:
         if collective is not None and collective.ends > self.now:
             self.exposed_s[collective.axis] += collective.ends - self.now
             self.now = collective.ends
@@ -97,7 +99,7 @@ class Device:
         self.wait(self.start(kind, axis, nbytes))
 
     def hold(self, nbytes: int) -> None:
-        """Memory that is taken until it is released."""
+        """Allocate memory until ``release``."""
         self.held += nbytes
         if self.held > self.peak:
             self.peak = self.held
@@ -106,6 +108,6 @@ class Device:
         self.held -= nbytes
 
     def scratch(self, nbytes: int) -> None:
-        """Memory that is taken for a moment."""
+        """Allocate memory and release it at once: only the peak changes."""
         if self.held + nbytes > self.peak:
             self.peak = self.held + nbytes

@@ -107,9 +107,9 @@ class Estimate:
         blocks = self.description.blocks
         microbatches = self.share // micro_batch
         if len(blocks) * microbatches <= _MAX_WALKED:
-            totals = self._walk(micro_batch, blocks).run(microbatches).numbers()
+            totals = self._walk(micro_batch, blocks).run(microbatches).totals()
         else:
-            totals = self._walk(micro_batch, blocks).run(1).numbers()
+            totals = self._walk(micro_batch, blocks).run(1).totals()
             totals = _sum(totals, self._further_microbatch(micro_batch), microbatches - 1)
         seconds, compute_s, *rest = totals
         comm = {

@@ -1,7 +1,7 @@
-"""The 4D paper's two performance models (§V, Eq. 1-10), as published: seconds of communication and nothing else.
+"""The 4D paper's two performance models (§V, Eq. 1-10) as published: seconds of communication only.
 
-Of a transformer they count the four fully connected layers of each block. What they leave out, the planner's own model
-(gpt4d.planner.step) has: embedding and head, norms and biases, latency, computation, and what hides behind it.
+They count the four fully connected layers of each transformer block. They omit embedding and head, norms and biases,
+latency, computation and overlap, which the planner's own model includes.
 """
 
 from collections import Counter
@@ -17,27 +17,28 @@ from gpt4d.planner.workload import compute_bytes
 
 
 def linear_layers(description: Description, cached: Collection[str] = ()) -> list[tuple[Linear, int, int]]:
-    """Return the linear layers of the blocks, each with the number of blocks that have it and of those in ``cached``."""
+    """Return the blocks' linear layers, each with the number of blocks that have it and of those in ``cached``."""
     blocks = Counter(block.layer for block in description.blocks)
     kept = Counter(block.layer for block in description.blocks if block.name in cached)
     return [(layer, count, kept[block]) for block, count in blocks.items() for layer in block.linears]
 
 
 def bandwidths(sizes: GridSizes, node: int, inter: float, intra: float) -> GridSizes:
-    """Eq. 10: what a group of each axis has, in the unit of ``inter`` and ``intra``, on nodes of ``node`` devices."""
-    found, inner = [], 1
+    """Return each axis's bandwidth (Eq. 10) in the unit of ``inter`` and ``intra``, on nodes of ``node`` devices."""
+    by_axis, inner = [], 1
     for size in sizes:
-        found.append(intra if inner * size <= node else inter / min(node, inner))
+        by_axis.append(intra if inner * size <= node else inter / min(node, inner))
         inner *= size
-    return GridSizes(*found)
+    return GridSizes(*by_axis)
 
 
 def layer_bytes(
     m: float, k: int, n: int, transposed: bool, sizes: GridSizes, element: int, gradient: int
 ) -> dict[str, dict[str, float]]:
-    """Eq. 4-8: what a rank sends for one layer, by axis and collective. ``m``: rows a data-parallel group.
+    """Return the bytes a rank sends for one layer, by axis and collective (Eq. 4-8).
 
-    ``element`` and ``gradient``: bytes of one of an activation or gathered weight, and of a weight's gradient.
+    ``m``: rows per data-parallel group. ``element``: bytes per element of activations and gathered weights;
+    ``gradient``: of weight gradients.
     """
     gx, gy = (sizes.y, sizes.x) if transposed else (sizes.x, sizes.y)
     weight = k * n / (gx * gy)
@@ -56,13 +57,13 @@ def layer_bytes(
 
 
 def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, float]:
-    """Seconds along each axis in a step (Eq. 9, summed over layers); with Eq. 10's bandwidths if ``aware``.
+    """Return the seconds of a step along each axis (Eq. 9, summed over layers), with Eq. 10's bandwidths if ``aware``.
 
-    Under activation checkpointing the forward's collectives count once more, but for the gathers that are cached.
+    Activation checkpointing repeats the forward's collectives, except the all-gathers of cached weights.
     """
     e, cluster = compute_bytes(config), config.cluster
     m = config.train.batch_size * config.train.seq_len / sizes.data
-    again = config.train.activation_checkpointing == "full"
+    recompute = config.train.activation_checkpointing == "full"
     description = registry.describe(config.model)
     cached = description.cached_blocks(config.parallel.cache_layers)
     sent = dict.fromkeys(sizes._asdict(), 0.0)
@@ -71,9 +72,9 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
         for axis, kinds in layer_bytes(m, k, n, layer.transposed, sizes, e, MASTER_BYTES).items():
             for kind, nbytes in kinds.items():
                 sent[axis] += nbytes * blocks
-                if again and kind == "forward":
+                if recompute and kind == "forward":
                     sent[axis] += nbytes * blocks
-                if again and kind == "all_gather":
+                if recompute and kind == "all_gather":
                     sent[axis] += nbytes * (blocks - kept)
     outer, inner = cluster.levels[0], cluster.levels[-1]
     inter = group_bandwidth(outer, 2)

@@ -81,7 +81,7 @@ class StepWalk:
         )
         for _ in range(microbatches):
             self._microbatch()
-            self.after_microbatch.append(self.device.numbers())
+            self.after_microbatch.append(self.device.totals())
         self.stream.finish()
         self.gradients.finish()
         self.gradients.update()

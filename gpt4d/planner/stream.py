@@ -12,7 +12,7 @@ from gpt4d.parallel import limits
 from gpt4d.parallel.buckets import Bucket, gradient_buckets
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import WeightUse, kept_after_use, weights_ahead
-from gpt4d.planner.device import Device, UnderWay
+from gpt4d.planner.device import Device, PendingCollective
 
 
 class PlannedStream:
@@ -46,8 +46,8 @@ class PlannedStream:
         self.compute_bytes, self.gradients = compute_bytes, gradients
         # A weight that is neither cast nor gathered is the parameter itself.
         self.copies = 0 if self.gz == 1 and compute_bytes == MASTER_BYTES else self.gz
-        self.gathered: dict[str, UnderWay | None] = {}
-        self.scattering: deque[tuple[str, UnderWay | None]] = deque()
+        self.gathered: dict[str, PendingCollective | None] = {}
+        self.scattering: deque[tuple[str, PendingCollective | None]] = deque()
         self.position = -1
 
     def gather(self, name: str) -> None:
@@ -71,7 +71,7 @@ class PlannedStream:
     def _memory(self, name: str) -> int:
         return self.elements[name] * self.copies * self.compute_bytes
 
-    def _start(self, name: str) -> UnderWay | None:
+    def _start(self, name: str) -> PendingCollective | None:
         elements = self.elements[name]
         self.gradients.wait_param(name)
         self.device.hold(self._memory(name))
@@ -142,8 +142,8 @@ class PlannedGradients:
         self.packed_bytes = min(bucket_bytes, summed * gradient_bytes)
         self.missing = {bucket: sum(expected[name] for name in bucket.names) for bucket in self.buckets}
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
-        self.sent: dict[Bucket, UnderWay | None] = {}
-        self.arriving: dict[Bucket, UnderWay | None] = {}
+        self.sent: dict[Bucket, PendingCollective | None] = {}
+        self.arriving: dict[Bucket, PendingCollective | None] = {}
 
     def add(self, name: str) -> None:
         """Add one term, which is held, to a gradient."""

@@ -1,4 +1,4 @@
-"""What lies between the devices of a machine, and what of it the groups of a grid's axis have to themselves."""
+"""Links between the devices of a machine, and the speed of collectives in the groups of a grid's axes."""
 
 import sys
 from collections.abc import Iterator
@@ -6,32 +6,32 @@ from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
 
-_HIDDEN = 0.9  # of a collective nobody has measured: what carries it takes its part of a device
+_HIDDEN = 0.9  # hidden share of an unmeasured collective; running it occupies the device for the rest
 
 
-class Span(NamedTuple):
-    """Where the groups of an axis lie: each joins every ``stride``-th of ``stride·size`` neighbouring ranks."""
+class RankSpan(NamedTuple):
+    """Placement of an axis's groups: each joins every ``stride``-th of ``stride·size`` neighboring ranks."""
 
     stride: int
     size: int
 
     def local(self, node: int) -> int:
-        """Ranks of a group on one node of ``node`` devices: of the one that has the most of them."""
-        return _together(self, node)
+        """Return the most ranks of a group that share one node of ``node`` devices."""
+        return _ranks_within(self, node)
 
     def nodes(self, node: int) -> int:
-        """Nodes that a group spans."""
+        """Return the number of nodes that a group spans."""
         return -(-self.size // self.local(node))
 
     def sharing(self, node: int) -> int:
-        """Groups that go through the links of one node to the others (4D paper, Eq. 10); 1 if none does."""
+        """Return how many groups share one node's links to other nodes (4D paper, Eq. 10); 1 if none uses them."""
         return min(node, self.stride) if self.nodes(node) > 1 else 1
 
 
-def _together(span: Span, devices: int) -> int:
-    """Of a group, the ranks that are among the same ``devices`` neighbours.
+def _ranks_within(span: RankSpan, devices: int) -> int:
+    """Return how many ranks of a group are among the same ``devices`` neighbors.
 
-    Where the groups would fit, but do not divide them, some lie on both sides of a border: half of them here.
+    Groups that fit but do not divide ``devices`` may lie on both sides of a border: half of the ranks count.
     """
     reach = span.stride * span.size
     if reach <= devices and devices % reach:
@@ -39,107 +39,107 @@ def _together(span: Span, devices: int) -> int:
     return max(1, min(span.size, devices // span.stride))
 
 
-def spans(sizes: GridSizes) -> dict[str, Span]:
-    """Of each axis, and of all devices together, ``world``: x is innermost in rank order."""
-    found, stride = {}, 1
+def spans(sizes: GridSizes) -> dict[str, RankSpan]:
+    """Return the span of each axis, and of all devices as ``world``; x is innermost in rank order."""
+    by_axis, stride = {}, 1
     for axis, size in sizes._asdict().items():
-        found[axis] = Span(stride, size)
+        by_axis[axis] = RankSpan(stride, size)
         stride *= size
-    return found | {"world": Span(1, stride)}
+    return by_axis | {"world": RankSpan(1, stride)}
 
 
 def node_size(cluster: ClusterConfig) -> int:
-    """Devices of a node: what the outermost level joins. Where there is one level, all devices are on one node."""
+    """Return the devices per node: a member of the outermost level, or all devices if there is one level."""
     if len(cluster.levels) == 1:
         return cluster.levels[0].ranks or sys.maxsize
     return dict(_levels(cluster))[0]
 
 
 def _levels(cluster: ClusterConfig) -> Iterator[tuple[int, int]]:
-    """(number, devices of one of the groups it joins) of each level, the innermost first."""
-    inside = 1
-    for number in range(len(cluster.levels) - 1, -1, -1):
-        yield number, inside
-        inside *= cluster.levels[number].ranks or 1
+    """Yield (index, devices in each member) of the levels, innermost first."""
+    member_devices = 1
+    for index in range(len(cluster.levels) - 1, -1, -1):
+        yield index, member_devices
+        member_devices *= cluster.levels[index].ranks or 1
 
 
 def group_bandwidth(level: LevelConfig, members: int) -> float:
-    """GB/s that one member of a level has to the ``members - 1`` others of its group (ATP paper, §3.4).
+    """Return the GB/s from one member of a level to the ``members - 1`` others of its group (ATP paper, §3.4).
 
-    Its own links together, as far as its links to those others can carry: two devices joined by one link have that.
+    The sum of the member's links, limited by its links to those others: two devices on one link get that link.
     """
     if level.pair_gb_s is None:
         return level.group_gb_s
     return min(level.group_gb_s, (members - 1) * level.pair_gb_s)
 
 
-class Crossed(NamedTuple):
-    """A level of links that a group of an axis crosses."""
+class CrossedLevel(NamedTuple):
+    """Level of links that a group of an axis crosses."""
 
     level: LevelConfig
-    members: int  # of the level, that the group joins
-    sharing: int  # groups of the axis that go through the links of one member
+    members: int  # members of the level that the group joins
+    sharing: int  # groups of the axis that share the links of one member
 
 
-def crossed(cluster: ClusterConfig, span: Span) -> list[Crossed]:
-    """The levels between the ranks of a group, the innermost first. Empty for a group of one rank."""
-    found, reached = [], 1  # members of the group that the levels so far have joined
-    for number, inside in _levels(cluster):
-        level = cluster.levels[number]
-        outside = inside * level.ranks if number else span.stride * span.size * inside
-        together = _together(span, outside)
-        members = -(-together // reached)
+def crossed_levels(cluster: ClusterConfig, span: RankSpan) -> list[CrossedLevel]:
+    """Return the levels between the ranks of a group, innermost first. Empty for a group of one rank."""
+    crossed, joined = [], 1  # joined: ranks of the group that the levels so far connect
+    for index, member_devices in _levels(cluster):
+        level = cluster.levels[index]
+        level_devices = member_devices * level.ranks if index else span.stride * span.size * member_devices
+        ranks = _ranks_within(span, level_devices)
+        members = -(-ranks // joined)
         if members > 1:
-            found.append(Crossed(level, members, min(inside, span.stride)))
-        reached = together
-    return found
+            crossed.append(CrossedLevel(level, members, min(member_devices, span.stride)))
+        joined = ranks
+    return crossed
 
 
 class Speed(NamedTuple):
-    """What a collective takes: ``latency_s`` + bytes sent · ``s_per_byte``; ``hidden`` of it beside computation."""
+    """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``, of which the share ``hidden`` can overlap."""
 
     latency_s: float
     s_per_byte: float
     hidden: float
-    across: bool  # goes between nodes
+    across: bool  # between nodes
 
 
 NO_TIME = Speed(0.0, 0.0, 1.0, False)
 
 
-def speed(cluster: ClusterConfig, kind: str, span: Span) -> Speed:
-    """Of the collective ``kind`` in the groups of an axis, all groups at once: measured where it was, else by levels.
+def speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
+    """Return the speed of the collective ``kind`` when all groups of an axis run it: measured, or else by levels.
 
-    A measurement on other numbers of nodes stands for one that is missing: bytes go around a ring at the same rate,
-    and each node more is another message.
+    A measurement on another number of nodes replaces a missing one: the ring has the same rate, and each additional
+    node adds a message.
     """
     if span.size == 1:
         return NO_TIME
     node = node_size(cluster)
     local, nodes, sharing = span.local(node), span.nodes(node), span.sharing(node)
-    alike = [m for m in cluster.measured if (m.kind, m.local, m.sharing) == (kind, local, sharing)]
-    alike = [m for m in alike if (m.nodes > 1) == (nodes > 1)]
-    if alike:
-        near = min(alike, key=lambda m: (abs(m.nodes - nodes), -m.nodes))
-        messages = (span.size - 1) / (near.local * near.nodes - 1)
-        return Speed(near.latency_us / 1e6 * messages, 1e-9 / near.gb_s, near.hidden, nodes > 1)
-    return _by_levels(cluster, kind, span)
+    similar = [m for m in cluster.measured if (m.kind, m.local, m.sharing) == (kind, local, sharing)]
+    similar = [m for m in similar if (m.nodes > 1) == (nodes > 1)]
+    if similar:
+        nearest = min(similar, key=lambda m: (abs(m.nodes - nodes), -m.nodes))
+        messages = (span.size - 1) / (nearest.local * nearest.nodes - 1)
+        return Speed(nearest.latency_us / 1e6 * messages, 1e-9 / nearest.gb_s, nearest.hidden, nodes > 1)
+    return _speed_by_levels(cluster, kind, span)
 
 
-def _by_levels(cluster: ClusterConfig, kind: str, span: Span) -> Speed:
-    """As fast as the slowest links on the way: those of a level, shared by the groups of the axis that cross it."""
-    levels = crossed(cluster, span)
+def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
+    """Return the speed of the slowest level crossed, whose links the groups of the axis share."""
+    levels = crossed_levels(cluster, span)
     gb_s = min(group_bandwidth(c.level, c.members) / c.sharing for c in levels)
     latency_us = sum(_messages(kind, c.members) * c.level.latency_us for c in levels)
     return Speed(latency_us / 1e6, 1e-9 / gb_s, _HIDDEN, span.nodes(node_size(cluster)) > 1)
 
 
 def _messages(kind: str, members: int) -> int:
-    """One after another: up and down a tree where one serves, else around the ring."""
+    """Return the number of consecutive messages: up and down a tree for an all-reduce, else around the ring."""
     return 2 * (members - 1).bit_length() if kind == "all_reduce" else members - 1
 
 
-def place(cluster: ClusterConfig, span: Span) -> MeasuredConfig:
-    """A measurement's keys for the groups of an axis, its figures to be filled in."""
+def place(cluster: ClusterConfig, span: RankSpan) -> MeasuredConfig:
+    """Return a measurement with the keys of an axis's groups, whose figures the caller fills in."""
     node = node_size(cluster)
     return MeasuredConfig(local=span.local(node), nodes=span.nodes(node), sharing=span.sharing(node))

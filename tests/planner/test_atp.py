@@ -1,9 +1,9 @@
-"""What the ATP paper says of its machines, by its equations."""
+"""The ATP paper's results for its machines, from its equations."""
 
 import pytest
 
 from gpt4d.config import ClusterConfig, LevelConfig, ModelConfig, compose
-from gpt4d.planner.atp import Mesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
+from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
 
 # M1 … M4 of the paper: hidden size and heads; batch 4, sequence 2048, fp16.
 MODELS = [
@@ -13,66 +13,68 @@ MODELS = [
 ]  # fmt: skip
 
 
-def best(cluster: ClusterConfig, devices: int, model: ModelConfig = MODELS[0]) -> Mesh:
+def best(cluster: ClusterConfig, devices: int, model: ModelConfig = MODELS[0]) -> AtpMesh:
     return min(meshes(devices), key=lambda mesh: sum(communication(model, cluster, mesh, 4, 2048, 2)))
 
 
-def paper(name: str) -> ClusterConfig:
+def paper_cluster(name: str) -> ClusterConfig:
     return compose([f"cluster={name}"]).cluster
 
 
 def test_the_worked_example_of_figure_7():
     matrix_a = ClusterConfig(levels=[LevelConfig(4, 25.0), LevelConfig(4, 600.0, 200.0)])
-    assert link_bandwidths(matrix_a, Mesh(8, 2)) == (12.5, 200.0)
-    assert link_bandwidths(matrix_a, Mesh(4, 4)) == (6.25, 600.0)
-    assert link_bandwidths(matrix_a, Mesh(16, 1)) == (25.0, None)
+    assert link_bandwidths(matrix_a, AtpMesh(8, 2)) == (12.5, 200.0)
+    assert link_bandwidths(matrix_a, AtpMesh(4, 4)) == (6.25, 600.0)
+    assert link_bandwidths(matrix_a, AtpMesh(16, 1)) == (25.0, None)
 
 
-def test_an_all_reduce_has_its_share_of_the_links_by_equation_4():
+def test_all_reduce_bandwidths_follow_equation_4():
     matrix_a = ClusterConfig(levels=[LevelConfig(4, 25.0), LevelConfig(4, 600.0, 200.0)])
-    assert all_reduce_bandwidths(matrix_a, Mesh(8, 2)) == (pytest.approx(8 / 14 * 12.5), pytest.approx(200.0))
+    assert all_reduce_bandwidths(matrix_a, AtpMesh(8, 2)) == (pytest.approx(8 / 14 * 12.5), pytest.approx(200.0))
 
 
-def test_the_time_is_that_of_equation_2():
+def test_communication_time_follows_equation_2():
     """h=2048, one layer, 4 sequences of 2048 in fp16 on DeviceMesh(4, 2) with B1 = 2 and B2 = 5 GB/s, by hand."""
     cluster = ClusterConfig(atp_gb_s={"4x2": [2.0, 5.0]})
-    first, second = communication(MODELS[0], cluster, Mesh(4, 2), 4, 2048, 2)
+    first, second = communication(MODELS[0], cluster, AtpMesh(4, 2), 4, 2048, 2)
     rows = 2 * 4 * 2048 * 2048 * 2 / 1e9
     assert first == pytest.approx(rows * 2 / (2 * 2.0)) and second == pytest.approx(rows * 7 / (4 * 5.0))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_fully_connected_machines_take_atp_1_below_8_devices_and_atp_2_above(model):
-    assert [best(paper("ic3"), devices, model) for devices in (2, 4)] == [(2, 1), (4, 1)]
-    assert best(paper("ic4"), 16, model) == (8, 2)
-    assert best(paper("ic4"), 4, model) == (4, 1)
+def test_fully_connected_machines_use_atp_1_below_8_devices_and_atp_2_above(model):
+    assert [best(paper_cluster("ic3"), devices, model) for devices in (2, 4)] == [(2, 1), (4, 1)]
+    assert best(paper_cluster("ic4"), 16, model) == (8, 2)
+    assert best(paper_cluster("ic4"), 4, model) == (4, 1)
 
 
 def test_at_8_fully_connected_devices_the_formula_gives_325_and_350():
-    """In units of 2·L·b·s·h elements over a device's bandwidth. The paper reports ATP-1 there, and so it measured."""
+    """In units of 2·L·b·s·h elements over a device's bandwidth. The paper measured, and reports, ATP-1 there."""
     unit = 2 * 4 * 2048 * 2048 * 2 / 600e9
-    atp_1, atp_2 = (sum(communication(MODELS[0], paper("ic3"), mesh, 4, 2048, 2)) for mesh in (Mesh(8, 1), Mesh(4, 2)))
+    atp_1, atp_2 = (
+        sum(communication(MODELS[0], paper_cluster("ic3"), mesh, 4, 2048, 2)) for mesh in (AtpMesh(8, 1), AtpMesh(4, 2))
+    )
     assert (atp_1 / unit, atp_2 / unit) == (pytest.approx(3.5), pytest.approx(3.25))
 
 
-def test_pairs_joined_by_pcie_take_atp_1():
-    assert best(paper("ic2"), 8) == (8, 1)
+def test_pairs_joined_by_pcie_use_atp_1():
+    assert best(paper_cluster("ic2"), 8) == (8, 1)
 
 
-def test_pcie_alone_takes_atp_4_by_the_measured_bandwidths():
-    times = {mesh: sum(communication(MODELS[0], paper("ic1"), mesh, 4, 2048, 2)) for mesh in meshes(8)}
+def test_pcie_alone_uses_atp_4_with_the_measured_bandwidths():
+    times = {mesh: sum(communication(MODELS[0], paper_cluster("ic1"), mesh, 4, 2048, 2)) for mesh in meshes(8)}
     assert min(times, key=times.get) == (2, 4)
-    assert times[Mesh(2, 4)] / times[Mesh(8, 1)] == pytest.approx(1 - 0.46, abs=0.01)
+    assert times[AtpMesh(2, 4)] / times[AtpMesh(8, 1)] == pytest.approx(1 - 0.46, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["ic5", "ic6"])
 def test_one_layer_matrices_follow_the_closed_form(name):
-    cluster, model = paper(name), MODELS[0]
+    cluster, model = paper_cluster(name), MODELS[0]
     unit = 2 * 4 * 2048 * 2048 * 2 / (cluster.levels[0].group_gb_s * 1e9)
     for devices in (4, 16, 64, 256):
         for d1, d2 in meshes(devices):
-            found = sum(communication(model, cluster, Mesh(d1, d2), 4, 2048, 2))
-            assert found == pytest.approx(unit * (14 * d2 + 4 * d1 - 18) / (d1 * d2))
-    first = [sum(communication(model, cluster, Mesh(n, 1), 4, 2048, 2)) for n in (4, 16, 64, 256)]
-    chosen = [sum(communication(model, cluster, best(cluster, n), 4, 2048, 2)) for n in (4, 16, 64, 256)]
-    assert first == sorted(first) and chosen == sorted(chosen, reverse=True)
+            seconds = sum(communication(model, cluster, AtpMesh(d1, d2), 4, 2048, 2))
+            assert seconds == pytest.approx(unit * (14 * d2 + 4 * d1 - 18) / (d1 * d2))
+    atp_1 = [sum(communication(model, cluster, AtpMesh(n, 1), 4, 2048, 2)) for n in (4, 16, 64, 256)]
+    best_mesh = [sum(communication(model, cluster, best(cluster, n), 4, 2048, 2)) for n in (4, 16, 64, 256)]
+    assert atp_1 == sorted(atp_1) and best_mesh == sorted(best_mesh, reverse=True)

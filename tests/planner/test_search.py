@@ -150,7 +150,7 @@ def test_the_answer_in_json_and_as_a_picture_needs_no_torch(tmp_path):
 
 def test_the_table_ends_with_words_to_paste():
     answer = ask("world_size=32", *PERLMUTTER, "top=5")
-    assert "grid(s) do not fit in 40 GiB; the nearest" in answer and "grid(s) cannot be, such as" in answer
+    assert "grid(s) do not fit in 40 GiB; the smallest" in answer and "grid(s) are not possible" in answer
     pasted = [line for line in answer.splitlines() if line.startswith("parallel.gx=")]
     assert len(pasted) == 5
     config = compose([*PERLMUTTER, *pasted[0].split()])

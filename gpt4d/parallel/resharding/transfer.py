@@ -223,7 +223,7 @@ class Transfer:
         """
         link, traffic = self.link, self.link.axis.traffic
         before = now(link.device)
-        with traffic.named_range(f"wait {self.name}"), traffic.noted(self.name, self.number):
+        with traffic.named_range(f"wait {self.name}"), traffic.track_wait(self.name, self.number):
             self.finished.wait()
             if self.error is not None:
                 raise self.error
