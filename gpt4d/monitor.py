@@ -133,17 +133,15 @@ class StragglerDetector:
 
     def note(self, busy: list[float]) -> tuple[dict, str]:
         """Record each rank's seconds of a step without waiting. Return their spread, and a message or ``""``."""
-        median, longest = statistics.median(busy), max(busy)
-        rank = busy.index(longest)
-        late = longest > _LATE * median
+        median, worst = statistics.median(busy), max(busy)
+        rank = busy.index(worst)
+        late = worst > _LATE * median
         self.times = self.times + 1 if late and rank == self.slowest else int(late)
         self.slowest = rank
         message = ""
         if self.times and self.times % _LATE_TIMES == 0:
-            message = (
-                f"rank {rank} on {self.hosts[rank]} takes {longest:.3f} s per step, the others about {median:.3f} s"
-            )
-        return {"min": min(busy), "median": median, "max": longest, "slowest": rank}, message
+            message = f"rank {rank} on {self.hosts[rank]} takes {worst:.3f} s per step, the others about {median:.3f} s"
+        return {"min": min(busy), "median": median, "max": worst, "slowest": rank}, message
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

@@ -48,15 +48,13 @@ class Traffic:
         """Return ``{"exposed_s", "hidden_s"}`` of the recorded intervals."""
         exposed = sum(seconds_between(*wait) for wait in self.wait_intervals)
         # With more threads than cores, a wait can outlast its collective; that time is exposed as well.
-        covered = _covered_s(self.run_intervals + self.wait_intervals)
-        return {"exposed_s": exposed, "hidden_s": max(0.0, covered - exposed)}
+        hidden = max(0.0, _covered_s(self.run_intervals + self.wait_intervals) - exposed)
+        return {"exposed_s": exposed, "hidden_s": hidden}
 
     def since(self, origin) -> "Traffic":
         """Return a copy of the intervals that began after ``origin`` (from ``now``), in seconds relative to it."""
         waits, runs = _relative_to(origin, self.wait_intervals), _relative_to(origin, self.run_intervals)
-        return Traffic(
-            wait_intervals=[wait for wait in waits if wait[0] >= 0], run_intervals=[run for run in runs if run[0] >= 0]
-        )
+        return Traffic(wait_intervals=[w for w in waits if w[0] >= 0], run_intervals=[r for r in runs if r[0] >= 0])
 
 
 def now(device: torch.device):
@@ -79,16 +77,15 @@ class InFlightCollective:
         self.traffic, self.work, self.device = traffic, work, device
         self.name, self.number = "", traffic.num_started  # shown in profiler traces and hang reports
         self.started = now(device)
+        runs = traffic.run_intervals
         traffic.bytes += sent_bytes
         if device.type == "cuda":
             # A separate stream waits for the end, so that the computation's stream does not.
             with torch.cuda.stream(_end_stream(device)):
                 work.wait()
-                traffic.run_intervals.append((self.started, now(device)))
+                runs.append((self.started, now(device)))
         elif isinstance(work, dist.Work):
-            work.get_future().add_done_callback(
-                lambda _: traffic.run_intervals.append((self.started, time.perf_counter()))
-            )
+            work.get_future().add_done_callback(lambda _: runs.append((self.started, time.perf_counter())))
 
     def wait(self) -> None:
         before = now(self.device)

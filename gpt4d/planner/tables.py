@@ -40,9 +40,9 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
 
     axes = [axis for axis in AXES if any(axis in plan.comm for plan in ranking.plans)]
     grid_table = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
-    heading = f"{config.model.name} on {devices} device(s) of {config.cluster.name}, ordered by "
     by_published = any(plan.published_s is not None for plan in ranking.plans)
-    grid_table.title = heading + ("the paper's seconds of communication" if by_published else "step time")
+    order = "the paper's seconds of communication" if by_published else "step time"
+    grid_table.title = f"{config.model.name} on {devices} device(s) of {config.cluster.name}, ordered by {order}"
     grid_table.add_column("grid x·y·z·data")
     for heading in ("microbatch", "step", "compute", *(f"exposed {axis}" for axis in axes), "hidden", "memory"):
         grid_table.add_column(heading, justify="right")
