@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from gpt4d.model.gpt import GPT
 
 from gpt4d.config import GridSizes, ModelConfig
-from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
+from gpt4d.model.gpt import GPT
 
 from benchmarks.interleave import ContenderStep
 from gpt4d.config import ModelConfig, OptimConfig
-from gpt4d.model.gpt import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream

@@ -91,7 +91,7 @@ class GradientReducer:
         self._sent[bucket] = start(packed, last)
 
     def finish(self) -> None:
-        """End a step's backward: the gradients of all parameters are complete, in ``grad`` of the optimizer's shards."""
+        """End a step's backward: all gradients are complete, in ``grad`` of the optimizer's shards."""
         self.weights.finish()
         for bucket in self.buckets:
             if bucket not in self._sent:

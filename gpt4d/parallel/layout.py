@@ -1,7 +1,7 @@
 """The layout: which mesh axes split each dim of a tensor. The one description of sharding in the project.
 
-Initialization, gradient reduction, the global norm, checkpoints, exports, resharding and the planner all read it; nothing
-else says where an element of a tensor lives. This module does not import torch: a layout is a value.
+Initialization, gradient reduction, the global norm, checkpoints, exports, resharding and the planner all read it;
+nothing else says where an element of a tensor lives. This module does not import torch: a layout is a value.
 """
 
 import math

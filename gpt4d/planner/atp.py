@@ -11,9 +11,9 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.paper_models import linear_layers
 from gpt4d.planner.search import check_machine, largest_micro_batch
 from gpt4d.planner.topology import RankSpan, crossed_levels, group_bandwidth
-from gpt4d.planner.paper_models import linear_layers
 from gpt4d.planner.workload import compute_bytes
 
 

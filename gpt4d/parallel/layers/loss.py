@@ -8,7 +8,7 @@ from gpt4d.parallel.grid import Axis
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """Sum over the tokens of ``log Σ exp(logits) - logit of the target``, computed in float32 or, for float64 logits, float64."""
+    """Sum over the tokens of ``log Σ exp(logits) - logit of the target``, in float32, or float64 for float64 logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocabulary: int, axis: Axis):

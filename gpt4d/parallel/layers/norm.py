@@ -42,7 +42,7 @@ class LayerNormFunction(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """``[..., features over y] → [..., features over y]``; statistics are computed in float32, or float64 for float64 inputs."""
+    """``[..., features over y] → [..., features over y]``; statistics are float32, or float64 for float64 inputs."""
 
     def __init__(self, weights: WeightStream, features: int, epsilon: float = 1e-5):
         super().__init__()
