@@ -17,7 +17,7 @@ from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config, validate
 from gpt4d.planner.search import choose
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
-from gpt4d.runtime.signals import listening
+from gpt4d.runtime.signals import listen_for_signals
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
@@ -36,13 +36,13 @@ def train(config: Config) -> None:
         checkpoint_dir.resume_candidates(config.checkpoint.resume, Path(config.run.dir)), config.model
     )
 
-    with listening(told=not launch.rank) as stop:
+    with listen_for_signals(announce=not launch.rank) as stop:
         # torch takes seconds to import: only once the configuration is known to be right.
         from gpt4d.runtime.job import process_group
         from gpt4d.trainer import Trainer
 
         with process_group(launch) as job:
-            Trainer(config, sizes, job.device).run(stop, job.watch)
+            Trainer(config, sizes, job.device).run(stop, job.watchdog)
 
 
 def planned(config: Config, launch: Launch) -> Config:

@@ -124,7 +124,7 @@ class Trainer:
             self._report_saved()
             step = self.progress.step
             if self.watch and step == settled:
-                self.watch.guard = HangDetector(
+                self.watch.hang_detector = HangDetector(
                     self.grid.active_axes, self.model, config.parallel.timeout_s, self.run_dir / "hang"
                 )
             validating = step == config.train.steps or _due(step, config.train.validate_every)
@@ -142,15 +142,15 @@ class Trainer:
                     self._save()
                 self._restart_clock()
         if self.watch:
-            self.watch.guard = None
+            self.watch.hang_detector = None
         self._report_saved(wait=True)
         if step == config.train.steps and not self.health.is_finite:
             self.health.give_up()
         if stopping and step < config.train.steps:
             words = (
-                f"{self.stop.asked or 'another rank was asked'}: stopped after step {step}; the same command goes on"
+                f"{self.stop.signal or 'another rank was asked'}: stopped after step {step}; the same command goes on"
             )
-            self.report.event("signal", words, **asdict(self.progress), signal=self.stop.asked)
+            self.report.event("signal", words, **asdict(self.progress), signal=self.stop.signal)
             raise signals.Stopped
 
     def _read(self, numbers: PendingMetrics) -> StepMetrics:
@@ -178,7 +178,7 @@ class Trainer:
             loss += part.detach()
         self.gradient_sum.finish()
         squared_norm = gradients.squared_norm(self.owned, grid, self.device)
-        stopping = torch.tensor(float(self.stop.asked is not None), dtype=torch.float64, device=self.device)
+        stopping = torch.tensor(float(self.stop.signal is not None), dtype=torch.float64, device=self.device)
         totals = collectives.all_reduce(torch.stack((self._once(loss), squared_norm, stopping)), grid.world)
         loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]
         skipped = ~(loss.isfinite() & norm.isfinite())

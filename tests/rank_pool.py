@@ -1,4 +1,4 @@
-"""A pool of gloo ranks shared by all tests of a session: torch is imported once, not once for each rank and test."""
+"""A pool of gloo ranks shared by all tests of a session, so that torch is imported once, not once per rank and test."""
 
 import gc
 import logging
@@ -17,14 +17,14 @@ _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint",
 
 
 class RankFailure(AssertionError):
-    """What went wrong on which rank, its traceback included."""
+    """An exception on one or more ranks, with their tracebacks."""
 
 
 class RankPool:
-    """``run(n, function, *args)`` calls the function on n ranks, in a process group of theirs, and lists the results.
+    """A pool of processes. ``run(n, function, *args)`` calls a function on n ranks and returns the list of results.
 
-    The function must be importable; it and all values travel by pickle. After a failure the ranks are replaced, so that
-    no test meets what another left behind.
+    The ranks form a process group of their own. The function must be importable; it and all values are pickled. After a
+    failure the ranks are replaced, so that no test is affected by another.
     """
 
     def __init__(self):
@@ -34,13 +34,13 @@ class RankPool:
 
     def run(self, world_size: int, function, *args) -> list:
         while len(self.ranks) < world_size:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+            parent_end, child_end = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(child_end,), daemon=True)
             process.start()
-            theirs.close()
-            self.ranks.append((process, ours))
-        with tempfile.TemporaryDirectory() as meeting_place:
-            task = pickle.dumps((function, args, world_size, os.path.join(meeting_place, "store")))
+            child_end.close()
+            self.ranks.append((process, parent_end))
+        with tempfile.TemporaryDirectory() as directory:
+            task = pickle.dumps((function, args, world_size, os.path.join(directory, "store")))
             for rank in range(world_size):
                 self.ranks[rank][1].send_bytes(pickle.dumps(rank))
                 self.ranks[rank][1].send_bytes(task)
@@ -58,14 +58,14 @@ class RankPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    done, value = pickle.loads(connection.recv_bytes())
+                    succeeded, value = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    done, value = False, "the process died"
-                if done:
+                    succeeded, value = False, "the process died"
+                if succeeded:
                     results[rank] = value
                 else:
                     failures[rank] = value
-                    deadline = min(deadline, time.monotonic() + 10)  # the others are likely to wait for it in vain
+                    deadline = min(deadline, time.monotonic() + 10)  # the other ranks probably wait for this one
         if failures:
             self.close()
             raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
@@ -85,7 +85,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # Says that gathering a dim cut over two axes takes two all-gathers: it does, and tests may.
+    # It warns that gathering a dim that two axes split takes two all-gathers, which tests do on purpose.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     while True:
         try:
@@ -102,7 +102,7 @@ def _serve(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:
-            gc.collect()  # models hold groups, groups hold threads
+            gc.collect()  # models hold process groups, which hold threads
             dist.destroy_process_group()
             torch.use_deterministic_algorithms(False)
         connection.send_bytes(pickle.dumps(answer))

@@ -2,8 +2,8 @@
 
 import os
 
-from tests.jobs import Job
-from tests.test_faults import at_step, quickly
+from tests.jobs import LaunchedJob
+from tests.runtime.test_faults import at_step, shorten_timeouts
 
 KEYS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
@@ -15,7 +15,7 @@ KEYS = {
 
 def fail_with_keys(rank):
     os.environ.update(KEYS)
-    quickly()
+    shorten_timeouts()
 
     def act(_):
         raise ValueError("any")
@@ -26,8 +26,8 @@ def fail_with_keys(rank):
 
 def test_no_key_is_in_logs_configs_or_checkpoints(ranks, tiny):
     config = tiny("logging.wandb.mode=offline", "checkpoint.every=2", "profile.steps=1", "parallel.gz=2")
-    with Job(ranks.context, config, 2, fail_with_keys) as job:
-        assert job.ends() == [1, 1], job.said()
+    with LaunchedJob(ranks.context, config, 2, fail_with_keys) as job:
+        assert job.exit_codes() == [1, 1], job.outputs()
     files = [path for path in job.run_dir.rglob("*") if path.is_file()]
     assert {"config.yaml", "metrics.jsonl", "meta.json", "wandb_id"} <= {path.name for path in files}
     for path in [*files, *job.logs]:

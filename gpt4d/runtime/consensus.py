@@ -1,4 +1,4 @@
-"""What all ranks do alike: they fail together, hold something together, learn what the first of them found."""
+"""Operations in which all ranks of the job agree: fail together, gather objects, run something on rank 0."""
 
 import threading
 import traceback
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from gpt4d.config import ConfigError
 
 T = TypeVar("T")
-_SIGN_OF_LIFE_S = 60.0
+_KEEPALIVE_S = 60.0
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """What ``work`` returns here, once it has succeeded on every rank. If it failed on any, all ranks raise alike."""
+    """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise."""
     result, error = None, None
     try:
         result = work()
@@ -25,43 +25,43 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     except Exception as raised:
         traceback.print_exc()
         error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
-    for failure in filter(None, all_gather_object(error)):
-        raise failure
+    for first_error in filter(None, all_gather_object(error)):
+        raise first_error
     return result
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The ``value`` of each rank. All ranks call it."""
+    """Return the ``value`` of every rank, in rank order. All ranks must call this."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def all_ranks_true(flag: bool) -> bool:
-    """Whether ``flag`` holds on every rank. All ranks ask."""
-    everywhere = torch.tensor(int(flag))
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
+    """Return whether ``flag`` is true on every rank. All ranks must call this."""
+    minimum = torch.tensor(int(flag))
+    dist.all_reduce(minimum, dist.ReduceOp.MIN)
+    return bool(minimum)
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, on every rank, however long it takes.
+    """Run ``work`` on rank 0 and return its result on every rank, however long it takes. All ranks must call this.
 
-    A ConfigError there is raised on every rank alike; after any other failure no rank goes on.
+    A ConfigError is raised on every rank. After any other exception rank 0 raises it and the others a RuntimeError.
     """
     if not dist.is_initialized():
         return work()
     outcome, failure = None, None
     if dist.get_rank() == 0:
-        with _others_kept_waiting():
+        with _keepalive_broadcasts():
             try:
                 outcome = work(), None
             except ConfigError as error:
                 outcome = None, error
             except BaseException as raised:
                 outcome, failure = (None, RuntimeError(f"rank 0 failed: {raised!r}")), raised
-    while (received := _from_first_rank(outcome)) is None:
-        pass  # a sign of life
+    while (received := _broadcast_from_rank0(outcome)) is None:
+        pass  # None is a keepalive
     if failure is not None:
         raise failure
     result, error = received
@@ -70,25 +70,25 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     return result
 
 
-def _from_first_rank(value: T) -> T:
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+def _broadcast_from_rank0(value: T) -> T:
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
 
 
 @contextmanager
-def _others_kept_waiting() -> Iterator[None]:
-    """Gives the other ranks signs of life: a broadcast that nobody begins is an error after half an hour."""
-    over = threading.Event()
+def _keepalive_broadcasts() -> Iterator[None]:
+    """Broadcast None periodically while the body runs: gloo fails a broadcast that does not start within 30 minutes."""
+    finished = threading.Event()
 
-    def tell() -> None:
-        while not over.wait(_SIGN_OF_LIFE_S):
-            _from_first_rank(None)
+    def broadcast_until_finished() -> None:
+        while not finished.wait(_KEEPALIVE_S):
+            _broadcast_from_rank0(None)
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    thread = threading.Thread(target=broadcast_until_finished, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        teller.join()
+        finished.set()
+        thread.join()

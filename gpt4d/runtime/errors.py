@@ -1,4 +1,4 @@
-"""How errors reach people: a user's mistake is one line and exit code 1; a failure of ours keeps its traceback."""
+"""How errors are shown: a user's mistake as one line with exit code 1, a bug with its traceback."""
 
 import sys
 import time
@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpt4d.config import ConfigError, NodeError, to_config_error
-from gpt4d.runtime.launch import Launch, tell_error
+from gpt4d.runtime.launch import Launch, print_error
 
-_PATIENCE_S = 30.0
+_PRINT_GRACE_S = 30.0
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Shows a ConfigError, Hydra's and OmegaConf's included, as one line and exits with code 1.
+    """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1.
 
-    Nearly always all ranks meet it, and rank 0 tells it. The others give it the time to: a launcher that sees one
-    process fail ends the rest at once, and rank 0 may be slower. On another node the first rank then tells it too: a
-    file may be missing there alone. What only a node's own ranks can meet, a NodeError, its first rank tells at once.
+    Usually all ranks raise the same error and rank 0 prints it. The other ranks wait before they exit, because a
+    launcher ends all processes as soon as one fails, and rank 0 may be slower. The first rank of every other node
+    prints it after that wait too, since the cause may exist on that node only (a missing file). It prints a NodeError,
+    which only ranks of its own node can raise, at once.
     """
     try:
         yield
@@ -27,8 +28,8 @@ def one_line_errors() -> Iterator[None]:
             raise
         launch = Launch.from_environment()
         if launch.local_rank or (launch.rank and not isinstance(error, NodeError)):
-            time.sleep(_PATIENCE_S)
+            time.sleep(_PRINT_GRACE_S)
         if launch.local_rank:
             sys.exit(1)
-        tell_error(str(error))
+        print_error(str(error))
         sys.exit(1)

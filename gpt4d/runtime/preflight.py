@@ -1,4 +1,4 @@
-"""What all ranks compare before they train together: a node with other code, another disk or a slow link is named."""
+"""Checks before training: all ranks compare code, settings, versions, run directory, and the speed of their links."""
 
 import hashlib
 import math
@@ -16,17 +16,17 @@ import torch
 from gpt4d.config import Config, ConfigError
 from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
 
-_MARK = ".these-ranks-meet-here"
-_PATIENCE_S = 30.0  # for a file to be seen from another node
+_MARKER_NAME = ".these-ranks-meet-here"
+_MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
 _REPEATS = 3
-_ROUNDS = 3  # at most: what is slow now and then is a busy machine, not a slow one
-_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # squared in a computation, about
-_SLOWER = 3.0  # times the median: worth a word
+_ROUNDS = 3  # at most: a node that is slow only in some rounds is busy, not slow
+_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # approximate size of the square matrix of the test computation
+_SLOW_FACTOR = 3.0  # times the median
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a rank runs on, and with."""
+    """What one rank runs on: host, versions and settings, which must be equal on all ranks."""
 
     host: str
     code: str
@@ -34,116 +34,122 @@ class Node:
     torch: str
     python: str
     device: str
-    run_dir: str  # what it finds there
+    run_dir: str  # content of the marker file that this rank sees there
 
     FIXES = {  # noqa: RUF012
-        "code": "gpt4d's code: bring it up to date there",
-        "config": "the configuration: give all ranks the same, and the same environment",
-        "torch": "torch: install one version everywhere",
-        "python": "Python: install one version everywhere",
-        "run_dir": "run.dir: choose one on a file system that all nodes share",
+        "code": "gpt4d's code; install the same version on all nodes",
+        "config": "the configuration; pass the same overrides and environment to all ranks",
+        "torch": "torch; install the same version on all nodes",
+        "python": "Python; install the same version on all nodes",
+        "run_dir": "run.dir; choose a directory on a file system that all nodes share",
     }
 
     @classmethod
-    def here(cls, config: Config, device: torch.device, mark: str) -> "Node":
+    def of_this_rank(cls, config: Config, device: torch.device, marker: str) -> "Node":
         name = "cpu"
         if device.type == "cuda":
             name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
-        values = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
-        found = _seen(Path(config.run.dir) / _MARK, mark)
-        return cls(socket.gethostname(), _code(), values, torch.__version__, platform.python_version(), name, found)
+        settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
+        seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker)
+        host, python = socket.gethostname(), platform.python_version()
+        return cls(host, _code_hash(), settings, torch.__version__, python, name, seen)
 
 
 def compare(
     config: Config, device: torch.device, exchanges: Mapping[str, Callable[[], None]]
 ) -> tuple[list[str], list[str]]:
-    """Each rank's host, and words about what is slow. All ranks call it.
+    """Compare all ranks. Return each rank's host, and a message for whatever is slow. All ranks must call this.
 
-    ConfigError, on all alike, naming the first rank that has other code, settings or versions than rank 0, does not see
-    its ``run.dir``, or shares a GPU with another.
+    ``exchanges`` has, by axis name, a function that exchanges data along that axis; its duration is compared.
+
+    Raises ConfigError on all ranks, naming the first rank whose code, settings or versions differ from rank 0's, that
+    does not see rank 0's ``run.dir``, or that shares a GPU with another rank.
     """
-    path = Path(config.run.dir) / _MARK
-    mark = run_on_rank0(lambda: _marked(path))
-    nodes = all_gather_object(Node.here(config, device, mark))
+    path = Path(config.run.dir) / _MARKER_NAME
+    marker = run_on_rank0(lambda: _write_marker(path))
+    nodes = all_gather_object(Node.of_this_rank(config, device, marker))
     run_on_rank0(lambda: path.unlink(missing_ok=True))
-    problem = difference(nodes)
+    problem = find_difference(nodes)
     if problem:
         raise ConfigError(problem)
     hosts = [node.host for node in nodes]
-    return hosts, _slow_again_and_again(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
+    return hosts, _find_persistently_slow(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
 
 
-def difference(nodes: list[Node]) -> str | None:
-    """In what a rank differs from the first, and how to mend it; None if in nothing."""
+def find_difference(nodes: list[Node]) -> str | None:
+    """Return a message about the first rank that differs from rank 0 or shares its GPU, or None."""
     for rank, node in enumerate(nodes):
-        for what, mend in Node.FIXES.items():
-            if getattr(node, what) != getattr(nodes[0], what):
-                return f"rank {rank} on {node.host} differs from rank 0 on {nodes[0].host} in {mend}"
-    taken: dict[tuple[str, str], int] = {}
+        for field, fix in Node.FIXES.items():
+            if getattr(node, field) != getattr(nodes[0], field):
+                return f"rank {rank} on {node.host} differs from rank 0 on {nodes[0].host} in {fix}"
+    owners: dict[tuple[str, str], int] = {}
     for rank, node in enumerate(nodes):
-        other = taken.setdefault((node.host, node.device), rank)
-        if other != rank and node.device != "cpu":
+        owner = owners.setdefault((node.host, node.device), rank)
+        if owner != rank and node.device != "cpu":
             return (
-                f"ranks {other} and {rank} on {node.host} have one GPU between them: start one task a GPU (torchrun "
+                f"ranks {owner} and {rank} on {node.host} share one GPU; start one task per GPU (torchrun "
                 "--nproc-per-node, or Slurm's --ntasks-per-node)"
             )
     return None
 
 
-def slow(seconds: list[dict[str, float]], hosts: list[str]) -> list[str]:
-    """Of each rank's seconds for an exchange on each axis and for a computation: which are far above the median."""
-    words = []
-    for what in seconds[0]:
-        usual = statistics.median(rank[what] for rank in seconds)
-        late = [rank for rank, times in enumerate(seconds) if times[what] > _SLOWER * usual]
-        if late:
-            worst = max(late, key=lambda rank: seconds[rank][what])
-            where = ", ".join(sorted({hosts[rank] for rank in late})[:5])
-            kind = what if what == "computation" else f"the axis {what}"
-            words.append(
-                f"{kind} is slow on {len(late)} rank(s) ({where}): {seconds[worst][what] * 1e3:.1f} ms on rank "
-                f"{worst}, {usual * 1e3:.1f} elsewhere"
+def find_slow(seconds: list[dict[str, float]], hosts: list[str]) -> list[str]:
+    """Return a message for each measurement that takes some ranks far longer than the median.
+
+    ``seconds`` has for each rank the duration of an exchange by axis name, and of the ``computation``.
+    """
+    messages = []
+    for name in seconds[0]:
+        median = statistics.median(durations[name] for durations in seconds)
+        slow_ranks = [rank for rank, durations in enumerate(seconds) if durations[name] > _SLOW_FACTOR * median]
+        if slow_ranks:
+            slowest = max(slow_ranks, key=lambda rank: seconds[rank][name])
+            slow_hosts = ", ".join(sorted({hosts[rank] for rank in slow_ranks})[:5])
+            subject = name if name == "computation" else f"axis {name}"
+            messages.append(
+                f"{subject} is slow on {len(slow_ranks)} rank(s) ({slow_hosts}): {seconds[slowest][name] * 1e3:.1f} ms "
+                f"on rank {slowest}, median {median * 1e3:.1f} ms"
             )
-    return words
+    return messages
 
 
-def _slow_again_and_again(work: dict[str, Callable[[], None]], hosts: list[str]) -> list[str]:
-    seconds = dict.fromkeys(work, math.inf)
-    words = []
+def _find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: list[str]) -> list[str]:
+    seconds = dict.fromkeys(workloads, math.inf)
+    messages = []
     for _ in range(_ROUNDS):
-        seconds = {what: min(seconds[what], _best(of)) for what, of in work.items()}
-        words = slow(all_gather_object(seconds), hosts)
-        if not words:
+        seconds = {name: min(seconds[name], _best_time(work)) for name, work in workloads.items()}
+        messages = find_slow(all_gather_object(seconds), hosts)
+        if not messages:
             break
-    return words
+    return messages
 
 
-def _marked(path: Path) -> str:
-    mark = f"{socket.gethostname()} {time.time_ns()}"
-    path.write_text(mark)
-    return mark
+def _write_marker(path: Path) -> str:
+    marker = f"{socket.gethostname()} {time.time_ns()}"
+    path.write_text(marker)
+    return marker
 
 
-def _seen(path: Path, mark: str) -> str:
-    """What stands in a file that another node has written: the mark, if it is the same file."""
-    deadline = time.monotonic() + _PATIENCE_S
+def _read_marker(path: Path, marker: str) -> str:
+    """Return the file's content, which is ``marker`` if this node sees the file that rank 0 has written."""
+    deadline = time.monotonic() + _MARKER_TIMEOUT_S
     while True:
-        found = path.read_text() if path.exists() else ""
-        if found == mark or time.monotonic() > deadline:
-            return found
+        content = path.read_text() if path.exists() else ""
+        if content == marker or time.monotonic() > deadline:
+            return content
         time.sleep(0.5)  # some network file systems show a new file late
 
 
-def _code() -> str:
-    house = Path(__file__).parents[1]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
+def _code_hash() -> str:
+    package = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
 
 
-def _best(work: Callable[[], None]) -> float:
-    return min(_timed(work))
+def _best_time(work: Callable[[], None]) -> float:
+    return min(_times(work))
 
 
-def _timed(work: Callable[[], None]) -> Iterator[float]:
+def _times(work: Callable[[], None]) -> Iterator[float]:
     for _ in range(_REPEATS):
         started = time.perf_counter()
         work()

@@ -1,4 +1,4 @@
-"""Stop and go on: a signal asks a run to save and end. Slurm's warnings, preemption and Ctrl-C all come as signals."""
+"""Preemption and resume: a signal (Slurm's warning, a preemption, Ctrl-C) asks a run to save and exit."""
 
 import contextlib
 import os
@@ -8,85 +8,89 @@ import threading
 import time
 from collections.abc import Iterator
 
-EXIT_CODE = 75  # EX_TEMPFAIL: there is more to do; the same command goes on
+EXIT_CODE = 75  # EX_TEMPFAIL: the run is unfinished; the same command resumes it
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SAME_S = 1.0  # a launcher hands on what the terminal has sent already: within this time that is one signal
+_DUPLICATE_S = 1.0  # a launcher forwards what the terminal has sent already: within this time both are one signal
 
 
 class Stopped(SystemExit):
-    """Ends a run that has saved what it had, with ``EXIT_CODE``."""
+    """Ends a run that has saved its state, with ``EXIT_CODE``."""
 
     def __init__(self):
         super().__init__(EXIT_CODE)
 
 
 class StopRequest:
-    """Whether this process has been asked to stop: ``asked`` is the signal's name, None until then."""
+    """A request to stop this process. ``signal`` is the name of the signal, None until one arrives."""
 
-    def __init__(self, told: bool = False):
-        """``told``: whether this process says that it has heard."""
-        self.asked: str | None = None
-        self.told = told
-        self._since = 0.0
+    def __init__(self, announce: bool = False):
+        """``announce``: print a message when a signal arrives."""
+        self.signal: str | None = None
+        self.announce = announce
+        self._received_at = 0.0
         self._deferring = False
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, the first signal is only noted, for the run to end when it has saved; another ends it at once.
+        """Only record the first signal inside, so that the run can save and exit; a second one ends the process.
 
-        Outside, there is nothing to save, and the first ends the process.
+        Outside there is nothing to save, and the first signal ends the process.
         """
         self._deferring = True
         yield
-        self._deferring = False  # not after an error: a launcher's signals must not keep it from being told
+        self._deferring = False  # not after an error: it must be reported before a launcher's signal ends this
 
-    def hear(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if self.asked and now - self._since <= _SAME_S:
+        if self.signal and now - self._received_at <= _DUPLICATE_S:
             return
-        if self.asked or not self._deferring:
-            end_at_once(f"{name}: ended at once" if self.told else "")
-        self.asked, self._since = name, now
-        if self.told:
-            print(f"\n{name}: this run ends after its next step and a save; once more, and it ends at once", flush=True)
+        if self.signal or not self._deferring:
+            exit_immediately(f"{name}: stopped immediately" if self.announce else "")
+        self.signal, self._received_at = name, now
+        if self.announce:
+            print(f"\n{name}: saving and stopping after the next step; send it again to stop immediately", flush=True)
 
 
 @contextlib.contextmanager
-def listening(told: bool = False) -> Iterator[StopRequest]:
-    """From here on TERM, INT and USR1 ask to stop. For the main thread.
+def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
+    """Turn SIGTERM, SIGINT and SIGUSR1 into a StopRequest while the body runs. Call it on the main thread.
 
-    A thread of its own hears them: Python's handlers wait for the main thread, which may be waiting for another rank.
+    A thread of its own receives them: Python's signal handlers run on the main thread, which may be blocked in a
+    collective.
+
+    Args:
+        announce: print a message when a signal arrives.
     """
-    request = StopRequest(told)
-    hearing, telling = os.pipe()
-    os.set_blocking(telling, False)
-    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
-    signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
+    request = StopRequest(announce)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    previous_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
-    def hear() -> None:
-        while numbers := os.read(hearing, 64):
+    def receive_signals() -> None:
+        while numbers := os.read(read_end, 64):
             for number in numbers:
                 if number in _SIGNALS:
-                    request.hear(number)
+                    request.receive(number)
 
-    thread = threading.Thread(target=hear, name="signals", daemon=True)
+    thread = threading.Thread(target=receive_signals, name="signals", daemon=True)
     thread.start()
     try:
         yield request
     except Stopped:
-        end_at_once()  # srun ends the ranks that take longer than the first, and would tell of that
+        exit_immediately()  # srun ends ranks that exit later than the first, and reports it as a failure
     finally:
         signal.set_wakeup_fd(-1)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        os.close(telling)
+        os.close(write_end)
         thread.join()
-        os.close(hearing)
+        os.close(read_end)
 
 
-def end_at_once(words: str = "") -> None:
-    """Ends this process, with ``EXIT_CODE``, whatever its other threads are about."""
-    if words:
-        print(words, file=sys.stderr, flush=True)
+def exit_immediately(message: str = "") -> None:
+    """End this process with ``EXIT_CODE``, whatever its other threads are doing."""
+    if message:
+        print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(EXIT_CODE)

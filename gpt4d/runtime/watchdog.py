@@ -1,7 +1,7 @@
-"""What ranks tell each other outside of their collectives: that they live, that one has failed, what each waits for.
+"""The watchdog: heartbeats of all ranks, the first failure of the job, and a report of what each rank waits for.
 
-All of it goes through the store the ranks met at, on a thread of its own: a rank that waits in a collective for one
-that is gone would never learn it otherwise.
+It uses the rendezvous store on a thread of its own, because a rank that is blocked in a collective with a rank that
+has exited would otherwise never learn of it.
 """
 
 import json
@@ -14,30 +14,29 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
 
-_BEAT_S = 1.0  # between two signs of life
-_SILENT_S = 40.0  # without any from a rank, it counts as lost
-_STOPPED_S = 10.0  # between two looks: this process was stopped, by Ctrl-Z or a laptop's lid, and the others with it
-_MISSED_S = 6.0  # the same, once a collective has failed because of some rank
-_RECORDS_S = 10.0  # for a rank to write down what it waits for
+_HEARTBEAT_S = 1.0  # between two heartbeats
+_SILENT_S = 40.0  # a rank without a heartbeat for this long is lost
+_SUSPENDED_S = 10.0  # a longer pause means that the process was suspended (Ctrl-Z, laptop lid), as were the others
+_SILENT_AFTER_ERROR_S = 6.0  # replaces _SILENT_S once a collective has failed, probably because of a lost rank
+_RECORD_S = 10.0  # timeout for a rank to write its record
 PACKAGE_ROOT = str(Path(__file__).parents[1])
 _LOST = "no sign of life: killed, out of memory, or its node is gone"
 
 
 @dataclass
 class Failure:
-    """Why a job ends: the first rank that failed, as far as anyone knows."""
+    """Why a job ends: the first rank that failed, as far as the ranks can tell."""
 
     rank: int
     host: str
     cause: str
-    waiting: dict | None = None  # a hang: what that rank waited for
-    hang: str = ""  # and who kept it waiting
+    waiting: dict | None = None  # for a hang: what that rank waited for, see HangDetector.waiting
+    hang: str = ""  # for a hang: the whole message, with the ranks that were missing
 
     def __str__(self) -> str:
         return self.hang or f"rank {self.rank} on {self.host} failed: {self.cause}"
@@ -51,192 +50,209 @@ class WatchedTraffic(Protocol):
 
 
 class WatchedAxis(Protocol):
-    """What the hang detector reads of a mesh axis."""
+    """The attributes of a mesh axis that the hang detector reads."""
 
+    name: str
     group: dist.ProcessGroup | None
     traffic: WatchedTraffic
 
 
 class HangDetector:
-    """What a hang is during training, and where what each rank waited for is written to."""
+    """Detects collectives that exceed a timeout during training.
+
+    Args:
+        axes: mesh axes by name.
+        model: names the layer whose collective hangs.
+        timeout_s: time after which a collective is a hang. On GPUs it becomes NCCL's timeout.
+        directory: where each rank writes what it waits for and its stack.
+    """
 
     def __init__(self, axes: Mapping[str, WatchedAxis], model: nn.Module, timeout_s: float, directory: Path):
         self.axes = axes
         self.timeout_s, self.directory = timeout_s, directory
-        if next(model.parameters()).is_cuda:  # a GPU's collectives are watched over by NCCL, with its flight recorder
+        if next(model.parameters()).is_cuda:  # NCCL watches collectives on GPUs itself, with its flight recorder
             for axis in self.axes.values():
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
-        self.main = threading.main_thread().ident
+        self.main_thread = threading.main_thread().ident
         self.names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters()) if name}
 
     def waiting(self, at_least_s: float = 0.0, since: float = 0.0) -> dict | None:
-        """The collective that this rank has waited for so long: its axis, name and number there, and its layer.
+        """Return the collective that this rank has waited for at least ``at_least_s`` seconds, or None.
 
-        What it waited before ``since`` does not count.
+        The result has its ``axis``, ``name``, ``number`` on that axis, seconds waited (``s``), ``layer`` and
+        ``members`` (ranks). Time before ``since`` (``time.monotonic``) does not count.
         """
         for axis in self.axes.values():
-            now = axis.traffic.current_wait
-            if now and (waited := time.monotonic() - max(now[2], since)) >= at_least_s:
-                name, number, _ = now
-                found = {"axis": axis.name, "name": name, "number": number, "s": waited, "layer": self._layer()}
-                return {**found, "members": dist.get_process_group_ranks(axis.group)}
+            current = axis.traffic.current_wait
+            if current and (waited := time.monotonic() - max(current[2], since)) >= at_least_s:
+                name, number, _ = current
+                collective = {"axis": axis.name, "name": name, "number": number, "s": waited, "layer": self._layer()}
+                return {**collective, "members": dist.get_process_group_ranks(axis.group)}
         return None
 
     def record(self) -> dict:
-        """What this rank is about: how many collectives it has begun on each axis, which it waits for, where it is."""
+        """Return this rank's state: collectives begun on each axis, the one it waits for, code line and stack."""
         begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
-        stack = traceback.extract_stack(sys._current_frames()[self.main])
+        stack = traceback.extract_stack(sys._current_frames()[self.main_thread])
         ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(PACKAGE_ROOT)]
         where = ours[-1] if ours else str(stack[-1])
         return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": "".join(stack.format())}
 
     def _layer(self) -> str | None:
-        """The innermost layer or parameter that any thread is about: autograd's has the backward on a GPU."""
-        for frame in sys._current_frames().values():
-            if found := self._layer_of(frame):
-                return found
-        return None
+        """Return the innermost layer or parameter that a frame of any thread refers to.
 
-    def _layer_of(self, frame: FrameType | None) -> str | None:
-        while frame:
-            for value in (*frame.f_locals.values(), getattr(frame.f_locals.get("ctx"), "weight", None)):
-                if id(value) in self.names:
-                    return self.names[id(value)]
-            frame = frame.f_back
+        All threads are searched because autograd runs a GPU's backward on its own thread.
+        """
+        for innermost in sys._current_frames().values():
+            for frame, _ in traceback.walk_stack(innermost):
+                variables = frame.f_locals
+                for value in (*variables.values(), getattr(variables.get("ctx"), "weight", None)):
+                    if id(value) in self.names:
+                        return self.names[id(value)]
         return None
 
 
 class Watchdog:
-    """One rank's part in watching over the job. ``ended`` is called, on the watching thread, with what the job ends of.
+    """One rank's watchdog thread. Each rank watches the next one in a ring, so the store's load grows linearly.
 
-    Ranks watch in a ring, each its next, so that no store is asked for all by all.
+    Args:
+        store: the job's store. No other thread may block on it.
+        rank, size: this rank and the number of ranks.
+        rank0_host: the host of rank 0, which is named when the store does not answer.
+        on_failure: called on the watchdog's thread with the failure that ends the job.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, first_host: str, ended: Callable[[Failure], None]):
-        self.store, self.rank, self.size, self.first_host, self.ended = store, rank, size, first_host, ended
-        self.guard: HangDetector | None = None
-        self._over = threading.Event()
-        self._went_on = 0.0  # when this process was last stopped, and went on
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+    def __init__(self, store: dist.Store, rank: int, size: int, rank0_host: str, on_failure: Callable[[Failure], None]):
+        self.store, self.rank, self.size, self.rank0_host, self.on_failure = store, rank, size, rank0_host, on_failure
+        self.hang_detector: HangDetector | None = None  # set while the training loop runs
+        self._stopped = threading.Event()
+        self._resumed_at = 0.0  # when this process last resumed after it was suspended
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self.store.add(f"alive/{self.rank}", 1)
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def first_failure(self) -> Failure | None:
         return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
-    def fail(self, cause: str, of_another: bool) -> Failure:
-        """Tells all that this rank has failed, unless another had before. ``of_another``: for it may have lost one.
+    def fail(self, cause: str, may_be_secondary: bool) -> Failure:
+        """Report that this rank has failed and return the failure that ends the job.
 
-        Returns what the job fails of.
+        Args:
+            cause: the error, for the message.
+            may_be_secondary: the error may only be the consequence of a lost rank. Wait until that rank is found or
+                has reported its own failure; report this rank's error if neither happens.
         """
-        if of_another:
-            deadline = time.monotonic() + 2 * _MISSED_S
+        if may_be_secondary:
+            deadline = time.monotonic() + 2 * _SILENT_AFTER_ERROR_S
             while not (failure := self.first_failure()) and time.monotonic() < deadline:
-                if lost := self._silent():
-                    failure = self._tell(Failure(lost[0], self._host(lost[0]), _LOST))
+                if lost := self._silent_ranks():
+                    failure = self._report(Failure(lost[0], self._host(lost[0]), _LOST))
             if failure:
                 return failure
-        return self._tell(Failure(self.rank, self._host(self.rank), cause))
+        return self._report(Failure(self.rank, self._host(self.rank), cause))
 
-    def _tell(self, failure: Failure) -> Failure:
-        """The first to tell is right: what others meet comes of it."""
+    def _report(self, failure: Failure) -> Failure:
+        """Store ``failure`` unless there is one already, since later ones follow from it. Return the stored one."""
         self.store.compare_set("failure", "", json.dumps(asdict(failure)))
         return self.first_failure()
 
-    def _silent(self) -> list[int]:
-        """The ranks that give no sign of life for a while."""
-        before = [self._beats(rank) for rank in range(self.size)]
-        self._over.wait(_MISSED_S)
-        return [rank for rank in range(self.size) if self._beats(rank) == before[rank]]
+    def _silent_ranks(self) -> list[int]:
+        """Return the ranks without a heartbeat during the next ``_SILENT_AFTER_ERROR_S`` seconds."""
+        before = [self._heartbeats(rank) for rank in range(self.size)]
+        self._stopped.wait(_SILENT_AFTER_ERROR_S)
+        return [rank for rank in range(self.size) if self._heartbeats(rank) == before[rank]]
 
     def _host(self, rank: int) -> str:
         return self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "an unknown host"
 
-    def _beats(self, rank: int) -> int:
+    def _heartbeats(self, rank: int) -> int:
         return self.store.add(f"alive/{rank}", 0)
 
     def _watch(self) -> None:
         next_rank = (self.rank + 1) % self.size
-        beats, changed = 0, time.monotonic()
-        looked = changed
+        last_count, last_change = 0, time.monotonic()
+        last_check = last_change
         try:
-            while not self._over.wait(_BEAT_S):
+            while not self._stopped.wait(_HEARTBEAT_S):
                 self.store.add(f"alive/{self.rank}", 1)
                 if failure := self.first_failure():
                     break
-                now, seen = time.monotonic(), self._beats(next_rank)
-                if now - looked > _STOPPED_S:
-                    changed = self._went_on = now
-                looked = now
-                if seen != beats:
-                    beats, changed = seen, now
-                elif now - changed > _SILENT_S:
-                    failure = self._tell(Failure(next_rank, self._host(next_rank), _LOST))
+                now, count = time.monotonic(), self._heartbeats(next_rank)
+                if now - last_check > _SUSPENDED_S:
+                    last_change = self._resumed_at = now
+                last_check = now
+                if count != last_count:
+                    last_count, last_change = count, now
+                elif now - last_change > _SILENT_S:
+                    failure = self._report(Failure(next_rank, self._host(next_rank), _LOST))
                     break
-                if failure := self._hang():
+                if failure := self._check_for_hang():
                     break
             else:
                 return
-            if failure.waiting and self.guard:
-                failure.hang = self._explained(failure)
+            if failure.waiting and self.hang_detector:
+                failure.hang = self._describe_hang(failure)
         except RuntimeError:
             failure = self.store_lost()
-        if not self._over.is_set():
-            self.ended(failure)
+        if not self._stopped.is_set():
+            self.on_failure(failure)
 
     def store_lost(self) -> Failure:
-        """What it means that the store does not answer."""
-        return Failure(0, self.first_host, _LOST)
+        """Return the failure of rank 0, whose process holds the store, for when the store does not answer."""
+        return Failure(0, self.rank0_host, _LOST)
 
-    def _hang(self) -> Failure | None:
-        guard = self.guard
-        waiting = guard and guard.waiting(guard.timeout_s, self._went_on)
+    def _check_for_hang(self) -> Failure | None:
+        detector = self.hang_detector
+        waiting = detector and detector.waiting(detector.timeout_s, self._resumed_at)
         if not waiting:
             return None
-        cause = f"{waiting['name']} was not over after {guard.timeout_s:g} s (parallel.timeout_s)"
-        return self._tell(Failure(self.rank, self._host(self.rank), cause, waiting))
+        cause = f"{waiting['name']} did not finish within {detector.timeout_s:g} s (parallel.timeout_s)"
+        return self._report(Failure(self.rank, self._host(self.rank), cause, waiting))
 
-    def _explained(self, failure: Failure) -> str:
-        """Writes down what this rank is about. The rank that noticed finds out who kept it waiting, and tells all."""
-        directory = self.guard.directory
-        record = self.guard.record()
-        text = f"rank {self.rank} on {self._host(self.rank)}, begun on each axis {record['begun']}, waits for "
-        text += f"{record['waiting']}\n\n{record.pop('stack')}"
+    def _describe_hang(self, failure: Failure) -> str:
+        """Write this rank's state to its file and return the message about the hang.
+
+        The rank that detected the hang finds out which ranks are missing and shares the message through the store.
+        """
+        directory = self.hang_detector.directory
+        record = self.hang_detector.record()
+        text = f"rank {self.rank} on {self._host(self.rank)}\ncollectives begun on each axis: {record['begun']}\n"
+        text += f"waiting for: {record['waiting']}\n\n{record.pop('stack')}"
         with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
             directory.mkdir(parents=True, exist_ok=True)
             (directory / f"rank_{self.rank:05d}.txt").write_text(text)
         self.store.set(f"record/{self.rank}", json.dumps(record))
         if failure.rank == self.rank:
-            missing = "; ".join(self._missing(failure.waiting)) or "all ranks of the axis have begun it"
+            missing = "; ".join(self._missing_ranks(failure.waiting)) or "all ranks of the axis have begun it"
             waiting = failure.waiting
             layer = f" of {waiting['layer']}" if waiting["layer"] else ""
             self.store.set(
                 "hang",
                 f"hang: rank {failure.rank} on {failure.host} waited {waiting['s']:.0f} s (parallel.timeout_s) for "
-                f"{waiting['name']}{layer}: {missing}. What each rank was about: {directory}",
+                f"{waiting['name']}{layer}: {missing}; see {directory} for the stack of each rank",
             )
-        return self.store.get("hang").decode() if self._there("hang", 2 * _RECORDS_S) else str(failure)
+        return self.store.get("hang").decode() if self._wait_for_key("hang", 2 * _RECORD_S) else str(failure)
 
-    def _missing(self, waiting: dict) -> Iterator[str]:
-        """Who of the ranks of the axis has not come to the collective, and where it is instead."""
+    def _missing_ranks(self, waiting: dict) -> Iterator[str]:
+        """Yield a phrase for each rank of the axis that has not begun the collective, with where it is instead."""
         for rank in waiting["members"]:
-            who = f"rank {rank} on {self._host(rank)}"
-            if not self._there(f"record/{rank}", _RECORDS_S):
-                yield f"{who} does not answer"
+            name = f"rank {rank} on {self._host(rank)}"
+            if not self._wait_for_key(f"record/{rank}", _RECORD_S):
+                yield f"{name} does not answer"
                 continue
             record = json.loads(self.store.get(f"record/{rank}"))
             if record["begun"][waiting["axis"]] < waiting["number"]:
-                yield f"{who} has not begun it, it is in {record['where']}"
+                yield f"{name} has not begun it and is in {record['where']}"
 
-    def _there(self, key: str, patience_s: float) -> bool:
-        """Whether a key is in the store, soon."""
-        deadline = time.monotonic() + patience_s
-        while not (there := self.store.check([key])) and time.monotonic() < deadline and not self._over.wait(0.1):
+    def _wait_for_key(self, key: str, timeout_s: float) -> bool:
+        """Return whether ``key`` is in the store within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while not (exists := self.store.check([key])) and time.monotonic() < deadline and not self._stopped.wait(0.1):
             pass
-        return there
+        return exists

@@ -1,4 +1,4 @@
-"""What one rank meets reaches every rank."""
+"""Results and errors of rank 0 reach every rank."""
 
 import threading
 
@@ -10,7 +10,7 @@ from gpt4d.runtime.consensus import run_on_rank0
 from tests.rank_pool import RankFailure
 
 
-def fail_on_the_first_rank():
+def catch_mistake_of_rank_0():
     def work():
         raise ConfigError("data.path: no")
 
@@ -20,37 +20,37 @@ def fail_on_the_first_rank():
         return str(error)
 
 
-def test_a_mistake_found_on_rank_0_is_raised_on_every_rank(ranks):
-    assert ranks.run(3, fail_on_the_first_rank) == ["data.path: no"] * 3
+def test_a_config_error_on_rank_0_is_raised_on_every_rank(ranks):
+    assert ranks.run(3, catch_mistake_of_rank_0) == ["data.path: no"] * 3
 
 
-def slow_on_the_first(answer):
-    """On a rank: the first works for many signs of life."""
-    consensus._SIGN_OF_LIFE_S = 0.01
-    told, sent = threading.Event(), []
-    first = consensus._from_first_rank
+def work_slowly_on_rank_0(answer):
+    """On a rank: rank 0 works until it has broadcast several keepalives."""
+    consensus._KEEPALIVE_S = 0.01
+    enough, sent = threading.Event(), []
+    broadcast = consensus._broadcast_from_rank0
 
-    def counted(value):
+    def count_keepalives(value):
         sent.append(value)
         if sent.count(None) >= 5:
-            told.set()
-        return first(value)
+            enough.set()
+        return broadcast(value)
 
     def work():
-        assert told.wait(60)
+        assert enough.wait(60)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    consensus._from_first_rank = counted
+    consensus._broadcast_from_rank0 = count_keepalives
     try:
         return consensus.run_on_rank0(work)
     finally:
-        consensus._from_first_rank, consensus._SIGN_OF_LIFE_S = first, 60.0
+        consensus._broadcast_from_rank0, consensus._KEEPALIVE_S = broadcast, 60.0
 
 
-def test_other_ranks_hear_from_a_first_rank_that_works_for_long(ranks):
-    assert ranks.run(3, slow_on_the_first, {"a": 1}) == [{"a": 1}] * 3
+def test_keepalives_reach_other_ranks_while_rank_0_works(ranks):
+    assert ranks.run(3, work_slowly_on_rank_0, {"a": 1}) == [{"a": 1}] * 3
     with pytest.raises(RankFailure) as raised:
-        ranks.run(3, slow_on_the_first, ConfigError("a mistake"))
+        ranks.run(3, work_slowly_on_rank_0, ConfigError("a mistake"))
     assert str(raised.value).count("ConfigError: a mistake") == 3

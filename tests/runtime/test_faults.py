@@ -1,4 +1,4 @@
-"""Ranks that are signalled, killed, fail or hang: no rank is left behind, nothing saved is lost, the cause is told."""
+"""Ranks are signaled, killed, fail or hang: all ranks end, checkpoints survive, and the cause is reported."""
 
 import functools
 import os
@@ -9,72 +9,70 @@ import threading
 import pytest
 
 from tests.grids import metric_lines, train_in_rank
-from tests.jobs import Job
+from tests.jobs import LaunchedJob
 
 GRID = ["parallel.gz=2", "checkpoint.every=3", "checkpoint.keep=2", "train.steps=8"]
 
 
 def at_step(step, act):
-    """``act(trainer)`` at the beginning of that step."""
+    """Call ``act(trainer)`` at the start of ``step``."""
     from gpt4d.trainer import Trainer
 
-    take = Trainer._step
+    original = Trainer._step
 
-    def acting(self):
+    def act_and_step(self):
         if self.progress.step + 1 == step:
             act(self)
-        return take(self)
+        return original(self)
 
-    Trainer._step = acting
+    Trainer._step = act_and_step
 
 
-def quickly():
-    """The watch as it is, in a shorter time."""
-    from gpt4d.runtime import job, watchdog
+def shorten_timeouts():
+    """Make the watchdog faster."""
+    from gpt4d.runtime import rendezvous, watchdog
 
-    watchdog._BEAT_S, watchdog._MISSED_S, job._TELLING_S = 0.1, 0.6, 1.0
+    watchdog._HEARTBEAT_S, watchdog._SILENT_AFTER_ERROR_S, rendezvous._NOTICE_S = 0.1, 0.6, 1.0
 
 
 def losses(config) -> list[float]:
-    """By step: of those done again after a restart, the last."""
+    """Return the loss of each step; of a step repeated after a restart, the last."""
     return list({line["step"]: line["loss"] for line in metric_lines(config.run.dir) if "event" not in line}.values())
 
 
-_straight = []
+_uninterrupted_losses = []
 
 
 @pytest.fixture
 def uninterrupted(ranks, tiny, tmp_path):
-    if not _straight:
+    if not _uninterrupted_losses:
         config = tiny(*GRID, f"run.dir={tmp_path / 'straight'}")
         ranks.run(2, train_in_rank, config)
-        _straight.extend(losses(config))
-    return _straight
+        _uninterrupted_losses.extend(losses(config))
+    return _uninterrupted_losses
 
 
-def signal_itself(number, step, which, rank):
-    if rank == which:
+def signal_itself(number, step, target, rank):
+    if rank == target:
         at_step(step, lambda _: os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize(("number", "which"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
-def test_a_signal_to_one_rank_saves_ends_all_with_75_and_the_run_goes_on_as_if_nothing_were(
-    ranks, tiny, uninterrupted, number, which
-):
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+def test_a_signal_to_one_rank_saves_the_run_and_it_resumes_exactly(ranks, tiny, uninterrupted, number, target):
     config = tiny(*GRID, "parallel.gz=2")
-    with Job(ranks.context, config, 2, functools.partial(signal_itself, number, 4, which)) as job:
-        assert job.ends() == [75, 75], job.said()
-        (told,) = [line for line in job.lines() if line.get("event") == "signal"]
-        assert 4 <= told["step"] <= 6 and told["step"] == max(line["step"] for line in job.lines())
-    with Job(ranks.context, config, 2) as job:
-        assert job.ends() == [0, 0], job.said()
-        (resumed,) = [line for line in job.lines() if line.get("event") == "resume"]
-        assert resumed["step"] == told["step"]
+    with LaunchedJob(ranks.context, config, 2, functools.partial(signal_itself, number, 4, target)) as job:
+        assert job.exit_codes() == [75, 75], job.outputs()
+        (stopped,) = [line for line in job.metric_lines() if line.get("event") == "signal"]
+        assert 4 <= stopped["step"] <= 6 and stopped["step"] == max(line["step"] for line in job.metric_lines())
+    with LaunchedJob(ranks.context, config, 2) as job:
+        assert job.exit_codes() == [0, 0], job.outputs()
+        (resumed,) = [line for line in job.metric_lines() if line.get("event") == "resume"]
+        assert resumed["step"] == stopped["step"]
     assert losses(config) == uninterrupted
 
 
 def hang_after_a_signal(rank):
-    """The first is heard, and never followed: the step does not end."""
+    """Signal this process, then block: the step never ends."""
 
     def act(_):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -84,22 +82,22 @@ def hang_after_a_signal(rank):
     at_step(4, act)
 
 
-def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(ranks, tiny, uninterrupted):
+def test_a_second_signal_ends_at_once_and_checkpoints_stay_intact(ranks, tiny, uninterrupted):
     config = tiny(*GRID)
-    with Job(ranks.context, config, 2, hang_after_a_signal) as job:
-        job.comes_to(3)
+    with LaunchedJob(ranks.context, config, 2, hang_after_a_signal) as job:
+        job.wait_for_step(3)
         while any(process.is_alive() for process in job.processes):
             job.signal(signal.SIGTERM)
             job.processes[0].join(0.05)
-        assert job.ends() == [75, 75]
-    with Job(ranks.context, config, 2) as job:
-        assert job.ends() == [0, 0], job.said()
+        assert job.exit_codes() == [75, 75]
+    with LaunchedJob(ranks.context, config, 2) as job:
+        assert job.exit_codes() == [0, 0], job.outputs()
     assert losses(config) == uninterrupted
 
 
-def kill_itself(phase, which, rank, step=5):
-    quickly()
-    if rank != which:
+def kill_itself(phase, target, rank, step=5):
+    shorten_timeouts()
+    if rank != target:
         return
     from gpt4d import optim
     from gpt4d.checkpoint import storage
@@ -107,7 +105,7 @@ def kill_itself(phase, which, rank, step=5):
     from gpt4d.parallel.gradients import GradientReducer
     from gpt4d.trainer import Trainer
 
-    room, name = {
+    owner, name = {
         "start": (Trainer, "_resume"),
         "forward": (GPT, "loss_sum"),
         "backward": (GradientReducer, "_on_gradient"),
@@ -116,22 +114,22 @@ def kill_itself(phase, which, rank, step=5):
     }[phase]
 
     def arm(_=None):
-        setattr(room, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
     arm() if phase in ("start", "save") else at_step(step, arm)
 
 
 @pytest.mark.parametrize(
-    ("phase", "which"), [("start", 1), ("forward", 0), ("backward", 1), ("optimizer", 1), ("save", 0), ("save", 1)]
+    ("phase", "target"), [("start", 1), ("forward", 0), ("backward", 1), ("optimizer", 1), ("save", 0), ("save", 1)]
 )
-def test_a_killed_rank_ends_the_job_is_named_and_nothing_saved_is_lost(ranks, tiny, uninterrupted, phase, which):
+def test_a_killed_rank_ends_the_job_and_is_named_and_the_run_resumes(ranks, tiny, uninterrupted, phase, target):
     config = tiny(*GRID)
-    with Job(ranks.context, config, 2, functools.partial(kill_itself, phase, which)) as job:
-        codes = job.ends()
-        assert codes[which] == -signal.SIGKILL and codes[1 - which] == 1, job.said()
-        assert re.search(rf"error: rank {which} on \S+ failed: no sign of life", "".join(job.said()))
-    with Job(ranks.context, config, 2) as job:
-        assert job.ends() == [0, 0], job.said()
+    with LaunchedJob(ranks.context, config, 2, functools.partial(kill_itself, phase, target)) as job:
+        codes = job.exit_codes()
+        assert codes[target] == -signal.SIGKILL and codes[1 - target] == 1, job.outputs()
+        assert re.search(rf"error: rank {target} on \S+ failed: no sign of life", "".join(job.outputs()))
+    with LaunchedJob(ranks.context, config, 2) as job:
+        assert job.exit_codes() == [0, 0], job.outputs()
     assert losses(config) == uninterrupted
 
 
@@ -144,12 +142,12 @@ def fail(rank):
         at_step(3, act)
 
 
-def test_what_one_rank_raises_ends_all_and_is_told_by_the_first(ranks, tiny):
-    with Job(ranks.context, tiny("parallel.gx=2", "parallel.gy=2"), 4, fail) as job:
-        assert job.ends() == [1, 1, 1, 1]
-        said = job.said()
-    assert re.search(r"error: rank 2 on \S+ failed: ValueError: the dog ate it\n$", said[0])
-    assert "Traceback" in said[2] and not any("Traceback" in said[rank] for rank in (0, 1, 3))
+def test_an_exception_on_one_rank_ends_all_and_rank_0_prints_it(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny("parallel.gx=2", "parallel.gy=2"), 4, fail) as job:
+        assert job.exit_codes() == [1, 1, 1, 1]
+        outputs = job.outputs()
+    assert re.search(r"error: rank 2 on \S+ failed: ValueError: the dog ate it\n$", outputs[0])
+    assert "Traceback" in outputs[2] and not any("Traceback" in outputs[rank] for rank in (0, 1, 3))
 
 
 def sleep(rank):
@@ -157,55 +155,55 @@ def sleep(rank):
         at_step(5, lambda _: threading.Event().wait())
 
 
-def test_a_hang_is_told_with_its_collective_axis_layer_and_who_is_missing(ranks, tiny, tmp_path):
+def test_a_hang_is_reported_with_collective_axis_layer_and_missing_rank(ranks, tiny, tmp_path):
     config = tiny("parallel.gz=2", "parallel.timeout_s=2")
-    with Job(ranks.context, config, 2, sleep) as job:
-        assert job.ends() == [1, 1]
-        said = job.said()[0]
-    told = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens.weight: rank 1 on \S+ has not begun it"
-    assert re.search(rf"error: {told}, it is in trainer.py:\d+ \(_loop\)", said), said
+    with LaunchedJob(ranks.context, config, 2, sleep) as job:
+        assert job.exit_codes() == [1, 1]
+        output = job.outputs()[0]
+    message = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens.weight: rank 1 on \S+ has not begun it"
+    assert re.search(rf"error: {message} and is in trainer.py:\d+ \(_loop\)", output), output
     records = sorted((tmp_path / "run" / "hang").iterdir())
     assert [path.name for path in records] == ["rank_00000.txt", "rank_00001.txt"]
-    assert "waits for {'axis': 'z', 'name': 'all_gather z'" in records[0].read_text()
-    assert "waits for None" in records[1].read_text() and "_step" in records[1].read_text()
+    assert "waiting for: {'axis': 'z', 'name': 'all_gather z'" in records[0].read_text()
+    assert "waiting for: None" in records[1].read_text() and "_step" in records[1].read_text()
 
 
-def test_a_hang_ends_the_job_where_nothing_can_be_written_down_too(ranks, tiny, tmp_path):
+def test_a_hang_ends_the_job_even_if_its_report_cannot_be_written(ranks, tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hang").write_text("in the way")
-    with Job(ranks.context, tiny("parallel.gz=2", "parallel.timeout_s=2"), 2, sleep) as job:
-        assert job.ends() == [1, 1]
-        assert "error: hang: rank 0 on" in job.said()[0]
+    with LaunchedJob(ranks.context, tiny("parallel.gz=2", "parallel.timeout_s=2"), 2, sleep) as job:
+        assert job.exit_codes() == [1, 1]
+        assert "error: hang: rank 0 on" in job.outputs()[0]
 
 
 def lack_a_gpu(rank):
     from gpt4d.config import NodeError
     from gpt4d.runtime import job
 
-    def device_of(_):
-        raise NodeError("node b has 2 GPU(s) and 4 tasks")
+    def select_device(_):
+        raise NodeError("node b has 2 GPU(s) for 4 tasks")
 
-    quickly()
+    shorten_timeouts()
     if rank == 1:
-        job.device_of = device_of
+        job.select_device = select_device
 
 
-def test_a_node_with_too_few_gpus_keeps_nobody_waiting(ranks, tiny):
-    with Job(ranks.context, tiny(), 2, lack_a_gpu) as job:
-        assert job.ends() == [1, 1], job.said()
-        assert re.search(r"error: rank 1 on \S+ failed: node b has 2 GPU", job.said()[0])
+def test_a_node_with_too_few_gpus_ends_the_job_at_once(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny(), 2, lack_a_gpu) as job:
+        assert job.exit_codes() == [1, 1], job.outputs()
+        assert re.search(r"error: rank 1 on \S+ failed: node b has 2 GPU", job.outputs()[0])
 
 
 def stay_away(rank):
-    from gpt4d.runtime import job
+    from gpt4d.runtime import rendezvous
 
-    job._MEETING_S = 1.0
-    quickly()
+    rendezvous._CONNECT_S = 1.0
+    shorten_timeouts()
     if rank:
         os._exit(3)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks, tiny):
-    with Job(ranks.context, tiny(), 2, stay_away) as job:
-        assert job.ends() == [1, 3], job.said()
-        assert "error: 1 of 2 ranks did not come within 1 s, the first of them rank 1" in job.said()[0]
+def test_a_rank_that_does_not_connect_is_named(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny(), 2, stay_away) as job:
+        assert job.exit_codes() == [1, 3], job.outputs()
+        assert "error: 1 of 2 ranks did not connect within 1 s, the first of them rank 1" in job.outputs()[0]

@@ -1,4 +1,4 @@
-"""Rank and world from what launchers say."""
+"""Rank and world size from the variables of launchers."""
 
 import pytest
 
@@ -16,11 +16,11 @@ SLURM_STEP = {
 }
 
 
-def test_without_a_launcher_there_is_a_world_of_one():
+def test_without_a_launcher_the_world_size_is_one():
     assert Launch.from_environment({}) == Launch()
 
 
-def test_torchruns_variables():
+def test_torchrun_variables():
     env = {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -32,15 +32,15 @@ def test_torchruns_variables():
     assert Launch.from_environment(env) == Launch(5, 8, 1, 4, "h:9")
 
 
-def test_the_variables_of_a_slurm_step():
+def test_slurm_step_variables():
     launch = Launch.from_environment(SLURM_STEP)
     assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (9, 12, 1, 4)
     host, port = launch.master.split(":")
     assert host == "nid001003" and 20000 <= int(port) < 32000
 
 
-def test_a_batch_script_without_srun_is_a_world_of_one():
-    """There SLURM_NTASKS speaks of tasks that nobody started."""
+def test_in_a_batch_script_without_srun_the_world_size_is_one():
+    """There SLURM_NTASKS is set although srun has not started any tasks."""
     assert Launch.from_environment({"SLURM_JOB_ID": "71", "SLURM_NTASKS": "12", "SLURM_PROCID": "0"}) == Launch()
 
 

@@ -1,98 +1,98 @@
-"""Before they train, ranks find out who has other code, settings, files or links than the rest."""
+"""Before training, ranks that differ in code, settings, files or link speed are found."""
 
 from dataclasses import replace
 
 import pytest
 
 from gpt4d.runtime import preflight
-from gpt4d.runtime.preflight import Node, difference, slow
+from gpt4d.runtime.preflight import Node, find_difference, find_slow
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
 NODE = Node("nid1", "c0de", "f00", "2.13.0", "3.11", "cpu", "mark")
 
 
-def test_equal_nodes_differ_in_nothing():
-    assert difference([NODE, replace(NODE, host="nid2")]) is None
+def test_equal_nodes_have_no_difference():
+    assert find_difference([NODE, replace(NODE, host="nid2")]) is None
 
 
-@pytest.mark.parametrize("what", Node.FIXES)
-def test_the_first_rank_that_differs_is_named_with_what_mends_it(what):
-    odd = replace(NODE, host="nid3", **{what: "other"})
-    words = difference([NODE, NODE, odd, odd])
-    assert words == f"rank 2 on nid3 differs from rank 0 on nid1 in {Node.FIXES[what]}"
+@pytest.mark.parametrize("field", Node.FIXES)
+def test_the_first_rank_that_differs_is_named_with_the_fix(field):
+    odd = replace(NODE, host="nid3", **{field: "other"})
+    message = find_difference([NODE, NODE, odd, odd])
+    assert message == f"rank 2 on nid3 differs from rank 0 on nid1 in {Node.FIXES[field]}"
 
 
-def test_two_tasks_on_one_gpu_are_told():
+def test_two_tasks_on_one_gpu_are_an_error():
     gpu = replace(NODE, device="A100 GPU-1")
-    assert "ranks 0 and 1 on nid1 have one GPU between them" in difference([gpu, gpu])
-    assert difference([gpu, replace(gpu, device="A100 GPU-2"), replace(gpu, host="nid2")]) is None
+    assert "ranks 0 and 1 on nid1 share one GPU" in find_difference([gpu, gpu])
+    assert find_difference([gpu, replace(gpu, device="A100 GPU-2"), replace(gpu, host="nid2")]) is None
 
 
-def test_what_is_slow_is_named_with_its_node():
+def test_a_slow_axis_or_computation_is_named_with_its_nodes():
     hosts = ["a", "a", "b", "b", "c", "c"]
     seconds = [{"x": 0.001, "computation": 0.002} for _ in hosts]
-    assert slow(seconds, hosts) == []
+    assert find_slow(seconds, hosts) == []
     seconds[2]["x"] = seconds[3]["x"] = 0.010
     seconds[5]["computation"] = 0.009
-    assert slow(seconds, hosts) == [
-        "the axis x is slow on 2 rank(s) (b): 10.0 ms on rank 2, 1.0 elsewhere",
-        "computation is slow on 1 rank(s) (c): 9.0 ms on rank 5, 2.0 elsewhere",
+    assert find_slow(seconds, hosts) == [
+        "axis x is slow on 2 rank(s) (b): 10.0 ms on rank 2, median 1.0 ms",
+        "computation is slow on 1 rank(s) (c): 9.0 ms on rank 5, median 2.0 ms",
     ]
 
 
 def _measure(seconds):
-    """On a rank: what is said to be slow, where the last rank takes ``seconds`` one after another, the rest 1 each."""
+    """On a rank: find what is slow if the last rank takes ``seconds`` in successive rounds and the others 1 s each."""
     import torch.distributed as dist
 
     last = dist.get_rank() == dist.get_world_size() - 1
-    taken = iter(seconds if last else [1.0] * len(seconds))
-    preflight._best, best = (lambda _: next(taken)), preflight._best
+    durations = iter(seconds if last else [1.0] * len(seconds))
+    preflight._best_time, best_time = (lambda _: next(durations)), preflight._best_time
     try:
-        return preflight._slow_again_and_again({"computation": None}, ["a", "b", "c"])
+        return preflight._find_persistently_slow({"computation": None}, ["a", "b", "c"])
     finally:
-        preflight._best = best
+        preflight._best_time = best_time
 
 
-def test_what_is_slow_once_is_not_told_and_what_stays_slow_is(ranks):
+def test_only_what_is_slow_in_every_round_is_reported(ranks):
     assert ranks.run(3, _measure, [9.0, 1.0, 9.0]) == [[]] * 3
     assert (
         ranks.run(3, _measure, [9.0, 8.0, 9.0])
-        == [["computation is slow on 1 rank(s) (c): 8000.0 ms on rank 2, 1000.0 elsewhere"]] * 3
+        == [["computation is slow on 1 rank(s) (c): 8000.0 ms on rank 2, median 1000.0 ms"]] * 3
     )
 
 
 def train_with_other_code(config):
     import torch.distributed as dist
 
-    preflight._code, code = (lambda: f"edited on {dist.get_rank() // 2}"), preflight._code
+    preflight._code_hash, code_hash = (lambda: f"edited on {dist.get_rank() // 2}"), preflight._code_hash
     try:
         train_in_rank(config)
     finally:
-        preflight._code = code
+        preflight._code_hash = code_hash
 
 
-def test_a_run_whose_nodes_have_other_code_does_not_begin(ranks, tiny):
+def test_a_run_does_not_start_if_nodes_have_different_code(ranks, tiny):
     with pytest.raises(RankFailure) as raised:
         ranks.run(4, train_with_other_code, tiny())
-    assert str(raised.value).count("rank 2 on") == 4 and "gpt4d's code: bring it up to date there" in str(raised.value)
+    assert str(raised.value).count("rank 2 on") == 4 and "gpt4d's code; install the same version" in str(raised.value)
 
 
-def test_a_run_directory_that_nodes_do_not_share_is_told(ranks, tiny, tmp_path):
+def test_a_run_directory_that_nodes_do_not_share_is_an_error(ranks, tiny, tmp_path):
     (tmp_path / "other").mkdir()
-    with pytest.raises(RankFailure, match="choose one on a file system that all nodes share"):
+    with pytest.raises(RankFailure, match="choose a directory on a file system that all nodes share"):
         ranks.run(2, _train_with_unshared_directory, tiny(), str(tmp_path / "other"))
 
 
 def _train_with_unshared_directory(config, other):
-    """On a rank: the same path is another directory on the second, as on a disk of its own."""
+    """On a rank: the path of the run directory leads to a different directory on rank 1, as on a local disk."""
     import torch.distributed as dist
 
-    seen = preflight._seen
-    preflight._PATIENCE_S = 0.0
+    read_marker = preflight._read_marker
+    preflight._MARKER_TIMEOUT_S = 0.0
     if dist.get_rank():
-        preflight._seen = lambda path, mark: seen(path.parent.parent / "other" / path.name, mark)
+        preflight._read_marker = lambda path, marker: read_marker(path.parent.parent / "other" / path.name, marker)
     try:
         train_in_rank(config)
     finally:
-        preflight._seen, preflight._PATIENCE_S = seen, 30.0
+        preflight._read_marker, preflight._MARKER_TIMEOUT_S = read_marker, 30.0

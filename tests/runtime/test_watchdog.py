@@ -1,4 +1,4 @@
-"""Ranks notice who is silent; that they were stopped themselves, with all others, is no silence."""
+"""Ranks detect a silent rank, but not while the whole job was suspended."""
 
 import pytest
 import torch.distributed as dist
@@ -8,16 +8,16 @@ from gpt4d.runtime.watchdog import Watchdog
 
 
 class Clock:
-    """Time that passes only while a watch waits for its next look."""
+    """A clock that advances only while the watchdog waits for its next check."""
 
-    def __init__(self, looks: list[float], beat):
-        self.now, self.looks, self.beat = 1000.0, iter(looks), beat
+    def __init__(self, pauses: list[float], beat):
+        self.now, self.pauses, self.beat = 1000.0, iter(pauses), beat
 
     def monotonic(self) -> float:
         return self.now
 
     def wait(self, _) -> bool:
-        pause = next(self.looks, None)
+        pause = next(self.pauses, None)
         if pause is None:
             return True
         self.now += pause
@@ -28,34 +28,39 @@ class Clock:
         return False
 
 
-def failures(monkeypatch, looks: list[float], beats_until: float) -> list[str]:
-    """What rank 0 of two says, that looks after pauses of ``looks`` seconds; rank 1 lives until ``beats_until``."""
-    store, said = dist.HashStore(), []
+def failures(monkeypatch, pauses: list[float], beats_until: float) -> list[str]:
+    """Return the failures that rank 0 of two reports.
+
+    Args:
+        pauses: seconds before each of its checks.
+        beats_until: time in seconds until which rank 1 sends heartbeats.
+    """
+    store, messages = dist.HashStore(), []
 
     def beat(now: float) -> None:
         if now < 1000 + beats_until:
             store.add("alive/1", 1)
 
-    watching = Watchdog(store, 0, 2, "nid1", lambda failure: said.append(str(failure)))
-    clock = Clock(looks, beat)
-    watching._over = clock
+    one = Watchdog(store, 0, 2, "nid1", lambda failure: messages.append(str(failure)))
+    clock = Clock(pauses, beat)
+    one._stopped = clock
     monkeypatch.setattr(watchdog, "time", clock)
-    watching._watch()
-    return said
+    one._watch()
+    return messages
 
 
 def test_a_silent_rank_is_named(monkeypatch):
-    (said,) = failures(monkeypatch, [1.0] * 60, beats_until=5)
-    assert "rank 1" in said and "no sign of life" in said
+    (message,) = failures(monkeypatch, [1.0] * 60, beats_until=5)
+    assert "rank 1" in message and "no sign of life" in message
 
 
-@pytest.mark.parametrize("stopped_s", [45.0, 4000.0])
-def test_a_job_that_was_stopped_goes_on(monkeypatch, stopped_s):
-    assert failures(monkeypatch, [*[1.0] * 5, stopped_s, *[1.0] * 10], beats_until=5 + stopped_s + 60) == []
-    # Not even if the next rank takes a while to wake up.
-    assert failures(monkeypatch, [*[1.0] * 5, stopped_s, *[1.0] * 10], beats_until=5) == []
+@pytest.mark.parametrize("suspended_s", [45.0, 4000.0])
+def test_a_suspended_job_continues(monkeypatch, suspended_s):
+    assert failures(monkeypatch, [*[1.0] * 5, suspended_s, *[1.0] * 10], beats_until=5 + suspended_s + 60) == []
+    # Even if the next rank resumes a little later.
+    assert failures(monkeypatch, [*[1.0] * 5, suspended_s, *[1.0] * 10], beats_until=5) == []
 
 
-def test_a_rank_that_does_not_wake_up_is_named(monkeypatch):
-    (said,) = failures(monkeypatch, [*[1.0] * 5, 4000.0, *[1.0] * 60], beats_until=5)
-    assert "rank 1" in said
+def test_a_rank_that_does_not_resume_is_named(monkeypatch):
+    (message,) = failures(monkeypatch, [*[1.0] * 5, 4000.0, *[1.0] * 60], beats_until=5)
+    assert "rank 1" in message

@@ -1,0 +1,116 @@
+"""The rendezvous: the store through which all ranks find each other, the watchdog that uses it, and a joint exit."""
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gpt4d.config import ConfigError
+from gpt4d.runtime.launch import Launch, print_error
+from gpt4d.runtime.watchdog import Failure, Watchdog
+
+_CONNECT_S = 300.0  # timeout for all ranks to connect
+_LEAVE_S = 60.0  # timeout for all ranks to finish
+_NOTICE_S = 3.0  # time for the other ranks to read why the job ends
+
+
+class Rendezvous:
+    """The job's store, from the first rank's arrival to the last rank's exit, and this rank's watchdog."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+        self.store, watchdog_store = self._connect(server=launch.rank == 0), self._connect(server=False)
+        self.store.set(f"host/{launch.rank}", socket.gethostname())
+        self._exiting = threading.Lock()  # taken by the thread that ends this process
+        rank0_host = launch.master.rsplit(":", 1)[0]
+        self.watchdog = Watchdog(watchdog_store, launch.rank, launch.world_size, rank0_host, self._on_failure)
+        self.watchdog.start()
+
+    def _connect(self, server: bool) -> dist.Store:
+        host, port = self.launch.master.rsplit(":", 1)
+        # torchrun already runs a server, for all attempts; otherwise rank 0 is the server.
+        server = server and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        timeout = timedelta(seconds=_CONNECT_S)
+        try:
+            store = dist.TCPStore(host, int(port), is_master=server, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"rank {self.launch.rank} on {socket.gethostname()} cannot connect to rank 0 at {self.launch.master} "
+                f"({str(error).splitlines()[0]}); check MASTER_ADDR and that rank 0 has started"
+            ) from None
+        return dist.PrefixStore(f"gpt4d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+    def wait_for_all_ranks(self) -> None:
+        """Return when all ranks have connected. Raises ConfigError with the first missing rank after a timeout."""
+        if not self._barrier("here", _CONNECT_S):
+            size = self.launch.world_size
+            missing = [rank for rank in range(size) if not self.store.check([f"host/{rank}"])]
+            raise ConfigError(
+                f"{len(missing)} of {size} ranks did not connect within {_CONNECT_S:.0f} s, the first of them rank "
+                f"{missing[0]}; check its output and that its node has started"
+            )
+
+    def leave(self, briefly: bool = False) -> None:
+        """Wait until all ranks leave, because srun ends ranks that exit later than the first, then stop the watchdog.
+
+        Args:
+            briefly: wait only as long as the others need to read why the job ends.
+        """
+        self._barrier("left", _NOTICE_S if briefly else _LEAVE_S)
+        self.watchdog.stop()
+        self._keep_store_alive()
+
+    def _keep_store_alive(self) -> None:
+        """Let rank 0, whose exit ends the store, wait briefly for the ranks that may still read from it."""
+        deadline = time.monotonic() + _NOTICE_S
+        with suppress(RuntimeError):
+            store = self.watchdog.store  # the main thread may be blocked on the other one
+            count = store.add("finished", 1)
+            while self.launch.rank == 0 and count < self.launch.world_size and time.monotonic() < deadline:
+                time.sleep(0.01)
+                count = store.add("finished", 0)
+
+    def _barrier(self, name: str, timeout_s: float) -> bool:
+        """Wait until all ranks have called this with ``name``. Return False if they have not within ``timeout_s``."""
+        if self.store.add(name, 1) == self.launch.world_size:
+            self.store.set(f"all {name}", "")
+        try:
+            self.store.wait([f"all {name}"], timedelta(seconds=timeout_s))
+        except RuntimeError:
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End this process and, by reporting ``error`` in the store, all other ranks."""
+        is_first = self._exiting.acquire(blocking=False)
+        # A collective often fails because another rank has exited; that rank is the one to name.
+        may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        try:
+            failure = self.watchdog.fail(f"{type(error).__name__}: {error}", may_be_secondary)
+        except RuntimeError:
+            failure = self.watchdog.store_lost()
+        if failure.rank == self.launch.rank:
+            traceback.print_exception(error)
+        self._print_and_exit(failure, is_first)
+
+    def _on_failure(self, failure: Failure) -> None:
+        """End this process. The watchdog's thread calls this; the main thread may be blocked forever."""
+        self._print_and_exit(failure, self._exiting.acquire(blocking=False))
+
+    def _print_and_exit(self, failure: Failure, is_first: bool) -> None:
+        if not is_first:
+            threading.Event().wait(_LEAVE_S)  # the other thread ends the process
+        rank, local_rank = self.launch.rank, self.launch.local_rank
+        # The first rank of each node prints the failure, or the second if the first one failed.
+        if local_rank == 0 or (local_rank == 1 and failure.rank == rank - 1):
+            print_error(" ".join(str(failure).split()))
+        sys.stdout.flush()
+        self._keep_store_alive()
+        os._exit(1)
