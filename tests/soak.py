@@ -1,9 +1,9 @@
-"""Faults by the hundred: ranks of one run are killed, fail, hang and are signalled, at random, until it has had enough.
+"""A soak test: ranks of one run are killed, fail, hang and are signaled at random, a hundred times.
 
     python -m tests.soak [faults=100] [seconds=1500] [seed=0] [out=docs/soak.json]
 
-Each time the job must end by itself, with the exit codes and the word that belong to the fault, and go on when it is
-started again. At the end the losses of all steps are, bit for bit, those of a run that nothing happened to.
+After each fault the job must end by itself with the exit codes and message of that fault, and resume when it is started
+again. At the end the losses of all steps must equal, bit for bit, those of an uninterrupted run.
 """
 
 import json
@@ -20,13 +20,13 @@ from pathlib import Path
 from gpt4d.config import Config, compose, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 from tests.grids import train_in_rank
-from tests.jobs import Job
+from tests.jobs import LaunchedJob
 from tests.rank_pool import RankPool
-from tests.test_faults import at_step, kill_itself, losses, quickly
+from tests.runtime.test_faults import at_step, kill_itself, losses, shorten_timeouts
 
 RANKS = 2
 PHASES = ("start", "forward", "backward", "optimizer", "save")
-KILLED, SIGNALLED, RAISED, HUNG = "killed", "signalled", "raised", "hung"
+KILLED, SIGNALED, RAISED, HUNG = "killed", "signaled", "raised", "hung"
 
 
 @dataclass
@@ -45,32 +45,32 @@ class Fault:
     phase: str = ""
 
     @classmethod
-    def drawn(cls, draw: random.Random, done: int) -> "Fault":
-        """One that strikes within the next few steps."""
-        kind = draw.choice((KILLED, KILLED, SIGNALLED, SIGNALLED, RAISED, HUNG))
+    def sample(cls, draw: random.Random, step: int) -> "Fault":
+        """Draw a fault that strikes within the steps that follow ``step``."""
+        kind = draw.choice((KILLED, KILLED, SIGNALED, SIGNALED, RAISED, HUNG))
         phase = draw.choice(PHASES) if kind == KILLED else ""
-        return cls(kind, draw.randrange(RANKS), done + draw.randint(3, 8), phase)
+        return cls(kind, draw.randrange(RANKS), step + draw.randint(3, 8), phase)
 
     def prepare(self, rank: int) -> None:
-        """On a rank, before it trains."""
-        quickly()
+        """Arm the fault on a rank, before it trains."""
+        shorten_timeouts()
         if self.kind == KILLED:
             kill_itself(self.phase, self.rank, rank, self.step)
         elif rank == self.rank:
-            at_step(self.step, {SIGNALLED: _signal, RAISED: _fail, HUNG: _hang}[self.kind])
+            at_step(self.step, {SIGNALED: _signal, RAISED: _fail, HUNG: _hang}[self.kind])
 
-    def check(self, codes: list[int], said: str) -> None:
-        """AssertionError unless the job ended as it should."""
-        expected = {SIGNALLED: [75] * RANKS}.get(self.kind, [1] * RANKS)
+    def check(self, codes: list[int], output: str) -> None:
+        """Raise AssertionError unless the job ended with the exit codes and message of this fault."""
+        expected = {SIGNALED: [75] * RANKS}.get(self.kind, [1] * RANKS)
         if self.kind == KILLED:
             expected[self.rank] = -signal.SIGKILL
-        word = {
+        message = {
             KILLED: f"error: rank {self.rank} on ",
-            SIGNALLED: "the same command goes on",
+            SIGNALED: ": stopped after step ",
             RAISED: f"error: rank {self.rank} on ",
             HUNG: f"rank {self.rank} on ",
         }[self.kind]
-        assert codes == expected and word in said, (self, codes, said)
+        assert codes == expected and message in output, (self, codes, output)
 
 
 def _signal(_) -> None:
@@ -111,37 +111,42 @@ def configuration(directory: Path, *overrides: str) -> Config:
 
 def main(arguments: list[str]) -> None:
     soak = from_arguments(Soak, arguments)
-    draw, counts, longest = random.Random(soak.seed), {}, 0.0
+    draw, counts, longest_s = random.Random(soak.seed), {}, 0.0
     pool, started = RankPool(), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         config = configuration(directory, f"run.dir={directory / 'run'}")
-        done = 0
+        saved_step = 0
         while sum(counts.values()) < soak.faults and time.monotonic() - started < soak.seconds:
-            fault = Fault.drawn(draw, done)
-            with Job(pool.context, config, RANKS, fault.prepare) as job:
+            fault = Fault.sample(draw, saved_step)
+            with LaunchedJob(pool.context, config, RANKS, fault.prepare) as job:
                 if fault.phase not in ("start", "save"):
-                    job.comes_to(fault.step - 1)
-                struck = time.monotonic()
-                codes = job.ends()
-                longest = max(longest, time.monotonic() - struck)
-                fault.check(codes, "".join(job.said()))
+                    job.wait_for_step(fault.step - 1)
+                started_waiting = time.monotonic()
+                codes = job.exit_codes()
+                longest_s = max(longest_s, time.monotonic() - started_waiting)
+                fault.check(codes, "".join(job.outputs()))
             kind = f"{fault.kind} {fault.phase}".strip()
             counts[kind] = counts.get(kind, 0) + 1
             saved = sorted((directory / "run" / "checkpoints").glob("step_????????"))
-            done = int(saved[-1].name[5:]) if saved else 0
-            print(f"{sum(counts.values())}: {kind} on rank {fault.rank}, step {done} is saved", flush=True)
-        straight = configuration(directory, f"run.dir={directory / 'straight'}", f"train.steps={done + 1}")
-        pool.run(RANKS, train_in_rank, straight)
-        expected, found = losses(straight), losses(config)[: done + 1]
-        assert found == expected[: len(found)] and len(found) >= done, "the losses are others"
+            saved_step = int(saved[-1].name[5:]) if saved else 0
+            print(
+                f"{sum(counts.values())}: {kind} on rank {fault.rank}, newest checkpoint at step {saved_step}",
+                flush=True,
+            )
+        uninterrupted = configuration(
+            directory, f"run.dir={directory / 'uninterrupted'}", f"train.steps={saved_step + 1}"
+        )
+        pool.run(RANKS, train_in_rank, uninterrupted)
+        expected, actual = losses(uninterrupted), losses(config)[: saved_step + 1]
+        assert actual == expected[: len(actual)] and len(actual) >= saved_step, "the losses differ"
     pool.close()
     result = {
         "command": " ".join(["python -m tests.soak", *arguments]),
         "faults": sum(counts.values()),
         "by_kind": dict(sorted(counts.items())),
-        "steps": done,
-        "longest_s": round(longest, 1),
+        "steps": saved_step,
+        "longest_s": round(longest_s, 1),
         "seconds": round(time.monotonic() - started),
     }
     Path(soak.out).write_text(json.dumps(result, indent=1) + "\n")

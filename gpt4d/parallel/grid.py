@@ -79,7 +79,7 @@ class Grid:
             return Axis(name)
         # Only the members take part, so that stages can be built side by side.
         group = dist.new_group(members, use_local_synchronization=True)
-        near = shared_memory.between(group) if self.device_type == "cpu" and name != "stage" else (None, None)
+        near = shared_memory.connect(group) if self.device_type == "cpu" and name != "stage" else (None, None)
         return Axis(name, len(members), index, group, *near)
 
     @classmethod

@@ -1,12 +1,13 @@
-"""How much communication is under way at once, and in what portions: rules for layers and planner. No torch."""
+"""Limits on communication in flight and on message sizes, shared by layers and planner. Torch-free."""
 
-MAX_INFLIGHT_REDUCE_SCATTERS = 8  # at the most: each holds a whole gradient in memory
-_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency counts; above, it no longer does
+MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a whole gradient in memory
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency dominates; above, it is negligible
 
 
-def bucket_bytes(gradients: int) -> int:
-    """Of a bucket of gradients, of so many bytes in all, that are summed as one.
+def bucket_bytes(gradient_bytes: int) -> int:
+    """Return the size in bytes of the buckets in which gradients of ``gradient_bytes`` in total are reduced.
 
-    The first sets off after an eighth of the backward, and no more than that is left at its end.
+    A bucket is an eighth of the gradients, within bounds: the first reduction starts after an eighth of the backward,
+    and at most an eighth is left when the backward ends.
     """
-    return min(max(gradients // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+    return min(max(gradient_bytes // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)

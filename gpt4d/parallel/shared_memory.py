@@ -1,8 +1,8 @@
-"""Collectives between CPU ranks of one host, through memory that all of them see.
+"""Collectives between CPU ranks of one host through shared memory.
 
-A collective is a message: every rank copies its tensor into its slot, tells the others, and once all have told, each
-takes what it needs from all the slots. Sockets carry only the telling: two copies of the data in place of a TCP
-stack's many, and nobody computes for it but the rank that waits.
+In a collective every rank copies its tensor into its slot and notifies the others; once all have done so, each computes
+its result from all slots. Sockets carry the notifications only. The data is copied twice, where a TCP stack copies it
+many times, and only the waiting rank itself computes.
 """
 
 import mmap
@@ -17,15 +17,15 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-SLOT_BYTES = 64 << 20  # the largest message; only what is written of a slot takes memory
-_AHEAD = 2  # messages that a rank may be ahead of the others, and may have open
-_SLOTS = 2 * _AHEAD
-_MEETING_S = 60.0  # for the ranks of a host to find each other
-_TIMEOUT_S = 30 * 60  # then a silent rank is an error: as long as gloo waits
+SLOT_BYTES = 64 << 20  # the largest tensor; only the part of a slot that is written takes memory
+_MAX_AHEAD = 2  # collectives by which a rank may be ahead of the others, and may have in flight
+_SLOTS = 2 * _MAX_AHEAD
+_CONNECT_S = 60.0  # timeout for the ranks of a host to connect
+_TIMEOUT_S = 30 * 60  # a rank that is silent for longer is an error, as with gloo
 
 
-class Message:
-    """One collective under way. After ``wait``, ``result`` is what it gave."""
+class SharedMemoryCollective:
+    """A collective in flight. ``result`` is set by ``wait``."""
 
     def __init__(self, memory: "SharedMemory", number: int, like: torch.Tensor, combine):
         self.memory, self.number, self.like, self.combine = memory, number, like, combine
@@ -33,126 +33,132 @@ class Message:
 
     def wait(self) -> None:
         if self.result is None:
-            self.memory.await_others(self.number)
+            self.memory.wait_for_peers(self.number)
             self.result = self.combine(self.memory.slots(self.number, self.like))
             self.combine = self.like = None
-            self.memory.open.remove(self)  # or the result would stay in memory as long as this
+            self.memory.in_flight.remove(self)  # or the memory object would keep the result alive
 
 
 class SharedMemory:
-    """What the ranks of a group on one host share. All of them post the same messages in the same order."""
+    """Memory shared by the ranks of a group on one host. All of them post the same collectives in the same order."""
 
-    def __init__(self, index: int, buffer: mmap.mmap, others: dict[int, socket.socket]):
-        self.index, self.others = index, others
-        self.size = len(others) + 1
+    def __init__(self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket]):
+        self.index, self.peers = index, peers
+        self.size = len(peers) + 1
         self.bytes = torch.frombuffer(buffer, dtype=torch.uint8).view(_SLOTS, self.size, SLOT_BYTES)
         self.posted = 0
-        self.heard = dict.fromkeys(others, 0)  # messages that each of the others has posted
-        self.open: deque[Message] = deque()
+        self.received = dict.fromkeys(peers, 0)  # number of collectives that each peer has posted
+        self.in_flight: deque[SharedMemoryCollective] = deque()
 
-    def post(self, tensor: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]) -> Message:
-        """Starts a collective of contiguous ``tensor``, of the same shape on all ranks and at most ``SLOT_BYTES``.
+    def post(self, tensor: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]) -> SharedMemoryCollective:
+        """Start a collective.
 
-        ``combine`` makes its result of the tensors of all ranks, stacked along a new dim 0.
+        Args:
+            tensor: contiguous, of the same shape on all ranks, at most ``SLOT_BYTES``.
+            combine: computes the result from the tensors of all ranks, stacked along a new dim 0.
         """
         self.posted += 1
         number = self.posted
-        # A slot is written again after _SLOTS messages. By then all must have read it; and they have, once they posted
-        # the message _AHEAD back: nobody posts one before it is through with those _AHEAD older.
-        while self.open and self.open[0].number <= number - _AHEAD:
-            self.open[0].wait()
-        self.await_others(number - _AHEAD)
+        # A slot is reused after _SLOTS collectives, when all ranks must have read it. They have once they posted the
+        # collective _MAX_AHEAD back, because a rank posts one only after it has finished those _MAX_AHEAD older.
+        while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
+            self.in_flight[0].wait()
+        self.wait_for_peers(number - _MAX_AHEAD)
         self.slots(number, tensor)[self.index].copy_(tensor)
-        for rank, other in self.others.items():
-            with _whoever_ends_is_named(rank):
-                other.send(b"\0")
-        message = Message(self, number, tensor, combine)
-        self.open.append(message)
-        return message
+        for index, peer in self.peers.items():
+            with _name_lost_peer(index):
+                peer.send(b"\0")
+        collective = SharedMemoryCollective(self, number, tensor, combine)
+        self.in_flight.append(collective)
+        return collective
 
     def slots(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """The slots of a message: [ranks, *shape of ``like``]."""
+        """Return the slots of collective ``number``: [ranks, *shape of ``like``]."""
         return self.bytes[number % _SLOTS, :, : like.nbytes].view(like.dtype).unflatten(1, like.shape)
 
-    def await_others(self, number: int) -> None:
-        """Returns when all others have posted the message ``number``."""
-        for rank, other in self.others.items():
-            while self.heard[rank] < number:
-                with _whoever_ends_is_named(rank):
-                    told = other.recv(_SLOTS)
-                    if not told:
+    def wait_for_peers(self, number: int) -> None:
+        """Return when all peers have posted collective ``number``. Raises RuntimeError if a peer has exited."""
+        for index, peer in self.peers.items():
+            while self.received[index] < number:
+                with _name_lost_peer(index):
+                    notifications = peer.recv(_SLOTS)
+                    if not notifications:
                         raise ConnectionResetError
-                self.heard[rank] += len(told)
+                self.received[index] += len(notifications)
 
 
 @contextmanager
-def _whoever_ends_is_named(rank: int) -> Iterator[None]:
+def _name_lost_peer(index: int) -> Iterator[None]:
     try:
         yield
     except ConnectionError:
-        raise RuntimeError(f"the rank at {rank} of this host's group has ended") from None
+        raise RuntimeError(f"the rank at index {index} of this host's group has exited") from None
     except BlockingIOError:
         raise RuntimeError(
-            f"the rank at {rank} of this host's group was silent for {_TIMEOUT_S // 60} minutes"
+            f"the rank at index {index} of this host's group was silent for {_TIMEOUT_S // 60} minutes"
         ) from None
 
 
-def between(group: dist.ProcessGroup) -> tuple[SharedMemory | None, dist.ProcessGroup | None]:
-    """Memory for the ranks of ``group`` on this host, and the group of those with the same place on every host.
+def connect(group: dist.ProcessGroup) -> tuple[SharedMemory | None, dist.ProcessGroup | None]:
+    """Create memory shared by the ranks of ``group`` on this host, and the group that joins the hosts.
 
-    All ranks of ``group`` call this. No memory (None) where this host has none of the kind, or each rank is on a host
-    of its own, or the hosts have unequal numbers of them. No group where there is only one host. Containers count as
-    hosts of their own: what tells a host is its kernel and its network.
+    All ranks of ``group`` must call this. Containers count as separate hosts: a host is identified by its running
+    kernel and its network namespace.
+
+    Returns:
+        The shared memory: None if this system has none, if every rank is alone on its host, or if the hosts have
+        unequal numbers of ranks. The group of the ranks with this rank's index on each host: None if there is no shared
+        memory or only one host.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    listener, mine = _listen(size)
-    places: list = [None] * size
-    dist.all_gather_object(places, mine, group=group)
+    listener, own_location = _listen(size)
+    locations: list = [None] * size
+    dist.all_gather_object(locations, own_location, group=group)
     with listener or nullcontext():
-        if None in places:
+        if None in locations:
             return None, None
         hosts: dict = {}
-        for other, (host, _) in enumerate(places):
+        for other, (host, _) in enumerate(locations):
             hosts.setdefault(host, []).append(other)
-        local = hosts[mine[0]]
+        local = hosts[own_location[0]]
         if len(local) == 1 or len(local) * len(hosts) != size or len({len(ranks) for ranks in hosts.values()}) > 1:
             return None, None
         index = local.index(rank)
-        memory = _meet(listener, [places[other][1] for other in local], index)
-    across = None
+        memory = _share_memory(listener, [locations[other][1] for other in local], index)
+    inter_host_group = None
     if len(hosts) > 1:
         ranks = [dist.get_global_rank(group, ranks[index]) for ranks in hosts.values()]
-        across = dist.new_group(ranks, use_local_synchronization=True)
-    return memory, across
+        inter_host_group = dist.new_group(ranks, use_local_synchronization=True)
+    return memory, inter_host_group
 
 
-def _meet(listener: socket.socket, addresses: list[str], index: int) -> SharedMemory:
-    """Connects the ranks of a host, the one at ``index`` being this, and hands round the memory of the first."""
-    others, size = {}, len(addresses)
+def _share_memory(listener: socket.socket, addresses: list[str], index: int) -> SharedMemory:
+    """Connect the ranks of a host, this one being ``index``, and map the memory file that rank 0 of them creates."""
+    peers, size = {}, len(addresses)
     for other, address in enumerate(addresses[:index]):
-        others[other] = socket.socket(socket.AF_UNIX)
-        others[other].connect(address)
-        others[other].send(struct.pack("i", index))
+        peers[other] = socket.socket(socket.AF_UNIX)
+        peers[other].connect(address)
+        peers[other].send(struct.pack("i", index))
     for _ in range(index + 1, size):
         connection = _accept_from_own_user(listener)
-        others[struct.unpack("i", connection.recv(4))[0]] = connection
+        peers[struct.unpack("i", connection.recv(4))[0]] = connection
     length = _SLOTS * size * SLOT_BYTES
     if index == 0:
         file = os.memfd_create("gpt4d")
         os.ftruncate(file, length)
-        for other in others.values():
-            socket.send_fds(other, [b"\0"], [file])
+        for peer in peers.values():
+            socket.send_fds(peer, [b"\0"], [file])
     else:
-        _, (file, *_), *_ = socket.recv_fds(others[0], 1, 1)
-    for other in others.values():
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TIMEOUT_S, 0))
+        _, (file, *_), *_ = socket.recv_fds(peers[0], 1, 1)
+    for peer in peers.values():
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TIMEOUT_S, 0))
     buffer = mmap.mmap(file, length)
     os.close(file)
-    return SharedMemory(index, buffer, dict(sorted(others.items())))
+    return SharedMemory(index, buffer, dict(sorted(peers.items())))
 
 
 def _listen(backlog: int) -> tuple[socket.socket | None, tuple | None]:
-    """A socket for the others of this host to connect to, and where it is: (host, address). None on other systems."""
+    """Open a socket for peers on this host and return it with its location (host, address), or Nones without memfd."""
     if not hasattr(os, "memfd_create"):
         return None, None
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -161,7 +167,7 @@ def _listen(backlog: int) -> tuple[socket.socket | None, tuple | None]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(backlog)
-    listener.settimeout(_MEETING_S)
+    listener.settimeout(_CONNECT_S)
     return listener, (host, address)
 
 

@@ -1,4 +1,4 @@
-"""Collectives through a host's memory give what gloo gives, in any order of waiting, and end when a rank does."""
+"""Shared-memory collectives agree with gloo in any order of waits, and fail when a rank exits."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from gpt4d.parallel.grid import Grid
 from tests.rank_pool import RankFailure
 
 
-def both_ways(dtype):
-    """Results through memory and through gloo, and how many messages memory carried."""
+def compute_with_both(dtype):
+    """Return the results through shared memory and through gloo, and the number of shared-memory collectives."""
     grid = Grid(GridSizes(x=3))
     memory = grid.x.shm
-    assert memory is not None, "ranks of one host found no shared memory"
-    draw = torch.Generator().manual_seed(grid.x.index)
-    tensors = [torch.randn(6, 5, generator=draw).to(dtype) for _ in range(9)]
-    found = []
+    assert memory is not None, "ranks of one host have no shared memory"
+    generator = torch.Generator().manual_seed(grid.x.index)
+    tensors = [torch.randn(6, 5, generator=generator).to(dtype) for _ in range(9)]
+    both = []
     for grid.x.shm in (memory, None):
         results = [
             [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
@@ -26,17 +26,17 @@ def both_ways(dtype):
             [collectives.start_all_gather(t[:1], grid.x) for t in tensors],
             [collectives.start_reduce_scatter(t, grid.x) for t in tensors],
         ]
-        # Waited for in another order on each rank, the last first: more are open than there are slots.
+        # Each rank waits in another order, the last first, so more collectives are in flight than there are slots.
         for kind in results[grid.x.index :] + results[: grid.x.index]:
             for pending in reversed(kind):
                 pending.wait()
-        found.append([pending.wait() for kind in results for pending in kind])
-    return found, memory.posted
+        both.append([pending.wait() for kind in results for pending in kind])
+    return both, memory.posted
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_through_memory_the_results_are_gloos_and_sums_the_same_bits_on_all_ranks(ranks, dtype):
-    results = ranks.run(3, both_ways, dtype)
+def test_results_agree_with_gloo_and_sums_are_bit_equal_on_all_ranks(ranks, dtype):
+    results = ranks.run(3, compute_with_both, dtype)
     tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     for (through_memory, through_sockets), posted in results:
         assert posted == 45
@@ -46,21 +46,21 @@ def test_through_memory_the_results_are_gloos_and_sums_the_same_bits_on_all_rank
             assert torch.equal(mine, first)
 
 
-def end_of_one():
+def exit_of_one_rank():
     grid = Grid(GridSizes(x=3))
     if grid.x.index == 1:
-        for other in grid.x.shm.others.values():
-            other.close()
+        for peer in grid.x.shm.peers.values():
+            peer.close()
         return
     collectives.all_reduce(torch.ones(4), grid.x)
 
 
-def test_a_rank_that_ended_is_noticed_by_those_that_wait_for_it(ranks):
+def test_ranks_that_wait_for_a_rank_that_exited_raise(ranks):
     with pytest.raises(RankFailure, match="the rank at 1 of this host's group has ended"):
-        ranks.run(3, end_of_one)
+        ranks.run(3, exit_of_one_rank)
 
 
-def aliases():
+def gather_repeatedly():
     grid = Grid(GridSizes(x=2))
     first = collectives.all_gather(torch.full((1, 3), grid.x.index + 1.0), grid.x)
     for _ in range(10):
@@ -68,29 +68,29 @@ def aliases():
     return first
 
 
-def test_a_result_is_not_overwritten_by_later_messages(ranks):
-    for result in ranks.run(2, aliases):
+def test_a_result_is_not_overwritten_by_later_collectives(ranks):
+    for result in ranks.run(2, gather_repeatedly):
         assert result.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
-def two_hosts():
-    """An axis of four ranks, as if each two of them were on a host of their own."""
+def reduce_across_two_hosts():
+    """On a rank: all-reduce on an axis of four ranks as if each two of them were on one host."""
     from gpt4d.parallel import shared_memory
 
     listen, rank = shared_memory._listen, dist.get_rank()
 
-    def elsewhere(backlog):
+    def listen_on_fake_host(backlog):
         listener, (host, address) = listen(backlog)
         return listener, ((*host, rank // 2), address)
 
-    shared_memory._listen = elsewhere
+    shared_memory._listen = listen_on_fake_host
     try:
         grid = Grid(GridSizes(data=4))
     finally:
         shared_memory._listen = listen
     assert grid.data.shm.size == 2 and dist.get_world_size(grid.data.inter_host_group) == 2
-    draw = torch.Generator().manual_seed(rank)
-    tensors = [torch.randn(n, 3, dtype=torch.float64, generator=draw) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
     pending = [collectives.start_all_reduce(t.clone(), grid.data) for t in tensors]
     sums = [p.wait() for p in pending]
     for tensor in tensors:
@@ -98,8 +98,8 @@ def two_hosts():
     return sums, tensors
 
 
-def test_over_hosts_the_sum_of_their_sums_is_the_sum(ranks):
-    results = ranks.run(4, two_hosts)
+def test_an_all_reduce_across_hosts_is_right_and_bit_equal_on_all_ranks(ranks):
+    results = ranks.run(4, reduce_across_two_hosts)
     for sums, expected in results:
         for one, other, first in zip(sums, expected, results[0][0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
