@@ -1,109 +1,109 @@
 # shellcheck shell=bash
-# What the batch scripts beside this file share: they source it in the repository, then call `train`.
-# It prints no environment and is never traced (set -x): keys and tokens are in there.
+# Shared functions of the batch scripts in this directory, which source this file in the repository and call `train`.
+# It never prints the environment and is never traced (set -x), because the environment contains keys and tokens.
 
-readonly GO_ON=75         # train.py's exit code for "saved; the same command goes on"
-readonly IDLE_REQUEUES=3  # in a row, from one checkpoint: a run that comes no further would go round for ever
+readonly EXIT_UNFINISHED=75   # train.py's exit code for "saved; the same command resumes"
+readonly MAX_IDLE_REQUEUES=3  # in a row from one checkpoint: a run without progress would be requeued forever
 
-say() { echo "slurm: job ${SLURM_JOB_ID:-none}: $*" >&2; }
+log() { echo "slurm: job ${SLURM_JOB_ID:-none}: $*" >&2; }
 
-[ -n "${SLURM_JOB_ID:-}" ] || { say "this is a batch script: start it with sbatch"; exit 1; }
+[ -n "${SLURM_JOB_ID:-}" ] || { log "this is a batch script: start it with sbatch"; exit 1; }
 
-# Slurm warns of the time limit with USR1, to the batch shell alone (--signal=B:USR1@300), and ends or preempts with
-# TERM. The traps stand before modules are loaded, which takes seconds.
-asked='' signals=0 step=''
-hear() {
+# Slurm sends USR1 before the time limit, to the batch shell only (--signal=B:USR1@300), and TERM to end or preempt the
+# job. The traps are set before modules are loaded, which takes seconds.
+stop_signal='' signals=0 step=''
+on_signal() {
     signals=$((signals + 1))
-    [ -z "$asked" ] || return 0  # a second signal would end the run without a save; Slurm sends the tasks TERM itself
-    asked=$1
-    [ -z "$step" ] || hand_on
+    [ -z "$stop_signal" ] || return 0  # a second one would end the run unsaved; Slurm itself sends TERM to the tasks
+    stop_signal=$1
+    [ -z "$step" ] || forward_signal
 }
-hand_on() { kill -USR1 "$step" 2> /dev/null; }  # USR1 whatever was heard: of TERM srun makes KILL
-trap 'hear USR1' USR1
-trap 'hear TERM' TERM
+forward_signal() { kill -USR1 "$step" 2> /dev/null; }  # always USR1, because srun turns TERM into KILL
+trap 'on_signal USR1' USR1
+trap 'on_signal TERM' TERM
 
-# With sbatch --export=NONE, srun would hide from the tasks what is exported here.
+# With sbatch --export=NONE, srun would not pass on to the tasks what this script exports.
 unset SLURM_EXPORT_ENV
 
-# default NAME VALUE: exports NAME, with the value it has already, if any.
+# default NAME VALUE: export NAME, with its present value if it is set.
 default() { export "$1=${!1-$2}"; }
 
-# load MODULE...: environment modules, where there are any. A container or a virtual environment may need none.
-load() {
+# load_modules MODULE...: load environment modules. Without them, as in a container, the job continues.
+load_modules() {
     if ! type module > /dev/null 2>&1; then
-        say "there is no 'module' command; going on without $*"
+        log "no 'module' command; continuing without $*"
     elif ! module load "$@"; then
-        say "module load $* failed; going on without"
+        log "module load $* failed; continuing without"
     fi
 }
 
-# Kernels of one hardware queue start in the order they were given: a collective starts before the computation that is
-# to run beside it, instead of finding all multiprocessors taken.
+# Kernels of one hardware queue start in launch order: with a single queue a collective starts before the computation
+# that overlaps it, instead of finding all multiprocessors occupied.
 default CUDA_DEVICE_MAX_CONNECTIONS 1
 
 python=("${GPT4D_VENV:-$PWD/.venv}/bin/python")
 
-# in_container COMMAND...: if GPT4D_CONTAINER names an image, COMMAND runs what follows it inside.
+# in_container COMMAND...: if GPT4D_CONTAINER names an image, run python inside it; COMMAND runs its arguments there.
 in_container() {
     [ -z "${GPT4D_CONTAINER:-}" ] || python=("$@" python3)
 }
 
-# train [OPTION OF SRUN]... -- [WORD OF TRAIN.PY]...: ends this script.
+# train [SRUN OPTION]... -- [OVERRIDE]...: run train.py on all tasks, requeue the job if it is unfinished, and exit.
 train() {
-    local options=() heard code
+    local options=() signals_before code
     while [ "$1" != -- ]; do options+=("$1"); shift; done
     shift
     if ! command -v "${python[0]}" > /dev/null; then
-        say "there is no ${python[0]}: GPT4D_VENV and GPT4D_CONTAINER say what to run in (scripts/slurm/README.md)"
+        log "there is no ${python[0]}; set GPT4D_VENV or GPT4D_CONTAINER (see scripts/slurm/README.md)"
         exit 1
     fi
-    # Since Slurm 22.05 srun does not take this from sbatch by itself.
+    # Since Slurm 22.05 srun does not inherit this from sbatch.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || options+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-    # Ranks that have saved leave one after the other, so the first to leave must not end the rest (kill-on-bad-exit).
-    # If one fails, the others end themselves and say why; one that cannot is ended after two minutes.
+    # Ranks that have saved exit one after the other, so the first exit must not end the rest (kill-on-bad-exit). If a
+    # rank fails, the others exit by themselves and report why; one that cannot is ended after two minutes.
     options+=(--kill-on-bad-exit=0 --wait=120)
 
-    if [ -n "$asked" ]; then
-        code=$GO_ON  # heard before anything was started
+    if [ -n "$stop_signal" ]; then
+        code=$EXIT_UNFINISHED  # the signal arrived before anything was started
     else
-        say "start $((${SLURM_RESTART_COUNT:-0} + 1)) on ${SLURM_JOB_NODELIST:-}"
-        # In the background: bash runs no trap while it waits for a command in front.
+        log "start $((${SLURM_RESTART_COUNT:-0} + 1)) on ${SLURM_JOB_NODELIST:-}"
+        # In the background, because bash runs no trap while it waits for a foreground command.
         srun "${options[@]}" "${python[@]}" train.py "$@" &
         step=$!
-        [ -z "$asked" ] || hand_on
-        while heard=$signals; wait "$step"; code=$?; [ "$heard" != "$signals" ]; do
-            :  # a trap ends `wait`, not the step; of a step that has ended, `wait` still knows the code
+        [ -z "$stop_signal" ] || forward_signal
+        while signals_before=$signals; wait "$step"; code=$?; [ "$signals_before" != "$signals" ]; do
+            :  # a trap interrupts `wait`, not the step; `wait` still returns the exit code of a finished step
         done
         step=''
     fi
 
-    if [ "$code" != "$GO_ON" ] && { [ -z "$asked" ] || [ "$code" -le 128 ]; }; then
-        exit "$code"  # done, or failed
+    if [ "$code" != "$EXIT_UNFINISHED" ] && { [ -z "$stop_signal" ] || [ "$code" -le 128 ]; }; then
+        exit "$code"  # finished or failed
     fi
-    # Asked to stop and ended by a signal: it came before train.py listened.
-    go_on "$@"
-    exit "$GO_ON"
+    # Unfinished, or ended by the stop signal before train.py could handle it.
+    requeue "$@"
+    exit "$EXIT_UNFINISHED"
 }
 
-# go_on [WORD OF TRAIN.PY]...: puts this job back into the queue. Not one that is no longer RUNNING while this script
-# still is: scancel, the end of its time or Slurm's own requeue have decided already, and a requeue would undo scancel.
-go_on() {
+# requeue [OVERRIDE]...: requeue this job unless it is no longer RUNNING although this script is. Then scancel, the time
+# limit or Slurm's own requeue has decided already, and a requeue here would undo scancel.
+requeue() {
     local state
-    state=$(patiently scontrol show job "$SLURM_JOB_ID" --oneliner | grep -om1 'JobState=[A-Z_]*')
+    state=$(retry scontrol show job "$SLURM_JOB_ID" --oneliner | grep -om1 'JobState=[A-Z_]*')
     case $state in
         JobState=RUNNING | JobState=SIGNALING) ;;
-        *) say "ended from outside ($state); if Slurm has not requeued it, the same sbatch command goes on"; return ;;
+        *) log "ended from outside ($state); unless Slurm requeues it, resume with the same sbatch command"; return ;;
     esac
-    note_progress "$@" || return
-    if patiently scontrol requeue "$SLURM_JOB_ID"; then
-        say "${asked:+$asked: }saved, and back in the queue"
+    record_progress "$@" || return
+    if retry scontrol requeue "$SLURM_JOB_ID"; then
+        log "${stop_signal:+$stop_signal: }saved and requeued"
     else
-        say "cannot be requeued here; the same sbatch command goes on"
+        log "cannot be requeued here; resume with the same sbatch command"
     fi
 }
 
-# patiently COMMAND...: until it succeeds, for a minute: the controller of a large machine is out of reach at times.
-patiently() {
+# retry COMMAND...: repeat COMMAND until it succeeds, for a minute, because a busy controller does not always answer.
+retry() {
     local seconds
     for seconds in 5 15 40; do
         "$@" && return
@@ -112,12 +112,12 @@ patiently() {
     "$@"
 }
 
-# note_progress [WORD OF TRAIN.PY]...: notes in run.dir from which checkpoint this job goes on; fails if it has gone on
-# from this one too often.
-note_progress() {
+# record_progress [OVERRIDE]...: record in run.dir which checkpoint this job resumes from; fail if it has resumed from
+# this one too often.
+record_progress() {
     local run_dir newest job before count
     if ! run_dir=$("${python[@]}" train.py "$@" --cfg job --package run.dir --resolve) || ! mkdir -p "$run_dir"; then
-        say "no run.dir; not requeued"
+        log "cannot determine or create run.dir; not requeued"
         return 1
     fi
     newest=$(find "$run_dir/checkpoints" -maxdepth 1 -name 'step_*[0-9]' 2> /dev/null | sort | tail -n 1)
@@ -125,8 +125,8 @@ note_progress() {
     read -r job before count 2> /dev/null < "$run_dir/requeues"
     [ "${job:-} ${before:-}" = "$SLURM_JOB_ID ${newest:=none}" ] || count=0
     count=$((count + 1))
-    if [ "$count" -gt "$IDLE_REQUEUES" ]; then
-        say "not requeued: $((count - 1)) times in a row without a new checkpoint in $run_dir (newest: $newest)"
+    if [ "$count" -gt "$MAX_IDLE_REQUEUES" ]; then
+        log "not requeued: $((count - 1)) times in a row without a new checkpoint in $run_dir (newest: $newest)"
         return 1
     fi
     echo "$SLURM_JOB_ID $newest $count" > "$run_dir/requeues"

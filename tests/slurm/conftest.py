@@ -3,24 +3,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ROOT, Cluster, NoSlurm, install
+from tests.slurm.cluster import ROOT, NoSlurm, SlurmCluster, install
 
 
 @pytest.fixture(scope="package")
 def cluster():
     try:
         install()
-        slurm = Cluster()
+        slurm = SlurmCluster()
     except NoSlurm as reason:
-        pytest.skip(f"no Slurm here: {reason}")
+        pytest.skip(f"Slurm cannot run here: {reason}")
     yield slurm
     slurm.close()
     assert not slurm.left_running() and not slurm.directory.exists()
 
 
-def standing_in(at: Path, *plan: str, name: str = "run") -> tuple[dict[str, str], Path]:
-    """A stand-in for train.py that does ``plan`` (stand_in.py): the variables by which it is found; its directory."""
-    directory = at / name
+def create_stand_in(parent: Path, *plan: str, name: str = "run") -> tuple[dict[str, str], Path]:
+    """Create a stand-in for train.py that follows ``plan`` (see stand_in.py).
+
+    Returns the environment variables that make the batch scripts use it, and its directory.
+    """
+    directory = parent / name
     (directory / "bin").mkdir(parents=True)
     python = directory / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).parent / "stand_in.py"}" "$@"\n')
@@ -31,8 +34,8 @@ def standing_in(at: Path, *plan: str, name: str = "run") -> tuple[dict[str, str]
 
 @pytest.fixture(scope="package")
 def limited(cluster, tmp_path_factory):
-    """A job with less time than the warning takes. Slurm looks twice a minute: it waits while other tests run."""
-    at = tmp_path_factory.mktemp("limited")
-    environment, directory = standing_in(at, "listen", "0")
-    words = ["--time=5", "--nodelist=node4", str(ROOT / "scripts" / "slurm" / "generic.sh")]
-    return cluster.sbatch(*words, log=at / "log", environment=environment), directory
+    """Submit a job with less time than the warning needs. Slurm checks limits twice a minute, during other tests."""
+    parent = tmp_path_factory.mktemp("limited")
+    environment, directory = create_stand_in(parent, "listen", "0")
+    arguments = ["--time=5", "--nodelist=node4", str(ROOT / "scripts" / "slurm" / "generic.sh")]
+    return cluster.sbatch(*arguments, log=parent / "log", environment=environment), directory

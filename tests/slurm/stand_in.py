@@ -1,7 +1,7 @@
-"""In place of a virtual environment's python: train.py as the batch scripts see it, without its seconds of imports.
+"""A stand-in for python and train.py, which behaves for the batch scripts like train.py but starts at once.
 
-What it does at each start of the job stands in the file ``plan`` of ``STAND_IN``, its run directory, a line each: an
-exit code; ``listen``: wait for the signal, take a second to save and exit with 75; ``deaf``: be ended by it.
+The file ``plan`` in ``STAND_IN``, its run directory, has one line per start of the job: an exit code; ``listen`` to
+wait for the signal, take a second to save and exit with 75; or ``deaf`` to be ended by the signal.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    directory, words = Path(os.environ["STAND_IN"]), sys.argv[2:]
+    directory, overrides = Path(os.environ["STAND_IN"]), sys.argv[2:]
     rank, start = os.environ.get("SLURM_PROCID", "0"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     plan, saved = (directory / "plan").read_text().split()[start], directory / f"start{start}.saved"
-    if "--cfg" in words:  # a script asks when the run has ended, to go on from what it saved
+    if "--cfg" in overrides:  # after the run a script queries run.dir, before it requeues the job
         if plan == "listen" and not saved.exists():
             sys.exit("the script did not wait for the save")
         print(directory)
@@ -30,11 +30,11 @@ def main() -> None:
     if plan == "listen":
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, save)
-    ours = ("SLURM_", "NCCL_", "FI_", "MIOPEN_", "CUDA_")  # what else is in there may be secret
-    environment = {name: value for name, value in os.environ.items() if name.startswith(ours)}
-    seen = {"words": words, "program": sys.argv[1], "environment": environment}
+    prefixes = ("SLURM_", "NCCL_", "FI_", "MIOPEN_", "CUDA_")  # other variables may be secret
+    environment = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    received = {"overrides": overrides, "program": sys.argv[1], "environment": environment}
     partial = directory / f"partial.{rank}"
-    partial.write_text(json.dumps(seen))
+    partial.write_text(json.dumps(received))
     partial.rename(directory / f"start{start}.rank{rank}.json")
     if plan in ("listen", "deaf"):
         while True:

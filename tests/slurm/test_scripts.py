@@ -1,4 +1,4 @@
-"""What the batch scripts decide, under a real Slurm; a stand-in takes train.py's place."""
+"""The decisions of the batch scripts under a real Slurm, with a stand-in for train.py."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import ROOT
-from tests.slurm.conftest import standing_in
+from tests.slurm.conftest import create_stand_in
 
 SCRIPTS = ROOT / "scripts" / "slurm"
 AWKWARD = ["a=b c", "said='\"it\"'", "blend={x: 0.5, 'y z': 0.5}", "glob=*.txt", "$HOME=$(date)", "", "back\\", "--"]
@@ -17,33 +17,34 @@ AWKWARD = ["a=b c", "said='\"it\"'", "blend={x: 0.5, 'y z': 0.5}", "glob=*.txt",
 
 @pytest.fixture
 def stand_in(tmp_path):
-    return functools.partial(standing_in, tmp_path)
+    return functools.partial(create_stand_in, tmp_path)
 
 
-def seen(directory: Path, start: int = 0) -> list[dict]:
-    """What each rank of a start was given, in their order."""
+def received(directory: Path, start: int = 0) -> list[dict]:
+    """Return what each rank of a start received, in rank order."""
     files = sorted(directory.glob(f"start{start}.rank*.json"), key=lambda path: int(path.suffixes[-2][5:]))
     return [json.loads(path.read_text()) for path in files]
 
 
-def test_the_scripts_pass_on_every_word_and_lay_ranks_out_by_nodes(cluster, stand_in, tmp_path):
-    """All three, with their own options, and without modules."""
+def test_scripts_pass_all_overrides_and_place_consecutive_ranks_on_a_node(cluster, stand_in, tmp_path):
+    """All three scripts, with their own options, and without modules."""
     jobs = {}
     for name, tasks in (("generic", 4), ("perlmutter", 4), ("frontier", 8)):
         environment, directory = stand_in("0", name=name)
-        words = ["--nodes=2", "--account=m0000", f"--ntasks-per-node={tasks}", str(SCRIPTS / f"{name}.sh"), *AWKWARD]
+        options = ["--nodes=2", "--account=m0000", f"--ntasks-per-node={tasks}"]
+        arguments = [*options, str(SCRIPTS / f"{name}.sh"), *AWKWARD]
         log = tmp_path / f"{name}.log"
-        if name == "perlmutter":  # a word of one's own for what a script sets stays
+        if name == "perlmutter":  # the user's value takes precedence over the script's
             environment["FI_CXI_DEFAULT_CQ_SIZE"] = "7"
-        # From another directory: the repository is where GPT4D_HOME says.
+        # Submitted from another directory: GPT4D_HOME is the repository.
         environment["GPT4D_HOME"] = str(ROOT)
-        jobs[name] = cluster.sbatch(*words, log=log, environment=environment, cwd=tmp_path), directory, tasks
+        jobs[name] = cluster.sbatch(*arguments, log=log, environment=environment, cwd=tmp_path), directory, tasks
 
     environments = {}
     for name, (job, directory, tasks) in jobs.items():
-        assert job.until_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.said()
-        ranks = seen(directory)
-        assert [rank["words"] for rank in ranks] == [AWKWARD] * 2 * tasks
+        assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
+        ranks = received(directory)
+        assert [rank["overrides"] for rank in ranks] == [AWKWARD] * 2 * tasks
         assert {rank["program"] for rank in ranks} == {"train.py"}
         assert [rank["environment"]["SLURM_NODEID"] for rank in ranks] == ["0"] * tasks + ["1"] * tasks
         assert not list(tmp_path.glob("slurm-*.out"))
@@ -51,79 +52,78 @@ def test_the_scripts_pass_on_every_word_and_lay_ranks_out_by_nodes(cluster, stan
     assert environments["generic"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environments["perlmutter"]["FI_CXI_DEFAULT_CQ_SIZE"] == "7"
     assert environments["perlmutter"]["NCCL_SOCKET_IFNAME"] == "hsn"
-    assert "going on without nccl" in jobs["perlmutter"][0].said()
+    assert "continuing without nccl" in jobs["perlmutter"][0].output()
     assert environments["frontier"]["MIOPEN_USER_DB_PATH"].startswith("/tmp/")
 
 
-def test_the_warning_of_the_time_limit_puts_a_job_back_into_the_queue(limited):
+def test_the_warning_before_the_time_limit_requeues_a_job(limited):
     job, directory = limited
-    job.until_restarted(1)
-    job.until_state("COMPLETED")
-    assert "USR1: saved, and back in the queue" in job.said()
-    assert "start 2" in job.said() and "start 1" in job.said(), "one log for both starts"
-    assert len(seen(directory, 1)) == 1
+    job.wait_for_restart(1)
+    job.wait_for_state("COMPLETED")
+    assert "USR1: saved and requeued" in job.output()
+    assert "start 2" in job.output() and "start 1" in job.output(), "both starts must write to one log"
+    assert len(received(directory, 1)) == 1
 
 
-def test_which_ends_put_a_job_back_into_the_queue(cluster, stand_in, tmp_path):
-    """Not that of a run that failed, nor scancel; but that of one ended by the signal before it listened."""
+def test_only_a_stop_signal_requeues_a_job(cluster, stand_in, tmp_path):
+    """A failure and scancel do not; a signal that ends the run before it can handle signals does."""
     jobs, directories = {}, {}
-    for name, *plan in (("failed", "3"), ("cancelled", "listen"), ("deaf", "deaf", "0")):
+    for name, *plan in (("failed", "3"), ("canceled", "listen"), ("deaf", "deaf", "0")):
         environment, directories[name] = stand_in(*plan, name=name)
         jobs[name] = cluster.sbatch(str(SCRIPTS / "generic.sh"), log=tmp_path / f"{name}.log", environment=environment)
-    deaf, cancelled = jobs["deaf"], jobs["cancelled"]
+    deaf, canceled = jobs["deaf"], jobs["canceled"]
 
-    deaf.until(lambda: seen(directories["deaf"]), "its task runs")
+    deaf.wait_until(lambda: received(directories["deaf"]), "its task runs")
     deaf.signal_batch("TERM")
-    cancelled.until(lambda: seen(directories["cancelled"]), "its task runs")
-    cancelled.cancel()
-    deaf.until_restarted(1)
-    deaf.until_state("COMPLETED")
+    canceled.wait_until(lambda: received(directories["canceled"]), "its task runs")
+    canceled.cancel()
+    deaf.wait_for_restart(1)
+    deaf.wait_for_state("COMPLETED")
 
-    assert cancelled.until_state("CANCELLED")["Restarts"] == "0"
-    assert "ended from outside" in cancelled.said()
-    shown = jobs["failed"].until_state("FAILED")
+    assert canceled.wait_for_state("CANCELLED")["Restarts"] == "0"
+    assert "ended from outside" in canceled.output()
+    shown = jobs["failed"].wait_for_state("FAILED")
     assert (shown["ExitCode"], shown["Restarts"]) == ("3:0", "0")
 
 
-def test_a_module_that_exists_is_loaded_and_one_that_fails_does_not_end_the_job():
-    # No job: what common.sh defines, in a shell in which it finds one.
-    words = 'module() { echo "module $*"; [ "$2" != broken ]; }; load nccl; load broken'
-    done = sourced(words)
-    assert done.stdout.splitlines() == ["module load nccl", "module load broken"]
-    assert "module load broken failed" in done.stderr
+def test_modules_are_loaded_and_a_failing_one_does_not_end_the_job():
+    script = 'module() { echo "module $*"; [ "$2" != broken ]; }; load_modules nccl; load_modules broken'
+    result = run_with_common(script)
+    assert result.stdout.splitlines() == ["module load nccl", "module load broken"]
+    assert "module load broken failed" in result.stderr
 
 
-def test_a_run_that_comes_no_further_is_requeued_three_times(stand_in):
+def test_a_run_without_progress_is_requeued_three_times(stand_in):
     environment, directory = stand_in("75")
 
     def requeues() -> bool:
-        return sourced("note_progress run.name=a", environment).returncode == 0
+        return run_with_common("record_progress run.name=a", environment).returncode == 0
 
     assert [requeues() for _ in range(4)] == [True, True, True, False]
     for step in (90, 100, 110):
         (directory / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-        assert requeues(), "a new checkpoint begins the count again"
+        assert requeues(), "a new checkpoint must restart the count"
     (directory / "checkpoints" / "step_00000120.partial").mkdir()
     assert [requeues() for _ in range(3)] == [True, True, False]
-    # A job of its own begins its own count.
-    assert sourced("note_progress", {**environment, "SLURM_JOB_ID": "8"}).returncode == 0
+    # Another job starts its own count.
+    assert run_with_common("record_progress", {**environment, "SLURM_JOB_ID": "8"}).returncode == 0
 
 
-def test_what_is_missing_is_said_in_one_line(tmp_path):
+def test_missing_prerequisites_are_reported_in_one_line(tmp_path):
     script, bare = SCRIPTS / "generic.sh", {"PATH": os.environ["PATH"]}
-    for words, environment, cwd in (
+    for message, environment, cwd in (
         ("start it with sbatch", {}, ROOT),
-        ("call sbatch in the repository, or set GPT4D_HOME", {"SLURM_JOB_ID": "7"}, tmp_path),
+        ("call sbatch there, or set GPT4D_HOME", {"SLURM_JOB_ID": "7"}, tmp_path),
         (f"there is no {tmp_path}/bin/python", {"SLURM_JOB_ID": "7", "GPT4D_VENV": str(tmp_path)}, ROOT),
     ):
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", script], cwd=cwd, env={**bare, **environment}, capture_output=True, text=True, timeout=30
         )
-        assert done.returncode == 1 and words in done.stderr.splitlines()[-1]
+        assert result.returncode == 1 and message in result.stderr.splitlines()[-1]
 
 
-def sourced(words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """What a shell does with ``words`` once it has common.sh."""
+def run_with_common(script: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Run ``script`` in a shell that has sourced common.sh, as in a job."""
     full = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", **(environment or {})}
-    command = ["bash", "-c", f". scripts/slurm/common.sh; {words}"]
+    command = ["bash", "-c", f". scripts/slurm/common.sh; {script}"]
     return subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=30)
