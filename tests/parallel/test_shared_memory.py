@@ -56,7 +56,7 @@ def exit_of_one_rank():
 
 
 def test_ranks_that_wait_for_a_rank_that_exited_raise(ranks):
-    with pytest.raises(RankFailure, match="the rank at 1 of this host's group has ended"):
+    with pytest.raises(RankFailure, match="the rank at index 1 of this host's group has exited"):
         ranks.run(3, exit_of_one_rank)
 
 
