@@ -1,10 +1,10 @@
-"""Saving and loading beside a plain write of as many bytes, torch.save and torch's own distributed checkpoints.
+"""Benchmark of saving and loading against a plain write, torch.save and torch.distributed.checkpoint.
 
     python -m benchmarks.checkpoint [mib=2048] [where=.] [repeats=5] [out=docs/checkpoint]
 
-Four ranks of this machine hold matrices cut by rows and take turns in one run. ``save in the background`` is what the
-training waits for. A load checks every checksum first; it reads what the page cache has. ``where`` is a directory on
-the disk to measure. Writes the figures as ``out``.json and draws them as ``out``.png.
+Four ranks of this machine hold matrices split by rows and take turns in one run. ``save in the background`` is the time
+that training waits. A load verifies all checksums first and reads from the page cache. ``where`` is a directory on the
+disk to measure. The results are written to ``out``.json and plotted in ``out``.png.
 """
 
 import sys
@@ -32,9 +32,11 @@ class CheckpointBenchmark:
 def main(arguments: list[str]) -> None:
     config = from_arguments(CheckpointBenchmark, arguments)
     with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as home:
-        words = (f"mib={config.mib}", f"where={home}")
+        worker_arguments = (f"mib={config.mib}", f"where={home}")
         rows = interleave(
-            LocalHost(RANKS), [WorkerSpec("ours", "benchmarks.workers.saving", arguments=words)], config.repeats
+            LocalHost(RANKS),
+            [WorkerSpec("ours", "benchmarks.workers.saving", arguments=worker_arguments)],
+            config.repeats,
         )
     seconds = {row["name"]: row["median_s"] for row in rows}
     for row in rows:
@@ -48,11 +50,11 @@ def main(arguments: list[str]) -> None:
         "waiting for a save in the background / save": seconds["save in the background"] / seconds["save"],
         "load, rows to columns / load": seconds["load, rows to columns"] / seconds["load"],
     }
-    for what, ratio in ratios.items():
-        print(f"{what}: {ratio:.2f}")
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}")
     command = "python -m benchmarks.checkpoint " + " ".join(arguments)
     results.write(Path(config.out), command.strip(), results.machine("torch"), rows, mib=config.mib, ratios=ratios)
-    results.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices cut by rows")
+    results.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices split by rows")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A state of matrices cut by rows over four ranks: written and read in turns, by us and by others."""
+"""Worker that saves and loads matrices split by rows over four ranks, with gpt4d and with torch."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.interleave import redirect_stdout_for_answers, serve
 from gpt4d.checkpoint import checkpoint_dir, sharded, verifying
 from gpt4d.checkpoint.saving import Saver
-from gpt4d.checkpoint.sharded import Part
+from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import CheckpointConfig, GridSizes, ModelConfig, from_arguments
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
@@ -28,31 +28,31 @@ ROWS, COLUMNS = Layout(("z",), ()), Layout((), ("x",))
 
 
 @dataclass
-class State:
-    mib: int = 2048  # of all ranks together
-    side: int = 4096  # of the square matrices
-    where: str = "."  # a directory on the disk to measure
+class SavingConfig:
+    mib: int = 2048  # size of all matrices over all ranks
+    side: int = 4096  # rows and columns of each matrix
+    where: str = "."  # directory on the disk to measure
 
 
-def parts_of(state: State, layout: Layout, grid: Grid) -> dict[str, Part]:
-    """float32 matrices as ``layout`` has them, each rank's part of its own values."""
-    spec = ParameterSpec((state.side, state.side), layout)
+def random_shards(config: SavingConfig, layout: Layout, grid: Grid) -> dict[str, LocalShard]:
+    """Return this rank's shards of random float32 matrices in ``layout``."""
+    spec = ParameterSpec((config.side, config.side), layout)
     shape = grid.local_shape(spec.shape, layout)
-    count = (state.mib << 20) // (4 * state.side**2)
-    return {f"model.{n}": Part(torch.randn(shape), spec) for n in range(count)}
+    count = (config.mib << 20) // (4 * config.side**2)
+    return {f"model.{n}": LocalShard(torch.randn(shape), spec) for n in range(count)}
 
 
 class Saving:
-    """Each method is one turn: what is timed. What it returns clears up."""
+    """The operations to time, one per method. Each returns a function that cleans up and reports further figures."""
 
-    def __init__(self, state: State):
+    def __init__(self, config: SavingConfig):
         self.rows_grid, self.columns_grid = Grid(GridSizes(z=RANKS)), Grid(GridSizes(x=RANKS))
-        self.rows = parts_of(state, ROWS, self.rows_grid)
-        self.columns = parts_of(state, COLUMNS, self.columns_grid)
+        self.rows = random_shards(config, ROWS, self.rows_grid)
+        self.columns = random_shards(config, COLUMNS, self.columns_grid)
         mesh = self.rows_grid.mesh["z"]
-        self.dtensors = {name: DTensor.from_local(p.local, mesh, [Shard(0)]) for name, p in self.rows.items()}
+        self.dtensors = {name: DTensor.from_local(shard.local, mesh, [Shard(0)]) for name, shard in self.rows.items()}
         self.rank = self.rows_grid.world.index
-        self.home = Path(state.where)
+        self.home = Path(config.where)
         self.savers = {
             name: Saver(CheckpointConfig(async_save=name == "async", keep=10), self.home / name, self.rows_grid)
             for name in ("sync", "async", "load")
@@ -68,68 +68,68 @@ class Saving:
 
     def save(self) -> Callable[[], dict]:
         self.start("sync")
-        return self.removed("sync")
+        return self.remover("sync")
 
     def save_in_background(self) -> Callable[[], dict]:
         self.start("async")
         self.savers["async"].before_change()
-        return self.removed("async")
+        return self.remover("async")
 
-    def removed(self, name: str) -> Callable[[], dict]:
-        def after() -> dict:
+    def remover(self, name: str) -> Callable[[], dict]:
+        def clean_up() -> dict:
             saved = self.savers[name].finished(wait=True)
             if self.rank == 0:
                 shutil.rmtree(saved.path)
             return {"until_committed_s": saved.seconds}
 
-        return after
+        return clean_up
 
     def raw(self) -> Callable[[], dict]:
         with open(self.own("raw"), "wb", buffering=0) as file:
-            for part in self.rows.values():
-                file.write(part.local.numpy().data.cast("B"))
+            for shard in self.rows.values():
+                file.write(shard.local.numpy().data.cast("B"))
             os.fsync(file.fileno())
-        return self.unlinked("raw")
+        return self.unlinker("raw")
 
     def torch_save(self) -> Callable[[], dict]:
         with open(self.own("torch"), "wb") as file:
-            torch.save({name: part.local for name, part in self.rows.items()}, file)
+            torch.save({name: shard.local for name, shard in self.rows.items()}, file)
             file.flush()
             os.fsync(file.fileno())
-        return self.unlinked("torch")
+        return self.unlinker("torch")
 
     def own(self, name: str) -> Path:
         return self.home / f"{name}{self.rank}"
 
-    def unlinked(self, name: str) -> Callable[[], dict]:
-        def after() -> dict:
+    def unlinker(self, name: str) -> Callable[[], dict]:
+        def clean_up() -> dict:
             self.own(name).unlink()
             return {}
 
-        return after
+        return clean_up
 
     def dcp_save(self) -> Callable[[], dict]:
         self.step += 1
         directory = self.home / f"dcp{self.step}"
         dcp.save(self.dtensors, checkpoint_id=directory)
 
-        def after() -> dict:
+        def clean_up() -> dict:
             if self.rank == 0:
                 shutil.rmtree(directory)
             return {}
 
-        return after
+        return clean_up
 
     def load(self) -> Callable[[], dict]:
-        return self.filled(self.rows, self.rows_grid)
+        return self.verify_and_fill(self.rows, self.rows_grid)
 
     def load_resharded(self) -> Callable[[], dict]:
-        return self.filled(self.columns, self.columns_grid)
+        return self.verify_and_fill(self.columns, self.columns_grid)
 
-    def filled(self, parts: dict[str, Part], grid: Grid) -> Callable[[], dict]:
+    def verify_and_fill(self, shards: dict[str, LocalShard], grid: Grid) -> Callable[[], dict]:
         files = verifying.verify_files(self.source, self.rank, RANKS)
-        dist.barrier()  # each has read its share, and all of it is whole
-        sharded.fill(parts, files, grid)
+        dist.barrier()  # Loading starts once every rank has verified its share.
+        sharded.fill(shards, files, grid)
         return dict
 
     def turns(self) -> dict[str, Callable]:
@@ -146,6 +146,6 @@ class Saving:
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    config = from_arguments(State, sys.argv[1:])
+    config = from_arguments(SavingConfig, sys.argv[1:])
     with process_group(Launch.from_environment(), torch.device("cpu")):
         serve(Saving(config).turns(), answers)

@@ -1,11 +1,12 @@
-"""``python -m gpt4d.checkpoint verify|inspect|export|import key=value …``: looks after checkpoints.
+"""Verify, inspect, export and import checkpoints: ``python -m gpt4d.checkpoint COMMAND key=value …``.
 
-    verify  checkpoint=runs/NAME             whether each file is as it was written and the tensors are whole
-    inspect checkpoint=runs/NAME             what is in it
+    verify  checkpoint=runs/NAME             check all files and tensors
+    inspect checkpoint=runs/NAME             print metadata and tensors
     export  checkpoint=runs/NAME out=DIR     for transformers: AutoModelForCausalLM.from_pretrained("DIR")
-    import  source=gpt2|DIR out=runs/NAME    from transformers: a run to go on from, at step 0
+    import  source=gpt2|DIR out=runs/NAME    from transformers: a run at step 0, from which to train
 
-A checkpoint is its own directory or a run's: then ``verify`` looks at all of them, the others at the newest.
+``checkpoint`` is a checkpoint or a run directory, of which ``verify`` checks all checkpoints and the other commands use
+the newest.
 """
 
 import re
@@ -20,52 +21,54 @@ from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
-# torch and transformers take seconds to import: only where they are needed.
+# Modules that import torch or transformers, which takes seconds, are imported where they are needed.
 
 
 @dataclass
-class Look:
+class ReadConfig:
     checkpoint: str = MISSING
 
 
 @dataclass
-class Export:
+class ExportConfig:
     checkpoint: str = MISSING
     out: str = MISSING
 
 
 @dataclass
-class Import:
+class ImportConfig:
     source: str = MISSING
     out: str = MISSING
 
 
-def verify(config: Look) -> None:
-    """Prints a line for each checkpoint. ConfigError at the end if one is not whole."""
+def verify(config: ReadConfig) -> None:
+    """Print one line for each checkpoint. Raises ConfigError at the end if one is damaged or unreadable."""
     from gpt4d.checkpoint import verifying
 
     path = Path(config.checkpoint)
-    found, bad = checkpoint_dir.committed(path) or [checkpoint_dir.located(path)], []
-    for directory in found:
+    checkpoints, failed = checkpoint_dir.committed(path) or [checkpoint_dir.located(path)], []
+    for directory in checkpoints:
         try:
             tensors, entries = verifying.verify(directory).tensors, manifest.read(directory)
             size = _size(sum(entry.bytes for entry in entries.values()))
-            print(f"{directory}: whole, {len(entries)} files, {size}, {len(tensors)} tensors", flush=True)
+            print(f"{directory}: intact, {len(entries)} files, {size}, {len(tensors)} tensors", flush=True)
         except ConfigError as error:
             print(f"{directory}: {'DAMAGED' if isinstance(error, Damaged) else 'UNREADABLE'}, {error}", flush=True)
-            bad.append(directory.name)
-    if bad:
-        raise ConfigError(f"{len(bad)} of {len(found)} not whole: {', '.join(bad)}")
+            failed.append(directory.name)
+    if failed:
+        raise ConfigError(
+            f"{len(failed)} of {len(checkpoints)} checkpoints failed: {', '.join(failed)}; restore or remove them"
+        )
 
 
-def inspect(config: Look) -> None:
-    """Prints what a checkpoint says of itself and what tensors it has, those of all blocks in one line."""
+def inspect(config: ReadConfig) -> None:
+    """Print a checkpoint's metadata and tensors, with one line for the equal tensors of all blocks."""
     from gpt4d.checkpoint import storage
 
     directory = checkpoint_dir.located(Path(config.checkpoint))
     meta, files, entries = checkpoint_dir.Meta.read(directory), storage.Files(directory), manifest.read(directory)
     progress, model = meta.progress, meta.model
-    grid = "x".join(map(str, meta.grid.values())) + " (x, y, z, data)" if meta.grid else "none, it was imported"
+    grid = "x".join(map(str, meta.grid.values())) + " (x, y, z, data)" if meta.grid else "none (imported)"
     print(
         f"{directory}\n"
         f"  step    {progress.step:,}, {progress.samples:,} sequences, {progress.tokens:,} tokens of {meta.data}\n"
@@ -74,58 +77,60 @@ def inspect(config: Look) -> None:
         f"  grid    {grid}\n"
         f"  files   {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
     )
-    alike: dict[str, list[storage.StoredTensor]] = {}
+    groups: dict[str, list[storage.StoredTensor]] = {}
     for name, tensor in sorted(files.tensors.items()):
-        if name.startswith("optim."):  # of the same shapes as the model's
+        if name.startswith("optim."):  # Shapes equal the parameters'.
             name = f"optim.*.{name.rpartition('.')[2]}"
-        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(tensor)
-    width = max(map(len, alike), default=0)
-    for name, tensors in alike.items():
+        groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(tensor)
+    width = max(map(len, groups), default=0)
+    for name, tensors in groups.items():
         shapes, dtypes = ({getattr(tensor, key) for tensor in tensors} for key in ("shape", "dtype"))
         shape = str(list(shapes.pop())) if len(shapes) == 1 else "tensors"
-        what = f"{len(tensors)} × {shape}" if len(tensors) > 1 else shape
+        count_and_shape = f"{len(tensors)} × {shape}" if len(tensors) > 1 else shape
         dtype = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        print(f"  {name:{width}}  {what:>20}  {dtype}  {_size(sum(tensor.nbytes for tensor in tensors)):>10}")
+        print(
+            f"  {name:{width}}  {count_and_shape:>20}  {dtype}  {_size(sum(tensor.nbytes for tensor in tensors)):>10}"
+        )
 
 
-def export(config: Export) -> None:
+def export(config: ExportConfig) -> None:
     from gpt4d.checkpoint import convert
 
     directory, out = checkpoint_dir.located(Path(config.checkpoint)), Path(config.out)
     convert.export(directory, out)
-    print(f'{out}: {directory} for transformers: AutoModelForCausalLM.from_pretrained("{out}")')
+    print(f'{out}: exported from {directory}; load it with AutoModelForCausalLM.from_pretrained("{out}")')
 
 
-def import_(config: Import) -> None:
+def import_(config: ImportConfig) -> None:
     from gpt4d.checkpoint import convert
 
     model = convert.import_model(config.source, Path(config.out))
     keys = ("layers", "hidden", "heads", "vocab_size", "max_positions", "norm_epsilon", "dropout", "attention_dropout")
-    words = " ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+    settings = " ".join(f"model.{key}={getattr(model, key)}" for key in keys)
     tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
-    print(f"{config.out}: a run at step 0. To train it on your text:\n")
-    print(f"python train.py run.dir={config.out} {words} data=text data.path='…' data.tokenizer={tokenizer}")
+    print(f"{config.out}: imported at step 0. To train it on your text:\n")
+    print(f"python train.py run.dir={config.out} {settings} data=text data.path='…' data.tokenizer={tokenizer}")
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 COMMANDS = {
-    "verify": (verify, Look),
-    "inspect": (inspect, Look),
-    "export": (export, Export),
-    "import": (import_, Import),
+    "verify": (verify, ReadConfig),
+    "inspect": (inspect, ReadConfig),
+    "export": (export, ExportConfig),
+    "import": (import_, ImportConfig),
 }
 
 
 def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] not in COMMANDS:
-        words = f"{arguments[0]}: no such command" if arguments else "no command given"
+        problem = f"{arguments[0]}: no such command" if arguments else "no command given"
         if arguments and arguments[0] in ("--help", "-h"):
             print(__doc__)
             return
-        raise ConfigError(f"{words}; use one of {', '.join(COMMANDS)}, or --help")
+        raise ConfigError(f"{problem}; use one of {', '.join(COMMANDS)}, or --help")
     command, schema = COMMANDS[arguments[0]]
     command(from_arguments(schema, arguments[1:]))
 

@@ -1,7 +1,7 @@
-"""The checkpoints of a run directory: which there are, what they say of themselves, whether they fit. No torch.
+"""The checkpoints of a run directory: listing, metadata, compatibility, commit and removal.
 
-A checkpoint is written as ``checkpoints/step_00000100.partial`` and gets its name without the ending once every byte of
-it is on the disk: by that one rename it is committed. Whatever has another ending is none.
+A checkpoint is written as ``checkpoints/step_00000100.partial``. Once every byte is on disk, it is committed by a
+rename that removes the suffix. Directories with a suffix are not checkpoints. This module does not import torch.
 """
 
 import json
@@ -21,30 +21,30 @@ META = "meta.json"
 TOKENIZER = "tokenizer.json"
 _FORMAT = 3
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
-# Fields of the model that decide its parameters' shapes and what they compute.
+# Settings that decide the parameters' shapes and what the model computes.
 _STRUCTURE = ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon")
 
 
 @dataclass
 class Progress:
-    """How far a run has come. ``samples`` is the data position: the number of the next sequence of the run."""
+    """Progress of a run. ``samples`` is the data position: the index of the next sequence of the run."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    skipped: int = 0  # steps without an update
+    skipped: int = 0  # steps whose update was skipped
 
 
 @dataclass
 class Meta:
-    """What a checkpoint says of itself in ``meta.json``."""
+    """The metadata of a checkpoint, stored in ``meta.json``."""
 
     progress: Progress
     model: ModelConfig
-    grid: dict[str, int]  # it was written on
-    data: str  # the name of the corpus
-    tokenizer: str  # SHA-256 of tokenizer.json: what its token ids mean
-    bounds: dict[str, dict[str, float]] = field(default_factory=dict)  # beyond which a loss or a norm is a spike
+    grid: dict[str, int]  # that wrote it
+    data: str  # name of the corpus
+    tokenizer: str  # SHA-256 of tokenizer.json, which defines the token ids
+    bounds: dict[str, dict[str, float]] = field(default_factory=dict)  # above which a loss or a norm is a spike
     format: int = _FORMAT
 
     def to_json(self) -> bytes:
@@ -52,32 +52,33 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """Damaged if ``directory`` has none that means something, ConfigError if it is of another format."""
+        """Read a checkpoint's metadata. Raises Damaged if it is invalid, ConfigError if its format is another."""
 
-        def meta(values: dict) -> "Meta":
+        def convert(values: dict) -> "Meta":
             if values["format"] != _FORMAT:
                 raise ConfigError(
-                    f"{directory}: a checkpoint of format {values['format']!r}, this version reads {_FORMAT}"
+                    f"{directory}: checkpoint format {values['format']!r}, but this version reads format {_FORMAT}; "
+                    "use the version that wrote it or set another run.name"
                 )
             progress = Progress(**values.pop("progress"))
             counts(asdict(progress).values())
-            found = cls(progress, _model(values.pop("model")), **values)
-            counts(found.grid.values())
-            if not all(isinstance(v, int | float) and v >= 0 for b in found.bounds.values() for v in b.values()):
-                raise ValueError(f"bounds are not {found.bounds}")
-            if not (isinstance(found.data, str) and found.data.isprintable() and isinstance(found.tokenizer, str)):
-                raise ValueError("data and tokenizer are names")
-            return found
+            meta = cls(progress, _to_model(values.pop("model")), **values)
+            counts(meta.grid.values())
+            if not all(isinstance(v, int | float) and v >= 0 for b in meta.bounds.values() for v in b.values()):
+                raise ValueError(f"bounds={meta.bounds} are not numbers of at least 0")
+            if not (isinstance(meta.data, str) and meta.data.isprintable() and isinstance(meta.tokenizer, str)):
+                raise ValueError("data and tokenizer are not names")
+            return meta
 
-        return manifest.parsed(directory / META, meta)
+        return manifest.parse_json(directory / META, convert)
 
 
-def _model(values: dict) -> ModelConfig:
-    """ValueError or TypeError for what is no model."""
+def _to_model(values: dict) -> ModelConfig:
+    """Return the model's settings. Raises ValueError or TypeError if they are invalid."""
     model = ModelConfig(**values)
     sizes = [getattr(model, key) for key in _STRUCTURE if key != "norm_epsilon"]
     if 0 in counts(sizes) or model.hidden % model.heads or not str(model.name).isprintable():
-        raise ValueError(f"{model} is no model")
+        raise ValueError(f"{model} is invalid")
     return model
 
 
@@ -86,9 +87,9 @@ def name(step: int) -> str:
 
 
 def committed(run_dir: Path) -> list[Path]:
-    """The committed checkpoints of a run, oldest first. ConfigError if its directory cannot be read."""
-    found = (path for path in _entries(run_dir) if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
-    return sorted(found, key=_step)
+    """Return the committed checkpoints of a run, oldest first. Raises ConfigError if its directory is not readable."""
+    paths = (path for path in _entries(run_dir) if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
+    return sorted(paths, key=_step)
 
 
 def _entries(run_dir: Path) -> list[Path]:
@@ -101,10 +102,10 @@ def _entries(run_dir: Path) -> list[Path]:
 
 
 def resume_candidates(resume: str, run_dir: Path) -> list[Path]:
-    """The checkpoints that ``checkpoint.resume`` means, in the order in which to try them.
+    """Return the checkpoints that ``checkpoint.resume`` selects, in the order in which to try them.
 
-    auto: those of ``run_dir``, the newest first; never: none; a path: the one it locates. ConfigError if another than
-    the newest of ``run_dir`` is meant: two runs in one directory would mix.
+    auto: those of ``run_dir``, newest first; never: none; a path: the checkpoint there. Raises ConfigError if
+    ``run_dir`` has checkpoints and another than its newest is selected: two runs would mix in one directory.
     """
     own = committed(run_dir)[::-1]
     if resume == "auto":
@@ -113,41 +114,41 @@ def resume_candidates(resume: str, run_dir: Path) -> list[Path]:
     if own and [path.resolve() for path in chosen] != [own[0].resolve()]:
         raise ConfigError(
             f"checkpoint.resume={resume}: {run_dir} holds another run's checkpoints, up to {own[0].name}; "
-            "choose another run.name, or remove them"
+            "set another run.name or remove them"
         )
     return chosen
 
 
 def located(path: Path) -> Path:
-    """The checkpoint at ``path``, which may be a run's directory too: then its newest. ConfigError if none is there."""
+    """Return the checkpoint at ``path``, or the newest one if it is a run directory. Raises ConfigError if none is."""
     if (path / META).exists() or (path / manifest.MANIFEST).exists():
         return path
-    found = committed(path)
-    if not found:
-        raise ConfigError(f"{path}: neither a checkpoint nor a run with one in {path / 'checkpoints'}")
-    return found[-1]
+    checkpoints = committed(path)
+    if not checkpoints:
+        raise ConfigError(f"{path}: neither a checkpoint nor a run with checkpoints; pass an existing one")
+    return checkpoints[-1]
 
 
 def check_fits(directory: Path, model: ModelConfig) -> None:
-    """ConfigError unless the checkpoint is one of this model."""
-    theirs = Meta.read(directory).model
+    """Raise ConfigError unless the checkpoint's model has the same structure as ``model``."""
+    stored = Meta.read(directory).model
     for key in _STRUCTURE:
-        if getattr(theirs, key) != getattr(model, key):
+        if getattr(stored, key) != getattr(model, key):
             raise ConfigError(
-                f"model.{key}={getattr(model, key)}: the checkpoint {directory} has {getattr(theirs, key)}; set it so, "
-                "or train elsewhere with another run.name"
+                f"model.{key}={getattr(model, key)}: the checkpoint {directory} has {getattr(stored, key)}; use that "
+                "value or set another run.name"
             )
 
 
 def check_newest_fits(checkpoints: list[Path], model: ModelConfig) -> None:
-    """``check_fits`` of the first of ``checkpoints`` that can be read."""
+    """Check the first readable one of ``checkpoints`` with ``check_fits``."""
     for directory in checkpoints:
         with suppress(Damaged):
             return check_fits(directory, model)
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """The directory to write the checkpoint of a step to: not there yet, and nothing else that is no checkpoint."""
+    """Remove leftovers and return the path at which to create and write the checkpoint of a step."""
     remove_leftovers(run_dir)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for directory in (run_dir, run_dir.resolve().parent):
@@ -156,7 +157,7 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def commit(partial: Path) -> Path:
-    """Gives a checkpoint its name. OSError if there is one of that name."""
+    """Rename a finished checkpoint to its final name. Raises OSError if that name exists."""
     final = partial.with_suffix("")
     os.rename(partial, final)
     sync(final.parent)
@@ -164,27 +165,28 @@ def commit(partial: Path) -> Path:
 
 
 def retain(newest: Path, keep: int, keep_every: int | None) -> None:
-    """Removes all of a run's checkpoints but ``newest``, the ``keep`` - 1 before, and those ``keep_every`` divides."""
+    """Remove all checkpoints except ``newest``, the ``keep`` - 1 before it, and multiples of ``keep_every``."""
     run_dir = newest.parent.parent
     older = [path for path in committed(run_dir) if path != newest]
     for path in older[: len(older) - (keep - 1)]:
         if not keep_every or _step(path) % keep_every:
-            _remove(_renamed(path, _REMOVED))  # first another name: half a checkpoint must not look whole
+            # Renamed first, so that a partly removed checkpoint is not taken for a complete one.
+            _remove(_add_suffix(path, _REMOVED))
     for path in _entries(run_dir):
         if path.name.endswith(_DAMAGED):
             _remove(path)
 
 
 def quarantine(directory: Path) -> Path:
-    """Takes a damaged checkpoint out of the run's. It is there to be looked at until the next is committed."""
-    aside = directory.with_name(directory.name + _DAMAGED)
-    if aside.exists():
-        _remove(aside)
-    return _renamed(directory, _DAMAGED)
+    """Rename a damaged checkpoint, so that it is not loaded. It is kept for inspection until the next commit."""
+    quarantined = directory.with_name(directory.name + _DAMAGED)
+    if quarantined.exists():
+        _remove(quarantined)
+    return _add_suffix(directory, _DAMAGED)
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Removes what an interrupted save or removal left. ConfigError if that cannot be."""
+    """Remove what an interrupted save or removal left behind. Raises ConfigError if that fails."""
     for path in _entries(run_dir):
         if path.name.startswith("step_") and path.name.endswith((_PARTIAL, _REMOVED)):
             try:
@@ -200,10 +202,10 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _renamed(directory: Path, ending: str) -> Path:
-    other = directory.with_name(directory.name + ending)
-    os.rename(directory, other)
-    return other
+def _add_suffix(directory: Path, suffix: str) -> Path:
+    renamed = directory.with_name(directory.name + suffix)
+    os.rename(directory, renamed)
+    return renamed
 
 
 def _step(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""Saving a run: in the background, if it may, and so that a crash at any instant loses nothing that was committed."""
+"""Saving checkpoints, optionally in the background. A crash at any instant loses no committed checkpoint."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gpt4d.checkpoint import checkpoint_dir, storage
-from gpt4d.checkpoint.sharded import Part
+from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import CheckpointConfig, ConfigError
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
@@ -23,7 +23,7 @@ from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
 
 @dataclass
 class Saved:
-    """A committed checkpoint: how far the run was, how long writing it took, how long the training stood still."""
+    """A committed checkpoint: its progress, the time it took to write, and for how long training was blocked."""
 
     path: Path
     progress: checkpoint_dir.Progress
@@ -31,98 +31,98 @@ class Saved:
     blocked_s: float
 
 
-class _UnderWay(NamedTuple):
+class _PendingSave(NamedTuple):
     written: Future
-    copied: torch.cuda.Event | None  # by a GPU, beside its computation
+    copied: torch.cuda.Event | None  # recorded after a GPU's copies to the host
     saved: Saved
 
 
 class Saver:
     """Saves the checkpoints of a run, one at a time. All ranks call the same methods in the same order.
 
-    With ``async_save`` a thread writes them, from a copy in the host's memory; its messages have a process group of
-    their own. A GPU copies beside the next forward and backward: only its update waits for it.
+    With ``async_save``, a thread with its own process group writes from a copy in host memory. A GPU copies during the
+    next forward and backward passes; only its next update waits for the copy.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid):
         self.config, self.run_dir, self.grid = config, run_dir, grid
         self._group = dist.new_group(backend="gloo")
-        self._buffers: dict[str, torch.Tensor] = {}  # on the host, for every save
-        self._stream, of_thread = None, {}
+        self._buffers: dict[str, torch.Tensor] = {}  # in host memory, reused by every save
+        self._stream, thread_options = None, {}
         if grid.device_type == "cuda":
             self._stream = torch.cuda.Stream()
-            of_thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
-        self._thread = ThreadPoolExecutor(1, "checkpoint", **of_thread)
-        self._under_way: _UnderWay | None = None
+            thread_options = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+        self._thread = ThreadPoolExecutor(1, "checkpoint", **thread_options)
+        self._pending: _PendingSave | None = None
 
-    def start(self, meta: checkpoint_dir.Meta, parts: Mapping[str, Part], tokenizer: bytes) -> None:
-        """Starts to save. ``before_change`` says when ``parts`` may change; ``finished`` tells the end."""
-        assert self._under_way is None, "one save at a time"
+    def start(self, meta: checkpoint_dir.Meta, shards: Mapping[str, LocalShard], tokenizer: bytes) -> None:
+        """Start a save. Call ``before_change`` before ``shards`` change, and ``finished`` to learn its end."""
+        assert self._pending is None, "one save at a time"
         started = time.perf_counter()
         copied = None
         if self.config.async_save:
-            parts, copied = self._copied(parts)
-        tiles = {name: (part.local, part.spec.shape, part.tile(self.grid)) for name, part in parts.items()}
+            shards, copied = self._copy_to_host(shards)
+        values = {name: (shard.local, shard.spec.shape, shard.region(self.grid)) for name, shard in shards.items()}
         partial = run_on_rank0(lambda: self._begin(meta.progress.step))
         documents = {checkpoint_dir.META: meta.to_json(), checkpoint_dir.TOKENIZER: tokenizer}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
-        planner = storage.Planner(tiles, *([copied.synchronize] if copied else []))
+        planner = storage.SavePlanner(values, *([copied.synchronize] if copied else []))
         written = self._thread.submit(self._write, planner, writer, saved, started)
-        self._under_way = _UnderWay(written, copied, saved)
+        self._pending = _PendingSave(written, copied, saved)
         if not self.config.async_save:
             written.exception()
         saved.blocked_s += time.perf_counter() - started
 
     def before_change(self) -> None:
-        """Called before every update of what is being saved: on a GPU the update waits, this thread does not."""
-        if self._under_way and self._under_way.copied:
-            torch.cuda.current_stream().wait_event(self._under_way.copied)
+        """Make the next update wait for the GPU's copies; the caller does not wait. Call it before every update."""
+        if self._pending and self._pending.copied:
+            torch.cuda.current_stream().wait_event(self._pending.copied)
 
     def finished(self, wait: bool = False) -> Saved | None:
-        """The save that ended since it was last asked; None while it goes on or if there is none.
+        """Return the save that has ended since the last call; None if it is still running or there is none.
 
-        ConfigError, on all ranks alike, if it could not be written.
+        Raises ConfigError on all ranks if the checkpoint could not be written.
         """
-        if self._under_way is None:
+        if self._pending is None:
             return None
-        future, saved = self._under_way.written, self._under_way.saved
+        future, saved = self._pending.written, self._pending.saved
         started = time.perf_counter()
         if wait:
             future.exception()
         elif not all_ranks_true(future.done()):
             return None
         saved.blocked_s += time.perf_counter() - started
-        self._under_way = None
+        self._pending = None
         if failure := future.exception():
-            raise self._explained(failure, saved)
+            raise self._to_user_error(failure, saved)
         return saved
 
     def close(self) -> None:
-        """Waits for a save under way: what was begun is not lost because something else failed."""
+        """Wait for a pending save, so that it completes even if the run has failed."""
         self._thread.shutdown()
-        if self._under_way and (failure := self._under_way.written.exception()) and self.grid.world.index == 0:
-            print(f"error: {self._explained(failure, self._under_way.saved)}", file=sys.stderr, flush=True)
+        if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
+            print(f"error: {self._to_user_error(failure, self._pending.saved)}", file=sys.stderr, flush=True)
 
-    def _copied(self, parts: Mapping[str, Part]) -> tuple[dict[str, Part], torch.cuda.Event | None]:
-        """The parts in the host's memory, and when they are there if that is not yet."""
+    def _copy_to_host(self, shards: Mapping[str, LocalShard]) -> tuple[dict[str, LocalShard], torch.cuda.Event | None]:
+        """Return the shards in host memory, and the event that ends their copying if that is still running."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for name, (local, _) in parts.items():
+            for name, (local, _) in shards.items():
                 if name not in self._buffers:
                     self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
                 self._buffers[name].copy_(local, non_blocking=True)
-        copies = {name: Part(self._buffers[name], spec) for name, (_, spec) in parts.items()}
+        copies = {name: LocalShard(self._buffers[name], spec) for name, (_, spec) in shards.items()}
         return copies, self._stream and self._stream.record_event()
 
     def _begin(self, step: int) -> Path:
         try:
             return checkpoint_dir.begin(self.run_dir, step)
         except OSError as error:
-            raise self._unwritable(checkpoint_dir.name(step), error) from None
+            raise self._save_error(checkpoint_dir.name(step), error) from None
 
-    def _write(self, planner: storage.Planner, writer: storage.Writer, saved: Saved, started: float) -> None:
+    def _write(self, planner: storage.SavePlanner, writer: storage.Writer, saved: Saved, started: float) -> None:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
@@ -130,27 +130,27 @@ class Saver:
         newest = checkpoint_dir.commit(partial)
         try:
             checkpoint_dir.retain(newest, self.config.keep, self.config.keep_every)
-        except OSError as error:  # the checkpoint is there all the same
-            print(f"warning: {error}; an old checkpoint stays until the next is saved", file=sys.stderr, flush=True)
+        except OSError as error:  # The new checkpoint is committed nevertheless.
+            print(f"warning: {error}; an old checkpoint remains until the next save", file=sys.stderr, flush=True)
 
-    def _explained(self, failure: BaseException, saved: Saved) -> BaseException:
-        """What a user is told of a save that failed; its files are removed, since they may fill the disk."""
+    def _to_user_error(self, failure: BaseException, saved: Saved) -> BaseException:
+        """Return the error to raise for a failed save. Its files are removed, since they may fill the disk."""
         if self.grid.world.index == 0:
-            with suppress(ConfigError):  # what the user is to know is the first failure
+            with suppress(ConfigError):  # The user needs to see the first failure.
                 checkpoint_dir.remove_leftovers(self.run_dir)
         if not isinstance(failure, CheckpointException):
             return failure
         rank, (error, _) = min(failure.failures.items())
         if isinstance(error, OSError):
-            return self._unwritable(saved.path.name, error, f"rank {rank}: ")
+            return self._save_error(saved.path.name, error, f"rank {rank}: ")
         return RuntimeError(f"{saved.path} could not be saved; rank {rank}: {error!r}").with_traceback(
             error.__traceback__
         )
 
-    def _unwritable(self, name: str, error: OSError, where: str = "") -> ConfigError:
+    def _save_error(self, name: str, error: OSError, where: str = "") -> ConfigError:
         newest = next(reversed(checkpoint_dir.committed(self.run_dir)), None)
-        rest = f"the run can go on from {newest.name}" if newest else "there is none older to go on from"
+        remaining = f"the run can resume from {newest.name}" if newest else "there is no older checkpoint"
         return ConfigError(
-            f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); it needs room, and "
-            f"a file system that all nodes share; {rest}"
+            f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); free "
+            f"disk space, use a file system that all nodes share; {remaining}"
         )

@@ -1,4 +1,4 @@
-"""A run's state as global tensors, and how it is read back onto any grid."""
+"""A run's state as global tensors, and how any grid loads it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,39 +13,39 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import ParameterSpec
 from gpt4d.runtime.consensus import run_on_all_ranks
 
-_STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, element by element; its step is the run's
+_STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its step counter is the run's
 
 
-class Part(NamedTuple):
-    """This rank's part of a global tensor, and what that tensor is."""
+class LocalShard(NamedTuple):
+    """This rank's part of a global tensor, and that tensor's shape and layout."""
 
     local: torch.Tensor
     spec: ParameterSpec
 
-    def tile(self, grid: Grid) -> storage.Tile:
-        """Which part of the global tensor it is."""
+    def region(self, grid: Grid) -> storage.Region:
+        """Return the region of the global tensor that ``local`` holds."""
         return self.spec.layout.tile(self.spec.shape, grid.sizes._asdict(), grid.indices)
 
 
-def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Part]:
-    """Everything that is trained, by its name on the disk: ``model.NAME`` and ``optim.NAME.exp_avg``, …"""
-    found = {f"model.{n}": Part(p.detach(), p.spec) for n, p in model.named_parameters()}
+def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, LocalShard]:
+    """Return all trained tensors by their name on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …"""
+    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in model.named_parameters()}
     if optimizer is not None:
-        # The optimizer's parameters may be parts of the model's: their own layouts say which.
+        # The optimizer may hold slices of the model's parameters, with layouts of their own.
         for group in optimizer.param_groups:
             for n, p in zip(group["param_names"], group["params"], strict=True):
-                found |= {f"optim.{n}.{k}": Part(optimizer.state[p][k], p.spec) for k in _STATES}
-    return found
+                shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
+    return shards
 
 
 def load(
     directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid
 ) -> checkpoint_dir.Progress:
-    """Fills the model, and the optimizer if given, in place from a checkpoint written on any grid.
+    """Load the model, and the optimizer if given, in place from a checkpoint written on any grid.
 
-    One without optimizer states, such as an imported model, leaves those of the optimizer as they are. Damaged, before
-    anything is filled, unless the checkpoint is whole: each rank reads some of it to see. ConfigError if its tensors
-    are not those of the model. All ranks call it, and if it fails on one, it fails alike on all.
+    A checkpoint without optimizer states, such as an imported model, leaves the optimizer unchanged. Each rank first
+    verifies a share of the files. All ranks must call this function; an error on one is raised on all. Raises Damaged,
+    before anything is loaded, if the checkpoint is not intact, ConfigError if its tensors are not the model's.
     """
     files = run_on_all_ranks(lambda: verifying.verify(directory, grid.world.index, grid.world.size))
     progress = checkpoint_dir.Meta.read(directory).progress
@@ -58,14 +58,14 @@ def load(
     return progress
 
 
-def fill(parts: Mapping[str, Part], files: storage.Files, grid: Grid) -> None:
-    """Reads ``parts`` in place. ConfigError if the files do not have tensors of their names and global shapes."""
-    for name, part in parts.items():
-        found, wanted = files.tensors.get(name), (part.spec.shape, part.local.dtype)
-        if found is None or (found.shape, found.dtype) != wanted:
-            theirs = "none of that name" if found is None else f"one of shape {list(found.shape)}, {found.dtype}"
+def fill(shards: Mapping[str, LocalShard], files: storage.Files, grid: Grid) -> None:
+    """Read ``shards`` in place. Raises ConfigError if the files lack a tensor of the same name, shape and dtype."""
+    for name, shard in shards.items():
+        stored, expected = files.tensors.get(name), (shard.spec.shape, shard.local.dtype)
+        if stored is None or (stored.shape, stored.dtype) != expected:
+            actual = "missing" if stored is None else f"of shape {list(stored.shape)}, {stored.dtype}"
             raise ConfigError(
-                f"{files.directory}: another model's, which has {theirs} where this has {name} of "
-                f"{list(part.spec.shape)}, {part.local.dtype}"
+                f"{files.directory}: {name} is {actual}, but this run needs shape {list(shard.spec.shape)}, "
+                f"{shard.local.dtype}; use a checkpoint of the same model or set run.name"
             )
-        files.read(name, part.tile(grid), part.local)
+        files.read(name, shard.region(grid), shard.local)

@@ -1,11 +1,11 @@
-"""How tensors lie on the disk, and a storage and a planner by which torch.distributed.checkpoint writes them so.
+"""The file format of tensors, and the writer and planner with which torch.distributed.checkpoint produces it.
 
-Each rank writes one file, ``rank_00003.bin``, of raw values. ``tensors.json`` says what is where: for each global
-tensor its dtype, its shape and the chunks it is cut into, wherever those came from. Nothing in it knows of ranks or
-grids, so any other grid reads what it needs, without a plan: a rank knows its tile, the index knows the rest. There are
-no pickles.
+Each rank writes one file of raw values, ``rank_00003.bin``. The index ``tensors.json`` lists for each global tensor its
+dtype, shape and chunks, each with its file and byte offset. The index contains no ranks or grids, so a rank of any grid
+reads the region it needs without further planning. There are no pickles.
 """
 
+import itertools
 import json
 import math
 import os
@@ -25,23 +25,23 @@ from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.files import FileEntry, NewFile, counts, write_file
 
 TENSORS = "tensors.json"
-_ALIGNMENT = 64  # bytes: any dtype can be read in place
-Tile = tuple[tuple[int, int], ...]  # the (start, stop) along each dim of a part of a global tensor
+_ALIGNMENT = 64  # bytes, so that any dtype can be read in place
+Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a global tensor
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 class Chunk(NamedTuple):
-    """A part of a global tensor and where its values are."""
+    """A region of a global tensor, and the file and offset of its values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # bytes
+    start: int  # byte offset
 
 
 @dataclass
 class StoredTensor:
-    """A global tensor on the disk."""
+    """A global tensor on disk."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class StoredTensor:
         for offsets, sizes, file, start in values["chunks"]:
             chunk = Chunk(counts(offsets), counts(sizes), file, *counts([start]))
             if not (len(chunk.offsets) == len(chunk.sizes) == len(shape) and isinstance(file, str)):
-                raise ValueError(f"{chunk} is no part of a tensor of shape {shape}")
+                raise ValueError(f"{chunk} does not match a tensor of shape {shape}")
             chunks.append(chunk)
         return cls(_DTYPES[values["dtype"]], shape, chunks)
 
@@ -65,76 +65,76 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def problem(self) -> str | None:
-        """Why the chunks are not the whole tensor, each part of it once; None if they are."""
+        """Return why the chunks do not cover the tensor exactly once, or None if they do."""
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
-            return "its chunks have not as many elements as it has"
+            return "the chunks and the tensor differ in their number of elements"
         starts = torch.tensor([chunk.offsets for chunk in self.chunks])
         stops = starts + torch.tensor([chunk.sizes for chunk in self.chunks])
         if (stops > torch.tensor(self.shape)).any():
-            return "a chunk reaches out of it"
+            return "a chunk exceeds the tensor's shape"
         overlaps = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
-        return "two of its chunks overlap" if int(overlaps.sum()) > len(self.chunks) else None
+        return "two chunks overlap" if int(overlaps.sum()) > len(self.chunks) else None
 
 
 class Files:
-    """The tensors of a checkpoint directory, read in place: nothing is in memory but what is looked at.
+    """The tensors of a checkpoint directory, memory-mapped: only what is accessed is loaded.
 
-    Damaged, naming the file, where a file is not as ``tensors.json`` says.
+    Methods raise Damaged, naming the file, if a file does not match ``tensors.json``.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._mapped: dict[str, torch.Tensor] = {}
-        self.tensors = manifest.parsed(
+        self.tensors = manifest.parse_json(
             directory / TENSORS, lambda values: {name: StoredTensor.from_json(t) for name, t in values.items()}
         )
 
     def check(self, name: str, entries: Mapping[str, FileEntry]) -> None:
-        """Damaged unless a tensor's chunks are in files of the manifest and are all of it, each part once."""
+        """Raise Damaged unless the tensor's chunks lie in files of the manifest and cover it exactly once."""
         tensor = self.tensors[name]
         problem = tensor.problem()
         for chunk in tensor.chunks:
             if chunk.file not in entries:
-                problem = f"{chunk.file!r} is not a file of the manifest"
+                problem = f"{chunk.file!r} is not listed in the manifest"
             else:
-                self.values(tensor, chunk)
+                self.chunk_values(tensor, chunk)
         if problem:
             raise Damaged(f"{self.directory / TENSORS}: {name}: {problem}")
 
-    def values(self, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
-        """The values of a chunk, in the file: to be read, not written."""
+    def chunk_values(self, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk as a read-only view of its file."""
         end = chunk.start + math.prod(chunk.sizes) * tensor.dtype.itemsize
         values = self._bytes(chunk.file)[chunk.start : end]
         if chunk.start % tensor.dtype.itemsize or len(values) != end - chunk.start:
-            raise Damaged(f"{self.directory / TENSORS}: a chunk is not in {chunk.file}, where it says")
+            raise Damaged(f"{self.directory / TENSORS}: a chunk lies outside {chunk.file}")
         return values.view(tensor.dtype).view(chunk.sizes)
 
-    def whole(self, name: str) -> torch.Tensor:
-        """A global tensor, in memory."""
+    def global_tensor(self, name: str) -> torch.Tensor:
+        """Return a global tensor, loaded into memory."""
         tensor = self.tensors[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.read(name, tuple((0, extent) for extent in tensor.shape), result)
         return result
 
-    def read(self, name: str, tile: Tile, into: torch.Tensor) -> None:
-        """Fills ``into`` with the ``tile`` of a global tensor, from whatever chunks have some of it."""
-        tensor, read = self.tensors[name], 0
+    def read(self, name: str, region: Region, into: torch.Tensor) -> None:
+        """Fill ``into`` with a region of a global tensor, from all chunks that overlap the region."""
+        tensor, elements_read = self.tensors[name], 0
         for chunk in tensor.chunks:
-            ends = zip(tile, chunk.offsets, chunk.sizes, strict=True)
+            ends = zip(region, chunk.offsets, chunk.sizes, strict=True)
             common = [(max(start, o), min(stop, o + size)) for (start, stop), o, size in ends]
             if all(start < stop for start, stop in common):
                 source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, chunk.offsets, strict=True))
-                target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, tile, strict=True))
-                into[target] = self.values(tensor, chunk)[source]
-                read += math.prod(b - a for a, b in common)
-        if read != into.numel():
-            raise Damaged(f"{self.directory / TENSORS}: the chunks of {name} are not the whole of it")
+                target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, region, strict=True))
+                into[target] = self.chunk_values(tensor, chunk)[source]
+                elements_read += math.prod(b - a for a, b in common)
+        if elements_read != into.numel():
+            raise Damaged(f"{self.directory / TENSORS}: the chunks of {name} do not cover it")
 
     def _bytes(self, name: str) -> torch.Tensor:
         if name not in self._mapped:
             path = self.directory / name
             if path.parent != self.directory:
-                raise Damaged(f"{self.directory / TENSORS}: {name!r} is not a file of this directory")
+                raise Damaged(f"{self.directory / TENSORS}: {name!r} is not a file name in this directory")
             with manifest.open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
             self._mapped[name] = torch.from_file(str(path), size=size, dtype=torch.uint8)
@@ -142,7 +142,7 @@ class Files:
 
 
 def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[FileEntry, list[int]]:
-    """A new file of the tensors' values; its entry, and where in it each tensor starts."""
+    """Write the tensors' values to a new file. Returns its manifest entry and the byte offset of each tensor."""
     starts = []
     with NewFile(path) as file:
         for tensor in tensors:
@@ -153,10 +153,10 @@ def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[FileEntry
     return file.entry, starts
 
 
-def describe(
+def complete_directory(
     directory: Path, tensors: Mapping[str, StoredTensor], documents: Mapping[str, bytes], entries: dict[str, FileEntry]
 ) -> None:
-    """Completes a directory that has the files of ``entries``: what is where in them, other documents, the manifest."""
+    """Add the index of ``tensors``, the ``documents`` and the manifest to a directory with the files of ``entries``."""
     index = json.dumps({name: tensor.to_json() for name, tensor in tensors.items()}).encode()
     for name, content in {**documents, TENSORS: index}.items():
         entries[name] = write_file(directory / name, content)
@@ -164,31 +164,31 @@ def describe(
 
 
 class _Item(planning.WriteItem):
-    """A tile to write. What counts when the writing is dealt out is its size, not that of the whole tensor."""
+    """A region to write. Torch balances ranks by its size instead of the whole tensor's."""
 
     def tensor_storage_size(self) -> int:
         return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
 
 
-class Planner(default_planner.DefaultSavePlanner):
-    """Plans a save of parts of global tensors: what several ranks have, one of them writes, all about as much."""
+class SavePlanner(default_planner.DefaultSavePlanner):
+    """Plans a save of sharded tensors: replicas are written by one rank, and all ranks write about as much."""
 
     def __init__(
         self,
-        parts: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Tile]],
+        shards: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Region]],
         wait: Callable[[], None] = lambda: None,
     ):
-        """``parts`` by name: this rank's values, there after ``wait``, the global shape, and which tile they are."""
+        """Takes this rank's values (valid after ``wait``), the global shape and the values' region, by tensor name."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.parts, self.wait = parts, wait
+        self.shards, self.wait = shards, wait
 
     def create_local_plan(self) -> planning.SavePlan:
         self.wait()
         items = []
-        for name, (local, shape, tile) in self.parts.items():
+        for name, (local, shape, region) in self.shards.items():
             if local.numel():
-                offsets = torch.Size(start for start, _ in tile)
-                chunk = dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in tile))
+                offsets = torch.Size(start for start, _ in region)
+                chunk = dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in region))
                 data = planning.TensorWriteData(chunk, dcp.TensorProperties(local.dtype), torch.Size(shape))
                 kind = planning.WriteItemType.SHARD
                 items.append(_Item(dcp.MetadataIndex(name, offsets), kind, tensor_data=data))
@@ -196,13 +196,13 @@ class Planner(default_planner.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: dcp.MetadataIndex) -> torch.Tensor:
-        return self.parts[index.fqn][0]
+        return self.shards[index.fqn][0]
 
 
 class Writer(storage.StorageWriter):
-    """Writes a checkpoint into a new ``directory``: tensors and, beside them, ``documents``.
+    """Writes tensors and ``documents`` (contents by file name) into a new ``directory``.
 
-    ``done`` is called on the first rank when all of it is on the disk. If anything fails on any rank, it fails on all.
+    Rank 0 calls ``done`` when everything is on disk. A failure on any rank is raised on all.
     """
 
     def __init__(self, directory: Path, documents: Mapping[str, bytes], done: Callable[[], None] = lambda: None):
@@ -212,7 +212,7 @@ class Writer(storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False  # never chosen by torch itself
+        return False  # torch must not choose this writer by itself
 
     def set_up_storage_writer(self, is_coordinator: bool, *_, **__) -> None:
         if is_coordinator:
@@ -225,31 +225,31 @@ class Writer(storage.StorageWriter):
         return [replace(plan, storage_data=f"rank_{rank:05}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[storage.WriteResult]]:
-        told = Future()
+        future = Future()
         if not plan.items:
-            told.set_result([])
-            return told
+            future.set_result([])
+            return future
         entry, starts = write_values(self.directory / plan.storage_data, map(planner.resolve_data, plan.items))
-        told.set_result(
+        future.set_result(
             [
                 storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
                 for item, start in zip(plan.items, starts, strict=True)
             ]
         )
-        return told
+        return future
 
     def finish(self, metadata: dcp.Metadata, results: list[list[storage.WriteResult]]) -> None:
         tensors, entries = {}, {}
-        for name, described in metadata.state_dict_metadata.items():
-            tensors[name] = StoredTensor(described.properties.dtype, tuple(described.size), [])
+        for name, tensor in metadata.state_dict_metadata.items():
+            tensors[name] = StoredTensor(tensor.properties.dtype, tuple(tensor.size), [])
         sizes = {
             (name, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for name, described in metadata.state_dict_metadata.items()
-            for chunk in described.chunks
+            for name, tensor in metadata.state_dict_metadata.items()
+            for chunk in tensor.chunks
         }
-        for result in (result for of_rank in results for result in of_rank):
+        for result in itertools.chain.from_iterable(results):
             file, entries[file], start = result.storage_data
             name, offsets = result.index.fqn, tuple(result.index.offset)
             tensors[name].chunks.append(Chunk(offsets, sizes[name, offsets], file, start))
-        describe(self.directory, tensors, self.documents, entries)
+        complete_directory(self.directory, tensors, self.documents, entries)
         self.done()

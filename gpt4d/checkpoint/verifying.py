@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: every file as it was written, every tensor of its model there, each part once."""
+"""Verification of checkpoints: files match the manifest, and every tensor of the model is stored exactly once."""
 
 import re
 from pathlib import Path
@@ -12,19 +12,19 @@ from gpt4d.parallel.weights import WeightStream
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The global shapes of a model's parameters."""
+    """Return the global shapes of a model's parameters by name."""
     model = GPT(config, WeightStream(Grid.single_device(), device="meta"))
     return {name: parameter.spec.shape for name, parameter in model.named_parameters()}
 
 
 def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
-    """The tensors of a checkpoint that is whole. Damaged, naming the file, if it is not.
+    """Verify a checkpoint and return its tensors. Raises Damaged, naming the file, if it is not intact.
 
-    Of the work that grows with the checkpoint, this is the part ``index`` of as many as ``of``.
+    Ranks share the work that grows with the checkpoint: this call does share ``index`` of ``of``.
     """
     files, meta = verify_files(directory, index, of), checkpoint_dir.Meta.read(directory)
     if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
-        raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} says that it is of step {meta.progress.step}")
+        raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
     states = {name.rpartition(".")[2] for name in files.tensors if name.startswith("optim.")}
     for parameter, shape in shapes(meta.model).items():
         for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
@@ -34,11 +34,11 @@ def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
 
 
 def verify_files(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
-    """The same, whatever model the tensors are of."""
+    """Verify the files of a checkpoint like ``verify``, without comparing its tensors with a model's."""
     entries = manifest.read(directory)
     for name in (checkpoint_dir.META, checkpoint_dir.TOKENIZER, storage.TENSORS):
         if name not in entries:
-            raise Damaged(f"{directory / manifest.MANIFEST}: does not know of {name}")
+            raise Damaged(f"{directory / manifest.MANIFEST}: {name} is not listed")
     manifest.check(directory, entries, sorted(entries)[index::of])
     files = storage.Files(directory)
     for name in sorted(files.tensors)[index::of]:

@@ -1,4 +1,4 @@
-"""A small state of a run, the same on every grid, and how it is saved."""
+"""Helpers that build a small run state, equal on every grid, and save it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from gpt4d.parallel.gradients import GradientReducer
 from tests.grids import TINY_MODEL, build_model
 
 MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=48)
-STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # given values of their own, functions of the global place
+STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # factors that give each state distinct values
 
 
 def meta(step, model=MODEL):
@@ -21,7 +21,7 @@ def meta(step, model=MODEL):
 
 
 def build(sizes, shard=False, seed=7):
-    """On a rank: the model and its optimizer."""
+    """Build the model and its optimizer on a rank."""
     model = build_model(MODEL, sizes, torch.float32, seed=seed)
     names, parameters = zip(*model.named_parameters(), strict=True)
     owned = GradientReducer(model.weights, parameters, shard=shard).owned
@@ -32,8 +32,8 @@ def build(sizes, shard=False, seed=7):
     return model, optimizer
 
 
-def saved_by(sizes, shard, run_dir: Path, steps=(3,), **config):
-    """On a rank: saves checkpoints of the same state, one after the other. The last ``Saved``."""
+def save_state(sizes, shard, run_dir: Path, steps=(3,), **config):
+    """Save the same state at each of ``steps`` on a rank. Returns the last ``Saved``."""
     model, optimizer = build(sizes, shard)
     saver = Saver(CheckpointConfig(**config), run_dir, model.weights.grid)
     try:

@@ -1,4 +1,4 @@
-"""Saving in the background: the training goes on at once, and what goes wrong is told, not lost."""
+"""Saving in the background: training continues at once, and failures are reported."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpt4d.checkpoint import checkpoint_dir, saving, sharded, storage
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes, validate
 from gpt4d.trainer import Trainer
-from tests.checkpoint import MODEL, build, meta, saved_by
+from tests.checkpoint import MODEL, build, meta, save_state
 from tests.grids import build_model, train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -22,15 +22,15 @@ GRID = GridSizes(1, 1, 2)
 
 
 def change_while_writing(run_dir):
-    """On a rank: parameters change when the save has begun, and only then does it write."""
+    """Change the parameters on a rank after the save has started and before it writes."""
     model, optimizer = build(GRID)
     changed, write = threading.Event(), storage.write_values
 
-    def late(path, tensors):
+    def write_late(path, tensors):
         assert changed.wait(60)
         return write(path, tensors)
 
-    storage.write_values = late
+    storage.write_values = write_late
     saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.weights.grid)
     try:
         saver.start(meta(1), sharded.parts(model, optimizer), b"{}")
@@ -45,43 +45,43 @@ def change_while_writing(run_dir):
         saver.close()
 
 
-def test_what_is_saved_is_what_was_there_when_the_save_began(ranks, tmp_path):
+def test_saved_values_are_those_at_the_start_of_the_save(ranks, tmp_path):
     saved = ranks.run(2, change_while_writing, tmp_path)[0]
     assert saved.progress.step == 1 and saved.blocked_s > 0
     files = storage.Files(saved.path)
     for name, parameter in build_model(MODEL, GridSizes(), torch.float32, seed=7).named_parameters():
-        assert torch.equal(files.whole(f"model.{name}"), parameter.detach())
+        assert torch.equal(files.global_tensor(f"model.{name}"), parameter.detach())
 
 
 def staging_addresses(run_dir):
     model, optimizer = build(GRID)
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
-    seen = []
+    addresses = []
     for step in (1, 2, 3):
         saver.start(meta(step), sharded.parts(model, optimizer), b"{}")
         saver.finished(wait=True)
-        seen.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
+        addresses.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
     saver.close()
-    return seen
+    return addresses
 
 
-def test_staging_buffers_serve_every_save(ranks, tmp_path):
+def test_staging_buffers_are_reused_by_every_save(ranks, tmp_path):
     first, *others = ranks.run(2, staging_addresses, tmp_path)[0]
     assert first and others == [first, first]
 
 
 def fail_on_the_second_rank(run_dir, async_save):
-    """On a rank: saves twice; the second time its disk is full, on one rank only. What each rank is told."""
+    """Save twice; the second time, the disk of rank 1 is full. Returns this rank's error message."""
     model, optimizer = build(GRID)
     write = storage.write_values
 
-    def full(path, tensors):
+    def fail_if_full(path, tensors):
         if path.parent.name.startswith("step_00000002") and path.name == "rank_00001.bin":
             path.write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, tensors)
 
-    storage.write_values = full
+    storage.write_values = fail_if_full
     saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.weights.grid)
     try:
         for step in (1, 2):
@@ -96,26 +96,26 @@ def fail_on_the_second_rank(run_dir, async_save):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_rank_that_cannot_write_is_told_by_all_and_leaves_nothing(ranks, tmp_path, async_save):
-    told = ranks.run(2, fail_on_the_second_rank, tmp_path, async_save)
-    assert told[0] == told[1]
-    assert "step_00000002 could not be saved (rank 1: No space left on device)" in told[0]
-    assert "the run can go on from step_00000001" in told[0]
+def test_write_failure_of_one_rank_is_raised_on_all_and_leaves_no_files(ranks, tmp_path, async_save):
+    messages = ranks.run(2, fail_on_the_second_rank, tmp_path, async_save)
+    assert messages[0] == messages[1]
+    assert "step_00000002 could not be saved (rank 1: No space left on device)" in messages[0]
+    assert "the run can resume from step_00000001" in messages[0]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
 def train_on_a_small_disk(config, limit):
-    """On a rank: a training whose files may have so many bytes at the most, once it has begun."""
+    """Train on a rank with files limited to ``limit`` bytes each."""
     trainer = Trainer(config, validate(config, dist.get_world_size()), torch.device("cpu"))
-    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         trainer.run()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_save_that_fails_in_the_background_fails_the_run_soon_after(ranks, tiny):
+def test_failed_background_save_soon_fails_the_run(ranks, tiny):
     run = tiny("train.steps=400", "checkpoint.every=2")
     with pytest.raises(RankFailure, match=r"step_00000002 could not be saved \(rank 0: File too large\)"):
         ranks.run(2, train_on_a_small_disk, run, 60_000)
@@ -127,7 +127,7 @@ def test_a_save_that_fails_in_the_background_fails_the_run_soon_after(ranks, tin
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 2 MB, for those who may mount one."""
+    """Mount a file system of 2 MB; skip the test without permission to mount."""
     point = tmp_path / "disk"
     point.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", point], capture_output=True).returncode:
@@ -136,15 +136,15 @@ def small_disk(tmp_path):
     subprocess.run(["umount", point], check=True)
 
 
-def test_a_run_on_a_full_disk_goes_on_from_its_last_checkpoint_once_there_is_room(ranks, tiny, small_disk):
+def test_full_disk_leaves_only_committed_checkpoints(ranks, tiny, small_disk):
     straight = tiny("train.steps=8")
     ranks.run(2, train_in_rank, straight)
     size = sum(path.stat().st_size for path in checkpoint_dir.committed(Path(straight.run.dir))[0].iterdir())
-    keep = 2 * 2**20 // size + 5  # more than there is room for
+    keep = 2 * 2**20 // size + 5  # more than fit
     run_dir = small_disk / "run"
-    words = ("optim.schedule_steps=8", "checkpoint.every=1", f"checkpoint.keep={keep}", f"run.dir={run_dir}")
-    with pytest.raises(RankFailure, match=r"No space left on device.*the run can go on from step_"):
-        ranks.run(2, train_in_rank, tiny("train.steps=40", *words))
+    options = ("optim.schedule_steps=8", "checkpoint.every=1", f"checkpoint.keep={keep}", f"run.dir={run_dir}")
+    with pytest.raises(RankFailure, match=r"No space left on device.*the run can resume from step_"):
+        ranks.run(2, train_in_rank, tiny("train.steps=40", *options))
     committed = checkpoint_dir.committed(run_dir)
     assert committed and set((run_dir / "checkpoints").iterdir()) == set(committed)
 
@@ -159,14 +159,14 @@ def save_and_fail(run_dir):
         saver.close()
 
 
-def test_a_save_under_way_is_not_lost_when_the_run_fails(ranks, tmp_path):
+def test_pending_save_completes_when_the_run_fails(ranks, tmp_path):
     with pytest.raises(RankFailure, match="something else"):
         ranks.run(2, save_and_fail, tmp_path)
     assert [path.name for path in checkpoint_dir.committed(tmp_path)] == ["step_00000001"]
 
 
-def test_another_runs_files_in_the_place_of_a_checkpoint_are_not_overwritten(ranks, tmp_path):
-    ranks.run(1, saved_by, GridSizes(), False, tmp_path)
+def test_existing_checkpoint_is_not_overwritten(ranks, tmp_path):
+    ranks.run(1, save_state, GridSizes(), False, tmp_path)
     with pytest.raises(RankFailure, match=r"step_00000003 could not be saved .*not empty"):
-        ranks.run(1, saved_by, GridSizes(), False, tmp_path)
+        ranks.run(1, save_state, GridSizes(), False, tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
