@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve
 from gpt4d.checkpoint import checkpoint_dir, sharded, verifying
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.checkpoint.sharded import LocalShard
-from gpt4d.config import CheckpointConfig, GridSizes, ModelConfig, from_arguments
+from gpt4d.config import CheckpointConfig, GridSizes, from_arguments
+from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.weights import ParameterSpec
@@ -49,7 +51,7 @@ class Saving:
         self.rows_grid, self.columns_grid = Grid(GridSizes(z=RANKS)), Grid(GridSizes(x=RANKS))
         self.rows = random_shards(config, ROWS, self.rows_grid)
         self.columns = random_shards(config, COLUMNS, self.columns_grid)
-        mesh = self.rows_grid.mesh["z"]
+        mesh = init_device_mesh("cpu", (RANKS,))
         self.dtensors = {name: DTensor.from_local(shard.local, mesh, [Shard(0)]) for name, shard in self.rows.items()}
         self.rank = self.rows_grid.world.index
         self.home = Path(config.where)
@@ -63,8 +65,9 @@ class Saving:
 
     def start(self, name: str) -> None:
         self.step += 1
-        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(self.step), ModelConfig(), {}, "", "")
-        self.savers[name].start(meta, self.rows, b"{}")
+        family = registry.get("gpt2")  # The tensors belong to no model, so any family works.
+        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(self.step), family.config(), [], family.task, {})
+        self.savers[name].start(meta, self.rows, {})
 
     def save(self) -> Callable[[], dict]:
         self.start("sync")

@@ -11,7 +11,8 @@ the newest.
 
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from omegaconf import MISSING
@@ -19,6 +20,7 @@ from omegaconf import MISSING
 from gpt4d.checkpoint import checkpoint_dir, manifest
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, from_arguments
+from gpt4d.model import registry
 from gpt4d.runtime.errors import one_line_errors
 
 # Modules that import torch or transformers, which takes seconds, are imported where they are needed.
@@ -67,15 +69,16 @@ def inspect(config: ReadConfig) -> None:
 
     directory = checkpoint_dir.located(Path(config.checkpoint))
     meta, files, entries = checkpoint_dir.Meta.read(directory), storage.Files(directory), manifest.read(directory)
-    progress, model = meta.progress, meta.model
-    grid = "x".join(map(str, meta.grid.values())) + " (x, y, z, data)" if meta.grid else "none (imported)"
+    family = registry.of(meta.model)
+    grids = ", ".join("x".join(map(str, grid.values())) for grid in meta.grids)
     print(
         f"{directory}\n"
-        f"  step    {progress.step:,}, {progress.samples:,} sequences, {progress.tokens:,} tokens of {meta.data}\n"
-        f"  model   {model.name}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, "
-        f"vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), {model.max_positions} positions\n"
-        f"  grid    {grid}\n"
-        f"  files   {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
+        f"  progress  {', '.join(f'{key} {value:,}' for key, value in asdict(meta.progress).items())}\n"
+        f"  task      {meta.task}: {_key_values(meta.identity)}\n"
+        f"  model     {meta.model.name}, {family.name}: "
+        f"{_key_values({key: getattr(meta.model, key) for key in family.structure})}\n"
+        f"  grid      {f'{grids} (x, y, z, data)' if grids else 'none (imported)'}\n"
+        f"  files     {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
     )
     groups: dict[str, list[storage.StoredTensor]] = {}
     for name, tensor in sorted(files.tensors.items()):
@@ -105,11 +108,16 @@ def import_(config: ImportConfig) -> None:
     from gpt4d.checkpoint import convert
 
     model = convert.import_model(config.source, Path(config.out))
-    keys = ("layers", "hidden", "heads", "vocab_size", "max_positions", "norm_epsilon", "dropout", "attention_dropout")
-    settings = " ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+    defaults = asdict(type(model)(name=model.name))
+    changed = {f"model.{key}": value for key, value in asdict(model).items() if value != defaults[key]}
+    settings = f"model={registry.of(model).name} optim=adamw {_key_values(changed)}"
     tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
     print(f"{config.out}: imported at step 0. To train it on your text:\n")
     print(f"python train.py run.dir={config.out} {settings} data=text data.path='…' data.tokenizer={tokenizer}")
+
+
+def _key_values(values: Mapping) -> str:
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 def _size(nbytes: int) -> str:

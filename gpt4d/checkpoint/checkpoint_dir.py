@@ -8,21 +8,22 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.config import ConfigError, ModelConfig
+from gpt4d.config import Config, ConfigError, ModelConfig, TrainConfig
 from gpt4d.files import counts, sync
+from gpt4d.model import registry
+from gpt4d.model.family import Family
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
-_FORMAT = 3
+_FORMAT = 4
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
-# Settings that decide the parameters' shapes and what the model computes.
-_STRUCTURE = ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon")
 
 
 @dataclass
@@ -37,48 +38,72 @@ class Progress:
 
 @dataclass
 class Meta:
-    """The metadata of a checkpoint, stored in ``meta.json``."""
+    """The metadata of a checkpoint, stored in ``meta.json`` with the format number and the model family's name.
+
+    Attributes:
+        progress: how far the run was.
+        model: the settings of the model, of its family's dataclass.
+        grids: axis sizes of each stage's grid; empty for an imported model.
+        task: name of the task.
+        identity: what the numbers of the data mean (``check_task``), such as the tokenizer's checksum.
+        monitor: state of the loss monitor: named numbers per metric.
+        extra: names of additional tensors, stored as ``extra.NAME``. ``Saver`` sets it.
+    """
 
     progress: Progress
     model: ModelConfig
-    grid: dict[str, int]  # that wrote it
-    data: str  # name of the corpus
-    tokenizer: str  # SHA-256 of tokenizer.json, which defines the token ids
-    bounds: dict[str, dict[str, float]] = field(default_factory=dict)  # above which a loss or a norm is a spike
-    format: int = _FORMAT
+    grids: list[dict[str, int]]
+    task: str
+    identity: dict[str, str]
+    monitor: dict[str, dict[str, float]] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+        values = {"format": _FORMAT, "family": registry.of(self.model).name, **asdict(self)}
+        return (json.dumps(values, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """Read a checkpoint's metadata. Raises Damaged if it is invalid, ConfigError if its format is another."""
+        """Read a checkpoint's metadata.
+
+        Raises Damaged if it is invalid, ConfigError if its format or its model family is unknown.
+        """
 
         def convert(values: dict) -> "Meta":
-            if values["format"] != _FORMAT:
+            if (stored_format := values.pop("format")) != _FORMAT:
                 raise ConfigError(
-                    f"{directory}: checkpoint format {values['format']!r}, but this version reads format {_FORMAT}; "
+                    f"{directory}: checkpoint format {stored_format!r}, but this version reads format {_FORMAT}; "
                     "use the version that wrote it or set another run.name"
                 )
             progress = Progress(**values.pop("progress"))
             counts(asdict(progress).values())
-            meta = cls(progress, _to_model(values.pop("model")), **values)
-            counts(meta.grid.values())
-            if not all(isinstance(v, int | float) and v >= 0 for b in meta.bounds.values() for v in b.values()):
-                raise ValueError(f"bounds={meta.bounds} are not numbers of at least 0")
-            if not (isinstance(meta.data, str) and meta.data.isprintable() and isinstance(meta.tokenizer, str)):
-                raise ValueError("data and tokenizer are not names")
+            meta = cls(progress, _to_model(registry.get(values.pop("family")), values.pop("model")), **values)
+            counts(size for grid in meta.grids for size in grid.values())
+            if not all(
+                isinstance(v, int | float) and v >= 0 for state in meta.monitor.values() for v in state.values()
+            ):
+                raise ValueError(f"monitor={meta.monitor} has values other than numbers of at least 0")
+            texts = [meta.task, *meta.identity.keys(), *meta.identity.values(), *meta.extra]
+            if not all(isinstance(text, str) and text.isprintable() for text in texts):
+                raise ValueError("task, identity or extra contains something other than printable text")
             return meta
 
         return manifest.parse_json(directory / META, convert)
 
 
-def _to_model(values: dict) -> ModelConfig:
-    """Return the model's settings. Raises ValueError or TypeError if they are invalid."""
-    model = ModelConfig(**values)
-    sizes = [getattr(model, key) for key in _STRUCTURE if key != "norm_epsilon"]
-    if 0 in counts(sizes) or model.hidden % model.heads or not str(model.name).isprintable():
-        raise ValueError(f"{model} is invalid")
+def _to_model(family: Family, values: dict) -> ModelConfig:
+    """Return a model's settings. Raises ValueError or TypeError if they are invalid."""
+    model, default = family.config(**values), family.config()
+    for key in family.structure:
+        if isinstance(getattr(model, key), float) and not isinstance(getattr(default, key), float):
+            raise ValueError(f"{key}={getattr(model, key)} is not an integer")
+    if not (isinstance(model.name, str) and model.name.isprintable()):
+        raise ValueError(f"{model.name!r} is not a name")
+    try:
+        # A family checks a model as part of a run's configuration. Any model takes sequences of one token.
+        family.check(Config(model=model, train=TrainConfig(seq_len=1)))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
     return model
 
 
@@ -130,13 +155,36 @@ def located(path: Path) -> Path:
 
 
 def check_fits(directory: Path, model: ModelConfig) -> None:
-    """Raise ConfigError unless the checkpoint's model has the same structure as ``model``."""
-    stored = Meta.read(directory).model
-    for key in _STRUCTURE:
+    """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``."""
+    stored, family = Meta.read(directory).model, registry.of(model)
+    if type(stored) is not family.config:
+        raise ConfigError(
+            f"model={family.name}: the checkpoint {directory} is of family {registry.of(stored).name}; use a model of "
+            "that family or set another run.name"
+        )
+    for key in family.structure:
         if getattr(stored, key) != getattr(model, key):
             raise ConfigError(
                 f"model.{key}={getattr(model, key)}: the checkpoint {directory} has {getattr(stored, key)}; use that "
                 "value or set another run.name"
+            )
+
+
+def check_task(directory: Path, task: str, identity: Mapping[str, str]) -> None:
+    """Raise ConfigError unless the checkpoint is of ``task`` and its data has the same identity, whatever its name.
+
+    ``identity`` describes the run's data. All its entries must equal the checkpoint's except ``data``, the name.
+    """
+    meta = Meta.read(directory)
+    if meta.task != task:
+        raise ConfigError(
+            f"task={task}: {directory} was trained for {meta.task}; use a model for that task or set another run.name"
+        )
+    for key in sorted((meta.identity.keys() | identity.keys()) - {"data"}):
+        if meta.identity.get(key) != identity.get(key):
+            raise ConfigError(
+                f"data={identity.get('data')}: {directory} was trained with another {key}; use data with the same "
+                f"{key} or set another run.name"
             )
 
 

@@ -19,15 +19,20 @@ from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data.tokenizers import end_of_text
 from gpt4d.files import sync
-from gpt4d.model import hf
+from gpt4d.model import registry
+from gpt4d.model.family import Family, HuggingFaceAdapter
 
 _SHARD_BYTES = 2 << 30  # size limit of a safetensors file, and of what is in memory at once
 _INDEX = "model.safetensors.index.json"
 
 
 def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write a checkpoint's model and tokenizer for transformers. Raises ConfigError if ``out`` exists."""
-    files, meta = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint)
+    """Write a checkpoint's model, and its tokenizer if it has one, for transformers.
+
+    Raises ConfigError if ``out`` exists or transformers has no such models.
+    """
+    files, model = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint).model
+    adapter = _adapter(registry.of(model))
     with _new_directory(out) as directory:
         shards = _group_by_size([n for n in files.tensors if n.startswith("model.")], files, shard_bytes)
         weight_map = {}
@@ -37,14 +42,20 @@ def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None
             tensors = {}
             for name in names:
                 ours = name.removeprefix("model.")
-                tensors[hf.hf_name(ours)] = hf.export_tensor(ours, files.global_tensor(name), meta.model)
+                tensors[adapter.name(ours)] = adapter.to_hf(ours, files.global_tensor(name), model)
             save_file(tensors, directory / file, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
         if len(shards) > 1:
             total = sum(files.tensors[n].nbytes for names in shards for n in names)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (directory / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
-        _export_tokenizer(checkpoint, directory, meta.model)
+        _export_config(checkpoint, directory, model, adapter)
+
+
+def _adapter(family: Family) -> HuggingFaceAdapter:
+    if family.hugging_face is None:
+        raise ConfigError(f"model family {family.name}: transformers has no such models; train with gpt4d itself")
+    return family.hugging_face()
 
 
 def _group_by_size(names: list[str], files: storage.Files, max_bytes: int) -> list[list[str]]:
@@ -59,14 +70,19 @@ def _group_by_size(names: list[str], files: storage.Files, max_bytes: int) -> li
     return groups
 
 
-def _export_tokenizer(checkpoint: Path, directory: Path, model: ModelConfig) -> None:
+def _export_config(checkpoint: Path, directory: Path, model: ModelConfig, adapter: HuggingFaceAdapter) -> None:
     from transformers import PreTrainedTokenizerFast
 
+    if not (checkpoint / checkpoint_dir.TOKENIZER).exists():
+        adapter.hf_config(model).save_pretrained(directory)
+        return
     tokenizer = Tokenizer.from_file(str(checkpoint / checkpoint_dir.TOKENIZER))
     end = end_of_text(tokenizer)
-    hf.hf_config(model, end).save_pretrained(directory)
+    config = adapter.hf_config(model, end)
+    config.save_pretrained(directory)
     special = dict.fromkeys(("bos_token", "eos_token"), tokenizer.id_to_token(end))
-    exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=model.max_positions, **special)
+    length = config.max_position_embeddings
+    exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special)
     exported.save_pretrained(directory)
 
 
@@ -80,26 +96,30 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
         values = dict(json.loads((directory / "config.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"source={source}: no readable config.json ({error})") from None
-    model = hf.model_config(source, values)
+    family = registry.family_of_hf(values.get("model_type"))
+    adapter = _adapter(family)
+    model = adapter.config_from_hf(source, values)
     tokenizer = _read_tokenizer(directory)
     with _new_directory(run_dir) as temporary:
         partial = checkpoint_dir.begin(temporary, step=0)
         partial.mkdir()
         shapes = verifying.shapes(model)
-        entry, starts = storage.write_values(partial / "imported.bin", _read_tensors(directory, shapes, model))
+        entry, starts = storage.write_values(partial / "imported.bin", _read_tensors(directory, shapes, model, adapter))
         tensors = {}
         for (name, shape), start in zip(shapes.items(), starts, strict=True):
             chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
             tensors[f"model.{name}"] = storage.StoredTensor(torch.float32, shape, [chunk])
-        fingerprint = hashlib.sha256(tokenizer).hexdigest()
-        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, {}, source, fingerprint)
+        identity = {"tokenizer": hashlib.sha256(tokenizer).hexdigest(), "data": source}
+        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, [], family.task, identity)
         documents = {checkpoint_dir.META: meta.to_json(), checkpoint_dir.TOKENIZER: tokenizer}
         storage.complete_directory(partial, tensors, documents, {"imported.bin": entry})
         checkpoint_dir.commit(partial)
     return model
 
 
-def _read_tensors(directory: Path, shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> Iterator[torch.Tensor]:
+def _read_tensors(
+    directory: Path, shapes: dict[str, tuple[int, ...]], model: ModelConfig, adapter: HuggingFaceAdapter
+) -> Iterator[torch.Tensor]:
     """Yield the parameters in order, reading one at a time. Raises ConfigError for a missing tensor or wrong shape."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -110,14 +130,16 @@ def _read_tensors(directory: Path, shapes: dict[str, tuple[int, ...]], model: Mo
         raise ConfigError(f"{directory}: a *.safetensors file is damaged ({error})") from None
     file_of = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 – not a dict
     for name, shape in shapes.items():
-        key = hf.hf_name(name)
-        if key not in file_of:  # A GPT2Model was saved, without the head around it.
-            key = key.removeprefix("transformer.")
-        expected = list(hf.export_tensor(name, torch.empty(shape, device="meta"), model).shape)
+        key = adapter.name(name)
+        if (
+            key not in file_of
+        ):  # The base model was saved without the head around it, whose names have no first component.
+            key = key.partition(".")[2]
+        expected = list(adapter.to_hf(name, torch.empty(shape, device="meta"), model).shape)
         actual = file_of[key].get_slice(key).get_shape() if key in file_of else None
         if actual != expected:
             raise ConfigError(f"{directory}: {key} must be of shape {expected}, but is {actual or 'missing'}")
-        yield hf.import_tensor(name, file_of[key].get_tensor(key).float(), shape)
+        yield adapter.from_hf(name, file_of[key].get_tensor(key).float(), shape)
 
 
 def _read_tokenizer(directory: Path) -> bytes:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +55,13 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint", **thread_options)
         self._pending: _PendingSave | None = None
 
-    def start(self, meta: checkpoint_dir.Meta, shards: Mapping[str, LocalShard], tokenizer: bytes) -> None:
-        """Start a save. Call ``before_change`` before ``shards`` change, and ``finished`` to learn its end."""
+    def start(
+        self, meta: checkpoint_dir.Meta, shards: Mapping[str, LocalShard], documents: Mapping[str, bytes]
+    ) -> None:
+        """Start to save ``shards`` (``sharded.parts``) and ``documents``, further files as contents by name.
+
+        Call ``before_change`` before ``shards`` change, and ``finished`` to learn whether the save has ended.
+        """
         assert self._pending is None, "one save at a time"
         started = time.perf_counter()
         copied = None
@@ -64,7 +69,8 @@ class Saver:
             shards, copied = self._copy_to_host(shards)
         values = {name: (shard.local, shard.spec.shape, shard.region(self.grid)) for name, shard in shards.items()}
         partial = run_on_rank0(lambda: self._begin(meta.progress.step))
-        documents = {checkpoint_dir.META: meta.to_json(), checkpoint_dir.TOKENIZER: tokenizer}
+        extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
+        documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
         planner = storage.SavePlanner(values, *([copied.synchronize] if copied else []))

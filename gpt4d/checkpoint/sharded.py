@@ -27,31 +27,40 @@ class LocalShard(NamedTuple):
         return self.spec.layout.tile(self.spec.shape, grid.sizes._asdict(), grid.indices)
 
 
-def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, LocalShard]:
-    """Return all trained tensors by their name on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …"""
+def parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, LocalShard] | None = None
+) -> dict[str, LocalShard]:
+    """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
+
+    ``extra`` is further state by name, such as averaged weights.
+    """
     shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in model.named_parameters()}
     if optimizer is not None:
         # The optimizer may hold slices of the model's parameters, with layouts of their own.
         for group in optimizer.param_groups:
             for n, p in zip(group["param_names"], group["params"], strict=True):
                 shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
-    return shards
+    return shards | {f"extra.{n}": shard for n, shard in (extra or {}).items()}
 
 
 def load(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    grid: Grid,
+    extra: Mapping[str, LocalShard] | None = None,
 ) -> checkpoint_dir.Progress:
-    """Load the model, and the optimizer if given, in place from a checkpoint written on any grid.
+    """Load the model, and the optimizer and ``extra`` if given, in place from a checkpoint written on any grid.
 
-    A checkpoint without optimizer states, such as an imported model, leaves the optimizer unchanged. Each rank first
+    A checkpoint without optimizer states, such as an imported model, leaves these two unchanged. Each rank first
     verifies a share of the files. All ranks must call this function; an error on one is raised on all. Raises Damaged,
     before anything is loaded, if the checkpoint is not intact, ConfigError if its tensors are not the model's.
     """
     files = run_on_all_ranks(lambda: verifying.verify(directory, grid.world.index, grid.world.size))
     progress = checkpoint_dir.Meta.read(directory).progress
     if not any(name.startswith("optim.") for name in files.tensors):
-        optimizer = None
-    run_on_all_ranks(lambda: fill(parts(model, optimizer), files, grid))
+        optimizer = extra = None
+    run_on_all_ranks(lambda: fill(parts(model, optimizer, extra), files, grid))
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(progress.step)

@@ -6,15 +6,12 @@ from pathlib import Path
 from gpt4d.checkpoint import checkpoint_dir, manifest, storage
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ModelConfig
-from gpt4d.model.gpt import GPT
-from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.model import registry
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the global shapes of a model's parameters by name."""
-    model = GPT(config, WeightStream(Grid.single_device(), device="meta"))
-    return {name: parameter.spec.shape for name, parameter in model.named_parameters()}
+    return {name: spec.shape for name, spec in registry.of(config).describe(config).parameters.items()}
 
 
 def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
@@ -30,13 +27,16 @@ def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
         for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
             if name not in files.tensors or files.tensors[name].shape != shape:
                 raise Damaged(f"{directory / storage.TENSORS}: {name} of shape {list(shape)} is missing")
+    for name in meta.extra:
+        if f"extra.{name}" not in files.tensors:
+            raise Damaged(f"{directory / storage.TENSORS}: extra.{name} is missing")
     return files
 
 
 def verify_files(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
     """Verify the files of a checkpoint like ``verify``, without comparing its tensors with a model's."""
     entries = manifest.read(directory)
-    for name in (checkpoint_dir.META, checkpoint_dir.TOKENIZER, storage.TENSORS):
+    for name in (checkpoint_dir.META, storage.TENSORS):
         if name not in entries:
             raise Damaged(f"{directory / manifest.MANIFEST}: {name} is not listed")
     manifest.check(directory, entries, sorted(entries)[index::of])

@@ -14,10 +14,12 @@ from tests.grids import TINY_MODEL, build_model
 
 MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=48)
 STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # factors that give each state distinct values
+DOCUMENTS = {"tokenizer.json": b"{}"}
 
 
 def meta(step, model=MODEL):
-    return checkpoint_dir.Meta(checkpoint_dir.Progress(step, 10 * step, 100 * step), model, {"x": 1}, "words", "abc")
+    progress, identity = checkpoint_dir.Progress(step, 10 * step, 100 * step), {"tokenizer": "abc", "data": "books"}
+    return checkpoint_dir.Meta(progress, model, [{"x": 1}], "language_modeling", identity)
 
 
 def build(sizes, shard=False, seed=7):
@@ -38,7 +40,7 @@ def save_state(sizes, shard, run_dir: Path, steps=(3,), **config):
     saver = Saver(CheckpointConfig(**config), run_dir, model.weights.grid)
     try:
         for step in steps:
-            saver.start(meta(step), sharded.parts(model, optimizer), b"{}")
+            saver.start(meta(step), sharded.parts(model, optimizer), DOCUMENTS)
             saved = saver.finished(wait=True)
     finally:
         saver.close()

@@ -9,7 +9,8 @@ import pytest
 
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.config import ConfigError, GridSizes, ModelConfig
+from gpt4d.config import ConfigError, GridSizes
+from gpt4d.model import registry
 from tests.checkpoint import MODEL, meta, save_state
 
 
@@ -56,29 +57,47 @@ def test_resume_selects_checkpoints_newest_first(ranks, tmp_path):
             checkpoint_dir.resume_candidates(resume, tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 3}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 4}', "[" * 100_000])
 def test_invalid_meta_is_damaged(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(Damaged, match=r"meta\.json: damaged"):
         checkpoint_dir.Meta.read(tmp_path)
 
 
-def test_another_format_is_rejected_but_not_damaged(tmp_path):
-    (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(ConfigError, match="format 99, but this version reads format 3; use the version") as raised:
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": 3}, "format 3, but this version reads format 4; use the version"),
+        ({"format": 99}, "format 99, but this version reads format 4; use the version"),
+        ({"family": "other"}, "model family 'other' is unknown"),
+    ],
+)
+def test_another_format_or_family_is_rejected_but_not_damaged(tmp_path, values, message):
+    (tmp_path / "meta.json").write_text(json.dumps({**json.loads(meta(5).to_json()), **values}))
+    with pytest.raises(ConfigError, match=message) as raised:
         checkpoint_dir.Meta.read(tmp_path)
     assert not isinstance(raised.value, Damaged)
 
 
 def test_meta_is_read_as_written(tmp_path):
-    written = meta(5, ModelConfig(dropout=0.25))
+    written = meta(5, registry.get("gpt2").config(dropout=0.25))
     (tmp_path / "meta.json").write_bytes(written.to_json())
     assert checkpoint_dir.Meta.read(Path(tmp_path)) == written
 
 
+def test_task_and_data_must_agree_except_for_the_name(tmp_path):
+    (tmp_path / "meta.json").write_bytes(meta(5).to_json())
+    checkpoint_dir.check_task(tmp_path, "language_modeling", {"tokenizer": "abc", "data": "letters"})
+    for identity in ({"tokenizer": "abd", "data": "books"}, {"data": "books"}):
+        with pytest.raises(ConfigError, match=r"data=books: .* was trained with another tokenizer; use data with"):
+            checkpoint_dir.check_task(tmp_path, "language_modeling", identity)
+    with pytest.raises(ConfigError, match=r"task=images: .* was trained for language_modeling; use a model for"):
+        checkpoint_dir.check_task(tmp_path, "images", {"tokenizer": "abc"})
+
+
 def test_first_readable_checkpoint_decides_whether_the_model_fits(tmp_path):
     (tmp_path / "intact").mkdir()
-    (tmp_path / "intact" / "meta.json").write_bytes(meta(5, ModelConfig()).to_json())
+    (tmp_path / "intact" / "meta.json").write_bytes(meta(5, registry.get("gpt2").config()).to_json())
     with pytest.raises(ConfigError, match=r"model\.layers=1: the checkpoint .*intact has 4"):
         checkpoint_dir.check_newest_fits([tmp_path / "damaged", tmp_path / "intact"], MODEL)
 

@@ -10,7 +10,7 @@ import torch
 from gpt4d.checkpoint import checkpoint_dir, convert, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
-from gpt4d.model import hf
+from gpt4d.model import registry
 from tests.data import batch
 from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, train_in_rank
 
@@ -34,7 +34,8 @@ def our_logits(config, ids):
     """Return the logits of a run's newest checkpoint, computed on one device."""
     files = storage.Files(checkpoint_dir.located(Path(config.run.dir)))
     model = build_model(config.model, GridSizes(), torch.float32)
-    state = {hf.hf_name(n): hf.export_tensor(n, files.global_tensor(f"model.{n}"), config.model) for n in names(model)}
+    adapter = registry.get("gpt2").hugging_face()
+    state = {adapter.name(n): adapter.to_hf(n, files.global_tensor(f"model.{n}"), config.model) for n in names(model)}
     fill_from_hf(model, state)
     model.eval()
     with torch.no_grad():
@@ -119,7 +120,10 @@ def change_config(directory, **values):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: change_config(d, model_type="llama"), r"model_type='llama' .* with model_type='gpt2'"),
+        (
+            lambda d: change_config(d, model_type="llama"),
+            "model_type='llama' is not supported; use a model of type gpt2",
+        ),
         (lambda d: change_config(d, activation_function="relu"), "activation_function='relu'"),
         (
             lambda d: change_config(d, n_embd=48),
@@ -152,9 +156,10 @@ def test_existing_directory_is_never_overwritten(run, exported_dir, tmp_path):
 def test_inspect_prints_metadata_and_tensors(run, capsys):
     main(["inspect", f"checkpoint={run.run.dir}"])
     printed = capsys.readouterr().out
-    assert "step    3, 24 sequences, 768 tokens of text" in printed
-    assert "2 layers, hidden 24, 4 heads, vocabulary 300 (padded 304), 32 positions" in printed
-    assert "grid    2x1x1x2 (x, y, z, data)" in printed
+    assert "progress  step 3, samples 24, tokens 768, skipped 0" in printed
+    assert re.search(r"task      language_modeling: tokenizer=[0-9a-f]{64} data=text", printed)
+    assert "gpt2: layers=2 hidden=24 heads=4 vocab_size=300 vocab_multiple=16 max_positions=32" in printed
+    assert "grid      2x1x1x2 (x, y, z, data)" in printed
     assert re.search(r"model\.blocks\.\*\.mlp\.up\.weight +2 × \[24, 96\] +float32 +0\.02 MiB", printed)
 
 

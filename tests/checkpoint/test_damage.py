@@ -209,7 +209,14 @@ def test_checkpoint_renamed_to_another_step_is_damaged(pristine, tmp_path):
 
 @pytest.mark.parametrize(
     "meta",
-    [{"model": {"layers": "x"}}, {"model": {"heads": 0}}, {"progress": {"step": -1}}, {"data": "\x1b[2J"}, {"grid": 3}],
+    [
+        {"model": {"layers": "x"}},
+        {"model": {"layers": 1.5}},
+        {"model": {"heads": 0}},
+        {"progress": {"step": -1}},
+        {"identity": {"data": "\x1b[2J"}},
+        {"grids": 3},
+    ],
 )
 def test_invalid_values_in_meta_are_damaged(pristine, tmp_path, meta):
     values = json.loads((pristine / "meta.json").read_text())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpt4d.checkpoint import checkpoint_dir, saving, sharded, storage
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes, validate
 from gpt4d.trainer import Trainer
-from tests.checkpoint import MODEL, build, meta, save_state
+from tests.checkpoint import DOCUMENTS, MODEL, build, meta, save_state
 from tests.grids import build_model, train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -33,7 +33,7 @@ def change_while_writing(run_dir):
     storage.write_values = write_late
     saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.weights.grid)
     try:
-        saver.start(meta(1), sharded.parts(model, optimizer), b"{}")
+        saver.start(meta(1), sharded.parts(model, optimizer), DOCUMENTS)
         assert saver.finished() is None
         saver.before_change()
         for parameter in model.parameters():
@@ -58,7 +58,7 @@ def staging_addresses(run_dir):
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
     addresses = []
     for step in (1, 2, 3):
-        saver.start(meta(step), sharded.parts(model, optimizer), b"{}")
+        saver.start(meta(step), sharded.parts(model, optimizer), DOCUMENTS)
         saver.finished(wait=True)
         addresses.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
     saver.close()
@@ -85,7 +85,7 @@ def fail_on_the_second_rank(run_dir, async_save):
     saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.weights.grid)
     try:
         for step in (1, 2):
-            saver.start(meta(step), sharded.parts(model, optimizer), b"{}")
+            saver.start(meta(step), sharded.parts(model, optimizer), DOCUMENTS)
             while saver.finished() is None:
                 pass
     except ConfigError as error:
@@ -153,7 +153,7 @@ def save_and_fail(run_dir):
     model, optimizer = build(GRID)
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
     try:
-        saver.start(meta(1), sharded.parts(model, optimizer), b"{}")
+        saver.start(meta(1), sharded.parts(model, optimizer), DOCUMENTS)
         raise ConfigError("something else")
     finally:
         saver.close()

@@ -102,7 +102,7 @@ def write_or_read_uneven(sizes, run_dir, read_by=None):
     local = full[grid.local_slices(spec.shape, layout)].clone()
     if read_by is None:
         saver = Saver(CheckpointConfig(), run_dir, grid)
-        saver.start(meta(3), {"model.w": sharded.LocalShard(local, spec)}, b"{}")
+        saver.start(meta(3), {"model.w": sharded.LocalShard(local, spec)}, {})
         saver.finished(wait=True)
         return saver.close()
     loaded = torch.full_like(local, torch.nan)
@@ -118,3 +118,32 @@ def test_uneven_extents_are_split_as_the_layout_says(ranks, tmp_path):
         assert storage.Files(directory).tensors["model.w"].problem() is None
         for reader in grids:
             assert all(ranks.run(reader.devices, write_or_read_uneven, reader, directory, True))
+
+
+def save_or_load_extra(sizes, run_dir, load_from=None, name="ema.w"):
+    """Save a toy tensor beside the model, or load it on another grid. Returns whether the loaded values are right."""
+    model, optimizer = build(sizes)
+    grid = model.weights.grid
+    spec = ParameterSpec((7, 3, 5), Layout(("y", "z"), (), ("x", "data")))
+    local = torch.arange(105.0).view(spec.shape)[grid.local_slices(spec.shape, spec.layout)].clone()
+    if load_from is None:
+        saver = Saver(CheckpointConfig(), run_dir, grid)
+        shards = sharded.parts(model, optimizer, {name: sharded.LocalShard(local, spec)})
+        saver.start(meta(3), shards, {"notes.txt": b"kept"})
+        saver.finished(wait=True)
+        return saver.close()
+    loaded = torch.full_like(local, torch.nan)
+    sharded.load(load_from, model, optimizer, grid, {name: sharded.LocalShard(loaded, spec)})
+    return torch.equal(loaded, local)
+
+
+def test_extra_tensors_and_documents_are_saved_and_loaded_on_any_grid(ranks, tmp_path):
+    writer, reader = GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)
+    ranks.run(4, save_or_load_extra, writer, tmp_path)
+    (directory,) = checkpoint_dir.committed(tmp_path)
+    assert checkpoint_dir.Meta.read(directory).extra == ["ema.w"]
+    assert (directory / "notes.txt").read_bytes() == b"kept"
+    assert all(ranks.run(4, save_or_load_extra, reader, tmp_path, directory))
+    assert ranks.run(1, load, GridSizes(), directory, False)  # The extra tensor is optional for readers.
+    with pytest.raises(RankFailure, match=r"extra\.other is missing, but this run needs shape \[7, 3, 5\]"):
+        ranks.run(1, save_or_load_extra, GridSizes(), tmp_path, directory, "other")
