@@ -20,8 +20,7 @@ from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import CheckpointConfig, GridSizes, from_arguments
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.weights import ParameterSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 

@@ -10,7 +10,7 @@ from torch import nn
 from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.config import ConfigError
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import ParameterSpec
+from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.runtime.consensus import run_on_all_ranks
 
 _STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its step counter is the run's

@@ -11,7 +11,7 @@ from gpt4d.model import registry
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the global shapes of a model's parameters by name."""
-    return {name: spec.shape for name, spec in registry.of(config).describe(config).parameters.items()}
+    return {name: spec.shape for name, spec in registry.describe(config).parameters.items()}
 
 
 def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:

@@ -25,10 +25,10 @@ def meta(step, model=MODEL):
 def build(sizes, shard=False, seed=7):
     """Build the model and its optimizer on a rank."""
     model = build_model(MODEL, sizes, torch.float32, seed=seed)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    owned = GradientReducer(model.weights, parameters, shard=shard).owned
-    optimizer = optim.build_optimizer(zip(names, owned, strict=True), OptimConfig())
-    for parameter in owned:
+    parameters = dict(model.named_parameters())
+    shards = GradientReducer(model.weights, parameters, shard=shard).optimizer_shards
+    optimizer = optim.build_optimizer(zip(parameters, shards, strict=True), OptimConfig())
+    for parameter in shards:
         for k, factor in STATES.items():
             optimizer.state[parameter][k].copy_(parameter.detach() * factor + 1)
     return model, optimizer

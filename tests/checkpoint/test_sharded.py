@@ -11,8 +11,7 @@ from gpt4d.checkpoint import checkpoint_dir, sharded, storage
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.weights import ParameterSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
 from tests.checkpoint import MODEL, STATES, build, meta, save_state
 from tests.grids import build_model, global_tensor, grid_name
 from tests.rank_pool import RankFailure
