@@ -156,19 +156,3 @@ def check_machine(cluster: ClusterConfig, devices: int) -> None:
 
 def _devices_of(cluster: ClusterConfig) -> float:
     return math.prod(math.inf if level.ranks is None else level.ranks for level in cluster.levels)
-
-
-def choose(config: Config, devices: int) -> tuple[Config, list[Plan]]:
-    """What ``parallel.mode=auto`` means on so many devices: the configuration on the best grid, and the best plans.
-
-    ConfigError if no grid will do, or some of it was chosen already.
-    """
-    check_values(config, registry.of(config.model))
-    check_open(config.parallel)
-    ranking = rank(config, devices, top=3)
-    ranking.check(config, devices)
-    best = ranking.plans[0]
-    x, y, z, data = best.sizes
-    parallel = replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data)
-    train = replace(config.train, micro_batch_size=best.micro_batch)
-    return replace(config, parallel=parallel, train=train), ranking.plans

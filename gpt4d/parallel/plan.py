@@ -1,0 +1,47 @@
+"""The parallel plan: what ``parallel.*`` resolves to, as a value. No torch here."""
+
+from dataclasses import dataclass
+
+from gpt4d.config import Config, GridSizes
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage: the job's ranks that form it, in grid order, and the sizes of its grid."""
+
+    ranks: tuple[int, ...]
+    sizes: GridSizes
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a configuration is trained on a number of devices.
+
+    Attributes:
+        config: the configuration with everything that the plan decides filled in.
+        stages: the pipeline's stages, first to last.
+        candidates: one line for each plan that was considered, best first; empty if the grid was given.
+    """
+
+    config: Config
+    stages: tuple[StagePlan, ...]
+    candidates: tuple[str, ...] = ()
+
+    def stage_of(self, rank: int) -> tuple[int, StagePlan]:
+        """Return index and plan of the stage that has ``rank``."""
+        return next((index, stage) for index, stage in enumerate(self.stages) if rank in stage.ranks)
+
+    @property
+    def sizes(self) -> GridSizes:
+        """The grid of the first stage, which reads the data."""
+        return self.stages[0].sizes
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples that a device takes at once."""
+        return self.config.train.micro_batch_size or self.config.train.batch_size // self.sizes.batch_shards
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each device."""
+        return self.config.train.batch_size // self.sizes.batch_shards // self.micro_batch_size

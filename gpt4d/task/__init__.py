@@ -1,0 +1,1 @@
+"""Tasks: what a model is trained for. Batches, loss, validation, samples and the identity of the data."""

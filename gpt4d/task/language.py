@@ -1,0 +1,137 @@
+"""Language modeling: the next token of text. Batches of token ids, cross-entropy, a continued prompt."""
+
+import socket
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from gpt4d.config import Config, ConfigError
+from gpt4d.data.batch import Batch
+from gpt4d.data.loader import Loader
+from gpt4d.data.prepare import corpus
+from gpt4d.data.sampler import Blend, Sequences
+from gpt4d.generate import continuation
+from gpt4d.parallel.layers.loss import cross_entropy_sum
+from gpt4d.parallel.stage import Stage
+from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
+from gpt4d.task.registry import Artifact
+
+TOKENIZER = "tokenizer.json"
+
+
+class LanguageModeling:
+    """Language modeling on the corpus of ``config.data`` (gpt4d.task.registry.Task).
+
+    Rank 0 prepares token files that are not in the cache; all ranks read them. Raises ConfigError on every rank for
+    data that cannot be used.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.units_per_sample = config.train.seq_len
+        self._corpus = run_on_rank0(lambda: corpus(config.data))
+        self._files = self._corpus.first
+        training, held_out = run_on_all_ranks(self._read)
+        for files, sequences in zip(self._corpus.files, training, strict=True):
+            if not sequences.count:
+                raise ConfigError(
+                    f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and the "
+                    f"training text in {files.directory} has {len(sequences.tokens)}; use more text or a smaller value"
+                )
+        self._training = self._blend(training)
+        self._held_out = self._blend(held_out) if all(sequences.count for sequences in held_out) else None
+        self.samples = self._training.count
+
+    def _read(self) -> tuple[list[Sequences], list[Sequences]]:
+        try:
+            self._tokenizer_json = (self._files.directory / TOKENIZER).read_bytes()
+            self._fingerprint = self._files.fingerprint()
+            return self._sequences("train", self.config.data.shuffle), self._sequences("validation", shuffle=False)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: {error.strerror} on {socket.gethostname()}; use a file system that all nodes share"
+            ) from None
+
+    def _sequences(self, split: str, shuffle: bool) -> list[Sequences]:
+        length, seed = self.config.train.seq_len, self.config.train.seed
+        return [Sequences(files.tokens(split), length, seed, shuffle) for files in self._corpus.files]
+
+    def _blend(self, sequences: list[Sequences]) -> Sequences | Blend:
+        return sequences[0] if len(sequences) == 1 else Blend(sequences, self._corpus.weights)
+
+    def connect(self, stage: Stage, micro_batch_size: int) -> None:
+        self._stage = stage
+        data, train = self.config.data, self.config.train
+        grid, device = stage.grid, stage.weights.device
+        shard = train.batch_size, grid.batch_shard, grid.sizes.batch_shards, micro_batch_size, device
+        self._loader = Loader(self._training, *shard, data.workers)
+        self._validation = Loader(self._held_out, *shard, workers=0) if self._held_out else None
+
+    @property
+    def waited_s(self) -> float:
+        return self._loader.waited_s
+
+    @waited_s.setter
+    def waited_s(self, seconds: float) -> None:
+        self._loader.waited_s = seconds
+
+    def batches(self, first_sample: int) -> Iterator[Batch]:
+        return map(self._with_documents, self._loader.step(first_sample))
+
+    @property
+    def validation_steps(self) -> int:
+        complete = self._held_out.count // self.config.train.batch_size if self._held_out else 0
+        return min(self.config.train.validation_batches, complete)
+
+    def validation_batches(self, index: int) -> Iterator[Batch]:
+        return map(self._with_documents, self._validation.step(index * self.config.train.batch_size))
+
+    def _with_documents(self, batch: Batch) -> Batch:
+        return batch._replace(inputs={"ids": batch.inputs["ids"], "documents": self._documents(batch.inputs["ids"])})
+
+    def _documents(self, ids_BS: torch.Tensor) -> torch.Tensor | None:
+        """Return for each token how many documents of its sequence end before it; None if attention ignores them."""
+        if not self.config.data.reset_attention:
+            return None
+        ends = (ids_BS == self._files.end_of_text).long()
+        return ends.cumsum(1) - ends
+
+    def loss_sum(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        logits_BSV = module(batch.inputs["ids"], batch.sample_ids, batch.inputs["documents"])
+        vocabulary, grid = self.config.model.vocab_size, self._stage.grid
+        return cross_entropy_sum(logits_BSV, batch.targets, vocabulary, grid.x)
+
+    def after_update(self, step: int) -> None: ...
+
+    def sample(self) -> Artifact | None:
+        logging = self.config.logging
+        if not (logging.sample_prompt and logging.sample_tokens):
+            return None
+        text = continuation(
+            self._stage, self._files.tokenizer(), logging.sample_prompt, logging.sample_tokens, self._documents
+        )
+        return Artifact(f"\n{text}\n", {"text": text})
+
+    def summary(self) -> str:
+        def count(split: str) -> int:
+            return sum(files.count(split, "tokens") for files in self._corpus.files)
+
+        text = f"{self.config.data.name}: {count('train'):,} tokens to train on, {count('validation'):,} held out"
+        if self.config.train.validation_batches and not self.validation_steps:
+            text += "\nno validation: the held-out text is shorter than one batch"
+        return text
+
+    def identity(self) -> dict[str, str]:
+        return {"tokenizer": self._fingerprint, "data": self.config.data.name}
+
+    def documents(self) -> dict[str, bytes]:
+        return {TOKENIZER: self._tokenizer_json}
+
+    def extra_state(self) -> Mapping:
+        return {}
+
+    def close(self) -> None:
+        self._loader.close()

@@ -1,0 +1,19 @@
+"""The validation of a run: every check that needs no process group, in one call. No torch here."""
+
+from gpt4d.config import Config, check_values
+from gpt4d.model import registry
+from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.planner.resolve import resolve
+from gpt4d.task import registry as tasks
+
+
+def validate(config: Config, world_size: int) -> ParallelPlan:
+    """Return the plan on which this configuration trains on ``world_size`` devices.
+
+    Raises ConfigError naming the key, its value and the remedy.
+    """
+    family = registry.of(config.model)
+    check_values(config, family)
+    plan = resolve(config, world_size)
+    tasks.get(family.task).check(config)
+    return plan
