@@ -1,4 +1,4 @@
-"""How errors are shown: a user's mistake as one line with exit code 1, a bug with its traceback."""
+"""Display of errors: a user's mistake as one line with exit code 1, a bug with its traceback."""
 
 import sys
 import time

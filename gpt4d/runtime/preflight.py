@@ -26,7 +26,7 @@ _SLOW_FACTOR = 3.0  # times the median
 
 @dataclass(frozen=True)
 class Node:
-    """What one rank runs on: host, versions and settings, which must be equal on all ranks."""
+    """The environment of one rank: its host and device, and what must be equal on all ranks."""
 
     host: str
     code: str

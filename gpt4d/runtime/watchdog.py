@@ -30,7 +30,7 @@ _LOST = "no sign of life: killed, out of memory, or its node is gone"
 
 @dataclass
 class Failure:
-    """Why a job ends: the first rank that failed, as far as the ranks can tell."""
+    """The failure that ends a job: the first rank that failed, as far as the ranks can tell."""
 
     rank: int
     host: str
@@ -43,7 +43,7 @@ class Failure:
 
 
 class WatchedTraffic(Protocol):
-    """Collectives of one axis: how many have begun, and the one that this rank waits for now."""
+    """Collectives of one axis: how many have started, and the one that this rank waits for now."""
 
     num_started: int
     current_wait: tuple[str, int, float] | None  # name, number, since when
@@ -91,7 +91,7 @@ class HangDetector:
         return None
 
     def record(self) -> dict:
-        """Return this rank's state: collectives begun on each axis, the one it waits for, code line and stack."""
+        """Return this rank's state: collectives started on each axis, the one it waits for, code line and stack."""
         begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
         stack = traceback.extract_stack(sys._current_frames()[self.main_thread])
         ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(PACKAGE_ROOT)]
@@ -222,14 +222,14 @@ class Watchdog:
         """
         directory = self.hang_detector.directory
         record = self.hang_detector.record()
-        text = f"rank {self.rank} on {self._host(self.rank)}\ncollectives begun on each axis: {record['begun']}\n"
+        text = f"rank {self.rank} on {self._host(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
         text += f"waiting for: {record['waiting']}\n\n{record.pop('stack')}"
         with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
             directory.mkdir(parents=True, exist_ok=True)
             (directory / f"rank_{self.rank:05d}.txt").write_text(text)
         self.store.set(f"record/{self.rank}", json.dumps(record))
         if failure.rank == self.rank:
-            missing = "; ".join(self._missing_ranks(failure.waiting)) or "all ranks of the axis have begun it"
+            missing = "; ".join(self._missing_ranks(failure.waiting)) or "all ranks of the axis have started it"
             waiting = failure.waiting
             layer = f" of {waiting['layer']}" if waiting["layer"] else ""
             self.store.set(
@@ -240,7 +240,7 @@ class Watchdog:
         return self.store.get("hang").decode() if self._wait_for_key("hang", 2 * _RECORD_S) else str(failure)
 
     def _missing_ranks(self, waiting: dict) -> Iterator[str]:
-        """Yield a phrase for each rank of the axis that has not begun the collective, with where it is instead."""
+        """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead."""
         for rank in waiting["members"]:
             name = f"rank {rank} on {self._host(rank)}"
             if not self._wait_for_key(f"record/{rank}", _RECORD_S):
@@ -248,7 +248,7 @@ class Watchdog:
                 continue
             record = json.loads(self.store.get(f"record/{rank}"))
             if record["begun"][waiting["axis"]] < waiting["number"]:
-                yield f"{name} has not begun it and is in {record['where']}"
+                yield f"{name} has not started it and is in {record['where']}"
 
     def _wait_for_key(self, key: str, timeout_s: float) -> bool:
         """Return whether ``key`` is in the store within ``timeout_s``."""

@@ -160,7 +160,7 @@ def test_a_hang_is_reported_with_collective_axis_layer_and_missing_rank(ranks, t
     with LaunchedJob(ranks.context, config, 2, sleep) as job:
         assert job.exit_codes() == [1, 1]
         output = job.outputs()[0]
-    message = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens.weight: rank 1 on \S+ has not begun it"
+    message = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens.weight: rank 1 on \S+ has not started it"
     assert re.search(rf"error: {message} and is in trainer.py:\d+ \(_loop\)", output), output
     records = sorted((tmp_path / "run" / "hang").iterdir())
     assert [path.name for path in records] == ["rank_00000.txt", "rank_00001.txt"]
