@@ -32,13 +32,13 @@ class ReshardingBenchmark:
 
 def main(arguments: list[str]) -> None:
     config = from_arguments(ReshardingBenchmark, arguments)
-    team = WorkerSpec("ours", "benchmarks.workers.reshards")
+    spec = WorkerSpec("ours", "benchmarks.workers.reshards")
     with EmulatedCluster(EmulatedClusterConfig(hosts=HOSTS, ranks=RANKS, mbit=config.mbit)) as cluster:
-        rows = interleave(cluster, [team], config.repeats, warm_up=1)
+        rows = interleave(cluster, [spec], config.repeats, warm_up=1)
     for row in rows:
         row |= _bounds(row["name"], config.mbit)
         print(f"{results.line(row)}  bound {row['bound_s']:.3f} s, planned {row['planned_s']:.3f} s", flush=True)
-    settings = {"hosts": HOSTS, "ranks_of_each": RANKS, "uplink_mbit_per_s": config.mbit}
+    settings = {"hosts": HOSTS, "ranks_per_host": RANKS, "uplink_mbit_per_s": config.mbit}
     out, command = Path(config.out), "python -m benchmarks.resharding " + " ".join(arguments)
     results.write(out, command.strip(), results.machine("torch"), rows, **settings)
     plot(rows, out)
