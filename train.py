@@ -1,40 +1,39 @@
-"""The front door: ``python train.py``, ``torchrun --nproc-per-node N train.py`` or ``srun python train.py``.
+"""The entry point: ``python train.py``, ``torchrun --nproc-per-node N train.py`` or ``srun python train.py``.
 
-Words after it are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``--help`` lists the config groups.
+Arguments are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``--help`` lists the config groups.
 """
 
 import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us whole; we say them in one line
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that is lost is told without stacks of C++
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach one_line_errors, which prints them in one line
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported without C++ stacks
 
 import hydra
 
 from gpt4d.checkpoint import checkpoint_dir
-from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config, validate
-from gpt4d.planner.search import choose
+from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.signals import listen_for_signals
+from gpt4d.validation import validate
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
-@one_line_errors()  # within Hydra, which would announce an error itself, and around it, for what it finds wrong
+@one_line_errors()  # inside Hydra, which reports errors at length, and around it for what it finds itself
 def main(composed) -> None:
     train(to_config(composed))
 
 
 def train(config: Config) -> None:
-    """Trains as this process's launcher says. Ends it with exit code 75 if it was asked to stop and has saved."""
+    """Train as this process's launcher says. Exits with code 75 after a signal, once the run is saved."""
     launch = Launch.from_environment()
-    if config.parallel.mode == "auto":
-        config = planned(config, launch)
-    sizes = validate(config, launch.world_size)
-    checkpoint_dir.check_newest_fits(
-        checkpoint_dir.resume_candidates(config.checkpoint.resume, Path(config.run.dir)), config.model
-    )
+    plan = validate(config, launch.world_size)
+    candidates = checkpoint_dir.resume_candidates(config.checkpoint.resume, Path(config.run.dir))
+    checkpoint_dir.check_newest_fits(candidates, config.model)
+    if plan.candidates and not launch.rank:
+        print(f"parallel.mode=auto on {config.cluster.name}: {', then '.join(plan.candidates)}", flush=True)
 
     with listen_for_signals(announce=not launch.rank) as stop:
         # torch takes seconds to import: only once the configuration is known to be right.
@@ -42,16 +41,7 @@ def train(config: Config) -> None:
         from gpt4d.trainer import Trainer
 
         with process_group(launch) as job:
-            Trainer(config, sizes, job.device).run(stop, job.watchdog)
-
-
-def planned(config: Config, launch: Launch) -> Config:
-    """The same on the grid that the planner thinks best. Every rank finds it by itself, and the same."""
-    config, plans = choose(config, launch.world_size)
-    if not launch.rank:
-        told = ", then ".join(f"{plan.sizes} ({plan.step_time_s:.3g} s a step)" for plan in plans)
-        print(f"parallel.mode=auto on {config.cluster.name}: the grid {told}", flush=True)
-    return config
+            Trainer(plan, job.device).run(stop, job.watchdog)
 
 
 if __name__ == "__main__":

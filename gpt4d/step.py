@@ -27,21 +27,34 @@ class StepResult(NamedTuple):
 
 
 def build_stage(
-    config: Config, grid: Grid, device: torch.device, dtype: torch.dtype = torch.float32, precision: str | None = None
+    config: Config,
+    grid: Grid,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    initialized: bool = True,
 ) -> Stage:
-    """Build and initialize the model of ``config`` as one stage on ``grid``."""
+    """Build the model of ``config`` as one stage on ``grid``.
+
+    Args:
+        config: model, precision, activation checkpointing and overlaps.
+        grid: the ranks of the stage.
+        device: where its parameters live.
+        dtype: of the master weights; float64 computes in float64 too.
+        initialized: set initial values; without it a checkpoint must be loaded.
+    """
     train, description = config.train, registry.describe(config.model)
     recompute = train.activation_checkpointing == "full"
     weights = WeightStream(
         grid,
-        dtype if dtype == torch.float64 else compute_dtype(precision or train.precision, device),
+        dtype if dtype == torch.float64 else compute_dtype(train.precision, device),
         dtype,
         device=device,
         overlap=config.parallel.overlap,
         recompute=recompute,
     )
     module = registry.build(config.model, weights)
-    initialize(module, train.seed, grid)
+    if initialized:
+        initialize(module, train.seed, grid)
     cached = description.weights_of(description.cached_blocks(config.parallel.cache_layers))
     return Stage(
         0, grid, weights, module, description.layer_weights(recompute), dict(description.contributions), cached
@@ -57,7 +70,7 @@ class TrainStep:
         config: the optimizer's settings.
         overlap_data: gradients are summed over data beside the backward.
         before_update: called before parameters change; a checkpoint may still read them.
-        is_spike: returns whether a step with this loss and norm is to be skipped. It reads device values on the host.
+        is_spike: returns something true for a loss and a norm of a step to skip. It reads device values on the host.
     """
 
     def __init__(
@@ -67,7 +80,7 @@ class TrainStep:
         config: OptimConfig,
         overlap_data: bool = True,
         before_update: Callable[[], None] = lambda: None,
-        is_spike: Callable[[float, float], bool] | None = None,
+        is_spike: Callable[[float, float], object] | None = None,
     ):
         self.stage, self.config = stage, config
         self.before_update, self.is_spike = before_update, is_spike

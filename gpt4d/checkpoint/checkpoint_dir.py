@@ -32,8 +32,12 @@ class Progress:
 
     step: int = 0
     samples: int = 0
-    tokens: int = 0
+    units: int = 0  # tokens or images, whatever the task counts in
     skipped: int = 0  # steps whose update was skipped
+
+    def values(self, unit: str) -> dict[str, int]:
+        """Return the values for a line of metrics.jsonl, with ``units`` under its own name."""
+        return {"step": self.step, "samples": self.samples, unit: self.units, "skipped": self.skipped}
 
 
 @dataclass

@@ -28,7 +28,9 @@ class LocalShard(NamedTuple):
 
 
 def parts(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, LocalShard] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
 ) -> dict[str, LocalShard]:
     """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
 
@@ -40,7 +42,7 @@ def parts(
         for group in optimizer.param_groups:
             for n, p in zip(group["param_names"], group["params"], strict=True):
                 shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
-    return shards | {f"extra.{n}": shard for n, shard in (extra or {}).items()}
+    return shards | {f"extra.{n}": LocalShard(*shard) for n, shard in (extra or {}).items()}
 
 
 def load(
@@ -48,7 +50,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     grid: Grid,
-    extra: Mapping[str, LocalShard] | None = None,
+    extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
 ) -> checkpoint_dir.Progress:
     """Load the model, and the optimizer and ``extra`` if given, in place from a checkpoint written on any grid.
 

@@ -10,7 +10,6 @@ from gpt4d.config import (
     ConfigError,
     GridSizes,
     ParallelConfig,
-    check_values,
     divisors,
     grid_problem,
 )

@@ -11,10 +11,10 @@ from gpt4d.data.batch import Batch
 from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
-from gpt4d.generate import continuation
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
+from gpt4d.task.generation import continuation
 from gpt4d.task.registry import Artifact
 
 TOKENIZER = "tokenizer.json"
@@ -38,8 +38,8 @@ class LanguageModeling:
         for files, sequences in zip(self._corpus.files, training, strict=True):
             if not sequences.count:
                 raise ConfigError(
-                    f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and the "
-                    f"training text in {files.directory} has {len(sequences.tokens)}; use more text or a smaller value"
+                    f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and "
+                    f"the training text in {files.directory} has {len(sequences.tokens)}; use more text or a smaller value"
                 )
         self._training = self._blend(training)
         self._held_out = self._blend(held_out) if all(sequences.count for sequences in held_out) else None

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import Config, ConfigError
+from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.task import language_config
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gpt4d.checkpoint.sharded import LocalShard
     from gpt4d.data.batch import Batch
     from gpt4d.parallel.stage import Stage
 
@@ -69,7 +69,7 @@ class Task(Protocol):
     def documents(self) -> dict[str, bytes]:
         """Return files to store with a checkpoint, by name."""
 
-    def extra_state(self) -> Mapping[str, "LocalShard"]:
+    def extra_state(self) -> Mapping[str, tuple["torch.Tensor", ParameterSpec]]:
         """Return further tensors to store with a checkpoint and to restore from it in place."""
 
     def close(self) -> None:

@@ -1,0 +1,100 @@
+"""Measurements of the training loop: time, throughput, memory and communication of each logged step."""
+
+import time
+
+from gpt4d import metrics
+from gpt4d.checkpoint.checkpoint_dir import Progress
+from gpt4d.model import registry
+from gpt4d.monitor import StepMetrics, StragglerDetector
+from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.parallel.stage import Stage
+from gpt4d.planner.estimate import GIB
+from gpt4d.planner.workload import training_state
+from gpt4d.runtime.consensus import all_gather_object
+from gpt4d.task.registry import Task
+
+
+class StepMeter:
+    """Measures the steps between two calls of ``restart``.
+
+    Args:
+        plan: the configuration and its grid.
+        stage: whose axes count their traffic.
+        task: the unit, and the time spent waiting for data.
+        hosts: each rank's host, to name stragglers.
+    """
+
+    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, hosts: list[str]):
+        self.config, self.stage, self.task = plan.config, stage, task
+        self.devices = sum(stage_plan.sizes.devices for stage_plan in plan.stages)
+        self.stragglers = StragglerDetector(hosts)
+        train = plan.config.train
+        description = registry.describe(plan.config.model)
+        self.step_flops = description.training_flops(train.batch_size, train.seq_len)
+        state = training_state(description, stage.grid.sizes, plan.config.optim.shard_states)
+        self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}
+
+    def restart(self, step: int) -> None:
+        """Start to measure after ``step``."""
+        self._started, self._step = time.perf_counter(), step
+        self.task.waited_s = 0.0
+        for axis in self.stage.grid:
+            axis.traffic.read()
+
+    def measure(self, step: StepMetrics, progress: Progress, log) -> dict:
+        """Return the line of metrics.jsonl for the steps since ``restart``; times and bytes are per step.
+
+        All ranks call it. A straggler is reported to ``log``.
+        """
+        task, device, batch_size = self.task, self.stage.weights.device, self.config.train.batch_size
+        steps = progress.step - self._step
+        seconds = (time.perf_counter() - self._started) / steps
+        flops = self.step_flops / seconds / self.devices
+        peak = metrics.peak_flops(device)
+        comm = {name: axis.traffic.read() for name, axis in self.stage.grid.active_axes.items()}
+        exposed_s = sum(total["exposed_s"] for total in comm.values()) / steps
+        busy, late = self.stragglers.note(all_gather_object(seconds - exposed_s))
+        if late:
+            host = self.stragglers.hosts[busy["slowest"]]
+            log.event("straggler", f"LATE: {late}", step=progress.step, host=host, **busy)
+        return {
+            "step": progress.step,
+            "loss": step.loss,
+            "grad_norm": step.norm,
+            "lr": step.lr,
+            "skipped": progress.skipped,
+            task.unit: progress.units,
+            "epoch": progress.samples / task.samples,
+            "step_time_s": seconds,
+            "busy_s": busy,
+            "data_wait_s": task.waited_s / steps,
+            f"{task.unit}_per_s": batch_size * task.units_per_sample / seconds,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "memory_gib": metrics.peak_memory_gib(device),
+            "memory": {"after_step": metrics.used_memory_gib(device), **self.state_gib},
+            "comm": {axis: {k: v / steps for k, v in total.items()} for axis, total in comm.items()},
+        }
+
+
+def summary(plan: ParallelPlan, stage: Stage) -> str:
+    """Return the size of the model, the grid and the planned memory of a device, for people."""
+    # Imported here: the planner's estimate takes a moment, and only rank 0 prints it.
+    import math
+    from dataclasses import replace
+
+    import torch
+
+    from gpt4d.planner.estimate import Estimate
+
+    config, dtype = plan.config, stage.weights.compute_dtype
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    estimate = Estimate(replace(config, train=replace(config.train, precision=precision)), stage.grid.sizes)
+    peak = estimate.memory_gib(plan.micro_batch_size) - config.cluster.reserved_gib
+    state = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in estimate.state.items())
+    size = sum(math.prod(spec.shape) for spec in estimate.description.parameters.values())
+    return (
+        f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
+        f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)\n"
+        f"planned memory of a device in GiB: {state}; {peak:.3g} at the peak of a step"
+    )

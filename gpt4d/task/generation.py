@@ -1,0 +1,54 @@
+"""Text generation: a prompt continued token by token."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+
+from gpt4d.data.tokenizers import end_of_text
+from gpt4d.parallel import collectives
+from gpt4d.parallel.stage import Stage
+
+
+def continuation(
+    stage: Stage,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    documents: Callable[[torch.Tensor], torch.Tensor | None] = lambda ids: None,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> str:
+    """Return ``prompt`` and what the model adds to it. Every rank of the grid calls it and gets the same text.
+
+    The full text is computed again for each token: simple, and right on every grid. ``documents`` returns the index of
+    each token's document, for models whose attention stays inside one.
+    """
+    model, grid, device = stage.module, stage.grid, stage.weights.device
+    end = end_of_text(tokenizer)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
+    generator = torch.Generator().manual_seed(seed)
+    model.eval()
+    for _ in range(tokens):
+        window = torch.tensor([ids[-model.config.max_positions :]], device=device)
+        with torch.no_grad():
+            logits = model(window, torch.zeros(1, dtype=torch.int64, device=device), documents(window))[0, -1]
+        logits = collectives.all_gather(logits, grid.x)[: model.config.vocab_size]
+        choice = _draw(logits.float().cpu(), temperature, top_k, generator)
+        # The first rank's draw counts: ranks that round differently still end together.
+        choice = torch.tensor(choice if grid.stage.index == 0 else -1, device=device)
+        choice = int(collectives.all_reduce(choice, grid.stage, dist.ReduceOp.MAX))
+        if choice == end:
+            break
+        ids.append(choice)
+    return tokenizer.decode(ids)
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
