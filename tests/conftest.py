@@ -7,6 +7,7 @@ import pytest
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_SILENT="true", OMP_NUM_THREADS="1")
 
 from gpt4d.config import Config, compose
+from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from tests.rank_pool import RankPool
 
 

@@ -8,30 +8,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import Config, GridSizes, ModelConfig, validate
-from gpt4d.model import hf
-from gpt4d.model.gpt import GPT
+from gpt4d.config import Config, GridSizes
+from gpt4d.model import registry
+from gpt4d.model.gpt2 import hugging_face as hf
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import ParameterSpec, WeightStream
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.weights import WeightStream
 from gpt4d.planner.estimate import Estimate
+from gpt4d.validation import validate
 
 # Every grid with axes of 1 and 2: 1 to 16 devices.
 BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=4)]
 
-TINY_MODEL = ModelConfig(layers=2, hidden=24, heads=4, vocab_size=50, vocab_multiple=16, max_positions=16)
+TINY_MODEL = GPT2Config(layers=2, hidden=24, heads=4, vocab_size=50, vocab_multiple=16, max_positions=16)
 
 
 def build_model(
-    config: ModelConfig,
+    config: GPT2Config,
     sizes: GridSizes,
     dtype: torch.dtype = torch.float64,
     recompute: bool = False,
     compute_dtype: torch.dtype | None = None,
     seed: int = 1,
 ) -> GPT:
-    weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype)
-    model = GPT(config, weights, recompute=recompute)
+    weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype, recompute=recompute)
+    model = registry.build(config, weights)
     initialize(model, seed, weights.grid)
     return model
 
@@ -49,7 +53,7 @@ def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch
 def hf_state(model: GPT) -> dict[str, torch.Tensor]:
     """A serial model's weights as a state dict of GPT2LMHeadModel."""
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    state = {hf.hf_name(n): hf.export_tensor(n, weight, model.config) for n, weight in weights.items()}
+    state = {hf.name(n): hf.to_hf(n, weight, model.config) for n, weight in weights.items()}
     return {**state, "lm_head.weight": state["transformer.wte.weight"]}
 
 
@@ -58,7 +62,7 @@ def fill_from_hf(model: GPT, state: dict[str, torch.Tensor]) -> None:
     grid = model.weights.grid
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = hf.import_tensor(name, state[hf.hf_name(name)], parameter.spec.shape)
+            whole = hf.from_hf(name, state[hf.name(name)], parameter.spec.shape)
             parameter.copy_(whole[grid.local_slices(parameter.spec.shape, parameter.spec.layout)])
 
 

@@ -13,7 +13,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
 _TIMEOUT_S = 180.0
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "gpt4d.trainer", "gpt4d.model.hf"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "gpt4d.trainer",
+    "gpt4d.model.gpt2.hugging_face",
+]
 
 
 class RankFailure(AssertionError):

@@ -6,7 +6,8 @@ import sys
 import pytest
 import yaml
 
-from gpt4d.config import CONFIG_DIR, ConfigError, GridSizes, compose, grid_problem, profiled_steps, validate
+from gpt4d.config import CONFIG_DIR, ConfigError, GridSizes, compose, grid_problem, profiled_steps
+from gpt4d.validation import validate
 
 SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 
@@ -94,9 +95,9 @@ def test_what_the_rules_allow_gives_every_layout_equal_parts():
     """grid_problem's rules are those of the layers: a grid it lets pass cuts no parameter unevenly, and only it."""
     import itertools
 
-    from gpt4d.config import ModelConfig, TrainConfig
+    from gpt4d.config import GPT2Config, TrainConfig
 
-    model = ModelConfig(layers=1, hidden=24, heads=12, vocab_size=48, vocab_multiple=12, max_positions=8)
+    model = GPT2Config(layers=1, hidden=24, heads=12, vocab_size=48, vocab_multiple=12, max_positions=8)
     allowed = 0
     for sizes in itertools.starmap(GridSizes, itertools.product(range(1, 7), repeat=3)):
         fits = grid_problem(model, TrainConfig(batch_size=60, seq_len=8), sizes) is None

@@ -115,7 +115,7 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
 def sizes_and_device(config):
     import torch.distributed as dist
 
-    from gpt4d.config import validate
+    from gpt4d.validation import validate
 
     return validate(config, dist.get_world_size()), torch.device("cpu")
 

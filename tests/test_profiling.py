@@ -12,12 +12,13 @@ import torch
 from matplotlib.image import imread
 
 from gpt4d import profiling, timeline
-from gpt4d.config import GridSizes, validate
+from gpt4d.config import GridSizes
 from gpt4d.parallel.traffic import Traffic
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.timeline import LayerSpan
 from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
 from tests.grids import grid_name, metric_lines, on_grid, train_in_rank
 
 SHORT = ("train.steps=4", "train.micro_batch_size=4")

@@ -12,7 +12,7 @@ from gpt4d import optim
 from gpt4d.config import GridSizes
 from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
-from gpt4d.model import hf
+from gpt4d.model.gpt2 import hugging_face as hf
 from tests.data import batch
 from tests.grids import (
     BINARY_GRIDS,

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from gpt4d.model.gpt import GPT
 
-from gpt4d.config import GridSizes, ModelConfig
+from gpt4d.config import GridSizes
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
@@ -15,7 +16,7 @@ SIZES = GridSizes(2, 2, 2, 1)
 BATCH, LENGTH = 8, 128
 LAYERS, HIDDEN, HEADS = 4, 512, 8
 # The rest of the model is built but never run, so the vocabulary is as small as possible.
-MODEL = ModelConfig("blocks", LAYERS, HIDDEN, HEADS, vocab_size=8, vocab_multiple=8, max_positions=LENGTH)
+MODEL = GPT2Config("blocks", LAYERS, HIDDEN, HEADS, vocab_size=8, vocab_multiple=8, max_positions=LENGTH)
 
 
 def our_model(weights: WeightStream, **settings) -> GPT:

@@ -11,7 +11,8 @@ from benchmarks.interleave import redirect_stdout_for_answers, serve
 from benchmarks.workers import train_ours, train_torch
 from benchmarks.workers.torch_gpt import build_torch_gpt
 from benchmarks.workers.training import initial_weights, sequences
-from gpt4d.config import GridSizes, ModelConfig, from_arguments
+from gpt4d.config import GridSizes, from_arguments
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import collectives
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -26,8 +27,8 @@ class ModelSizes:
     seq: int = 256
     batch: int = 8
 
-    def model(self) -> ModelConfig:
-        return ModelConfig("single_device", self.layers, self.hidden, self.heads, self.vocab, max_positions=self.seq)
+    def model(self) -> GPT2Config:
+        return GPT2Config("single_device", self.layers, self.hidden, self.heads, self.vocab, max_positions=self.seq)
 
 
 class UncountedCollective:

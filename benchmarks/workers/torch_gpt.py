@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.workers.training import OPTIM
-from gpt4d.config import ModelConfig
+from gpt4d.model.gpt2.config import GPT2Config
 
 
 class TorchBlock(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPT2Config):
         super().__init__()
         hidden, self.head_size = config.hidden, config.hidden // config.heads
         self.attention_norm = nn.LayerNorm(hidden, config.norm_epsilon)
@@ -34,7 +34,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPT2Config):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden)
@@ -54,7 +54,7 @@ class TorchGPT(nn.Module):
         return self.head(self.norm(x_BSH))
 
 
-def torch_state_dict(weights: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+def torch_state_dict(weights: Mapping[str, torch.Tensor], config: GPT2Config) -> dict[str, torch.Tensor]:
     """Return the state dict of a ``TorchGPT`` for our global tensors, which are [in, out]."""
     state = {}
     for name, tensor in weights.items():
@@ -66,7 +66,7 @@ def torch_state_dict(weights: Mapping[str, torch.Tensor], config: ModelConfig) -
     return {**state, "head.weight": state["tokens.weight"]}
 
 
-def build_torch_gpt(weights: Mapping[str, torch.Tensor], config: ModelConfig) -> TorchGPT:
+def build_torch_gpt(weights: Mapping[str, torch.Tensor], config: GPT2Config) -> TorchGPT:
     model = TorchGPT(config)
     model.load_state_dict(torch_state_dict(weights, config))
     return model

@@ -11,7 +11,8 @@ import torch
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.workers.training import BATCH, MODEL, OPTIM, our_model, repeat_step, sequences
 from gpt4d import optim
-from gpt4d.config import GridSizes, ModelConfig
+from gpt4d.config import GridSizes
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
@@ -22,7 +23,7 @@ from gpt4d.runtime.launch import Launch
 class Gpt4dTraining:
     """The training step of ``gpt4d.trainer``. As in the other workers, gathered weights stay until the backward."""
 
-    def __init__(self, sizes: GridSizes, config: ModelConfig = MODEL, batch: int = BATCH, shard: bool = False):
+    def __init__(self, sizes: GridSizes, config: GPT2Config = MODEL, batch: int = BATCH, shard: bool = False):
         self.grid, self.step_tokens = Grid(sizes), batch * config.max_positions
         self.model = our_model(WeightStream(self.grid), config, cache_layers=config.layers)
         names, parameters = zip(*self.model.named_parameters(), strict=True)

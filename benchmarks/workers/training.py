@@ -3,15 +3,16 @@
 from collections.abc import Callable
 
 import torch
-from gpt4d.model.gpt import GPT
 
 from benchmarks.interleave import ContenderStep
-from gpt4d.config import ModelConfig, OptimConfig
+from gpt4d.config import OptimConfig
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
 
-MODEL = ModelConfig("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
+MODEL = GPT2Config("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
 BATCH = 8  # sequences per step, over all ranks
 STEPS = 3  # consecutive steps per turn, so that work that a step defers to the next one is measured
 OPTIM = OptimConfig()  # used with a constant learning rate and gradient clipping
@@ -34,18 +35,18 @@ def _per_step(answer: dict) -> dict:
     return {**answer, "steps": STEPS} | ({"exposed_s": exposed} if exposed else {})
 
 
-def our_model(weights: WeightStream, config: ModelConfig = MODEL, cache_layers: int = 0) -> GPT:
+def our_model(weights: WeightStream, config: GPT2Config = MODEL, cache_layers: int = 0) -> GPT:
     model = GPT(config, weights, cache_layers=cache_layers)
     initialize(model, 0, weights.grid)
     return model
 
 
-def initial_weights(config: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
+def initial_weights(config: GPT2Config = MODEL) -> dict[str, torch.Tensor]:
     """Return the global tensors with which all workers start. Call it before there is a process group."""
     return {name: p.detach() for name, p in our_model(WeightStream(Grid()), config).named_parameters()}
 
 
-def sequences(share: int, shares: int, config: ModelConfig = MODEL, batch: int = BATCH) -> tuple[torch.Tensor, ...]:
+def sequences(share: int, shares: int, config: GPT2Config = MODEL, batch: int = BATCH) -> tuple[torch.Tensor, ...]:
     """Return token ids and targets [batch / shares, positions]: share number ``share`` of the batch.
 
     The tokens are random and the same in each step: the model memorizes them, and the loss falls fast enough to show

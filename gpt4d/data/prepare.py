@@ -22,6 +22,7 @@ from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
 from gpt4d.data.sampler import integer_shares
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.files import sync
+from gpt4d.model import registry  # noqa: F401 – registers the settings of the model families for compose
 from gpt4d.runtime.errors import one_line_errors
 
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from omegaconf import MISSING, OmegaConf
 
-from gpt4d import metrics, optim
+from gpt4d import metrics
 from gpt4d.config import (
     ClusterConfig,
     Config,
@@ -25,23 +25,23 @@ from gpt4d.config import (
     GridSizes,
     LevelConfig,
     MeasuredConfig,
-    ModelConfig,
     TrainConfig,
     divisors,
     from_arguments,
 )
-from gpt4d.model.gpt import GPT
-from gpt4d.model.init import initialize
-from gpt4d.parallel import collectives, gradients
+from gpt4d.model import registry
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis, Grid
-from gpt4d.parallel.weights import WeightStream, compute_dtype
+from gpt4d.parallel.weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
-from gpt4d.planner.step import Step
+from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import RankSpan, place
 from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
+from gpt4d.step import TrainStep, build_stage
 
 _LEAST_S = 0.2  # that a measurement lasts: longer than a turn of the operating system's
 _ROUNDS = 3  # of which the median counts
@@ -51,10 +51,10 @@ _TURNS = 9  # of a computation with and without a collective beside it
 _AGAIN = 5  # in each of those turns, of what is too short by itself
 _LONG_S = 0.2  # that a message takes: a larger one would tell nothing new
 _COVER = 2.0  # times a collective's own length, of a computation that is to hide it
-_SMALL = ModelConfig("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
+_SMALL = GPT2Config("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
 _LARGE = {
-    "cpu": ModelConfig("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128),
-    "cuda": ModelConfig("large", layers=2, hidden=2048, heads=16, vocab_size=8192, max_positions=2048),
+    "cpu": GPT2Config("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128),
+    "cuda": GPT2Config("large", layers=2, hidden=2048, heads=16, vocab_size=8192, max_positions=2048),
 }
 
 
@@ -155,32 +155,17 @@ def _counted(config: Config, cluster: ClusterConfig, what: str) -> float:
     nothing = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
     config = replace(config, cluster=replace(cluster, **(nothing | {what: unit[what]})))
     sizes, train = GridSizes(), config.train
-    kinds = (False,) * config.model.layers
-    step = Step(config, sizes, Links(config.cluster, sizes), train.batch_size, kinds)
-    return step.run(1).compute_s
+    description = registry.describe(config.model)
+    return StepWalk(config, description, sizes, Links(config.cluster, sizes), train.batch_size).run(1).compute_s
 
 
 def _training_step(config: Config, device: torch.device) -> Callable[[], None]:
-    """One on a grid of this device alone, as the trainer does it."""
-    weights = WeightStream(Grid.single_device(), compute_dtype(config.train.precision, device), device=device)
-    model = GPT(config.model, weights)
-    initialize(model, 0, weights.grid)
-    names, found = zip(*model.named_parameters(), strict=True)
-    total = gradients.GradientReducer(weights, found)
-    optimizer = optim.build_optimizer(zip(names, total.owned, strict=True), config.optim)
-    shape = config.train.batch_size, config.train.seq_len
-    ids = torch.randint(config.model.vocab_size, shape, device=device)
-    numbers = torch.arange(shape[0], device=device)
-
-    def step() -> None:
-        model.loss_sum(ids, ids, numbers).backward()
-        total.finish()
-        norm = gradients.squared_norm(total.owned, weights.grid, device).sqrt()
-        optim.clip(total.owned, norm, config.optim.clip_norm)
-        optim.update(optimizer, ~norm.isfinite())
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    """Return a function that trains one step on a grid of this device alone."""
+    stage = build_stage(config, Grid.single_device(), device)
+    ids = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len), device=device)
+    sample_ids = torch.arange(len(ids), device=device)
+    step = TrainStep(stage, lambda module, batch: module.loss_sum(*batch), config.optim)
+    return lambda: step([(ids, ids, sample_ids)], 1, ids.numel(), config.optim.lr)
 
 
 # ------------------------------------------------------------------------------------------------------ links

@@ -39,7 +39,7 @@ class LanguageModeling:
             if not sequences.count:
                 raise ConfigError(
                     f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and "
-                    f"the training text in {files.directory} has {len(sequences.tokens)}; use more text or a smaller value"
+                    f"the training text in {files.directory} has {len(sequences.tokens)}; use more text or lower it"
                 )
         self._training = self._blend(training)
         self._held_out = self._blend(held_out) if all(sequences.count for sequences in held_out) else None

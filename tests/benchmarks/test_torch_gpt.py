@@ -3,12 +3,12 @@ import torch.nn.functional as F
 
 from benchmarks.workers.torch_gpt import adamw, build_torch_gpt
 from benchmarks.workers.training import OPTIM, initial_weights, our_model, sequences
-from gpt4d.config import ModelConfig
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.optim import build_optimizer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
 
-CONFIG = ModelConfig("small", layers=2, hidden=16, heads=4, vocab_size=24, vocab_multiple=8, max_positions=8)
+CONFIG = GPT2Config("small", layers=2, hidden=16, heads=4, vocab_size=24, vocab_multiple=8, max_positions=8)
 
 
 def test_torch_gpt_trains_like_our_model():

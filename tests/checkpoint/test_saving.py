@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.checkpoint import checkpoint_dir, saving, sharded, storage
-from gpt4d.config import CheckpointConfig, ConfigError, GridSizes, validate
+from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
 from tests.checkpoint import DOCUMENTS, MODEL, build, meta, save_state
 from tests.grids import build_model, train_in_rank
 from tests.rank_pool import RankFailure

@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig, validate
+from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import documents as texts
 from gpt4d.data import encoding, parts, preparation, prepare, tokenizers
+from gpt4d.validation import validate
 from tests.data import flip_bit, json_edit, small_corpus
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import validate
+from gpt4d.validation import validate
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
-from gpt4d.model import hf
-from gpt4d.model.gpt import GPT
+from gpt4d.model.gpt2 import hugging_face as hf
+from gpt4d.model.gpt2.model import GPT
 from gpt4d.parallel import gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
@@ -52,10 +52,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
         (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
     total.finish()
     norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
-    grads = {
-        hf.hf_name(n): hf.export_tensor(n, global_tensor(p.grad, p.spec, grid), config)
-        for n, p in model.named_parameters()
-    }
+    grads = {hf.name(n): hf.to_hf(n, global_tensor(p.grad, p.spec, grid), config) for n, p in model.named_parameters()}
     own = (grid.batch_shard, grid.x.index, torch.cat(logits))
     return own, (grads if grid.world.index == 0 else None), norm
 

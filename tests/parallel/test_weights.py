@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.model.gpt import GPT
+from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid

@@ -2,18 +2,19 @@
 
 import pytest
 
-from gpt4d.config import ClusterConfig, LevelConfig, ModelConfig, compose
+from gpt4d.config import ClusterConfig, LevelConfig, compose
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
 
 # M1 … M4 of the paper: hidden size and heads; batch 4, sequence 2048, fp16.
 MODELS = [
-    ModelConfig(f"m{i + 1}", 1, hidden, heads) for i, (hidden, heads) in enumerate(
+    GPT2Config(f"m{i + 1}", 1, hidden, heads) for i, (hidden, heads) in enumerate(
         [(2048, 16), (4096, 32), (8192, 64), (12288, 96)]
     )
 ]  # fmt: skip
 
 
-def best(cluster: ClusterConfig, devices: int, model: ModelConfig = MODELS[0]) -> AtpMesh:
+def best(cluster: ClusterConfig, devices: int, model: GPT2Config = MODELS[0]) -> AtpMesh:
     return min(meshes(devices), key=lambda mesh: sum(communication(model, cluster, mesh, 4, 2048, 2)))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from gpt4d import optim
 from gpt4d.config import Config, GridSizes, compose
-from gpt4d.model.gpt import GPT
+from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.grid import Grid

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem, validate
+from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem
 from gpt4d.planner import paper_models
 from gpt4d.planner.search import choose, fewest_devices, grids, rank
+from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
 
 PERLMUTTER = ("cluster=perlmutter", "model=gpt_20b", "train.batch_size=256", "train.activation_checkpointing=full")

@@ -2,13 +2,14 @@
 
 import pytest
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, ModelConfig, TrainConfig
+from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner import paper_models
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, node_size, spans, speed
 
 NODES_OF_4 = ClusterConfig(levels=[LevelConfig(None, 100.0), LevelConfig(4, 300.0, 100.0)])
-TWO_LAYERS = ModelConfig(layers=2, hidden=8, heads=2, vocab_size=16, vocab_multiple=16, max_positions=4)
+TWO_LAYERS = GPT2Config(layers=2, hidden=8, heads=2, vocab_size=16, vocab_multiple=16, max_positions=4)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def kill_itself(phase, target, rank, step=5):
         return
     from gpt4d import optim
     from gpt4d.checkpoint import storage
-    from gpt4d.model.gpt import GPT
+    from gpt4d.model.gpt2.model import GPT
     from gpt4d.parallel.gradients import GradientReducer
     from gpt4d.trainer import Trainer
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt4d.config import ConfigError, ModelConfig
+from gpt4d.config import ConfigError
+from gpt4d.model.gpt2.config import GPT2Config
 
 if TYPE_CHECKING:
     from transformers import GPT2Config
@@ -28,8 +29,8 @@ _NAMES = {
 }
 
 
-def hf_name(name: str) -> str:
-    """``blocks.3.attention.qkv.weight`` → ``transformer.h.3.attn.c_attn.weight``."""
+def name(name: str) -> str:
+    """Return transformers' name: ``blocks.3.attention.qkv.weight`` is ``transformer.h.3.attn.c_attn.weight``."""
     if name in _NAMES:
         return _NAMES[name]
     if block := re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name):
@@ -38,8 +39,8 @@ def hf_name(name: str) -> str:
     return f"{_NAMES[layer]}.{kind}"
 
 
-def hf_config(config: ModelConfig, end_of_text: int | None = None) -> "GPT2Config":
-    """What transformers calls such a model. ``end_of_text`` is the id of the token that ends a text."""
+def hf_config(config: GPT2Config, end_of_text: int | None = None) -> "GPT2Config":
+    """Return the transformers configuration of such a model. ``end_of_text``: id of the token that ends a text."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -58,9 +59,9 @@ def hf_config(config: ModelConfig, end_of_text: int | None = None) -> "GPT2Confi
     )
 
 
-def model_config(name: str, values: dict) -> ModelConfig:
-    """The model of a GPT-2's ``config.json``. ConfigError for what computes something else."""
-    needed = {
+def config_from_hf(source: str, values: dict) -> GPT2Config:
+    """Return our settings for a GPT-2's ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    required = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "n_inner": (None, 4 * (values.get("n_embd") or 0)),
@@ -69,17 +70,22 @@ def model_config(name: str, values: dict) -> ModelConfig:
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True,),
     }
-    for key, choices in needed.items():
+    for key, choices in required.items():
         value = values.get(key, choices[0])
         if value not in choices:
-            raise ConfigError(f"{name}: {key}={value!r} in its config.json; gpt4d has models with {key}={choices[0]!r}")
+            raise ConfigError(
+                f"{source}: {key}={value!r} in config.json is not supported; use a model with {key}={choices[0]!r}"
+            )
     for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"):
         if type(values.get(key)) is not int or values[key] < 1:
-            raise ConfigError(f"{name}: {key}={values.get(key)!r} in its config.json is not a size")
+            raise ConfigError(f"{source}: {key}={values.get(key)!r} in config.json is not a size; use a number above 0")
     if values["n_embd"] % values["n_head"]:
-        raise ConfigError(f"{name}: n_head={values['n_head']} does not divide n_embd={values['n_embd']}")
-    return ModelConfig(
-        name=name,
+        raise ConfigError(
+            f"{source}: n_head={values['n_head']} does not divide n_embd={values['n_embd']}; "
+            "use a model whose heads have equal sizes"
+        )
+    return GPT2Config(
+        name=source,
         layers=values["n_layer"],
         hidden=values["n_embd"],
         heads=values["n_head"],
@@ -91,8 +97,8 @@ def model_config(name: str, values: dict) -> ModelConfig:
     )
 
 
-def export_tensor(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Our global tensor as transformers has it: padding cut off, queries, keys and values side by side."""
+def to_hf(name: str, tensor: torch.Tensor, config: GPT2Config) -> torch.Tensor:
+    """Return our global tensor as transformers has it: without padding, queries, keys and values side by side."""
     if name == "tokens.weight":
         return tensor[: config.vocab_size]
     if ".attention.qkv." in name:
@@ -100,8 +106,8 @@ def export_tensor(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch
     return tensor
 
 
-def import_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The inverse of ``export_tensor``: a global tensor of our ``shape``; rows of padding are zero."""
+def from_hf(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a transformers tensor as our global tensor of ``shape``; rows of padding are zero."""
     if name == "tokens.weight":
         return torch.cat((tensor, tensor.new_zeros(shape[0] - len(tensor), shape[1])))
     return tensor.reshape(shape)
