@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import Config, GridSizes
+from gpt4d.config import Config, GridSizes, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2 import hugging_face as hf
 from gpt4d.model.gpt2.config import GPT2Config
@@ -16,8 +16,10 @@ from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.weights import WeightStream
 from gpt4d.planner.estimate import Estimate
+from gpt4d.step import build_stage
 from gpt4d.validation import validate
 
 # Every grid with axes of 1 and 2: 1 to 16 devices.
@@ -38,6 +40,35 @@ def build_model(
     model = registry.build(config, weights)
     initialize(model, seed, weights.grid)
     return model
+
+
+def build_tiny_stage(
+    grid: Grid,
+    overlap: OverlapConfig | None = None,
+    cache_layers: int = 0,
+    recompute: bool = False,
+    dtype: torch.dtype = torch.float64,
+    precision: str = "fp32",
+) -> Stage:
+    """Build a stage of TINY_MODEL, initialized with seed 1."""
+    checkpointing = "full" if recompute else "none"
+    config = Config(
+        model=TINY_MODEL,
+        parallel=ParallelConfig(overlap=overlap or OverlapConfig(), cache_layers=cache_layers),
+        train=TrainConfig(seq_len=12, seed=1, precision=precision, activation_checkpointing=checkpointing),
+    )
+    return build_stage(config, grid, torch.device("cpu"), dtype)
+
+
+def tiny_batch(grid: Grid, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, targets and sample ids of this rank's part of a microbatch of four sequences."""
+    generator = torch.Generator().manual_seed(microbatch)
+    ids = torch.randint(0, TINY_MODEL.vocab_size, (4, 12), generator=generator)
+    return batch_part(ids, grid), batch_part(ids.roll(-1, 1), grid), batch_part(torch.arange(4), grid)
+
+
+def token_loss(module: torch.nn.Module, batch: tuple) -> torch.Tensor:
+    return module.loss_sum(*batch)
 
 
 def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch.Tensor:

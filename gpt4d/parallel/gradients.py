@@ -61,7 +61,8 @@ class GradientReducer:
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
         this = weakref.ref(self)
         for parameter in parameters.values():
-            parameter.register_post_accumulate_grad_hook(lambda p: this()._on_gradient(p))
+            if not parameter.spec.streamed:  # gradients of the others come from the stream; autograd gives them none
+                parameter.register_post_accumulate_grad_hook(lambda p: this()._on_gradient(p))
         weights.on_gradient = lambda p: this()._on_gradient(p)
         weights.pre_gather_hook = lambda p: this()._wait_bucket(this()._bucket_of.get(p))
 

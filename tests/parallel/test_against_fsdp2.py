@@ -4,26 +4,23 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
-from tests.grids import grid_name
-from tests.parallel.test_weights import batch, build
+from tests.grids import build_tiny_stage, grid_name, tiny_batch
+from tests.parallel.test_weights import runtime_of
 
 
 def with_our_stream(sizes, recompute):
     grid = Grid(sizes)
-    model = build(OverlapConfig(), recompute=recompute, grid=grid)
-    total = GradientReducer(model.weights, list(model.parameters()))
-    model.loss_sum(*batch(grid)).backward()
-    total.finish()
-    return {n: (p.grad, "z" in p.spec.layout.axes) for n, p in model.named_parameters()}
+    stage = build_tiny_stage(grid, recompute=recompute)
+    runtime_of(stage).forward_backward([tiny_batch(grid)], 1, 1.0)
+    return {n: (p.grad, "z" in p.spec.layout.axes) for n, p in stage.module.named_parameters()}
 
 
 def with_fsdp2(sizes, recompute):
     """The same layers cut over x and y alone, and FSDP2 over the ranks that were z."""
     grid = Grid(sizes._replace(z=1, data=sizes.z))
-    model = build(OverlapConfig(), recompute=recompute, grid=grid)
+    model = build_tiny_stage(grid, recompute=recompute).module
     specs = {module: {n: p.spec for n, p in module.named_parameters(recurse=False)} for module in model.modules()}
 
     def describe(module, inputs):  # FSDP2 puts a parameter of its own in each place while the module computes
@@ -38,7 +35,7 @@ def with_fsdp2(sizes, recompute):
         module.register_forward_pre_hook(describe)
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)  # our loss is a sum
-    model.loss_sum(*batch(grid)).backward()
+    model.loss_sum(*tiny_batch(grid)).backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""The overlaps change when weights and gradients travel, never what arrives; and nothing travels twice."""
+"""Overlaps and caches change when weights and gradients travel, never what arrives; and nothing travels twice."""
 
 import itertools
 
@@ -6,102 +6,89 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.model.gpt2.model import GPT
-from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives
+from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
-from tests.grids import TINY_MODEL, batch_part
+from gpt4d.parallel.order import weight_order
+from gpt4d.parallel.pipeline.schedule import Action, single_stage
+from gpt4d.parallel.stage import StageRuntime
+from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch, token_loss
 
 GRID = GridSizes(2, 1, 2, 1)
 LAYERS = TINY_MODEL.layers
 
 
-def build(overlap, cache_layers=0, recompute=False, dtype=torch.float64, compute_dtype=None, grid=None):
-    weights = WeightStream(grid or Grid(GRID), compute_dtype or dtype, dtype, overlap=overlap)
-    model = GPT(TINY_MODEL, weights, recompute=recompute, cache_layers=cache_layers)
-    initialize(model, 1, weights.grid)
-    return model
+def runtime_of(stage, **options):
+    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()), **options)
+    return StageRuntime(stage, reducer, token_loss)
 
 
-def batch(grid, microbatch=0):
-    generator = torch.Generator().manual_seed(microbatch)
-    ids = torch.randint(0, TINY_MODEL.vocab_size, (4, 12), generator=generator)
-    return batch_part(ids, grid), batch_part(ids.roll(-1, 1), grid), batch_part(torch.arange(4), grid)
-
-
-def three_steps(grid, overlap, cache_layers, recompute, compute_dtype):
+def three_steps(grid, overlap, cache_layers, recompute, precision):
     """Gradients of three updates of two microbatches each, with an evaluation in between."""
-    model = build(overlap, cache_layers, recompute, torch.float32, compute_dtype, grid)
-    found = []
+    stage = build_tiny_stage(grid, overlap, cache_layers, recompute, torch.float32, precision)
+    runtime, gradients = runtime_of(stage), []
     for _ in range(3):
-        model.train()
-        for microbatch in range(2):
-            model.loss_sum(*batch(grid, microbatch)).backward()
-        model.weights.finish()
+        runtime.forward_backward([tiny_batch(grid, microbatch) for microbatch in range(2)], 2, 1.0)
         with torch.no_grad():
-            for parameter in model.parameters():
-                found.append(parameter.grad.clone())
+            for parameter in stage.module.parameters():
+                gradients.append(parameter.grad.clone())
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
-            model.eval()
-            model.loss_sum(*batch(grid, 3))
-    return found
+        runtime.evaluate([tiny_batch(grid, 3)], 1)
+    return gradients
 
 
-def every_combination(recompute, compute_dtype):
+def settings_that_change_bits(recompute, precision):
     """On a rank: the settings under which a gradient's bits differ from those with everything off."""
     grid = Grid(GRID)
-    plain = three_steps(grid, OverlapConfig(False, False, False), 0, recompute, compute_dtype)
+    plain = three_steps(grid, OverlapConfig(False, False, False), 0, recompute, precision)
     different = []
     for switches in itertools.product((False, True), repeat=3):
         for prefetch, cache_layers in ((3, 0), (1, LAYERS)):
             overlap = OverlapConfig(*switches, prefetch=prefetch)
-            found = three_steps(grid, overlap, cache_layers, recompute, compute_dtype)
-            if not all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)):
+            gradients = three_steps(grid, overlap, cache_layers, recompute, precision)
+            if not all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)):
                 different.append((overlap, cache_layers))
     return different
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_no_overlap_changes_a_bit_of_a_gradient(ranks, recompute, compute_dtype):
-    assert ranks.run(4, every_combination, recompute, compute_dtype) == [[]] * 4
+@pytest.mark.parametrize(("recompute", "precision"), [(False, "bf16"), (True, "fp32")], ids=["bf16", "fp32-recompute"])
+def test_no_overlap_changes_a_bit_of_a_gradient(ranks, recompute, precision):
+    assert ranks.run(4, settings_that_change_bits, recompute, precision) == [[]] * 4
 
 
-class Watched:
-    """Notes each gather over z, and whether it had been started by the time it was asked for."""
+class GatherCounter:
+    """Counts gathers over z, and those that had not been started when their weight was needed."""
 
     def __init__(self, weights):
         self.started = self.late = 0
-        start, take = weights._start_gather, weights._take
+        start, use = weights._start_gather, weights._use
 
-        def counted_start(shard):
+        def count_start(shard):
             self.started += 1
             return start(shard)
 
-        def counted_take(shard):
-            self.late += shard not in weights._here
-            return take(shard)
+        def count_use(phase, shard):
+            self.late += shard not in weights._gathered
+            return use(phase, shard)
 
-        weights._start_gather, weights._take = counted_start, counted_take
+        weights._start_gather, weights._use = count_start, count_use
 
 
 def gathers_of_a_step(recompute, cache_layers, microbatches):
-    model = build(OverlapConfig(), cache_layers, recompute)
-    for step in range(3):
-        watched = Watched(model.weights) if step == 2 else None
-        for microbatch in range(microbatches):
-            model.loss_sum(*batch(model.weights.grid, microbatch)).backward()
-        model.weights.finish()
-        assert not model.weights._here, "a gathered weight outlives the step"
-    return watched.started, watched.late
+    grid = Grid(GRID)
+    stage = build_tiny_stage(grid, None, cache_layers, recompute)
+    counter = GatherCounter(stage.weights)
+    batches = [tiny_batch(grid, microbatch) for microbatch in range(microbatches)]
+    runtime_of(stage).forward_backward(batches, microbatches, 1.0)
+    return counter.started, counter.late
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("cache_layers", [0, 1, LAYERS])
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
-def test_each_weight_is_gathered_ahead_and_no_more_often_than_it_must(ranks, recompute, cache_layers, microbatches):
+@pytest.mark.parametrize(
+    ("recompute", "cache_layers", "microbatches"),
+    [(False, 0, 2), (False, 1, 1), (False, LAYERS, 2), (True, 0, 1), (True, 1, 2), (True, LAYERS, 1)],
+)
+def test_each_weight_is_gathered_ahead_and_as_rarely_as_possible(ranks, recompute, cache_layers, microbatches):
     """A block has four weights: gathered for its forward and, unless cached, once for its recomputation and backward
     together. The table is gathered for the embedding, and for the head's forward and backward together."""
     per_microbatch = 2 + 4 * LAYERS + 4 * (LAYERS - cache_layers)
@@ -110,64 +97,102 @@ def test_each_weight_is_gathered_ahead_and_no_more_often_than_it_must(ranks, rec
         assert late == microbatches  # the first gather of a microbatch has nothing to hide behind
 
 
-class Detour(GPT):
-    """A model that takes another way through its blocks at every call."""
-
-    turn = 0
-
-    def forward(self, ids, numbers):
-        blocks = list(self.blocks)
-        self.turn += 1
-        self.blocks = torch.nn.ModuleList(blocks[:: -1 if self.turn % 2 else 1] * (1 + self.turn % 3))
-        try:
-            return super().forward(ids, numbers)
-        finally:
-            self.blocks = torch.nn.ModuleList(blocks)
+# Two and three microbatches in flight, as stages of a pipeline have them.
+IN_FLIGHT = ["F0 F1 B0 B1", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0"]
 
 
-def detours(overlap):
-    weights = WeightStream(Grid(GRID), torch.float64, torch.float64, overlap=overlap)
-    model = Detour(TINY_MODEL, weights, cache_layers=1)
-    initialize(model, 1, weights.grid)
-    found = []
-    for step in range(6):
-        model.loss_sum(*batch(weights.grid, step)).backward()
-        weights.finish()
-        found += [p.grad.clone() for p in model.parameters()]
-    return found
+def gradients_in_flight(text, recompute, cache_layers, actions=None):
+    """Gradients of a step that follows a schedule, the gathers it took, and whether any weight was left over."""
+    grid = Grid(GRID)
+    stage = build_tiny_stage(grid, None, cache_layers, recompute)
+    actions = [Action(word[0], int(word[1:])) for word in text.split()]
+    counter = GatherCounter(stage.weights)
+    stage.weights.begin(weight_order(actions, stage.layer_weights), stage.cached)
+    losses = {}
+    for kind, microbatch in actions:
+        if kind == "F":
+            losses[microbatch] = stage.module.loss_sum(*tiny_batch(grid, microbatch))
+        else:
+            losses.pop(microbatch).backward()
+    stage.weights.finish()
+    return [p.grad for p in stage.module.parameters()], counter.started, counter.late
 
 
-def compare_detours():
-    return all(
-        torch.equal(a, b)
-        for a, b in zip(detours(OverlapConfig(prefetch=2)), detours(OverlapConfig(False, False, False)), strict=True)
-    )
+def compare_in_flight(text, recompute, cache_layers):
+    microbatches = text.count("F")
+    one_by_one = " ".join(f"F{i} B{i}" for i in range(microbatches))
+    expected, _, _ = gradients_in_flight(one_by_one, recompute, cache_layers)
+    gradients, started, late = gradients_in_flight(text, recompute, cache_layers)
+    error = max((a - b).norm() / b.norm() for a, b in zip(gradients, expected, strict=True))
+    return error.item(), started, late
 
 
-def test_a_changed_order_of_layers_is_relearnt_and_right_all_along(ranks):
-    assert all(ranks.run(4, compare_detours))
+@pytest.mark.parametrize("text", IN_FLIGHT)
+@pytest.mark.parametrize(("recompute", "cache_layers"), [(False, 0), (True, 1)])
+def test_several_microbatches_in_flight_give_the_same_gradients(ranks, text, recompute, cache_layers):
+    for error, _, _ in ranks.run(4, compare_in_flight, text, recompute, cache_layers):
+        assert error <= 1e-13
+
+
+def test_a_cached_weight_is_gathered_once_for_all_microbatches_in_flight(ranks):
+    """Both forwards and both backwards use one gather of each of the blocks' weights."""
+    for _, started, _ in ranks.run(4, compare_in_flight, "F0 F1 B0 B1", True, LAYERS):
+        # The table: an embedding, a head with the next embedding, a head with its backward, the last backward.
+        assert started == 4 * LAYERS + 4
+
+
+def outlived():
+    """Whether weights of an order that was cut short are gathered again, with their new values, in the next step."""
+    grid = Grid(GRID)
+    stage = build_tiny_stage(grid, cache_layers=LAYERS)
+    stage.weights.begin(weight_order(single_stage(1), stage.layer_weights), stage.cached)
+    stage.module(*tiny_batch(grid)[::2])  # a forward alone: the cache waits for a backward
+    with pytest.raises(AssertionError, match="did not use"):
+        stage.weights.finish()
+    with torch.no_grad():
+        for parameter in stage.module.parameters():
+            parameter.zero_()
+    logits = stage.module(*tiny_batch(grid)[::2])
+    return float(logits.abs().max())
+
+
+def test_no_gathered_weight_outlives_a_step(ranks):
+    assert ranks.run(4, outlived) == [0.0] * 4
+
+
+def use_in_another_order():
+    grid = Grid(GRID)
+    stage = build_tiny_stage(grid)
+    stage.weights.begin(weight_order(single_stage(1), stage.layer_weights[::-1]))
+    stage.module(*tiny_batch(grid)[::2])
+
+
+def test_a_use_that_the_order_does_not_have_is_an_error(ranks):
+    from tests.rank_pool import RankFailure
+
+    with pytest.raises(RankFailure, match="where the model's description has"):
+        ranks.run(4, use_in_another_order)
 
 
 def bytes_over_z(recompute, cache_layers):
-    model = build(OverlapConfig(), cache_layers, recompute, torch.float32)
-    grid = model.weights.grid
-    for _ in range(2):
-        grid.z.traffic.read()
-        model.loss_sum(*batch(grid)).backward()
-        model.weights.finish()
-    sizes = [p.numel() * 4 for p in model.parameters() if "z" in p.spec.layout.axes]
-    return grid.z.traffic.read()["bytes"], sum(sizes), model.tokens.weight.numel() * 4
+    grid = Grid(GRID)
+    stage = build_tiny_stage(grid, None, cache_layers, recompute, torch.float32)
+    stage.weights.begin(weight_order(single_stage(1), stage.layer_weights), stage.cached)
+    stage.module.loss_sum(*tiny_batch(grid)).backward()
+    stage.weights.finish()
+    sizes = [p.numel() * 4 for p in stage.module.parameters() if "z" in p.spec.layout.axes]
+    return grid.z.traffic.read()["bytes"], sum(sizes), stage.module.tokens.weight.numel() * 4
 
 
 @pytest.mark.parametrize(("cache_layers", "gathers"), [(0, 2), (LAYERS, 1)])
-def test_the_cache_saves_one_gather_of_each_weight_and_is_counted_so(ranks, cache_layers, gathers):
+def test_the_cache_saves_one_gather_of_each_weight(ranks, cache_layers, gathers):
     for counted, shards, table in ranks.run(4, bytes_over_z, True, cache_layers):
         # Per shard byte, (G-1) are sent for a gather and for a scatter; the table's gradient comes in two parts.
         blocks = shards - table
         assert counted == blocks * (gathers + 1) + table * (2 + 2)
 
 
-def collectives_in_order():
+def three_collectives_at_once():
     """Two gathers and a sum in flight at once end with the right values."""
     grid = Grid(GRID)
     first = collectives.start_all_gather(torch.full((2,), float(grid.z.index)), grid.z)
@@ -181,17 +206,23 @@ def collectives_in_order():
     assert grid.z.traffic.read() == {"bytes": 0.0, "exposed_s": 0.0, "hidden_s": 0.0}
 
 
-def test_collectives_under_way_at_once_do_not_disturb_each_other(ranks):
-    ranks.run(4, collectives_in_order)
+def test_collectives_in_flight_do_not_disturb_each_other(ranks):
+    ranks.run(4, three_collectives_at_once)
 
 
-def test_a_recomputation_leaves_out_the_last_product_of_each_block(monkeypatch):
+def test_a_recomputation_omits_the_last_product_of_each_block(monkeypatch, ranks):
+    (products,) = ranks.run(1, products_of_a_step)
+    assert products == LAYERS * (4 + 3) + 1  # and the head
+
+
+def products_of_a_step():
     from gpt4d.parallel.layers.linear import LinearFunction
 
-    products = []
-    forward = LinearFunction.forward
-    monkeypatch.setattr(LinearFunction, "forward", staticmethod(lambda *args: products.append(1) or forward(*args)))
-    grid = Grid()
-    model = build(OverlapConfig(), recompute=True, grid=grid)
-    model.loss_sum(*batch(grid)).backward()
-    assert len(products) == LAYERS * (4 + 3) + 1  # and the head
+    products, forward = [], LinearFunction.forward
+    LinearFunction.forward = staticmethod(lambda *args: products.append(1) or forward(*args))
+    try:
+        grid = Grid()
+        build_tiny_stage(grid, recompute=True).module.loss_sum(*tiny_batch(grid)).backward()
+    finally:
+        LinearFunction.forward = staticmethod(forward)
+    return len(products)

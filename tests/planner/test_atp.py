@@ -3,18 +3,20 @@
 import pytest
 
 from gpt4d.config import ClusterConfig, LevelConfig, compose
+from gpt4d.model import registry
+from gpt4d.model.description import Description
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
 
 # M1 … M4 of the paper: hidden size and heads; batch 4, sequence 2048, fp16.
 MODELS = [
-    GPT2Config(f"m{i + 1}", 1, hidden, heads) for i, (hidden, heads) in enumerate(
+    registry.describe(GPT2Config(f"m{i + 1}", 1, hidden, heads)) for i, (hidden, heads) in enumerate(
         [(2048, 16), (4096, 32), (8192, 64), (12288, 96)]
     )
 ]  # fmt: skip
 
 
-def best(cluster: ClusterConfig, devices: int, model: GPT2Config = MODELS[0]) -> AtpMesh:
+def best(cluster: ClusterConfig, devices: int, model: Description = MODELS[0]) -> AtpMesh:
     return min(meshes(devices), key=lambda mesh: sum(communication(model, cluster, mesh, 4, 2048, 2)))
 
 
@@ -42,7 +44,7 @@ def test_communication_time_follows_equation_2():
     assert first == pytest.approx(rows * 2 / (2 * 2.0)) and second == pytest.approx(rows * 7 / (4 * 5.0))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODELS, ids=["m1", "m2", "m3", "m4"])
 def test_fully_connected_machines_use_atp_1_below_8_devices_else_atp_2(model):
     assert [best(paper_cluster("ic3"), devices, model) for devices in (2, 4)] == [(2, 1), (4, 1)]
     assert best(paper_cluster("ic4"), 16, model) == (8, 2)

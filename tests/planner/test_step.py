@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig, compose
+from gpt4d.model import registry
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.search import grids
-from gpt4d.planner.workload import hardware_flops, model_flops
 
 NOWHERE = float("inf")
 # 1 FLOP a picosecond, and nothing else takes time.
@@ -42,11 +42,12 @@ def test_one_device_computes_the_models_flops():
     found = plan(PRODUCTS, GridSizes())
     attention = 16 * 3 * 4 * 16 * 16 * 64  # one pass through the scores of all blocks
     head = 2 * 256 * 64 * 128
-    expected = model_flops(model, 16, 16) + 0.5 * attention + 0.75 * head
+    description = registry.describe(model)
+    expected = description.training_flops(16, 16) + 0.5 * attention + 0.75 * head
     assert found.step_time_s == pytest.approx(expected * 1e-12)
     again = plan(PRODUCTS, GridSizes(), "train.activation_checkpointing=full")
     # The last product of a block is not computed again, and the head never is.
-    expected = hardware_flops(model, 16, 16) + 0.5 * attention - 3 * (2 * 256 * 4 * 64 * 64)
+    expected = description.hardware_flops(16, 16) + 0.5 * attention - 3 * (2 * 256 * 4 * 64 * 64)
     assert again.step_time_s == pytest.approx(expected * 1e-12)
 
 
@@ -130,12 +131,12 @@ def test_states_that_do_not_travel_behind_the_forward_are_waited_for():
 
 
 @pytest.mark.parametrize("cache_layers", [0, 4, 10, 19, "all"])
-def test_the_memory_of_many_blocks_is_drawn_out_from_few(monkeypatch, cache_layers):
+def test_the_memory_of_many_blocks_is_extrapolated_from_few(monkeypatch, cache_layers):
     machine = compose(["cluster=perlmutter"]).cluster
     words = "model.layers=20", "train.activation_checkpointing=full", f"parallel.cache_layers={cache_layers}"
     found = []
-    for blocks in (estimate._BLOCKS, 1000):
-        monkeypatch.setattr(estimate, "_BLOCKS", blocks)
+    for blocks in (estimate._BLOCKS_PER_KIND, 1000):
+        monkeypatch.setattr(estimate, "_BLOCKS_PER_KIND", blocks)
         found.append(Estimate(config(machine, *words), GridSizes(1, 1, 4, 2)).memory_gib(2) - machine.reserved_gib)
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
@@ -152,11 +153,11 @@ def test_caching_gathers_once_what_is_cached():
 
 @pytest.mark.parametrize("sizes", list(grids(8)), ids=str)
 @pytest.mark.parametrize("overrides", [(), ("parallel.cache_layers=5", "train.activation_checkpointing=full")], ids=str)
-def test_a_long_step_is_drawn_out_from_short_ones(monkeypatch, sizes, overrides):
+def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrides):
     machine = compose(["cluster=perlmutter"]).cluster
     words = ("model.layers=12", "train.micro_batch_size=1", "train.batch_size=64", "model.hidden=512", *overrides)
     drawn = plan(machine, sizes, *words)
-    monkeypatch.setattr(estimate, "_WALKED", 1 << 30)
+    monkeypatch.setattr(estimate, "_MAX_WALKED", 1 << 30)
     walked = plan(machine, sizes, *words)
     assert {a: c["bytes"] for a, c in drawn.comm.items()} == pytest.approx(
         {a: c["bytes"] for a, c in walked.comm.items()}

@@ -40,8 +40,8 @@ def close(ours, theirs):
 
 def linear(sizes, transposed, parts):
     weights = stream(sizes)
-    layer = Linear(weights, 8, 12, transposed=transposed, parts=parts)
-    total = GradientReducer(weights, list(layer.parameters()))
+    layer = Linear(weights, 8, 12, transposed=transposed, num_fused=parts)
+    total = GradientReducer(weights, dict(layer.named_parameters()))
     inputs, weight = normal(8, 3, 8), normal(8, (parts or 1) * 12, seed=1)
     bias, upstream = normal((parts or 1) * 12, seed=2), normal(8, 3, (parts or 1) * 12, seed=3)
     fill(layer.weight, weight, weights)

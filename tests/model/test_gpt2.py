@@ -6,10 +6,7 @@ import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
 from gpt4d.model.gpt2 import hugging_face as hf
-from gpt4d.model.gpt2.model import GPT
 from gpt4d.parallel import gradients
-from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
 from tests.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, fill_from_hf, global_tensor, grid_name
 
 BATCH, LENGTH = 16, 12
@@ -43,7 +40,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
     model = build_model(config, sizes, recompute=recompute)
     grid = model.weights.grid
-    total = gradients.GradientReducer(model.weights, list(model.parameters()))
+    total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
     if state is not None:
         fill_from_hf(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
@@ -108,7 +105,7 @@ def gradients_in_bf16(sizes):
     """On a rank: the global gradients of fp32 master weights under bf16 compute."""
     model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
     grid = model.weights.grid
-    total = gradients.GradientReducer(model.weights, list(model.parameters()))
+    total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
     ids, targets, numbers = (batch_part(t, grid) for t in inputs())
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16
@@ -134,11 +131,12 @@ def test_bf16_compute_gives_fp32_gradients_near_those_of_fp32(ranks, sizes):
 
 def logits_of_packed(sizes, state, ids, recompute):
     """On a rank: its logits of sequences in which a 0 ends a document, its shard and its place on x."""
-    weights = WeightStream(Grid(sizes), torch.float64, torch.float64)
-    model = GPT(TINY_MODEL, weights, recompute=recompute, document_end=0)
+    model = build_model(TINY_MODEL, sizes, recompute=recompute)
     fill_from_hf(model, state)
-    grid = weights.grid
-    return grid.batch_shard, grid.x.index, model(batch_part(ids, grid), torch.arange(len(ids))).detach()
+    grid = model.weights.grid
+    ids = batch_part(ids, grid)
+    ends = (ids == 0).long()
+    return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), ends.cumsum(1) - ends).detach()
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(2, 2, 2)], ids=grid_name)

@@ -1,0 +1,35 @@
+"""A family's description states what its model has: the same parameters, edges and divisibility."""
+
+import torch
+
+from gpt4d.config import GridSizes, compose
+from gpt4d.model import registry
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.weights import WeightStream
+from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch
+
+
+def test_described_parameters_are_those_of_the_model():
+    config = compose([]).model
+    weights = WeightStream(Grid.single_device(), device="meta")
+    model = registry.build(config, weights)
+    described = {n: (s.shape, s.layout, s.mean) for n, s in registry.describe(config).parameters.items()}
+    built = {n: (p.spec.shape, p.spec.layout, p.spec.mean) for n, p in model.named_parameters()}
+    assert list(described.items()) == list(built.items())
+
+
+def stream_shapes(sizes):
+    """On a rank: the shape of the activation after each block, and what the description's layout says."""
+    grid = Grid(sizes)
+    module, shapes = build_tiny_stage(grid).module, []
+    for block in module.blocks:
+        block.register_forward_hook(lambda _, inputs, output: shapes.append(tuple(output.shape)))
+    with torch.no_grad():
+        module(*tiny_batch(grid)[::2])
+    description = registry.describe(TINY_MODEL)
+    return shapes, grid.local_shape(description.stream_shape(4, 12), description.stream)
+
+
+def test_activations_between_blocks_have_the_described_layout(ranks):
+    for shapes, expected in ranks.run(8, stream_shapes, GridSizes(2, 2, 2, 1)):
+        assert shapes == [expected] * TINY_MODEL.layers
