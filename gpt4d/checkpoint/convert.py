@@ -131,9 +131,8 @@ def _read_tensors(
     file_of = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 – not a dict
     for name, shape in shapes.items():
         key = adapter.name(name)
-        if (
-            key not in file_of
-        ):  # The base model was saved without the head around it, whose names have no first component.
+        if key not in file_of:
+            # A base model that was saved without its head has names without the first component.
             key = key.partition(".")[2]
         expected = list(adapter.to_hf(name, torch.empty(shape, device="meta"), model).shape)
         actual = file_of[key].get_slice(key).get_shape() if key in file_of else None

@@ -158,5 +158,5 @@ class Saver:
         remaining = f"the run can resume from {newest.name}" if newest else "there is no older checkpoint"
         return ConfigError(
             f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); free "
-            f"disk space, use a file system that all nodes share; {remaining}"
+            f"disk space and use a file system that all nodes share; {remaining}"
         )
