@@ -156,7 +156,7 @@ def test_existing_directory_is_never_overwritten(run, exported_dir, tmp_path):
 def test_inspect_prints_metadata_and_tensors(run, capsys):
     main(["inspect", f"checkpoint={run.run.dir}"])
     printed = capsys.readouterr().out
-    assert "progress  step 3, samples 24, tokens 768, skipped 0" in printed
+    assert "progress  step 3, samples 24, units 768, skipped 0" in printed
     assert re.search(r"task      language_modeling: tokenizer=[0-9a-f]{64} data=text", printed)
     assert "gpt2: layers=2 hidden=24 heads=4 vocab_size=300 vocab_multiple=16 max_positions=32" in printed
     assert "grid      2x1x1x2 (x, y, z, data)" in printed

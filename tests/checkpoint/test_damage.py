@@ -160,7 +160,7 @@ def test_run_with_only_damaged_checkpoints_does_not_start_over(ranks, tiny):
     run = tiny("train.steps=2")
     ranks.run(1, train_in_rank, run)
     truncate(Path(run.run.dir) / "checkpoints" / "step_00000002" / "rank_00000.bin")
-    with pytest.raises(RankFailure, match=r"each of its 1 checkpoint.s. is damaged;"):
+    with pytest.raises(RankFailure, match=r"all 1 checkpoint.s. are damaged; restore an intact"):
         ranks.run(1, train_in_rank, tiny("train.steps=3"))
     with pytest.raises(RankFailure, match=r"rank_00000.bin: [0-9,]+ bytes long"):
         ranks.run(1, train_in_rank, tiny("run.dir=" + run.run.dir + "-other", f"checkpoint.resume={run.run.dir}"))
@@ -236,4 +236,4 @@ def test_damage_found_by_one_rank_is_raised_on_all(ranks, tiny):
     directory.with_name("copy").rename(directory)
     with pytest.raises(RankFailure) as raised:
         ranks.run(2, train_in_rank, tiny("train.steps=3", "parallel.gz=2"))
-    assert str(raised.value).count("is damaged;") == 2
+    assert str(raised.value).count("are damaged;") == 2

@@ -127,12 +127,12 @@ def save_or_load_extra(sizes, run_dir, load_from=None, name="ema.w"):
     local = torch.arange(105.0).view(spec.shape)[grid.local_slices(spec.shape, spec.layout)].clone()
     if load_from is None:
         saver = Saver(CheckpointConfig(), run_dir, grid)
-        shards = sharded.parts(model, optimizer, {name: sharded.LocalShard(local, spec)})
+        shards = sharded.parts(model, optimizer, {name: (local, spec)})
         saver.start(meta(3), shards, {"notes.txt": b"kept"})
         saver.finished(wait=True)
         return saver.close()
     loaded = torch.full_like(local, torch.nan)
-    sharded.load(load_from, model, optimizer, grid, {name: sharded.LocalShard(loaded, spec)})
+    sharded.load(load_from, model, optimizer, grid, {name: (loaded, spec)})
     return torch.equal(loaded, local)
 
 
