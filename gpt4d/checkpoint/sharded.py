@@ -34,7 +34,7 @@ def parts(
 ) -> dict[str, LocalShard]:
     """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
 
-    ``extra`` is further state by name, such as averaged weights.
+    ``extra`` is further state by name, such as averaged weights: this rank's part and its spec.
     """
     shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in model.named_parameters()}
     if optimizer is not None:

@@ -107,7 +107,7 @@ def test_write_failure_of_one_rank_is_raised_on_all_and_leaves_no_files(ranks, t
 
 def train_on_a_small_disk(config, limit):
     """Train on a rank with files limited to ``limit`` bytes each."""
-    trainer = Trainer(config, validate(config, dist.get_world_size()), torch.device("cpu"))
+    trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
