@@ -1,4 +1,4 @@
-"""The commands as people type them: what they print, how they end, from every launcher."""
+"""The commands with every launcher: output and exit codes."""
 
 import json
 import os
@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def command(*words: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    # One at a time and in a session of its own: whatever it starts ends with it.
+def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    # The command gets its own session, so that a timeout ends all processes that it has started.
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -22,16 +22,16 @@ def command(*words: str, timeout: float = 120) -> subprocess.CompletedProcess:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         raise
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess:
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={ranks}"]
-    return command("-m", "torch.distributed.run", *where, "train.py", *words)
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    options = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={ranks}"]
+    return command("-m", "torch.distributed.run", *options, "train.py", *arguments)
 
 
 def overrides(config) -> list[str]:
-    """The configuration ``tiny`` made, as words for the command line."""
+    """Return a configuration as overrides for the command line."""
     from gpt4d.config import known_keys, value_of
 
     values = {k: value_of(config, k) for k in known_keys() if not k.startswith("cluster.")}
@@ -39,24 +39,24 @@ def overrides(config) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
-        (["parallel.gx=2"], "parallel.gx·gy·gz=2·1·1=2 does not divide the 1 process(es)"),
+        (["parallel.gx=2"], "parallel.gx·gy·gz=2·1·1=2: does not divide the 1 process(es)"),
         (["parallel.gxx=2"], "did you mean parallel.gx?"),
-        (["train.seq_len=257"], "train.seq_len=257 is longer than model.max_positions=256"),
-        (["data=text", "data.path=/no/such/file.txt"], "data.path='/no/such/file.txt' matches no file"),
+        (["train.seq_len=257"], "train.seq_len=257: longer than model.max_positions=256"),
+        (["data=text", "data.path=/no/such/file.txt"], "data.path='/no/such/file.txt': matches no file"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_1(words, said, tmp_path):
-    done = command("train.py", f"run.dir={tmp_path / 'run'}", *words)
+def test_a_mistake_prints_one_line_and_exits_with_1(arguments, message, tmp_path):
+    done = command("train.py", f"run.dir={tmp_path / 'run'}", *arguments)
     assert done.returncode == 1
     (line,) = (done.stdout + done.stderr).splitlines()
-    assert line.startswith("error: ") and said in line
+    assert line.startswith("error: ") and message in line
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["parallel.gx=3"], "does not divide the 2 process(es)"),
         (["train.seq_length=2"], "did you mean train.seq_len?"),
@@ -64,25 +64,25 @@ def test_a_mistake_is_one_line_and_exit_code_1(words, said, tmp_path):
         (["train.seq_len=250", "data=text", "data.path={short}", "data.validation_fraction=0"], "takes 251 tokens"),
     ],
 )
-def test_under_torchrun_too_before_and_after_the_ranks_have_met(words, said, tmp_path):
+def test_torchrun_reports_a_mistake_before_or_after_rendezvous(arguments, message, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("hello there")
-    words = [w.format(empty=tmp_path / "empty.txt", short=tmp_path / "short.txt") for w in words]
-    done = torchrun(2, f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}", *words)
+    arguments = [a.format(empty=tmp_path / "empty.txt", short=tmp_path / "short.txt") for a in arguments]
+    done = torchrun(2, f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}", *arguments)
     assert done.returncode != 0
     lines = done.stderr.splitlines()
-    # torchrun reports that a process failed, in its own way; of ours there is the one line.
+    # torchrun adds its own report; gpt4d prints one line.
     (line,) = [line for line in lines if line.startswith("error: ")]
-    assert said in line
-    assert "gpt4d/" not in done.stderr, "a traceback through our code"
+    assert message in line
+    assert "gpt4d/" not in done.stderr, "a traceback through gpt4d"
 
 
-def test_the_same_run_serial_under_torchrun_and_generated_from(tiny, tmp_path):
+def test_serial_and_torchrun_runs_agree_and_generate_equal_text(tiny, tmp_path):
     serial, grid = tmp_path / "serial", tmp_path / "grid"
     short = ["train.steps=3", "logging.sample_tokens=4"]
-    alone = command("train.py", *overrides(tiny()), *short, f"run.dir={serial}")
-    assert alone.returncode == 0, alone.stderr
-    assert f"run {serial}" in alone.stdout and "validation loss" in alone.stdout
+    one = command("train.py", *overrides(tiny()), *short, f"run.dir={serial}")
+    assert one.returncode == 0, one.stderr
+    assert f"run {serial}" in one.stdout and "validation loss" in one.stdout
     two = torchrun(2, *overrides(tiny()), *short, f"run.dir={grid}", "parallel.gx=2")
     assert two.returncode == 0, two.stderr
     losses = []
@@ -104,15 +104,15 @@ def test_the_same_run_serial_under_torchrun_and_generated_from(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["checkpoint=/no/such", "prompt=a"], "/no/such: neither a checkpoint nor a run"),
         (["checkpoint=/no/such"], "prompt=… is missing"),
         (["checkpoint=/no/such", "prompt=a", "token=3"], "did you mean tokens?"),
     ],
 )
-def test_generate_tells_mistakes_in_one_line(words, said):
-    done = command("-m", "gpt4d.generate", *words)
+def test_generate_reports_mistakes_in_one_line(arguments, message):
+    done = command("-m", "gpt4d.generate", *arguments)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert said in line
+    assert message in line

@@ -1,4 +1,7 @@
-"""The settings: ``schema`` says which there are, ``composing`` reads them, ``checks`` refuses what cannot be."""
+"""Settings: their definitions (``schema``), their composition (``composing``) and their checks (``checks``)."""
+
+# Other packages import these names from here.
+# ruff: noqa: F401
 
 from gpt4d.config.checks import (
     Divisibility,
@@ -43,43 +46,3 @@ from gpt4d.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-
-__all__ = [
-    "CONFIG_DIR",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "Divisibility",
-    "GridSizes",
-    "LevelConfig",
-    "MeasuredConfig",
-    "ModelConfig",
-    "NodeError",
-    "OptimConfig",
-    "OverlapConfig",
-    "ParallelConfig",
-    "TrainConfig",
-    "check_above_0",
-    "check_at_least",
-    "check_choice",
-    "check_data",
-    "check_fraction",
-    "check_picture",
-    "check_values",
-    "compose",
-    "divisors",
-    "expand_cluster",
-    "from_arguments",
-    "grid_problem",
-    "grid_sizes",
-    "known_keys",
-    "profiled_steps",
-    "read_cluster",
-    "register_model",
-    "to_config",
-    "to_config_error",
-    "tokenizer_file",
-    "value_of",
-]

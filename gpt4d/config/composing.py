@@ -1,4 +1,4 @@
-"""From YAML files and words on a command line to the typed settings; what does not fit, told in one line."""
+"""Composition of the typed settings from YAML files and command-line overrides."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 
 def compose(overrides: list[str] | None = None) -> Config:
-    """``configs/train.yaml`` with ``overrides`` (Hydra's grammar), typed. ConfigError where they do not fit."""
+    """Return ``configs/train.yaml`` with ``overrides`` in Hydra's grammar. Raises ConfigError for invalid overrides."""
     import hydra
 
     try:
@@ -23,68 +23,68 @@ def compose(overrides: list[str] | None = None) -> Config:
 
 
 def to_config(composed) -> Config:
-    """The dataclasses behind what Hydra composed, interpolations resolved. ConfigError for keys added with ``+``."""
+    """Return Hydra's composition as resolved dataclasses. Raises ConfigError for unknown keys added by ``+``."""
     from omegaconf import OmegaConf
 
     known = set(known_keys())
-    added = {key for key in _flat_keys(OmegaConf.to_container(composed)) if not known & set(_beginnings(key))}
+    added = {key for key in _flat_keys(OmegaConf.to_container(composed)) if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
     return OmegaConf.to_object(composed)
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
-    """A machine that ``gpt4d.planner.calibrate`` has written down. ConfigError if it is none."""
+    """Read the file of a machine, which ``gpt4d.planner.calibrate`` writes. Raises ConfigError if it is invalid."""
     from omegaconf import OmegaConf
 
     try:
-        read = OmegaConf.load(path)
-        if not read:
-            raise ConfigError("an empty file; python -m gpt4d.planner.calibrate writes one")
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), read))
+        values = OmegaConf.load(path)
+        if not values:
+            raise ConfigError("the file is empty; write it with python -m gpt4d.planner.calibrate")
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), values))
     except FileNotFoundError:
-        raise ConfigError(f"cluster={path}: no such file") from None
+        raise ConfigError(f"cluster={path}: no such file; use a name in configs/cluster or an existing file") from None
     except Exception as error:
         raise ConfigError(f"cluster={path}: {' '.join(str(to_config_error(error, ClusterConfig)).split())}") from None
 
 
-def expand_cluster(words: list[str]) -> list[str]:
-    """Overrides with ``cluster=FILE.yaml`` told value by value: Hydra would look for it among configurations."""
-    spelled = []
-    for word in words:
-        key, _, value = word.partition("=")
+def expand_cluster(overrides: list[str]) -> list[str]:
+    """Replace ``cluster=FILE.yaml`` by overrides of its single values, since Hydra looks for names in configs/ only."""
+    expanded = []
+    for override in overrides:
+        key, _, value = override.partition("=")
         if key == "cluster" and value.endswith((".yaml", ".yml")):
-            read = asdict(read_cluster(value))
-            spelled += [f"cluster.{name}={_in_hydras_grammar(found)}" for name, found in read.items()]
+            settings = asdict(read_cluster(value))
+            expanded += [f"cluster.{name}={_format_for_hydra(setting)}" for name, setting in settings.items()]
         else:
-            spelled.append(word)
-    return spelled
+            expanded.append(override)
+    return expanded
 
 
-def _in_hydras_grammar(value: Any) -> str:
+def _format_for_hydra(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_in_hydras_grammar(found)}" for key, found in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_format_for_hydra(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_in_hydras_grammar, value)) + "]"
+        return "[" + ",".join(map(_format_for_hydra, value)) + "]"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return "null" if value is None else repr(value)
 
 
 def from_arguments(schema: type, arguments: list[str]) -> Any:
-    """An instance of the dataclass ``schema`` filled from ``key=value`` words; ConfigError for anything else."""
+    """Return an instance of the dataclass ``schema`` from ``key=value`` arguments. Raises ConfigError for others."""
     from omegaconf import OmegaConf
 
     config, texts = OmegaConf.structured(schema), {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument!r}: arguments are key=value, with the keys {', '.join(known_keys(schema))}")
+            raise ConfigError(f"{argument!r}: not key=value; use the keys {', '.join(known_keys(schema))}")
         if key not in known_keys(schema):
             raise unknown_key(key, schema)
         if get_type_hints(schema)[key] is str:
-            texts[key] = value  # to the letter: OmegaConf would read ${…} in it
-            value = "given"
+            texts[key] = value  # kept as typed: OmegaConf would interpolate ${…}
+            value = "placeholder"
         try:
             config[key] = value
         except Exception as error:
@@ -98,7 +98,7 @@ _model_schemas: dict[str, type[ModelConfig]] = {}
 
 
 def register_model(name: str, schema: type[ModelConfig]) -> None:
-    """Let Hydra check the settings of a model family: ``model=<name>`` selects them with their defaults."""
+    """Register the settings of a model family with Hydra: ``model=<name>`` selects them with their defaults."""
     from hydra.core.config_store import ConfigStore
 
     _model_schemas[name] = schema
@@ -106,7 +106,7 @@ def register_model(name: str, schema: type[ModelConfig]) -> None:
 
 
 def _register_schema() -> None:
-    """Let Hydra check ``configs/train.yaml`` and every override against ``Config``."""
+    """Register ``Config`` with Hydra, which then checks ``configs/train.yaml`` and all overrides against it."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
@@ -116,7 +116,7 @@ _register_schema()
 
 
 def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every key of a config class, dotted: ``parallel.gx``."""
+    """Return all keys of a config class, such as ``parallel.gx``."""
     keys: dict[str, None] = {}
     for name, kind in get_type_hints(schema).items():
         if not is_dataclass(kind):
@@ -134,42 +134,41 @@ def _flat_keys(values: dict, prefix: str = "") -> list[str]:
     return keys
 
 
-def _beginnings(key: str) -> list[str]:
-    """Of ``data.blend.a``: data, data.blend, data.blend.a."""
+def _prefixes(key: str) -> list[str]:
+    """Return the prefixes of a key: data, data.blend and data.blend.a for ``data.blend.a``."""
     parts = key.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def unknown_key(key: str, schema: type = Config) -> ConfigError:
+    """Return the error for a key that ``schema`` lacks, which suggests a similar one."""
     keys = known_keys(schema)
     prefix, _, name = key.rpartition(".")
     group = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == prefix}
-    near = difflib.get_close_matches(name, group, n=1)
-    if near:
-        remedy = f"did you mean {group[near[0]]}?"
+    similar = difflib.get_close_matches(name, group, n=1)
+    if similar:
+        remedy = f"did you mean {group[similar[0]]}?"
     elif elsewhere := [k for k in keys if k.endswith("." + name)]:
         remedy = f"did you mean {elsewhere[0]}?"
     else:
-        remedy = f"there are {', '.join(group or sorted({k.partition('.')[0] + '.…' for k in keys}))}"
+        remedy = f"use one of {', '.join(group or sorted({k.partition('.')[0] + '.…' for k in keys}))}"
     return ConfigError(f"{key}: there is no such key; {remedy}")
 
 
 def to_config_error(error: BaseException, schema: type = Config) -> BaseException:
-    """Hydra's and OmegaConf's complaints as one line; any other error as it is."""
+    """Return an error of Hydra or OmegaConf as a ConfigError of one line, any other error unchanged."""
     from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return error
-    cause = error.__cause__ or error  # Hydra wraps what OmegaConf found
+    cause = error.__cause__ or error  # Hydra wraps the errors of OmegaConf
     if isinstance(error, OverrideParseException):
-        return ConfigError(
-            f"{error.override!r}: not an override; a value with signs in it is quoted twice: 'key=\"a, b\"'"
-        )
+        return ConfigError(f"{error.override!r}: not a valid override; quote special characters twice: 'key=\"a, b\"'")
     key = getattr(cause, "full_key", None)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key:
         return unknown_key(key, schema)
-    # The rest of their texts is about their own internals.
+    # The rest of the text describes internals of Hydra and OmegaConf.
     text = re.split(r"full_key:|Config search path:|See https:", str(cause))[0]
     text = " ".join(text.split())
     return ConfigError(f"{key}: {text}" if key else text)
