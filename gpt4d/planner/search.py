@@ -1,4 +1,4 @@
-"""From a configuration and a number of devices to a ranking: all grids, less those that cannot be or do not fit."""
+"""Search for the best grid of a configuration: all grids, ranked, without the impossible and the too large ones."""
 
 import math
 from collections.abc import Iterator
@@ -18,44 +18,44 @@ from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.workload import micro_batch_sizes
 
-_WORTH_A_LOOK = 20  # grids that the quick estimate may have put in another order
+_MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
 
 
 @dataclass
 class Ranking:
-    """Plans, the best first, and why there are no others."""
+    """Plans, best first, and the reasons why other grids are missing."""
 
     plans: list[Plan] = field(default_factory=list)
-    fitting: int = 0  # grids, of which ``plans`` are the best
-    impossible: int = 0  # grids that the model or the batch cannot be split over
-    problem: str | None = None  # what stands against the first of those
-    too_large: dict[GridSizes, float] = field(default_factory=dict)  # those that do not fit: the least GiB they need
+    fitting: int = 0  # number of grids that fit; ``plans`` are the best of them
+    impossible: int = 0  # number of grids that the model or the batch cannot be split over
+    problem: str | None = None  # why the first impossible grid is impossible
+    too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids that do not fit, and the GiB they need
 
     def check(self, config: Config, devices: int) -> None:
-        """ConfigError, saying what would do, where there is no plan."""
+        """Raise ConfigError, with remedies, if there is no plan."""
         if self.plans:
             return
         if not self.too_large:
-            raise ConfigError(f"no grid of {devices} device(s) can train this: {self.problem}")
-        sizes, least = min(self.too_large.items(), key=lambda found: found[1])
-        mends = ["more devices"]
+            raise ConfigError(f"no grid of {devices} device(s) is possible; the first: {self.problem}")
+        sizes, least = min(self.too_large.items(), key=lambda item: item[1])
+        remedies = ["more devices"]
         if not config.optim.shard_states and devices > 1:
-            mends.append("optim.shard_states=true")
-        if Estimate(config, sizes).least_gib() <= config.cluster.memory_gib:  # it is the activations
+            remedies.append("optim.shard_states=true")
+        if Estimate(config, sizes).least_gib() <= config.cluster.memory_gib:  # activations do not fit
             if config.train.activation_checkpointing == "none":
-                mends.append("train.activation_checkpointing=full")
+                remedies.append("train.activation_checkpointing=full")
             if config.train.micro_batch_size not in (None, 1):
-                mends.append("a smaller train.micro_batch_size")
-        *others, last = mends
+                remedies.append("a smaller train.micro_batch_size")
+        *others, last = remedies
         remedy = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(
-            f"cluster.memory_gib={config.cluster.memory_gib:g}: on {devices} device(s) a step takes {least:.1f} GiB of "
-            f"each at the least, on the grid {sizes}; use {remedy}"
+            f"cluster.memory_gib={config.cluster.memory_gib:g}: on {devices} device(s), a step needs at least "
+            f"{least:.1f} GiB of each (grid {sizes}); use {remedy}"
         )
 
 
 def grids(devices: int) -> Iterator[GridSizes]:
-    """Every (x, y, z, data) whose product is ``devices``."""
+    """Yield every (x, y, z, data) whose product is ``devices``."""
     for x in divisors(devices):
         for y in divisors(devices // x):
             for z in divisors(devices // x // y):
@@ -63,15 +63,22 @@ def grids(devices: int) -> Iterator[GridSizes]:
 
 
 def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours") -> Ranking:
-    """The ``top`` grids of ``devices`` that train ``config`` on its cluster in the least time for a step; null: all.
+    """Rank the grids of ``devices`` devices that can train ``config`` on its cluster, fastest step first.
 
-    ``cost``: ours; or aware or agnostic, the 4D paper's models of communication, whose seconds are compared instead.
+    Args:
+        config: the configuration; its grid sizes are ignored.
+        devices: the number of devices.
+        top: maximum number of plans; None for all.
+        cost: ``ours`` compares the predicted time of a step, ``aware`` and ``agnostic`` the seconds of communication of
+            the 4D paper's models.
+
+    Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
     description = registry.describe(config.model)
     ranking = Ranking()
     quick: dict[GridSizes, float] = {}
-    found: dict[GridSizes, tuple[Estimate, int]] = {}
+    candidates: dict[GridSizes, tuple[Estimate, int]] = {}
     for sizes in grids(devices):
         problem = grid_problem(description.rules, config.train, sizes)
         if problem:
@@ -83,16 +90,16 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         if micro_batch is None:
             ranking.too_large[sizes] = needed
             continue
-        found[sizes] = estimate, micro_batch
+        candidates[sizes] = estimate, micro_batch
         if cost == "ours":
             quick[sizes] = estimate.quick_s(micro_batch)
         else:
             quick[sizes] = sum(paper_models.communication(config, sizes, aware=cost == "aware").values())
-    ranking.fitting = len(found)
-    order = sorted(found, key=quick.__getitem__)
+    ranking.fitting = len(candidates)
+    order = sorted(candidates, key=quick.__getitem__)
     top = len(order) if top is None else top
-    worth = order[: max(top, _WORTH_A_LOOK)] if cost == "ours" else order[:top]
-    ranking.plans = [found[sizes][0].plan(found[sizes][1]) for sizes in worth]
+    estimated = order[: max(top, _MIN_ESTIMATED)] if cost == "ours" else order[:top]
+    ranking.plans = [candidates[sizes][0].plan(candidates[sizes][1]) for sizes in estimated]
     if cost == "ours":
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
     else:
@@ -102,7 +109,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
 
 
 def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
-    """The most sequences a device can take at once, and the GiB of a step with them; None, and the least it takes."""
+    """Return the largest microbatch per device that fits and the GiB it needs; None and the least GiB if none fits."""
     memory = estimate.config.cluster.memory_gib
     if estimate.least_gib() > memory:
         return None, estimate.least_gib()
@@ -112,8 +119,8 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
         return choices[0], needed
     least = estimate.memory_gib(choices[-1])
     if least > memory:
-        return None, min(least, needed)  # a single microbatch has no gradients before it
-    # More sequences never take less.
+        return None, min(least, needed)  # a single microbatch has no accumulated gradients
+    # Among several microbatches, larger ones never need less memory, so bisection finds the largest that fits.
     fits, too_many = len(choices) - 1, 0
     while fits - too_many > 1:
         middle = (fits + too_many) // 2
@@ -126,7 +133,7 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
 
 
 def fewest_devices(config: Config, limit: int) -> int | None:
-    """The smallest number of devices on which this trains, if it is at most ``limit`` and the machine has as many."""
+    """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can."""
     description = registry.describe(config.model)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
         for sizes in grids(devices):
@@ -138,18 +145,18 @@ def fewest_devices(config: Config, limit: int) -> int | None:
 
 
 def check_open(parallel: ParallelConfig) -> None:
-    """ConfigError if a size of the grid, which the planner is to choose, was given."""
-    for key, untouched in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
-        if getattr(parallel, key) != untouched:
+    """Raise ConfigError if a size of the grid is set, which the planner chooses."""
+    for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
+        if getattr(parallel, key) != default:
             raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; leave it out")
 
 
 def check_machine(cluster: ClusterConfig, devices: int) -> None:
-    """ConfigError if the machine has fewer devices."""
+    """Raise ConfigError if the machine has fewer than ``devices`` devices."""
     if _devices_of(cluster) < devices:
         raise ConfigError(
             f"cluster.levels: {cluster.name} has {_devices_of(cluster)} device(s), not {devices}; use another cluster, "
-            "or ranks: null for as many of the outermost groups as there are"
+            "or set ranks: null in the outermost level"
         )
 
 

@@ -1,4 +1,4 @@
-"""The ranking: which grids there are, which fit, and what is said of the others."""
+"""Search for the best grid: enumeration, ranking, what does not fit, and the planner's command."""
 
 import json
 import math
@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem
+from gpt4d.model import registry
 from gpt4d.planner import paper_models
-from gpt4d.planner.search import choose, fewest_devices, grids, rank
+from gpt4d.planner.search import fewest_devices, grids, rank
 from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
 
@@ -18,38 +19,39 @@ PERLMUTTER = ("cluster=perlmutter", "model=gpt_20b", "train.batch_size=256", "tr
 
 
 @pytest.mark.parametrize("devices", [1, 7, 12, 64, 360])
-def test_every_grid_is_there_once(devices):
-    found = list(grids(devices))
-    assert len(found) == len(set(found)) and all(math.prod(sizes) == devices for sizes in found)
-    by_force = sum(
+def test_grids_yields_every_grid_once(devices):
+    listed = list(grids(devices))
+    assert len(listed) == len(set(listed)) and all(math.prod(sizes) == devices for sizes in listed)
+    expected = sum(
         devices % x == 0 and devices // x % y == 0 and devices // x // y % z == 0
         for x in range(1, devices + 1) for y in range(1, devices // x + 1) for z in range(1, devices // x // y + 1)
     )  # fmt: skip
-    assert len(found) == by_force
+    assert len(listed) == expected
 
 
 @pytest.mark.parametrize("devices", [6, 8])
-def test_what_is_ranked_is_what_the_trainer_takes(tiny, devices):
+def test_ranked_grids_are_those_that_validation_accepts(tiny, devices):
     config = tiny()
     ranked = {plan.sizes: plan for plan in rank(config, devices).plans}
+    rules = registry.describe(config.model).rules
     for sizes in grids(devices):
-        possible = grid_problem(config.model, config.train, sizes) is None
+        possible = grid_problem(rules, config.train, sizes) is None
         assert (sizes in ranked) == possible
         if possible:
-            assert validate(tiny(*ranked[sizes].overrides), devices) == sizes
+            assert validate(tiny(*ranked[sizes].overrides), devices).sizes == sizes
 
 
-def test_the_best_is_first_and_top_cuts_the_rest():
+def test_plans_are_ordered_by_step_time_and_limited_by_top():
     config = compose(PERLMUTTER)
-    whole = rank(config, 32)
-    times = [plan.step_time_s for plan in whole.plans]
-    assert times == sorted(times) and len(times) == whole.fitting
+    ranking = rank(config, 32)
+    times = [plan.step_time_s for plan in ranking.plans]
+    assert times == sorted(times) and len(times) == ranking.fitting
     top = rank(config, 32, top=3)
-    assert [p.sizes for p in top.plans] == [p.sizes for p in whole.plans[:3]] and top.fitting == whole.fitting
+    assert [p.sizes for p in top.plans] == [p.sizes for p in ranking.plans[:3]] and top.fitting == ranking.fitting
 
 
 @pytest.mark.parametrize("cost", ["aware", "agnostic"])
-def test_the_papers_models_rank_by_their_seconds(cost):
+def test_the_papers_models_rank_by_seconds_of_communication(cost):
     config = compose(["cluster=perlmutter", "model=gpt_125m", "train.batch_size=64"])
     plans = rank(config, 16, cost=cost).plans
     seconds = [sum(paper_models.communication(config, plan.sizes, cost == "aware").values()) for plan in plans]
@@ -57,7 +59,7 @@ def test_the_papers_models_rank_by_their_seconds(cost):
     assert [plan.sizes for plan in plans] != [plan.sizes for plan in rank(config, 16).plans]
 
 
-def test_what_does_not_fit_is_left_out_with_its_gib():
+def test_grids_that_do_not_fit_are_listed_with_their_gib():
     config = compose([*PERLMUTTER, "train.micro_batch_size=4"])
     ranking = rank(config, 32)
     assert all(plan.memory_gib <= 40 for plan in ranking.plans)
@@ -66,7 +68,7 @@ def test_what_does_not_fit_is_left_out_with_its_gib():
     assert GridSizes(1, 1, 1, 32) in ranking.too_large  # 16 bytes of each of 20 billion parameters
 
 
-def test_a_microbatch_is_the_largest_that_fits():
+def test_the_planned_microbatch_is_the_largest_that_fits():
     config = compose([*PERLMUTTER, "train.batch_size=1024"])
     plan = rank(config, 32, top=1).plans[0]
     assert f"train.micro_batch_size={plan.micro_batch}" in plan.overrides
@@ -74,7 +76,7 @@ def test_a_microbatch_is_the_largest_that_fits():
     assert plan.sizes in rank(larger, 32).too_large
 
 
-def test_the_fewest_devices_are_those_below_which_nothing_fits():
+def test_nothing_fits_on_less_than_the_fewest_devices():
     config = compose(PERLMUTTER)
     fewest = fewest_devices(config, 64)
     assert rank(config, fewest).plans
@@ -84,10 +86,10 @@ def test_the_fewest_devices_are_those_below_which_nothing_fits():
     assert fewest_devices(small, 64) is None  # the machine has no more
 
 
-def test_where_nothing_fits_the_remedy_is_told():
+def test_the_error_names_remedies_if_nothing_fits():
     config = compose(["cluster=perlmutter", "model=gpt_20b", "train.batch_size=16"])
     with pytest.raises(
-        ConfigError, match=r"on 4 device\(s\) a step takes .* GiB .*use more devices or optim\.shard_states=true"
+        ConfigError, match=r"on 4 device\(s\), a step needs .* GiB .*use more devices or optim\.shard_states=true"
     ):
         rank(config, 4).check(config, 4)
     config = compose(["train.batch_size=2"])
@@ -95,37 +97,40 @@ def test_where_nothing_fits_the_remedy_is_told():
         rank(config, 7).check(config, 7)
 
 
-def test_auto_takes_the_best_grid(tiny):
-    config, plans = choose(tiny("parallel.mode=auto"), 8)
-    assert validate(config, 8) == plans[0].sizes and config.parallel.mode == "4d"
+def test_auto_selects_the_best_grid(tiny):
+    config = tiny("parallel.mode=auto")
+    plan, (best, *_) = validate(config, 8), rank(config, 8, top=3).plans
+    assert plan.sizes == best.sizes and plan.candidates[0].startswith(f"{best.sizes} (")
+    assert plan.config.parallel.mode == "4d" and validate(plan.config, 8).sizes == best.sizes
     with pytest.raises(ConfigError, match=r"parallel\.gy=2: the planner chooses the grid"):
-        choose(tiny("parallel.mode=auto", "parallel.gy=2"), 8)
+        validate(tiny("parallel.mode=auto", "parallel.gy=2"), 8)
 
 
-def test_a_run_trains_on_the_grid_that_auto_takes(ranks, tiny):
-    config, plans = choose(tiny("parallel.mode=auto", "train.steps=2"), 4)
+def test_training_uses_the_grid_that_auto_selects(ranks, tiny):
+    config = tiny("parallel.mode=auto", "train.steps=2")
     ranks.run(4, train_in_rank, config)
-    assert bytes_sent(config.run.dir) == bytes_planned(config, plans[0].sizes)
+    plan = validate(config, 4)
+    assert bytes_sent(config.run.dir) == bytes_planned(plan.config, plan.sizes)
 
 
-def test_a_mesh_of_atp_is_not_yet_trained_on(tiny):
+def test_training_rejects_parallel_mode_atp(tiny):
     with pytest.raises(ConfigError, match=r"parallel\.gx=d1 parallel\.gy=d2"):
         validate(tiny("parallel.mode=atp"), 4)
 
 
-def ask(*words: str) -> str:
-    """The planner's answer on a command line, in a process that must not have needed torch."""
+def ask(*arguments: str) -> str:
+    """Return the output of the planner's command, in a process that must not import torch."""
     code = (
         "import sys; from gpt4d.planner.__main__ import main; from gpt4d.runtime.errors import one_line_errors\n"
         "with one_line_errors(): main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert not done.returncode or done.stderr.startswith("error: "), done.stderr
     return done.stdout or done.stderr
 
 
-def test_the_answer_in_json_and_as_a_picture_needs_no_torch(tmp_path):
+def test_json_and_picture_are_written_without_torch(tmp_path):
     picture = tmp_path / "plan.png"
     answer = json.loads(
         ask(
@@ -149,23 +154,21 @@ def test_the_answer_in_json_and_as_a_picture_needs_no_torch(tmp_path):
         assert (axis in best["comm"]) == (size > 1)
 
 
-def test_the_table_ends_with_words_to_paste():
+def test_the_table_ends_with_overrides_for_each_plan():
     answer = ask("world_size=32", *PERLMUTTER, "top=5")
     assert "grid(s) do not fit in 40 GiB; the smallest" in answer and "grid(s) are not possible" in answer
     pasted = [line for line in answer.splitlines() if line.startswith("parallel.gx=")]
     assert len(pasted) == 5
     config = compose([*PERLMUTTER, *pasted[0].split()])
-    assert validate(config, 32).devices == 32
+    assert validate(config, 32).sizes.devices == 32
 
 
-def test_without_a_world_size_it_tells_the_fewest_devices():
-    assert (
-        ask(*PERLMUTTER)
-        == f"gpt_20b trains on {fewest_devices(compose(PERLMUTTER), 64)} device(s) of perlmutter at the least\n"
-    )
+def test_without_a_world_size_the_fewest_devices_are_printed():
+    fewest = fewest_devices(compose(PERLMUTTER), 64)
+    assert ask(*PERLMUTTER) == f"gpt_20b needs at least {fewest} device(s) of perlmutter\n"
 
 
-def test_atps_meshes_are_ranked_on_request():
+def test_parallel_mode_atp_ranks_meshes():
     (best, *_) = json.loads(ask("world_size=8", "parallel.mode=atp", "cluster=ic1", "format=json"))
     assert best["mesh"] == [2, 4] and best["overrides"] == ["parallel.gx=2", "parallel.gy=4"]
     assert best["step_time_s"] == pytest.approx(best["compute_s"] + best["t_comm_s"]) and best["memory_gib"] > 0
@@ -173,24 +176,24 @@ def test_atps_meshes_are_ranked_on_request():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["world_size=0"], "world_size=0: use a value of at least 1"),
         (["world_size=8", "format=xml"], "format=xml: use one of table, json"),
         (["world_size=8", "cost=best"], "cost=best: use one of ours, aware, agnostic"),
-        (["world_size=8", "plot=plan"], "plot=plan: the name of a .png"),
-        (["world_size=8", "parallel.gq=2"], "parallel.gq: there is no such key; there are mode, gx"),
+        (["world_size=8", "plot=plan"], "plot=plan: no format for pictures; use the name of a .png"),
+        (["world_size=8", "parallel.gq=2"], "parallel.gq: there is no such key; use one of mode, gx"),
         (["world_size=8", "cluster=missing.yaml"], "cluster=missing.yaml: no such file"),
         (["world_size=8", "parallel.gx=2"], "parallel.gx=2: the planner chooses the grid"),
         (["world_size=16", "cluster=ic2"], "cluster.levels: ic2 has 8 device(s), not 16"),
         (["world_size=8", "cluster.matmul_tflops=0"], "cluster.matmul_tflops=0.0: use a value above 0"),
-        (["world_size=8", "cluster.levels=[]"], "cluster.levels=[]: a machine has one level of links at the least"),
-        (["world_size=8", "cluster.levels=[{},{}]"], "cluster.levels[1].ranks=None: "),
-        (["world_size=8", "plot=nowhere/plan.png"], "plot=nowhere/plan.png: no such directory"),
-        (["world_size=8", "model.heads=7"], "model.heads=7 does not divide"),
+        (["world_size=8", "cluster.levels=[]"], "cluster.levels=[]: a machine needs a level of links"),
+        (["world_size=8", "cluster.levels=[{},{}]"], "cluster.levels[1].ranks=null: "),
+        (["world_size=8", "plot=nowhere/plan.png"], "plot=nowhere/plan.png: no directory nowhere; create it"),
+        (["world_size=8", "model.heads=7"], "model.heads=7: does not divide"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line(words, told):
-    answer = ask(*words)
-    assert answer.startswith(f"error: {told}") and answer.count("\n") == 1
+def test_a_mistake_is_reported_in_one_line(arguments, message):
+    answer = ask(*arguments)
+    assert answer.startswith(f"error: {message}") and answer.count("\n") == 1
