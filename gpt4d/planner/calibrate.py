@@ -1,9 +1,9 @@
-"""Measures the machine it runs on, and writes it down as a cluster for the planner.
+"""Measurement of the machine, written as a cluster configuration for the planner.
 
     torchrun --nproc-per-node 4 -m gpt4d.planner.calibrate out=configs/cluster/mine.yaml
 
-Then ``cluster=mine``. On a cluster it is started as train.py is, on two nodes at the least: what goes between more of
-them is drawn out from that. All ranks measure at once, since they share links, memory and, on a CPU, cores.
+``cluster=mine`` then selects it. On a cluster, start it like train.py on at least two nodes; the speed between more
+nodes is extrapolated from those. All ranks measure at once, since they share links, memory and, on a CPU, cores.
 """
 
 import os
@@ -43,16 +43,16 @@ from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep, build_stage
 
-_LEAST_S = 0.2  # that a measurement lasts: longer than a turn of the operating system's
-_ROUNDS = 3  # of which the median counts
-_LARGEST = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes sent in the largest message, about
-_SIDE = {"cpu": 512, "cuda": 8192}  # of a large square product
-_TURNS = 9  # of a computation with and without a collective beside it
-_AGAIN = 5  # in each of those turns, of what is too short by itself
-_LONG_S = 0.2  # that a message takes: a larger one would tell nothing new
-_COVER = 2.0  # times a collective's own length, of a computation that is to hide it
-_SMALL = GPT2Config("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
-_LARGE = {
+_MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
+_ROUNDS = 3  # measurements, of which the median counts
+_MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
+_MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
+_COMPARISONS = 9  # of a computation with and without a collective beside it
+_REPEATS = 5  # of work that is too short to be timed by itself, in each comparison
+_LONG_MESSAGE_S = 0.2  # no message larger than one that takes this long is measured
+_COVER = 2.0  # duration of the computation that hides a collective, in durations of the collective
+_SMALL_MODEL = GPT2Config("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
+_LARGE_MODEL = {
     "cpu": GPT2Config("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128),
     "cuda": GPT2Config("large", layers=2, hidden=2048, heads=16, vocab_size=8192, max_positions=2048),
 }
@@ -60,23 +60,24 @@ _LARGE = {
 
 @dataclass
 class CalibrateConfig:
-    out: str = MISSING  # the YAML file to write; in configs/cluster its name is what cluster=… takes
-    name: str | None = None  # null: the file's
+    out: str = MISSING  # the YAML file to write; cluster=… selects one in configs/cluster by its name
+    name: str | None = None  # null: the file's name
 
 
-def measured(launch: Launch, device: torch.device, name: str) -> ClusterConfig:
-    """The machine as ``device`` of all ranks sees it. All ranks call it; they have a process group."""
-    cluster = replace(_of_the_system(launch, device), name=name)
+def measure(launch: Launch, device: torch.device, name: str) -> ClusterConfig:
+    """Measure the machine with ``device`` of every rank. All ranks of the process group must call this."""
+    cluster = replace(_read_system(launch, device), name=name)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
-    cluster.operation_us, cluster.memory_gb_s = _operations(cluster, device)
+    cluster.operation_us, cluster.memory_gb_s = _measure_operations(cluster, device)
     if launch.world_size > 1:
-        cluster.measured = _links(cluster, launch.world_size, device)
-        cluster.levels = _levels(cluster, launch.local_world_size)
-        cluster.skew_us = _skew(launch, device) * 1e6
+        cluster.measured = _measure_links(cluster, launch.world_size, device)
+        cluster.levels = _derive_levels(cluster, launch.local_world_size)
+        cluster.skew_us = _measure_skew(launch, device) * 1e6
     return cluster
 
 
-def _of_the_system(launch: Launch, device: torch.device) -> ClusterConfig:
+def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
+    """Return the devices and their memory, which need no measurement."""
     node = LevelConfig(ranks=launch.local_world_size)
     outside = [] if launch.local_world_size == launch.world_size else [LevelConfig()]
     cluster = ClusterConfig(device=device.type, levels=[*outside, node])
@@ -95,20 +96,20 @@ def _of_the_system(launch: Launch, device: torch.device) -> ClusterConfig:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Of one ``work``, on the slowest rank, when all do it again and again."""
+    """Return the seconds of one call of ``work`` on the slowest rank, when all ranks repeat it."""
     work()
-    times, found = 1, []
-    while len(found) < _ROUNDS:
-        seconds = _once(work, device, times)
-        if seconds < _LEAST_S:
-            times = max(2 * times, int(1.2 * times * _LEAST_S / max(seconds, 1e-6)))
+    times, measured = 1, []
+    while len(measured) < _ROUNDS:
+        seconds = _time(work, device, times)
+        if seconds < _MIN_MEASURED_S:
+            times = max(2 * times, int(1.2 * times * _MIN_MEASURED_S / max(seconds, 1e-6)))
         else:
-            found.append(seconds / times)
-    return statistics.median(found)
+            measured.append(seconds / times)
+    return statistics.median(measured)
 
 
-def _once(work: Callable[[], None], device: torch.device, times: int = 1) -> float:
-    """Seconds of so many ``work`` in a row, on the slowest rank, when all begin together."""
+def _time(work: Callable[[], None], device: torch.device, times: int = 1) -> float:
+    """Return the seconds of ``times`` consecutive calls of ``work`` on the slowest rank; all ranks start together."""
     all_gather_object(None)
     started = time.perf_counter()
     for _ in range(times):
@@ -119,41 +120,46 @@ def _once(work: Callable[[], None], device: torch.device, times: int = 1) -> flo
 
 
 def _matmul_flops(device: torch.device) -> float:
-    side, dtype = _SIDE[device.type], compute_dtype("auto", device)
-    square = torch.ones(side, side, dtype=dtype, device=device)
-    return 2 * side**3 / _seconds(lambda: square @ square, device)
+    square = _square_matrix(device)
+    return 2 * len(square) ** 3 / _seconds(lambda: square @ square, device)
 
 
-# ------------------------------------------------------------------------------------- everything but products
+def _square_matrix(device: torch.device) -> torch.Tensor:
+    size = _MATRIX_SIZE[device.type]
+    return torch.ones(size, size, dtype=compute_dtype("auto", device), device=device)
 
 
-def _operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
-    """Microseconds of an operation and GB/s of memory with which the planner's step takes the time of a real one.
+# ---------------------------------------------------------------------------- operations other than products
 
-    Of two models: one so small that operations are all it does, one in which what they move counts.
+
+def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
+    """Return microseconds per operation and GB/s of memory for which the planner predicts measured times of a step.
+
+    They solve the equations of two models: in a small one the number of operations counts, in a large one the bytes
+    that they move as well.
     """
     rows, times = [], []
-    for model, sequences in ((_SMALL, 1), (_LARGE[device.type], 4)):
+    for model, sequences in ((_SMALL_MODEL, 1), (_LARGE_MODEL[device.type], 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
-        taken = _seconds(_training_step(config, device), device)
-        operations, moved = (_counted(config, cluster, each) for each in ("operation_us", "memory_gb_s"))
-        products = _counted(config, cluster, "matmul_tflops") * 1e-12 / cluster.matmul_tflops
+        step_s = _seconds(_training_step(config, device), device)
+        operations, moved = (_count_in_step(config, cluster, key) for key in ("operation_us", "memory_gb_s"))
+        products_s = _count_in_step(config, cluster, "matmul_tflops") * 1e-12 / cluster.matmul_tflops
         rows.append((operations, moved))
-        times.append(max(taken - products, 0.05 * taken))
+        times.append(max(step_s - products_s, 0.05 * step_s))
     (a, b), (c, d) = rows
     determinant = a * d - b * c
     operation_s = (times[0] * d - b * times[1]) / determinant
     s_per_byte = (a * times[1] - c * times[0]) / determinant
-    # The one or the other may come out as nothing where the products' rate was measured a little low.
+    # Either may be zero or negative if the measured rate of products is a little too low.
     s_per_byte = max(s_per_byte, 1e-13)
     return max(operation_s, 1e-7) * 1e6, 1e-9 / s_per_byte
 
 
-def _counted(config: Config, cluster: ClusterConfig, what: str) -> float:
-    """Of one device's step alone: operations, bytes moved or FLOPs."""
+def _count_in_step(config: Config, cluster: ClusterConfig, key: str) -> float:
+    """Return the operations, bytes moved or FLOPs of a step on one device, whichever ``key`` is the speed of."""
     unit = {"operation_us": 1e6, "memory_gb_s": 1e-9, "matmul_tflops": 1e-12}
-    nothing = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
-    config = replace(config, cluster=replace(cluster, **(nothing | {what: unit[what]})))
+    free = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
+    config = replace(config, cluster=replace(cluster, **(free | {key: unit[key]})))
     sizes, train = GridSizes(), config.train
     description = registry.describe(config.model)
     return StepWalk(config, description, sizes, Links(config.cluster, sizes), train.batch_size).run(1).compute_s
@@ -171,46 +177,46 @@ def _training_step(config: Config, device: torch.device) -> Callable[[], None]:
 # ------------------------------------------------------------------------------------------------------ links
 
 
-def _links(cluster: ClusterConfig, world: int, device: torch.device) -> list[MeasuredConfig]:
-    """Each kind of collective over each kind of group that an axis can have here."""
-    found: dict[tuple, MeasuredConfig] = {}
+def _measure_links(cluster: ClusterConfig, world: int, device: torch.device) -> list[MeasuredConfig]:
+    """Measure each kind of collective in each kind of group that an axis of a grid on this machine can have."""
+    measured: dict[tuple, MeasuredConfig] = {}
     for stride in divisors(world):
         for size in divisors(world // stride)[1:]:
-            where = place(cluster, RankSpan(stride, size))
-            key = where.local, where.nodes, where.sharing
-            if key not in found:
+            group = place(cluster, RankSpan(stride, size))
+            key = group.local, group.nodes, group.sharing
+            if (*key, KINDS[0]) not in measured:
                 axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
                 for kind in KINDS:
-                    found[(*key, kind)] = _collective(replace(where, kind=kind), axis, device)
-                found[key] = where
-    return [entry for key, entry in found.items() if len(key) == 4]
+                    measured[(*key, kind)] = _measure_collective(replace(group, kind=kind), axis, device)
+    return list(measured.values())
 
 
-def _collective(where: MeasuredConfig, axis: Axis, device: torch.device) -> MeasuredConfig:
-    start = getattr(collectives, f"start_{where.kind}")
+def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device) -> MeasuredConfig:
+    """Return ``group`` with latency, rate and hidden share of its kind of collective along ``axis``."""
+    start = getattr(collectives, f"start_{group.kind}")
 
     def message(nbytes: int) -> torch.Tensor:
         elements = max(axis.size, nbytes // 4 // axis.size * axis.size)
-        return torch.ones(elements // axis.size if where.kind == "all_gather" else elements, device=device)
+        return torch.ones(elements // axis.size if group.kind == "all_gather" else elements, device=device)
 
-    sent, taken = [], []
+    sent, seconds = [], []
     for halvings in (11, 6, 3, 2, 0):
-        tensor = message(_LARGEST[device.type] >> halvings)
-        sent.append(sent_bytes(where.kind, axis.size, tensor.nbytes))
-        taken.append(_seconds(lambda tensor=tensor: _wait(start(tensor, axis)), device))
-        if taken[-1] > _LONG_S and len(taken) > 1:
+        tensor = message(_MAX_MESSAGE_BYTES[device.type] >> halvings)
+        sent.append(sent_bytes(group.kind, axis.size, tensor.nbytes))
+        seconds.append(_seconds(lambda tensor=tensor: _wait(start(tensor, axis)), device))
+        if seconds[-1] > _LONG_MESSAGE_S and len(seconds) > 1:
             break
-    latency, s_per_byte = _line(sent, taken)
-    hidden = _hidden(lambda: start(tensor, axis), taken[-1], device)
-    return replace(where, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=hidden)
+    latency, s_per_byte = _fit_line(sent, seconds)
+    hidden = _measure_hidden_share(lambda: start(tensor, axis), seconds[-1], device)
+    return replace(group, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=hidden)
 
 
 def _wait(pending: collectives.Pending) -> None:
     pending.wait()
 
 
-def _line(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Offset and slope, both above 0, that miss no point by much: least squares of the relative errors."""
+def _fit_line(x: list[float], y: list[float]) -> tuple[float, float]:
+    """Return offset (at least 0) and slope (above 0) of the line with the least squares of relative errors."""
     weights = [1 / value**2 for value in y]
     total = sum(weights)
     mean_x = sum(w * a for w, a in zip(weights, x, strict=True)) / total
@@ -221,15 +227,14 @@ def _line(x: list[float], y: list[float]) -> tuple[float, float]:
     return max(mean_y - slope * mean_x, 0.0), slope
 
 
-def _skew(launch: Launch, device: torch.device) -> float:
-    """Seconds that ranks of a node who compute, then meet, take longer than the one and the other."""
+def _measure_skew(launch: Launch, device: torch.device) -> float:
+    """Return by how many seconds computing followed by an all-reduce exceeds the sum of the two, in a node's ranks."""
     node, world = launch.local_world_size, launch.world_size
     axis = Grid(GridSizes(node, 1, 1, world // node) if node > 1 else GridSizes(world), device.type).x
-    side = _SIDE[device.type]
-    square = torch.ones(side, side, dtype=compute_dtype("auto", device), device=device)
+    square = _square_matrix(device)
     small = torch.ones(axis.size, device=device)
 
-    def meet() -> None:
+    def reduce() -> None:
         collectives.all_reduce(small, axis)
 
     def compute() -> None:
@@ -237,18 +242,17 @@ def _skew(launch: Launch, device: torch.device) -> float:
 
     def both() -> None:
         compute()
-        meet()
+        reduce()
 
-    turns = [[_once(work, device, _AGAIN) for work in (both, compute, meet)] for _ in range(_TURNS)]
-    return max(0.0, statistics.median(a - b - c for a, b, c in turns) / _AGAIN)
+    rounds = [[_time(work, device, _REPEATS) for work in (both, compute, reduce)] for _ in range(_COMPARISONS)]
+    return max(0.0, statistics.median(a - b - c for a, b, c in rounds) / _REPEATS)
 
 
-def _hidden(start: Callable[[], collectives.Pending], alone: float, device: torch.device) -> float:
-    """Of the ``alone`` seconds of a collective, the share that costs a computation beside it nothing."""
-    side = _SIDE[device.type]
-    square = torch.ones(side, side, dtype=compute_dtype("auto", device), device=device)
-    once = _seconds(lambda: square @ square, device)
-    times = max(1, round(_COVER * alone / once))  # it is over before the computation is
+def _measure_hidden_share(start: Callable[[], collectives.Pending], alone_s: float, device: torch.device) -> float:
+    """Return the share of a collective's ``alone_s`` seconds that does not slow a computation beside it."""
+    square = _square_matrix(device)
+    product_s = _seconds(lambda: square @ square, device)
+    times = max(1, round(_COVER * alone_s / product_s))  # the collective ends before the computation
 
     def compute() -> None:
         for _ in range(times):
@@ -259,14 +263,14 @@ def _hidden(start: Callable[[], collectives.Pending], alone: float, device: torc
         compute()
         pending.wait()
 
-    # In turns: the machine may be faster now and slower then.
-    pairs = [(_once(both, device), _once(compute, device)) for _ in range(_TURNS)]
-    stolen = statistics.median(with_it - without for with_it, without in pairs)
-    return min(1.0, max(0.0, 1 - stolen / alone))
+    # Measurements alternate, since the speed of the machine may drift.
+    pairs = [(_time(both, device), _time(compute, device)) for _ in range(_COMPARISONS)]
+    slowdown_s = statistics.median(with_collective - without for with_collective, without in pairs)
+    return min(1.0, max(0.0, 1 - slowdown_s / alone_s))
 
 
-def _levels(cluster: ClusterConfig, node: int) -> list[LevelConfig]:
-    """For groups that were not measured: what a device, and a node, have to the outside, by all-gathers."""
+def _derive_levels(cluster: ClusterConfig, node: int) -> list[LevelConfig]:
+    """Return the links of a device and of a node by the measured all-gathers, for groups that were not measured."""
     inside = [m for m in cluster.measured if m.kind == "all_gather" and m.nodes == 1]
     between = [m for m in cluster.measured if m.kind == "all_gather" and m.nodes > 1]
     levels = []
@@ -284,30 +288,30 @@ def main(arguments: list[str]) -> None:
     config = from_arguments(CalibrateConfig, arguments)
     out, launch = Path(config.out), Launch.from_environment()
     if out.suffix != ".yaml":
-        raise ConfigError(f"out={config.out}: the name of a .yaml file, such as configs/cluster/mine.yaml")
+        raise ConfigError(f"out={config.out}: not a .yaml file; use, for example, configs/cluster/mine.yaml")
     with process_group(launch) as job:
         run_on_rank0(lambda: _check_writable(out))
-        cluster = measured(launch, job.device, config.name or out.stem)
+        cluster = measure(launch, job.device, config.name or out.stem)
         run_on_rank0(lambda: _write(cluster, out))
 
 
 def _check_writable(out: Path) -> None:
-    """ConfigError, before minutes of measuring, if the file cannot be written."""
+    """Raise ConfigError if the file cannot be written, before minutes of measurement."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
     except OSError as error:
-        raise ConfigError(f"out={out}: {error.strerror}") from None
+        raise ConfigError(f"out={out}: cannot be written ({error.strerror}); use another path") from None
 
 
 def _write(cluster: ClusterConfig, out: Path) -> None:
-    words = "# Measured by python -m gpt4d.planner.calibrate; every key: gpt4d/config/schema.py, ClusterConfig.\n"
-    out.write_text(words + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
-    print(f"{out}: a product reaches {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")
-    print(f"an operation takes {cluster.operation_us:.0f} us, the last rank is late by {cluster.skew_us:.0f}")
+    header = "# Measured by python -m gpt4d.planner.calibrate. Keys: ClusterConfig in gpt4d/config/schema.py.\n"
+    out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
+    print(f"{out}: matrix products reach {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")
+    print(f"an operation takes at least {cluster.operation_us:.0f} us, the last rank is {cluster.skew_us:.0f} us late")
     for entry in cluster.measured:
         print(
-            f"{entry.kind:15} {entry.local} rank(s) on each of {entry.nodes} node(s), {entry.sharing} sharing a link: "
+            f"{entry.kind:15} {entry.local} rank(s) on each of {entry.nodes} node(s), {entry.sharing} group(s) a link: "
             f"{entry.latency_us:.0f} us + bytes / {entry.gb_s:.3g} GB/s, {entry.hidden:.0%} can hide"
         )
 
