@@ -7,27 +7,12 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.model import GPT
-from gpt4d.model.init import initialize
-from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
 
 SIZES = GridSizes(2, 2, 2, 1)
 BATCH, LENGTH = 8, 128
 LAYERS, HIDDEN, HEADS = 4, 512, 8
 # The rest of the model is built but never run, so the vocabulary is as small as possible.
 MODEL = GPT2Config("blocks", LAYERS, HIDDEN, HEADS, vocab_size=8, vocab_multiple=8, max_positions=LENGTH)
-
-
-def our_model(weights: WeightStream, **settings) -> GPT:
-    model = GPT(MODEL, weights, **settings)
-    initialize(model, 0, weights.grid)
-    return model
-
-
-def initial_weights() -> dict[str, torch.Tensor]:
-    """Return the global tensors of ``our_model``. Call it before there is a process group."""
-    return {name: p.detach() for name, p in our_model(WeightStream(Grid())).named_parameters()}
 
 
 def inputs_and_upstream(z: int, y: int) -> tuple[torch.Tensor, torch.Tensor]:

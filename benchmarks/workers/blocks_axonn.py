@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.workers import blocks
-from benchmarks.workers.blocks import HEADS, HIDDEN, LAYERS, SIZES
+from benchmarks.workers.blocks import HEADS, HIDDEN, LAYERS, MODEL, SIZES
+from benchmarks.workers.training import initial_weights
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
@@ -130,7 +131,7 @@ class AxonnBlocks:
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    weights = blocks.initial_weights()
+    weights = initial_weights(MODEL)
     launch = Launch.from_environment()
     with process_group(launch, torch.device("cpu")):
         share_process_groups()

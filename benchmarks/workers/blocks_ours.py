@@ -1,17 +1,21 @@
 """Our blocks on a 2×2×2 grid, with one more overlap in each setting (4D paper, Fig. 3)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.workers import blocks
 from benchmarks.workers.blocks import LAYERS, SIZES
-from gpt4d.config import OverlapConfig
+from gpt4d.config import Config, OverlapConfig, ParallelConfig, TrainConfig
+from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.order import weight_order
+from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
+from gpt4d.step import build_stage
 
 # name: (all-reduce, reduce-scatter, all-gather, blocks cached)
 SETTINGS = {
@@ -27,22 +31,35 @@ class Gpt4dBlocks:
     """Transformer blocks with some overlaps on. ``cached`` is the number of blocks that keep their gathered weights."""
 
     def __init__(self, grid: Grid, all_reduce: bool, reduce_scatter: bool, all_gather: bool, cached: int):
-        self.weights = WeightStream(grid, overlap=OverlapConfig(all_reduce, reduce_scatter, all_gather))
-        self.model = blocks.our_model(self.weights, recompute=True, cache_layers=cached)
+        config = Config(
+            model=blocks.MODEL,
+            train=TrainConfig(activation_checkpointing="full"),
+            parallel=ParallelConfig(overlap=OverlapConfig(all_reduce, reduce_scatter, all_gather), cache_layers=cached),
+        )
+        stage = build_stage(config, grid, torch.device("cpu"))
+        self.weights, self.blocks, self.cached = stage.weights, stage.module.blocks, stage.cached
+        # Embedding and head are not run, so the order of uses has the weights of the blocks only.
+        model = registry.describe(blocks.MODEL)
+        layer_weights = replace(model, units=model.blocks).layer_weights(recompute=True)
+        self.order = weight_order(single_stage(microbatches=1), layer_weights)
         self.inputs, self.upstream = blocks.inputs_and_upstream(grid.z.index, grid.y.index)
         self.sample_ids = torch.arange(len(self.inputs))
 
     def step(self) -> Callable[[], dict]:
-        self.model.through_blocks(self.inputs, self.sample_ids).backward(self.upstream)
+        self.weights.begin(self.order, self.cached)
+        x = self.inputs
+        for block in self.blocks:
+            x = self.weights.run_block(block, x, self.sample_ids)
+        x.backward(self.upstream)
         self.weights.finish()
         return self.collect_results
 
     def collect_results(self) -> dict:
         grid = self.weights.grid
         exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in (grid.x, grid.y, grid.z)}
-        matrices = [p for p in self.model.blocks.parameters() if p.spec.decay]
+        matrices = [p for p in self.blocks.parameters() if p.spec.decay]
         norms = blocks.take_gradient_norms(self.inputs, matrices)
-        self.model.zero_grad(set_to_none=True)
+        self.blocks.zero_grad(set_to_none=True)
         return {"exposed_s": exposed, **norms}
 
 

@@ -5,12 +5,11 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.interleave import ContenderStep
-from gpt4d.config import OptimConfig
+from gpt4d.config import Config, OptimConfig, ParallelConfig
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.model import GPT
-from gpt4d.model.init import initialize
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.stage import Stage
+from gpt4d.step import build_stage
 
 MODEL = GPT2Config("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
 BATCH = 8  # sequences per step, over all ranks
@@ -35,15 +34,15 @@ def _per_step(answer: dict) -> dict:
     return {**answer, "steps": STEPS} | ({"exposed_s": exposed} if exposed else {})
 
 
-def our_model(weights: WeightStream, config: GPT2Config = MODEL, cache_layers: int = 0) -> GPT:
-    model = GPT(config, weights, cache_layers=cache_layers)
-    initialize(model, 0, weights.grid)
-    return model
+def our_stage(grid: Grid, model: GPT2Config = MODEL) -> Stage:
+    """Return our model on ``grid``. As in the other workers, gathered weights stay until the backward."""
+    config = Config(model=model, parallel=ParallelConfig(cache_layers="all"))
+    return build_stage(config, grid, torch.device("cpu"))
 
 
-def initial_weights(config: GPT2Config = MODEL) -> dict[str, torch.Tensor]:
-    """Return the global tensors with which all workers start. Call it before there is a process group."""
-    return {name: p.detach() for name, p in our_model(WeightStream(Grid()), config).named_parameters()}
+def initial_weights(model: GPT2Config = MODEL) -> dict[str, torch.Tensor]:
+    """Return the global tensors with which all workers start."""
+    return {name: p.detach() for name, p in our_stage(Grid.single_device(), model).module.named_parameters()}
 
 
 def sequences(share: int, shares: int, config: GPT2Config = MODEL, batch: int = BATCH) -> tuple[torch.Tensor, ...]:
