@@ -51,7 +51,7 @@ class Trainer:
         self.task.connect(self.stage, plan.micro_batch_size)
         self.monitor = LossMonitor(config.train, config.optim.lr)
         self.checkpoints = RunCheckpoints(plan, self.stage, self.task, task_name, self.monitor)
-        self.step = TrainStep(
+        self.train_step = TrainStep(
             self.stage,
             self.task.loss_sum,
             config.optim,
@@ -73,10 +73,10 @@ class Trainer:
         stop = stop or StopRequest()
         try:
             run_on_rank0(self._open_log)
-            self.progress = self.checkpoints.resume(self.step, self.log)
+            self.progress = self.checkpoints.resume(self.train_step, self.log)
             for message in self.slow:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
-            profile = Profile(self.config, self.stage.module, self.step.optimizer, self.log, self.progress.step)
+            profile = Profile(self.config, self.stage.module, self.train_step.optimizer, self.log, self.progress.step)
             with profile, stop.deferred():
                 self._loop(profile, stop, watchdog)
             self._finish()
@@ -110,7 +110,7 @@ class Trainer:
                 if validating:
                     self._validate()
                 if (saving or stopping) and self.monitor.is_finite:
-                    self.checkpoints.save(self.step, progress)
+                    self.checkpoints.save(self.train_step, progress)
                 self.meter.restart(step)
         if watchdog:
             watchdog.hang_detector = None
@@ -129,7 +129,7 @@ class Trainer:
         lr = optim.learning_rate(progress.step, self.config.optim, train.steps)
         units = train.batch_size * self.task.units_per_sample
         batches = self.task.batches(progress.samples)
-        result = self.step(batches, self.plan.microbatches, units, lr, stop=stop.signal is not None)
+        result = self.train_step(batches, self.plan.microbatches, units, lr, stop=stop.signal is not None)
         progress.step += 1
         progress.samples += train.batch_size
         progress.units += units
@@ -151,7 +151,7 @@ class Trainer:
         if not steps:
             return
         batches = chain.from_iterable(self.task.validation_batches(index) for index in range(steps))
-        total = self.step.evaluate(batches, steps * self.plan.microbatches).item()
+        total = self.train_step.evaluate(batches, steps * self.plan.microbatches).item()
         self.validation_loss = total / (steps * train.batch_size * self.task.units_per_sample)
         message = f"step {self.progress.step}/{train.steps}  validation loss {self.validation_loss:.4f}"
         self.log.event("validation", message, **self.progress.values(self.task.unit), loss=self.validation_loss)

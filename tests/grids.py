@@ -108,7 +108,7 @@ def train_in_rank(config: Config) -> None:
 
     from gpt4d.trainer import Trainer
 
-    Trainer(config, validate(config, dist.get_world_size()), torch.device("cpu")).run()
+    Trainer(validate(config, dist.get_world_size()), torch.device("cpu")).run()
 
 
 def on_grid(sizes: GridSizes) -> list[str]:

@@ -92,17 +92,18 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
     import torch.distributed as dist
 
     from gpt4d.parallel.gradients import GradientReducer
-    from gpt4d.trainer import Trainer
     from tests.grids import global_tensor
 
-    trainer = Trainer(config, *sizes_and_device(config))
+    trainer = build_trainer(config)
     finish, weights = GradientReducer.finish, []
 
     def finish_with_bad_value(self):
         if trainer.progress.step + 1 in steps and dist.get_rank() == bad_rank:
-            next(p for p in trainer.model.parameters() if p.grad is not None).grad.view(-1)[0] = value
+            next(p for p in trainer.stage.module.parameters() if p.grad is not None).grad.view(-1)[0] = value
         finish(self)
-        weights.append({n: global_tensor(p, p.spec, trainer.grid) for n, p in trainer.model.named_parameters()})
+        weights.append(
+            {n: global_tensor(p, p.spec, trainer.stage.grid) for n, p in trainer.stage.module.named_parameters()}
+        )
 
     GradientReducer.finish = finish_with_bad_value
     try:
@@ -112,12 +113,13 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
     return weights
 
 
-def sizes_and_device(config):
+def build_trainer(config):
     import torch.distributed as dist
 
+    from gpt4d.trainer import Trainer
     from gpt4d.validation import validate
 
-    return validate(config, dist.get_world_size()), torch.device("cpu")
+    return Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
@@ -160,21 +162,20 @@ def test_skipped_spikes_leave_the_weights_unchanged(ranks, tiny):
 
 
 def train_with_nan_weight(config):
-    from gpt4d.trainer import Trainer
 
-    trainer = Trainer(config, *sizes_and_device(config))
-    save = trainer._save
+    trainer = build_trainer(config)
+    save = trainer.checkpoints.save
 
-    def save_with_nan():
-        next(trainer.model.parameters()).data.view(-1)[0] = math.nan
-        save()
+    def save_with_nan(*args):
+        next(trainer.stage.module.parameters()).data.view(-1)[0] = math.nan
+        save(*args)
 
-    trainer._save = save_with_nan
+    trainer.checkpoints.save = save_with_nan
     trainer.run()
 
 
 def test_non_finite_weights_are_never_saved(ranks, tiny):
     config = tiny("train.steps=2", "checkpoint.every=2")
-    with pytest.raises(RankFailure, match="after step 2 weights or states are not finite, and are not saved"):
+    with pytest.raises(RankFailure, match="after step 2 weights or optimizer states are not finite"):
         ranks.run(2, train_with_nan_weight, config)
     assert not (Path(config.run.dir) / "checkpoints").exists()

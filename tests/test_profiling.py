@@ -35,7 +35,7 @@ def single_device():
 
 def trainer(config) -> Trainer:
     """Return a trainer on one device; needs the fixture ``single_device``."""
-    return Trainer(config, validate(config, 1), torch.device("cpu"))
+    return Trainer(validate(config, 1), torch.device("cpu"))
 
 
 def traces(config) -> list[str]:
@@ -63,9 +63,12 @@ def events(config):
 
 def hooks(trainer) -> list:
     """Return the hooks a profiled step leaves on model and optimizer, and the axes with named collectives."""
-    handles = [h for m in trainer.model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
-    handles += [*trainer.optimizer._optimizer_step_pre_hooks, *trainer.optimizer._optimizer_step_post_hooks]
-    return handles + [axis.name for axis in trainer.grid if axis.traffic.named_range is not nullcontext]
+    handles = [h for m in trainer.stage.module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    handles += [
+        *trainer.train_step.optimizer._optimizer_step_pre_hooks,
+        *trainer.train_step.optimizer._optimizer_step_post_hooks,
+    ]
+    return handles + [axis.name for axis in trainer.stage.grid if axis.traffic.named_range is not nullcontext]
 
 
 @pytest.mark.parametrize("recompute", [(), (RECOMPUTED,)], ids=["plain", "checkpointed"])

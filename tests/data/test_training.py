@@ -19,23 +19,23 @@ def in_rank(config):
     """
     from gpt4d.trainer import Trainer
 
-    trainer = Trainer(config, validate(config, dist.get_world_size()), torch.device("cpu"))
-    (batch,) = trainer.training.step(0)
+    trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
+    task, module = trainer.task, trainer.stage.module
+    (batch,) = task.batches(0)
     ids, targets, sample_ids = batch.inputs["ids"], batch.targets, batch.sample_ids
     with torch.no_grad():
-        loss = trainer.model.loss_sum(ids, targets, sample_ids).item()
-        trainer.model.document_end, separate = None, 0.0
+        loss, separate = task.loss_sum(module, batch).item(), 0.0
         for row, following in zip(ids, targets, strict=True):
-            starts = [0, *(torch.nonzero(row == trainer.files.end_of_text).ravel() + 1).tolist(), len(row)]
+            starts = [0, *(torch.nonzero(row == task._files.end_of_text).ravel() + 1).tolist(), len(row)]
             for start, stop in itertools.pairwise(starts):
                 if start < stop:
                     document = row[None, start:stop], following[None, start:stop], sample_ids[:1]
-                    separate += trainer.model.loss_sum(*document).item()
-        across = trainer.model.loss_sum(ids, targets, sample_ids).item()
-    tokens = {split: trainer.files.tokens(split)[:] for split in ("train", "validation")}
-    read = trainer.training.sequences.tokens[:], trainer.validation.sequences.tokens[:]
-    trainer.training.close()
-    trainer.saver.close()
+                    separate += module.loss_sum(*document).item()
+        across = module.loss_sum(ids, targets, sample_ids).item()
+    tokens = {split: task._files.tokens(split)[:] for split in ("train", "validation")}
+    read = task._training.tokens[:], task._held_out.tokens[:]
+    task.close()
+    trainer.checkpoints.close()
     return loss, separate, across, tokens, read
 
 

@@ -20,10 +20,10 @@ def at_step(step, act):
 
     original = Trainer._step
 
-    def act_and_step(self):
+    def act_and_step(self, stop):
         if self.progress.step + 1 == step:
             act(self)
-        return original(self)
+        return original(self, stop)
 
     Trainer._step = act_and_step
 
@@ -101,13 +101,13 @@ def kill_itself(phase, target, rank, step=5):
         return
     from gpt4d import optim
     from gpt4d.checkpoint import storage
+    from gpt4d.checkpoint.run import RunCheckpoints
     from gpt4d.model.gpt2.model import GPT
     from gpt4d.parallel.gradients import GradientReducer
-    from gpt4d.trainer import Trainer
 
     owner, name = {
-        "start": (Trainer, "_resume"),
-        "forward": (GPT, "loss_sum"),
+        "start": (RunCheckpoints, "resume"),
+        "forward": (GPT, "forward"),
         "backward": (GradientReducer, "_on_gradient"),
         "optimizer": (optim, "update"),
         "save": (storage.Writer, "write_data"),
