@@ -1,10 +1,11 @@
-"""Benchmark of saving and loading against a plain write, torch.save and torch.distributed.checkpoint.
+"""Time of saving and loading, compared with a plain write, torch.save and torch.distributed.checkpoint.
 
     python -m benchmarks.checkpoint [mib=2048] [where=.] [repeats=5] [out=docs/checkpoint]
 
-Four ranks of this machine hold matrices split by rows and take turns in one run. ``save in the background`` is the time
-that training waits. A load verifies all checksums first and reads from the page cache. ``where`` is a directory on the
-disk to measure. The results are written to ``out``.json and plotted in ``out``.png.
+Four ranks on this machine hold ``mib`` MiB of matrices, split by rows. The operations alternate in one run. The time
+of ``save in the background`` is the time for which training waits. A load verifies all checksums first and reads from
+the page cache. ``where`` is a directory on the disk to measure. Writes the figures to ``out``.json and draws them in
+``out``.png.
 """
 
 import sys
@@ -31,8 +32,8 @@ class CheckpointBenchmark:
 
 def main(arguments: list[str]) -> None:
     config = from_arguments(CheckpointBenchmark, arguments)
-    with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as home:
-        worker_arguments = (f"mib={config.mib}", f"where={home}")
+    with tempfile.TemporaryDirectory(dir=config.where, prefix="benchmark-") as directory:
+        worker_arguments = (f"mib={config.mib}", f"where={directory}")
         rows = interleave(
             LocalHost(RANKS),
             [WorkerSpec("ours", "benchmarks.workers.saving", arguments=worker_arguments)],

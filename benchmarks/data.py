@@ -1,10 +1,11 @@
-"""Measure how fast a corpus is turned into tokens, and tokens into batches.
+"""Speed of the preparation of a corpus and of the loader, in tokens per second.
 
     python -m benchmarks.data [repeats=5] [copies=4] [out=docs/data]
 
-The preparation of the speeches with GPT-2's vocabulary is compared with ``datasets.map`` with the same tokenizer and
-number of processes; both write their files. The loader's shuffled batches are compared with a sequential read of the
-same file of random tokens, which is too large for a cache. The contenders run in turns. Writes ``out``.json.
+The preparation encodes the State of the Union speeches with GPT-2's tokenizer. It is compared with ``datasets.map``
+with the same tokenizer and number of processes; both write their output to files. The loader's shuffled batches are
+compared with a sequential read of the same file of random tokens, which does not fit into the processor's caches. The
+contenders alternate in one run. Writes the figures to ``out``.json.
 """
 
 import json
@@ -35,17 +36,19 @@ PROCESSES = len(os.sched_getaffinity(0))
 @dataclass
 class DataBenchmark:
     repeats: int = 5
-    copies: int = 4  # of the speeches, 12 MB each
+    copies: int = 4  # of the speeches; one copy has 12 MB
     out: str = "docs/data"
 
 
 def prepare_tokens(source: Path, directory: Path) -> int:
+    """Encode the JSON lines in ``source`` with ``gpt4d.data.prepare`` and return the number of tokens."""
     config = DataConfig(source="jsonl", path=str(source), tokenizer="gpt2", tokenizer_vocab=50257, processes=PROCESSES)
     files = prepare.prepare(config, directory / "ours")
     return files.count("train", "tokens") + files.count("validation", "tokens")
 
 
 def map_dataset(source: Path, directory: Path) -> int:
+    """Encode the JSON lines in ``source`` with ``datasets.map`` and return the number of tokens."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -67,7 +70,8 @@ def random_tokens(path: Path) -> Tokens:
 
 
 def load_batches(tokens: Tokens) -> int:
-    import torch  # imported here because the encoding processes of a preparation import this module too
+    """Load every batch of an epoch in shuffled order and return the number of tokens."""
+    import torch  # Imported here: the processes that encode import this module too and need no torch.
 
     from gpt4d.data.loader import Loader
 
@@ -82,7 +86,7 @@ def load_batches(tokens: Tokens) -> int:
 
 
 def read_sequentially(tokens: Tokens) -> int:
-    """Read the same tokens in the order of the file into equal tensors."""
+    """Read the same tokens in the order of the file into tensors of the same shapes; return the number of tokens."""
     import torch
 
     (ids,) = tokens.parts
@@ -95,8 +99,11 @@ def read_sequentially(tokens: Tokens) -> int:
     return batches * rows
 
 
-def measure_in_turns(contenders: dict[str, Callable[[], int]], repeats: int) -> list[dict]:
-    """Return a row for each contender with seconds and tokens per second; the first turn is a warm-up."""
+def measure_alternately(contenders: dict[str, Callable[[], int]], repeats: int) -> list[dict]:
+    """Run all contenders ``repeats`` times and return a row for each, with its tokens per second.
+
+    The contenders return their numbers of tokens. The first turn is a warm-up.
+    """
     answers = {name: [] for name in contenders}
     for turn in range(-1, repeats):
         for name, work in contenders.items():
@@ -130,10 +137,12 @@ def main(arguments: list[str]) -> None:
             return turn
 
         preparations = {"ours: prepare": prepare_tokens, "datasets.map": map_dataset}
-        rows = measure_in_turns({name: in_empty_directory(work) for name, work in preparations.items()}, config.repeats)
+        rows = measure_alternately(
+            {name: in_empty_directory(work) for name, work in preparations.items()}, config.repeats
+        )
         tokens = random_tokens(Path(temporary) / "tokens.bin")
         readers = {"ours: shuffled batches": load_batches, "sequential read": read_sequentially}
-        rows += measure_in_turns({name: partial(work, tokens) for name, work in readers.items()}, config.repeats)
+        rows += measure_alternately({name: partial(work, tokens) for name, work in readers.items()}, config.repeats)
     rate = {row["name"]: row["tokens_per_s"] for row in rows}
     ratios = {
         "prepare / datasets.map": rate["ours: prepare"] / rate["datasets.map"],

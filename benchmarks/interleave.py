@@ -1,4 +1,4 @@
-"""Contenders in different processes that run their steps in turn.
+"""Contenders in different processes whose steps alternate.
 
 Frameworks keep global state, so each has its own *worker group*: one process per rank, started once and alive for the
 whole run. A machine whose speed drifts therefore drifts for all contenders alike. A group that waits for its turn is
@@ -106,7 +106,7 @@ class WorkerSpec(NamedTuple):
 def interleave(
     cluster: EmulatedCluster | LocalHost, specs: list[WorkerSpec], repeats: int, warm_up: int = 2
 ) -> list[dict]:
-    """Run every contender ``repeats`` times in turn and return one row (``results.row``) per contender.
+    """Run all contenders alternately, ``repeats`` times each, and return one row (``results.row``) per contender.
 
     Skips specs whose package is not installed. ``warm_up`` steps per contender run first and are not measured.
     """

@@ -2,10 +2,10 @@
 
     python -m benchmarks.resharding [mbit=80] [repeats=5] [out=docs/resharding]
 
-Five hosts of four ranks; every strategy, and for Table 2 the broadcast in the orders that plan less. They take turns.
-By default the whole tensor takes as long over one host's link, 1.7 s, as the paper's 2 GiB over 10 Gbit/s.
-Each time is set beside the bound: the bytes that the busiest link must carry, at its speed. Writes ``out``.json and
-draws ``out``.png.
+Runs every strategy on five hosts with four ranks each, and for Table 2 also the broadcast with simpler schedules. All
+plans alternate in one run. With the default ``mbit``, one host's link takes 1.7 s for the whole tensor, as long as the
+paper's 10 Gbit/s take for 2 GiB. Each time is compared with its bound: the bytes that the busiest link must carry,
+divided by its speed. Writes the figures to ``out``.json and draws them in ``out``.png.
 """
 
 import math
@@ -20,7 +20,7 @@ from benchmarks.workers.reshards import DTYPE, FIGURE_5, HOSTS, RANKS, STRATEGIE
 from gpt4d.config import from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
-_COLOURS = dict(zip(STRATEGIES, ("#2f6db3", "#b7b7b7", "#d9c89e", "#c6a07a", "#9fbf9f"), strict=True))
+_COLORS = dict(zip(STRATEGIES, ("#2f6db3", "#b7b7b7", "#d9c89e", "#c6a07a", "#9fbf9f"), strict=True))
 
 
 @dataclass
@@ -45,30 +45,33 @@ def main(arguments: list[str]) -> None:
 
 
 def _bounds(name: str, mbit: float) -> dict[str, float]:
-    """Seconds: what the busiest link needs (in these cases the broadcast's bound), what this plan takes in theory."""
-    found = plans()
-    plan, best = found[name], found[f"{name.split('/')[0]}/broadcast"]
+    """Return in seconds the time that the busiest link needs and the time that this plan predicts.
+
+    In these cases the bound of the broadcast is the time of the busiest link.
+    """
+    by_name = plans()
+    plan, best = by_name[name], by_name[f"{name.split('/')[0]}/broadcast"]
     unit_s = math.prod(plan.shape) * DTYPE.itemsize * 8 / (mbit * 1e6)
     return {"bound_s": float(best.lower_bound) * unit_s, "planned_s": float(plan.makespan) * unit_s}
 
 
 def plot(rows: list[dict], out: Path) -> None:
-    """Times in units of the bound, a group of bars for each case."""
+    """Draw ``out``.png: a group of bars for each case, with times in units of the bound."""
     from matplotlib.figure import Figure
 
     times = {row["name"]: row["median_s"] / row["bound_s"] for row in rows}
     figure = Figure(figsize=(11, 7), layout="constrained")
     panels = figure.subplots(2)
-    kinds = {strategy: (strategy, colour) for strategy, colour in _COLOURS.items()}
+    kinds = {strategy: (strategy, color) for strategy, color in _COLORS.items()}
     kinds["broadcast/naive"] = ("broadcast, naive order", "#7a9cc6")
     kinds["broadcast/load_balance"] = ("broadcast, load balance only", "#a9c4e4")
     for panel, cases, title in ((panels[0], TABLE_2, "Table 2"), (panels[1], FIGURE_5, "Fig. 5: to hosts × devices")):
         shown = [kind for kind in kinds if f"{next(iter(cases))}/{kind}" in times]
         width = 0.85 / len(shown)
-        for number, kind in enumerate(shown):
-            places = [place + (number - (len(shown) - 1) / 2) * width for place in range(len(cases))]
-            label, colour = kinds[kind]
-            panel.bar(places, [times[f"{case}/{kind}"] for case in cases], width, color=colour, label=label)
+        for index, kind in enumerate(shown):
+            places = [place + (index - (len(shown) - 1) / 2) * width for place in range(len(cases))]
+            label, color = kinds[kind]
+            panel.bar(places, [times[f"{case}/{kind}"] for case in cases], width, color=color, label=label)
         panel.axhline(1, color="black", linestyle="--", linewidth=1)
         panel.set_xticks(range(len(cases)), list(cases))
         panel.set_ylabel("time / bound")

@@ -1,4 +1,7 @@
-"""Worker of the resharding benchmark: the cases of the paper's Table 2 and Fig. 5 with every strategy."""
+"""Worker of ``benchmarks.resharding``: the cases of the paper's Table 2 and Fig. 5 with every strategy.
+
+Plans given by name as arguments run alone; without arguments all run.
+"""
 
 import sys
 from collections.abc import Callable
@@ -63,7 +66,7 @@ def make_mesh(shape: tuple[int, int], first_host: int) -> StageMesh:
 
 
 class Contender:
-    """One plan. A step is one transfer, after which each rank has its local tensor."""
+    """A plan to execute. A step is one transfer, after which each receiver has its local tensor."""
 
     def __init__(self, link: Link, resharding_plan: ReshardingPlan):
         self.plan = resharding_plan
@@ -73,7 +76,7 @@ class Contender:
 
     def step(self) -> Callable[[], dict]:
         if self.resharding is not None:
-            if self.local is None and self.out is None:  # only in the first step, which is not timed
+            if self.local is None and self.out is None:  # in the first step, which is a warm-up
                 self._make_tensors()
             self.resharding.start(self.local, self.out).wait()
         return self.check
@@ -89,14 +92,14 @@ class Contender:
             self.local = local_tensor(plan.shape, tile)
 
     def check(self) -> dict:
-        """Check what this rank received: a transfer that is fast but wrong ends the run."""
+        """Compare the received values with the expected ones, so that a wrong transfer ends the run."""
         if self.out is not None and self.plan.strategy != "signal":
             assert torch.equal(self.out, self.expected)
             self.out.zero_()
         return {}
 
 
-# Contenders take turns, so they share their tensors.
+# Only one contender runs at a time, so they share their tensors.
 @cache
 def global_tensor(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=DTYPE).view(shape)

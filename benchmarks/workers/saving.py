@@ -1,4 +1,4 @@
-"""Worker that saves and loads matrices split by rows over four ranks, with gpt4d and with torch."""
+"""Worker of ``benchmarks.checkpoint``: four ranks save and load matrices split by rows, with gpt4d and with torch."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve
+from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve
 from gpt4d.checkpoint import checkpoint_dir, sharded, verifying
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.checkpoint.sharded import LocalShard
@@ -44,7 +44,7 @@ def random_shards(config: SavingConfig, layout: Layout, grid: Grid) -> dict[str,
 
 
 class Saving:
-    """The operations to time, one per method. Each returns a function that cleans up and reports further figures."""
+    """The operations to time. Each returns a function that removes its files and returns the rest of the answer."""
 
     def __init__(self, config: SavingConfig):
         self.rows_grid, self.columns_grid = Grid(GridSizes(z=RANKS)), Grid(GridSizes(x=RANKS))
@@ -53,31 +53,31 @@ class Saving:
         mesh = init_device_mesh("cpu", (RANKS,))
         self.dtensors = {name: DTensor.from_local(shard.local, mesh, [Shard(0)]) for name, shard in self.rows.items()}
         self.rank = self.rows_grid.world.index
-        self.home = Path(config.where)
+        self.directory = Path(config.where)
         self.savers = {
-            name: Saver(CheckpointConfig(async_save=name == "async", keep=10), self.home / name, self.rows_grid)
+            name: Saver(CheckpointConfig(async_save=name == "async", keep=10), self.directory / name, self.rows_grid)
             for name in ("sync", "async", "load")
         }
         self.step = 0
-        self.start("load")
+        self.start_saving("load")
         self.source = self.savers["load"].finished(wait=True).path
 
-    def start(self, name: str) -> None:
+    def start_saving(self, name: str) -> None:
         self.step += 1
         family = registry.get("gpt2")  # The tensors belong to no model, so any family works.
         meta = checkpoint_dir.Meta(checkpoint_dir.Progress(self.step), family.config(), [], family.task, {})
         self.savers[name].start(meta, self.rows, {})
 
     def save(self) -> Callable[[], dict]:
-        self.start("sync")
-        return self.remover("sync")
+        self.start_saving("sync")
+        return self.checkpoint_cleanup("sync")
 
     def save_in_background(self) -> Callable[[], dict]:
-        self.start("async")
+        self.start_saving("async")
         self.savers["async"].before_change()
-        return self.remover("async")
+        return self.checkpoint_cleanup("async")
 
-    def remover(self, name: str) -> Callable[[], dict]:
+    def checkpoint_cleanup(self, name: str) -> Callable[[], dict]:
         def clean_up() -> dict:
             saved = self.savers[name].finished(wait=True)
             if self.rank == 0:
@@ -86,33 +86,33 @@ class Saving:
 
         return clean_up
 
-    def raw(self) -> Callable[[], dict]:
-        with open(self.own("raw"), "wb", buffering=0) as file:
+    def raw_write(self) -> Callable[[], dict]:
+        with open(self.rank_file("raw"), "wb", buffering=0) as file:
             for shard in self.rows.values():
                 file.write(shard.local.numpy().data.cast("B"))
             os.fsync(file.fileno())
-        return self.unlinker("raw")
+        return self.file_cleanup("raw")
 
     def torch_save(self) -> Callable[[], dict]:
-        with open(self.own("torch"), "wb") as file:
+        with open(self.rank_file("torch"), "wb") as file:
             torch.save({name: shard.local for name, shard in self.rows.items()}, file)
             file.flush()
             os.fsync(file.fileno())
-        return self.unlinker("torch")
+        return self.file_cleanup("torch")
 
-    def own(self, name: str) -> Path:
-        return self.home / f"{name}{self.rank}"
+    def rank_file(self, name: str) -> Path:
+        return self.directory / f"{name}{self.rank}"
 
-    def unlinker(self, name: str) -> Callable[[], dict]:
+    def file_cleanup(self, name: str) -> Callable[[], dict]:
         def clean_up() -> dict:
-            self.own(name).unlink()
+            self.rank_file(name).unlink()
             return {}
 
         return clean_up
 
     def dcp_save(self) -> Callable[[], dict]:
         self.step += 1
-        directory = self.home / f"dcp{self.step}"
+        directory = self.directory / f"dcp{self.step}"
         dcp.save(self.dtensors, checkpoint_id=directory)
 
         def clean_up() -> dict:
@@ -134,13 +134,13 @@ class Saving:
         sharded.fill(shards, files, grid)
         return dict
 
-    def turns(self) -> dict[str, Callable]:
+    def contenders(self) -> dict[str, ContenderStep]:
         return {
             "save": self.save,
             "save in the background": self.save_in_background,
             "load": self.load,
             "load, rows to columns": self.load_resharded,
-            "raw write and fsync": self.raw,
+            "raw write and fsync": self.raw_write,
             "torch.save and fsync": self.torch_save,
             "torch.distributed.checkpoint": self.dcp_save,
         }
@@ -150,4 +150,4 @@ if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
     config = from_arguments(SavingConfig, sys.argv[1:])
     with process_group(Launch.from_environment(), torch.device("cpu")):
-        serve(Saving(config).turns(), answers)
+        serve(Saving(config).contenders(), answers)

@@ -1,4 +1,4 @@
-"""The same GPT-2 in plain torch.nn: the model for torch's own parallelism, and the baseline on one device.
+"""Our GPT-2 in plain torch.nn: the model for torch's own parallelism, and the baseline on one device.
 
 Shapes: B sequences, S positions, H hidden, N hidden within this rank's heads, V vocabulary.
 """
