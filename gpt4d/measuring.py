@@ -11,7 +11,7 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.workload import training_state
 from gpt4d.runtime.consensus import all_gather_object
-from gpt4d.task.registry import Task
+from gpt4d.task.task import Task
 
 
 class StepMeter:

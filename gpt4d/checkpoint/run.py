@@ -17,7 +17,7 @@ from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import all_ranks_true, run_on_all_ranks, run_on_rank0
 from gpt4d.step import TrainStep
-from gpt4d.task.registry import Task
+from gpt4d.task.task import Task
 
 
 class EventLog(Protocol):

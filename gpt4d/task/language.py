@@ -15,13 +15,13 @@ from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuation
-from gpt4d.task.registry import Artifact
+from gpt4d.task.task import Artifact
 
 TOKENIZER = "tokenizer.json"
 
 
 class LanguageModeling:
-    """Language modeling on the corpus of ``config.data`` (gpt4d.task.registry.Task).
+    """Language modeling on the corpus of ``config.data`` (gpt4d.task.task.Task).
 
     Rank 0 prepares token files that are not in the cache; all ranks read them. Raises ConfigError on every rank for
     data that cannot be used.

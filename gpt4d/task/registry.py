@@ -1,79 +1,11 @@
-"""The registry of tasks, and what the trainer needs of one. No torch here."""
+"""The registry of tasks. No torch here."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.task import language_config
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from gpt4d.data.batch import Batch
-    from gpt4d.parallel.stage import Stage
-
-
-class Artifact(NamedTuple):
-    """A sample of what a trained model produces: ``message`` for the console, ``values`` for metrics.jsonl."""
-
-    message: str
-    values: dict[str, Any]
-
-
-class Task(Protocol):
-    """What a model is trained for, on this rank. All ranks call the same methods in the same order.
-
-    Attributes:
-        unit: what training is counted in: tokens or images.
-        units_per_sample: how many of them a sample has.
-        samples: samples of an epoch.
-        waited_s: seconds that steps waited for data; the caller may set it to 0.
-    """
-
-    unit: str
-    units_per_sample: int
-    samples: int
-    waited_s: float
-
-    def connect(self, stage: "Stage", micro_batch_size: int) -> None:
-        """Prepare to read this rank's part of each batch for a stage."""
-
-    def batches(self, first_sample: int) -> Iterator["Batch"]:
-        """Yield this rank's microbatches of the global batch that begins with sample ``first_sample``."""
-
-    @property
-    def validation_steps(self) -> int:
-        """Number of held-out batches that a validation uses; 0 if there are none."""
-
-    def validation_batches(self, index: int) -> Iterator["Batch"]:
-        """Yield this rank's microbatches of one held-out batch."""
-
-    def loss_sum(self, module: "nn.Module", batch: "Batch") -> "torch.Tensor":
-        """Return the loss summed, not averaged, over this rank's units of a microbatch: a scalar."""
-
-    def after_update(self, step: int) -> None:
-        """Update the task's own state after an optimizer step."""
-
-    def sample(self) -> Artifact | None:
-        """Produce a sample with the trained model; None if none is wanted."""
-
-    def summary(self) -> str:
-        """Return what the task trains on, for people."""
-
-    def identity(self) -> dict[str, str]:
-        """Return what the data's numbers mean, to be compared when a run resumes, and ``data``, the data's name."""
-
-    def documents(self) -> dict[str, bytes]:
-        """Return files to store with a checkpoint, by name."""
-
-    def extra_state(self) -> Mapping[str, tuple["torch.Tensor", ParameterSpec]]:
-        """Return further tensors to store with a checkpoint and to restore from it in place."""
-
-    def close(self) -> None:
-        """Stop reading data."""
+from gpt4d.task.task import Task
 
 
 @dataclass(frozen=True)

@@ -56,5 +56,5 @@ def test_validation_uses_held_out_documents_and_training_the_others(ranks, tiny)
 def test_the_error_for_a_source_shorter_than_a_sequence_names_it(ranks, tiny, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     overrides = [f"data.path={tmp_path / 'short.txt'}", "data.validation_fraction=0", "data.name=short"]
-    with pytest.raises(RankFailure, match=r"the text to train on in .*/short-\w+ has \d; use more"):
+    with pytest.raises(RankFailure, match=r"the training text in .*/short-\w+ has \d; use more"):
         ranks.run(1, train_in_rank, tiny(*overrides))
