@@ -1,0 +1,107 @@
+"""Losses of the same run on several grids, lying on each other.
+
+    python -m benchmarks.grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [steps=100] [out=docs/grids]
+
+Trains ``train.py`` once on each grid, gx × gy × gz × gdata, under torchrun in a temporary directory, and compares the
+losses with those of the first grid. Writes every loss to ``out``.json and the picture to ``out``.png. It takes a few
+minutes on two cores.
+"""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import results
+from gpt4d.config import ConfigError, from_arguments
+from gpt4d.runtime.errors import one_line_errors
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class GridsBenchmark:
+    grids: str = "1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2"  # the first is the reference
+    steps: int = 100
+    model: str = "gpt_tiny"
+    lr: float = 1e-3  # At gpt_tiny's own 4e-3 training is at the edge of stability, which amplifies rounding errors.
+    out: str = "docs/grids"
+
+
+def train(grid: str, config: GridsBenchmark, directory: Path) -> list[float]:
+    """Return the loss of each step on ``grid``, such as 2x2x2x1. Raises ConfigError if the run fails."""
+    sizes = dict(zip(("gx", "gy", "gz", "gdata"), map(int, grid.split("x")), strict=True))
+    overrides = [f"parallel.{key}={size}" for key, size in sizes.items()]
+    overrides += [f"model={config.model}", f"train.steps={config.steps}", "train.precision=fp32", "logging.every=1"]
+    overrides += [f"optim.lr={config.lr}", f"optim.min_lr={config.lr / 10}"]
+    overrides += ["train.validation_batches=0", "logging.sample_tokens=0", "checkpoint.resume=never"]
+    overrides += [f"run.dir={directory / grid}", f"data.cache_dir={directory / 'cache'}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(math.prod(sizes.values())), "train.py", *overrides]
+    job = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True)
+    if job.returncode:
+        raise ConfigError(f"grids={grid}: the run failed: {job.stderr.strip()[-2000:]}")
+    lines = map(json.loads, (directory / grid / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "event" not in line]
+
+
+def differences(losses: list[float], reference: list[float]) -> list[float]:
+    """Return the relative difference of each loss to the reference's."""
+    return [abs(loss - other) / other for loss, other in zip(losses, reference, strict=True)]
+
+
+def plot(losses: dict[str, list[float]], out: Path) -> None:
+    """Draw the loss curves (left) and their relative differences to the first grid's on a log axis (right)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    reference, *others = losses
+    steps = range(1, len(losses[reference]) + 1)
+    for index, (grid, curve) in enumerate(losses.items()):
+        width = 2.2 * (len(losses) - index)  # Thick lines below, thin ones above, so that all of them show.
+        left.plot(steps, curve, color=f"C{index}", linewidth=width, label=_name(grid))
+    right.axhline(2**-23, color="gray", linestyle="--", linewidth=1, label="spacing of fp32 numbers")
+    markers = itertools.cycle("sx+o.v")
+    for index, grid in enumerate(others, 1):
+        values = [value or math.nan for value in differences(losses[grid], losses[reference])]  # No log of 0.
+        right.plot(steps, values, next(markers), color=f"C{index}", markersize=4, label=grid)
+    left.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
+    right.set(
+        xlabel="step", yscale="log", ylim=(1e-9, 1e-5), title=f"Relative difference to {reference}, where not equal"
+    )
+    left.legend(title="gx × gy × gz × gdata")
+    right.legend()
+    right.grid(alpha=0.3)
+    figure.savefig(out.with_suffix(".png"), dpi=120)
+
+
+def _name(grid: str) -> str:
+    ranks = math.prod(map(int, grid.split("x")))
+    return f"{grid}: {ranks} device{'s' * (ranks > 1)}"
+
+
+def main(arguments: list[str]) -> None:
+    config = from_arguments(GridsBenchmark, arguments)
+    out, losses = Path(config.out), {}
+    with tempfile.TemporaryDirectory() as directory:
+        for grid in config.grids.split(","):
+            losses[grid] = train(grid, config, Path(directory))
+            largest = max(differences(losses[grid], next(iter(losses.values()))))
+            print(
+                f"{_name(grid)}: last loss {losses[grid][-1]:.6f}, largest relative difference {largest:.1e}",
+                flush=True,
+            )
+    command = " ".join(["python -m benchmarks.grids", *arguments])
+    rows = [{"grid": grid, "losses": values} for grid, values in losses.items()]
+    results.write(out, command, results.machine("torch"), rows, model=config.model, steps=config.steps, lr=config.lr)
+    plot(losses, out)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
