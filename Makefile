@@ -1,9 +1,9 @@
-# make train: from a fresh clone to a trained GPT.   make test: lint and all tests.   make soak: a hundred faults.
-# PYTHON chooses the interpreter of the virtual environment; ARGS are overrides: make train ARGS="train.steps=100".
+# make train: train a small GPT from a fresh clone. make test: lint and all tests. make test-fast: under a minute.
+# PYTHON selects the interpreter of .venv; ARGS are passed on: make train ARGS="train.steps=100".
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test soak lint format clean
+.PHONY: train test test-fast test-full lint soak format clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
@@ -11,11 +11,21 @@ train: $(VENV)/installed
 test: lint
 	$(VENV)/bin/python -m pytest $(ARGS)
 
+# Tests that start neither ranks nor other processes.
+test-fast: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -m "not ranks and not slow and not full" $(ARGS)
+
+# All tests, with the full products of options that `make test` samples.
+test-full: lint
+	$(VENV)/bin/python -m pytest -m "" $(ARGS)
+
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/shellcheck -x scripts/slurm/*.sh
+	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck -x scripts/slurm/*.sh .ci/run
 
+# A hundred faults in one run, whose losses must not change.
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m tests.soak $(ARGS)
 
@@ -24,10 +34,11 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff format .
 
 $(VENV)/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: gpt4d needs Python 3.11 or newer, %s is %s; use make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]))'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .ruff_cache .hypothesis
+	rm -rf $(VENV) .ruff_cache .mypy_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,8 @@ def compose(overrides: list[str] | None = None) -> Config:
     """Return ``configs/train.yaml`` with ``overrides`` in Hydra's grammar. Raises ConfigError for invalid overrides."""
     import hydra
 
+    if not CONFIG_DIR.is_dir():
+        raise ConfigError(f"{CONFIG_DIR}: no such directory; install gpt4d from its clone with pip install -e .")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return to_config(hydra.compose("train", overrides=expand_cluster(overrides or [])))
