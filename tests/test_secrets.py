@@ -1,11 +1,11 @@
-"""Keys that a run is given by its environment stay there."""
+"""Secrets in the environment of a run do not reach its files."""
 
 import os
 
 from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, shorten_timeouts
 
-KEYS = {
+SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
     "HF_TOKEN": "hf_NotARealTokenNotARealToken",
     "HUGGING_FACE_HUB_TOKEN": "hf_AnotherTokenThatIsNotReal",
@@ -13,23 +13,23 @@ KEYS = {
 }
 
 
-def fail_with_keys(rank):
-    os.environ.update(KEYS)
+def set_secrets_and_fail(rank):
+    os.environ.update(SECRETS)
     shorten_timeouts()
 
-    def act(_):
+    def fail(_):
         raise ValueError("any")
 
     if rank == 1:
-        at_step(4, act)
+        at_step(4, fail)
 
 
-def test_no_key_is_in_logs_configs_or_checkpoints(ranks, tiny):
+def test_no_secret_is_in_logs_configs_or_checkpoints(ranks, tiny):
     config = tiny("logging.wandb.mode=offline", "checkpoint.every=2", "profile.steps=1", "parallel.gz=2")
-    with LaunchedJob(ranks.context, config, 2, fail_with_keys) as job:
+    with LaunchedJob(ranks.context, config, 2, set_secrets_and_fail) as job:
         assert job.exit_codes() == [1, 1], job.outputs()
     files = [path for path in job.run_dir.rglob("*") if path.is_file()]
     assert {"config.yaml", "metrics.jsonl", "meta.json", "wandb_id"} <= {path.name for path in files}
     for path in [*files, *job.logs]:
         content = path.read_bytes()
-        assert not [key for key, value in KEYS.items() if value.encode() in content], path
+        assert not [name for name, secret in SECRETS.items() if secret.encode() in content], path
