@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.config import GridSizes
 from gpt4d.model.description import Layer, Walk
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layout import ParameterSpec
@@ -22,8 +21,17 @@ def _prefixed(name: str, parameters: dict[str, ParameterSpec]) -> dict[str, Para
     return {f"{name}.{key}" if name else key: spec for key, spec in parameters.items()}
 
 
-def _size(sizes: GridSizes, axis: str) -> int:
-    return getattr(sizes, axis)
+class _Simple:
+    """Defaults of layers without parameters, streamed weights or noteworthy FLOPs."""
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {}
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights()
+
+    def flops(self, length: int) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Linear:
         """Return this device's input and output features."""
         contracted, produced = self._axes
         out_features = self.out_features * (self.num_fused or 1)
-        return self.in_features // _size(walk.sizes, contracted), out_features // _size(walk.sizes, produced)
+        return self.in_features // walk.size(contracted), out_features // walk.size(produced)
 
     def forward(self, walk: Walk) -> None:
         k, n = self._local(walk)
@@ -98,7 +106,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(_Simple):
     """LayerNorm over features that y splits. In a residual branch its input belongs to the stream (``branch``)."""
 
     name: str
@@ -107,12 +115,6 @@ class LayerNorm:
 
     def parameters(self) -> dict[str, ParameterSpec]:
         return _prefixed(self.name, specs.layer_norm(self.features))
-
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
-
-    def flops(self, length: int) -> float:
-        return 0.0
 
     def _bytes(self, walk: Walk) -> tuple[int, int, int]:
         """Return the bytes of the activation, of the same in float32, and of the statistics."""
@@ -146,25 +148,16 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(_Simple):
     """An elementwise function of features that ``axis`` splits, such as GELU; a gated one halves them."""
 
     in_features: int
     out_features: int
     axis: str = "x"
 
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {}
-
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
-
-    def flops(self, length: int) -> float:
-        return 0.0
-
     def _bytes(self, walk: Walk) -> tuple[int, int]:
         local = walk.tokens * walk.element_bytes
-        size = _size(walk.sizes, self.axis)
+        size = walk.size(self.axis)
         return local * (self.in_features // size), local * (self.out_features // size)
 
     def forward(self, walk: Walk) -> None:
@@ -180,7 +173,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class CausalAttention:
+class CausalAttention(_Simple):
     """The attention core on fused queries, keys and values of ``hidden`` features each, whose heads x splits.
 
     With dropout the attention weights are written out; without it torch's fused kernel never holds them.
@@ -189,12 +182,6 @@ class CausalAttention:
     heads: int
     hidden: int
     dropout: bool
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {}
-
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
 
     def flops(self, length: int) -> float:
         """The half that the causal mask leaves runs about half as fast as a large product: it is counted whole."""
@@ -224,7 +211,7 @@ class CausalAttention:
 
 
 @dataclass(frozen=True)
-class TokenEmbedding:
+class TokenEmbedding(_Simple):
     """Rows of a table whose vocabulary x splits, summed over x."""
 
     name: str
@@ -236,9 +223,6 @@ class TokenEmbedding:
 
     def weights(self) -> LayerWeights:
         return LayerWeights(forward=(f"{self.name}.weight",))
-
-    def flops(self, length: int) -> float:
-        return 0.0
 
     def forward(self, walk: Walk) -> None:
         x = walk.tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
@@ -263,7 +247,7 @@ class TokenEmbedding:
 
 
 @dataclass(frozen=True)
-class PositionEmbedding:
+class PositionEmbedding(_Simple):
     """Learned position vectors, added to the residual stream."""
 
     name: str
@@ -272,12 +256,6 @@ class PositionEmbedding:
 
     def parameters(self) -> dict[str, ParameterSpec]:
         return _prefixed(self.name, specs.position_embedding(self.positions, self.hidden))
-
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
-
-    def flops(self, length: int) -> float:
-        return 0.0
 
     def _bytes(self, walk: Walk) -> int:
         return walk.tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
@@ -297,19 +275,10 @@ class PositionEmbedding:
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(_Simple):
     """The loss of logits whose (padded) vocabulary x splits. Its input's gradient takes the place of the input."""
 
     vocabulary: int
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {}
-
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
-
-    def flops(self, length: int) -> float:
-        return 0.0
 
     def _bytes(self, walk: Walk) -> tuple[int, int]:
         """Return the bytes of the logits, and of the same in float32."""
@@ -375,29 +344,25 @@ class ResidualBlock:
         return walk.tokens * (self.features // walk.sizes.y) * walk.element_bytes
 
     def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
-        """``keep``: everything the backward needs stays held. ``recomputing``: stop where the backward has it all."""
         x = self._stream_bytes(walk)
-        last = len(self.branches) - 1
         for index, branch in enumerate(self.branches):
-            stops = recomputing and index == last and not self.dropout
-            left = 0  # bytes that the layer before has left
-            for layer in branch[:-1] if stops else branch:
+            ends = recomputing and index == len(self.branches) - 1
+            kept = 0  # bytes that the layer before has left
+            for layer in branch[:-1] if ends and not self.dropout else branch:
                 before = walk.held
                 layer.forward(walk)
                 if not keep:
-                    left, before = walk.held - before, left
-                    walk.release(before)
-            if stops or (recomputing and index == last):
-                if recomputing and self.dropout:
-                    walk.release(x)
+                    walk.release(kept)
+                    kept = walk.held - before + kept
+            if ends:
+                walk.release(x if self.dropout else 0)  # the output, which the backward does not need
                 return
             walk.hold(x)
             walk.compute(moved=3 * x)
             walk.release(x)
             if not keep:
-                walk.release(left - x)
-                if index:
-                    walk.release(x)  # the stream between this branch and the one before
+                walk.release(kept - x)
+                walk.release(x if index else 0)  # the stream between this branch and the one before
 
     def backward(self, walk: Walk) -> None:
         x = self._stream_bytes(walk)

@@ -34,6 +34,9 @@ class Walk(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    def size(self, axis: str) -> int:
+        """Return the devices along an axis."""
+
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
         """Compute ``operations`` kernels that take ``flops`` and read and write ``moved`` bytes in all."""
 

@@ -112,6 +112,9 @@ class StepWalk:
         if not self.accumulated:
             self.device.hold(self.omitted[unit.name] * of_one * MASTER_BYTES)
 
+    def size(self, axis: str) -> int:
+        return getattr(self.sizes, axis)
+
     def hold(self, nbytes: int) -> None:
         self.held += nbytes
         self.device.hold(nbytes)
