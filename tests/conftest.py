@@ -11,6 +11,13 @@ from gpt4d.model import registry  # noqa: F401 – registers the families' setti
 from tests.rank_pool import RankPool
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """Mark tests that use the pool of ranks, so that ``make test-fast`` leaves them out."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     pool = RankPool()
