@@ -24,6 +24,16 @@ from gpt4d.validation import validate
 
 # Every grid with axes of 1 and 2: 1 to 16 devices.
 BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=4)]
+# Of these, the fewest in which each pair of axes has each pair of sizes.
+PAIRWISE_GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))]
+
+
+def sampled(grids: list[GridSizes]) -> list:
+    """Return the grids as parameters of a test, of which ``make test`` runs those of PAIRWISE_GRIDS."""
+    return [
+        pytest.param(grid, id=str(grid), marks=[] if grid in PAIRWISE_GRIDS else pytest.mark.full) for grid in grids
+    ]
+
 
 TINY_MODEL = GPT2Config(layers=2, hidden=24, heads=4, vocab_size=50, vocab_multiple=16, max_positions=16)
 

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytestmark = pytest.mark.slow
+
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
     # The command gets its own session, so that a timeout ends all processes that it has started.

@@ -159,9 +159,9 @@ def test_hooks_exist_only_during_profiled_steps(single_device, tiny):
     one = trainer(tiny(*SHORT, "profile.steps=2-3"))
     seen, step = [], one._step
 
-    def watched_step():
+    def watched_step(stop):
         seen.append(bool(hooks(one)))
-        return step()
+        return step(stop)
 
     one._step = watched_step
     one.run()
@@ -173,8 +173,8 @@ def test_hooks_exist_only_during_profiled_steps(single_device, tiny):
 def test_a_failure_during_profiling_leaves_no_trace_and_no_hook(single_device, tiny, where):
     config = tiny(*SHORT, "profile.steps=2-3")
     one = trainer(config)
-    failing = one.model.blocks[1].mlp
-    scatter, loss_sum = one.model.weights.scatter, one.model.loss_sum
+    failing = one.stage.module.blocks[1].mlp
+    scatter, loss_sum = one.stage.weights.scatter, one.train_step.runtime.loss_sum
 
     def fail(*_):
         raise RuntimeError("broken")
@@ -187,8 +187,8 @@ def test_a_failure_during_profiling_leaves_no_trace_and_no_hook(single_device, t
             failing.up.forward = fail
         return loss_sum(*batch)
 
-    one.model.weights.scatter = broken_scatter if where == "backward" else scatter
-    one.model.loss_sum = broken_forward if where == "forward" else loss_sum
+    one.stage.weights.scatter = broken_scatter if where == "backward" else scatter
+    one.train_step.runtime.loss_sum = broken_forward if where == "forward" else loss_sum
     with pytest.raises(RuntimeError, match="broken"):
         one.run()
     assert traces(config) == [] and hooks(one) == []

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import threading
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -18,17 +19,27 @@ KILLS = {"true": 10, "false": 5}  # background saves have more ways to fail
 RANKS = 2
 
 
-def run_rank(config, rank, store, messages):
-    """Train as one rank of a run. Sends a message when a save begins and when the run is done."""
+def run_rank(config, rank, store, messages, hold):
+    """Train as one rank of a run. Sends a message when a save begins, and when the run is done.
+
+    With ``hold`` the message comes when a save is committed, and nothing happens after it.
+    """
     import torch.distributed as dist
 
-    begin = checkpoint_dir.begin
+    begin, retain = checkpoint_dir.begin, checkpoint_dir.retain
 
     def begin_and_report(*args):
-        messages.send_bytes(b"begun")
+        if not hold:
+            messages.send_bytes(b"begun")
         return begin(*args)
 
-    checkpoint_dir.begin = begin_and_report
+    def retain_and_hold(*args):
+        retain(*args)
+        if hold:
+            messages.send_bytes(b"begun")
+            threading.Event().wait()
+
+    checkpoint_dir.begin, checkpoint_dir.retain = begin_and_report, retain_and_hold
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     train_in_rank(config)
@@ -36,11 +47,14 @@ def run_rank(config, rank, store, messages):
     messages.send_bytes(b"done")
 
 
-def run_until_killed(context, config, store, delay):
-    """Run, and kill all ranks ``delay`` seconds after a save began, or never if None. Returns whether it finished."""
+def run_until_killed(context, config, store, delay, hold=False):
+    """Run, and kill all ranks ``delay`` seconds after a save began, or never if None. Returns whether it finished.
+
+    With ``hold`` they are killed between a save and the next.
+    """
     receiver, sender = context.Pipe()
     processes = [
-        context.Process(target=run_rank, args=(config, rank, store, sender), daemon=True) for rank in range(RANKS)
+        context.Process(target=run_rank, args=(config, rank, store, sender, hold), daemon=True) for rank in range(RANKS)
     ]
     for process in processes:
         process.start()
@@ -74,7 +88,9 @@ def test_run_killed_during_saves_resumes_from_newest_committed(ranks, tiny, tmp_
     run_dir = Path(config.run.dir)
     midway = 0
     for number in range(KILLS[async_save]):
-        run_until_killed(ranks.context, config, str(tmp_path / f"store{number}"), draw.uniform(0, longest))
+        # Some of the kills at least fall between two saves, however slow the disk is.
+        delay, hold = draw.uniform(0, longest), number % 4 == 3
+        run_until_killed(ranks.context, config, str(tmp_path / f"store{number}"), delay, hold)
         midway += any(path.suffix for path in (run_dir / "checkpoints").iterdir())
         for directory in checkpoint_dir.committed(run_dir):
             verifying.verify(directory)

@@ -313,7 +313,7 @@ def test_train_accepts_a_blend_of_token_files(ranks, tiny, config, tmp_path):
     "blend", ["{}", "null", "{a: 0}", "{a: x}", "3", "{1: 0.5}", "{a: inf, b: 1}", "{a: true}", "{a: nan}"]
 )
 def test_an_invalid_blend_is_rejected(tiny, blend):
-    with pytest.raises(ConfigError, match=r"data\.blend=.*give directories of token files and weights above 0"):
+    with pytest.raises(ConfigError, match=r"data\.blend=.*not a map of directories to weights above 0"):
         validate(tiny("data=blend", f"data.blend={blend}"), 1)
 
 

@@ -55,6 +55,7 @@ def changed(gpt2, change):
     return tokenizers._configure(Tokenizer.from_str(json.dumps(content)))
 
 
+@pytest.mark.slow
 def test_the_name_of_the_end_token_in_a_text_is_encoded_as_text(gpt2):
     def ordinary(content):
         content["added_tokens"][0]["special"] = False
@@ -116,6 +117,7 @@ def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(gpt2, co
     assert files.tokenizer().decode(ids[ids != files.end_of_text][:20].tolist()).isascii()
 
 
+@pytest.mark.slow
 def test_the_speeches_have_the_known_number_of_gpt2_tokens(gpt2):
     """The speeches joined by empty lines have 2,389,404 tokens, two of them for each of the 248 joints."""
     texts = [document.text for document in documents.documents(DataConfig())]
@@ -145,6 +147,7 @@ def test_equal_tokenizers_with_different_bytes_do_not_share_a_cache(config, tmp_
         assert files.fingerprint() == hashlib.sha256(content.encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_transformers_tokenizer_is_read_from_its_directory(config, tmp_path):
     from transformers import PreTrainedTokenizerFast
 

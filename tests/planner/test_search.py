@@ -68,6 +68,7 @@ def test_grids_that_do_not_fit_are_listed_with_their_gib():
     assert GridSizes(1, 1, 1, 32) in ranking.too_large  # 16 bytes of each of 20 billion parameters
 
 
+@pytest.mark.slow
 def test_the_planned_microbatch_is_the_largest_that_fits():
     config = compose([*PERLMUTTER, "train.batch_size=1024"])
     plan = rank(config, 32, top=1).plans[0]
@@ -130,6 +131,7 @@ def ask(*arguments: str) -> str:
     return done.stdout or done.stderr
 
 
+@pytest.mark.slow
 def test_json_and_picture_are_written_without_torch(tmp_path):
     picture = tmp_path / "plan.png"
     answer = json.loads(

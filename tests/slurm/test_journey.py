@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from gpt4d.checkpoint import __main__ as commands
@@ -12,6 +13,8 @@ from tests.slurm.cluster import ROOT
 from tests.test_cli import overrides
 
 PROMPT = 'it\'s "{said}" = $HOME, #1'
+
+pytestmark = pytest.mark.slow
 
 
 def metric_lines(run: Path) -> list[dict]:

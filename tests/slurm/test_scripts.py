@@ -14,6 +14,8 @@ from tests.slurm.conftest import create_stand_in
 SCRIPTS = ROOT / "scripts" / "slurm"
 AWKWARD = ["a=b c", "said='\"it\"'", "blend={x: 0.5, 'y z': 0.5}", "glob=*.txt", "$HOME=$(date)", "", "back\\", "--"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stand_in(tmp_path):

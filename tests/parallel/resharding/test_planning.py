@@ -132,6 +132,7 @@ def random_jobs(rng: random.Random) -> list[SendJob]:
     return [job(number) for number in range(rng.randint(3, 6))]
 
 
+@pytest.mark.slow
 def test_small_instances_reach_the_optimum_of_an_exhaustive_solver():
     rng, above_bound = random.Random(8), 0
     for _ in range(100):
@@ -164,6 +165,7 @@ def test_small_reshardings_reach_the_optimum_of_an_exhaustive_solver(case):
         assert resharding_plan.makespan == resharding_plan.lower_bound == Fraction(solve(jobs), elements)
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_plans_in_every_process():
     """Sets of strings, hash seeds and clocks must not matter: two processes with different hash seeds agree."""
     code = (
