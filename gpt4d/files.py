@@ -11,8 +11,6 @@ _CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the CPU cache wh
 
 
 class FileEntry(NamedTuple):
-    """Size and checksum of a file."""
-
     bytes: int
     xxh3_128: str
 

@@ -10,7 +10,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -161,7 +161,7 @@ def _start_wandb(config: Config, run_dir: Path):
         name=config.run.name,
         id=id_file.read_text(),
         resume="allow",
-        mode=wandb_config.mode,
+        mode=cast(Any, wandb_config.mode),  # one of wandb's, as config.checks makes sure
         dir=str(run_dir),
         config=asdict(config),
     )
@@ -187,7 +187,7 @@ def _without_nan(values):
 
 
 def _flatten(values: dict, prefix: str = "") -> dict:
-    flat = {}
+    flat: dict = {}
     for key, value in values.items():
         flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
     return flat

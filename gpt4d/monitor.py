@@ -110,6 +110,7 @@ class LossMonitor:
         return message + ("; the step was skipped" if metrics.skipped else ""), values
 
     def give_up(self) -> NoReturn:
+        assert self.last is not None
         raise ConfigError(
             f"optim.lr={self.lr}: {self.skipped_in_a_row} step(s) in a row were skipped; at step {self.last.step} loss "
             f"and gradient norm are {self.last.loss}, {self.last.norm}; lower optim.lr, or raise optim.warmup_steps or "
@@ -145,6 +146,5 @@ class StragglerDetector:
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:
-    """Return whether every element of every tensor is finite."""
     largest = torch._foreach_norm([tensor.detach().float() for tensor in tensors], math.inf)
     return bool(torch.stack(largest).isfinite().all())

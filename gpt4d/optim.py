@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,15 +15,15 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
 
     All states are allocated here, so that a checkpoint can be loaded into them.
     """
-    parameters = dict(parameters)
+    named: dict[str, Any] = dict(parameters)  # nn.Parameter with the attribute spec
     groups = [
-        {"params": [(n, p) for n, p in parameters.items() if p.spec.decay], "weight_decay": config.weight_decay},
-        {"params": [(n, p) for n, p in parameters.items() if not p.spec.decay], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in named.items() if p.spec.decay], "weight_decay": config.weight_decay},
+        {"params": [(n, p) for n, p in named.items() if not p.spec.decay], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
     )
-    for parameter in parameters.values():
+    for parameter in named.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -42,7 +43,7 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor) -> None:
     """Run one step of ``optimizer``. If ``skipped``, a flag on the device, weights and states stay unchanged."""
-    optimizer.found_inf = skipped.float()  # torch.amp's GradScaler sets this attribute of a fused optimizer.
+    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # GradScaler sets it on fused optimizers
     optimizer.step()
 
 
@@ -53,5 +54,5 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -
     """
     if limit:
         scale = limit / norm.clamp(min=limit)
-        gradients = [p.grad for p in parameters]
+        gradients = cast(list[torch.Tensor], [p.grad for p in parameters])  # none is None after a backward
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

@@ -4,16 +4,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.traffic import now, seconds_between
+from gpt4d.parallel.weights import WeightStream
 from gpt4d.timeline import LayerSpan
 
 
@@ -27,7 +30,8 @@ class Profile:
 
     def __init__(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, logger, done: int):
         self.config, self.model, self.optimizer, self.logger = config, model, optimizer, logger
-        self.grid, self.device = model.weights.grid, model.weights.device
+        weights = cast(WeightStream, model.weights)
+        self.grid, self.device = weights.grid, weights.device
         self.recording = ExitStack()
         first, last = profiled_steps(config) or (0, 0)
         self.first, self.last = max(first, done + 1), min(last, config.train.steps)
@@ -96,7 +100,7 @@ class _LayerRecorder:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.spans: list[LayerSpan] = []  # start and stop are results of ``now``
         self.open: dict[tuple[str, str], tuple] = {}  # (name, phase) → (profiler range, start) of unfinished spans
-        self.handles = []
+        self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "_LayerRecorder":
         for name, layer in _layers(self.model):
@@ -147,7 +151,7 @@ class _LayerRecorder:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules: the outermost and the innermost that are called, without the model itself."""
-    outermost = []
+    outermost: list[str] = []
     for name, module in model.named_modules():
         if not name or isinstance(module, nn.ModuleList):
             continue
@@ -160,12 +164,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _nodes(output: torch.Tensor, inputs: tuple) -> list[Node]:
     """Return the nodes of autograd's graph between a layer's inputs and its output, newest first."""
-    input_nodes = {tensor.grad_fn for tensor in inputs if isinstance(tensor, torch.Tensor)} | {None}
-    nodes, unvisited = set(), [output.grad_fn]
+    input_nodes = {tensor.grad_fn for tensor in inputs if isinstance(tensor, torch.Tensor)}
+    nodes: set[Node] = set()
+    unvisited = [output.grad_fn]
     while unvisited:
         node = unvisited.pop()
         # A parameter's node has no next functions.
-        if node not in input_nodes and node not in nodes and node.next_functions:
+        if node is not None and node not in input_nodes and node not in nodes and node.next_functions:
             nodes.add(node)
             unvisited += [next_node for next_node, _ in node.next_functions]
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)

@@ -80,7 +80,8 @@ def _ancestors(name: str) -> list[str]:
 
 def _visible(spans: list[LayerSpan]) -> list[tuple[LayerSpan, float, float]]:
     """Return the pieces (span, start, stop) of a lane, in which an inner span covers the one that contains it."""
-    pieces, active, reached = [], [], 0.0  # active: spans that have started and not ended, the outermost first
+    active: list[LayerSpan] = []  # spans that have started and not ended, the outermost first
+    pieces, reached = [], 0.0
     for next_span in [*sorted(spans, key=lambda span: span.start), None]:
         until = next_span.start if next_span else float("inf")
         while active and reached < until:
@@ -90,7 +91,8 @@ def _visible(spans: list[LayerSpan]) -> list[tuple[LayerSpan, float, float]]:
                 reached = stop
             if active[-1].stop <= until:
                 active.pop()
-        active.append(next_span)
+        if next_span:
+            active.append(next_span)
         reached = until
     return pieces
 

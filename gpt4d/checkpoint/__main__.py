@@ -11,9 +11,10 @@ the newest.
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -124,7 +125,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[[Any], None], type]] = {
     "verify": (verify, ReadConfig),
     "inspect": (inspect, ReadConfig),
     "export": (export, ExportConfig),

@@ -68,10 +68,7 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """Read a checkpoint's metadata.
-
-        Raises Damaged if it is invalid, ConfigError if its format or its model family is unknown.
-        """
+        """Read the metadata. Raises Damaged if it is invalid, ConfigError for an unknown format or model family."""
 
         def convert(values: dict) -> "Meta":
             if (stored_format := values.pop("format")) != _FORMAT:

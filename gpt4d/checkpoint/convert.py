@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +36,7 @@ def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None
     adapter = _adapter(registry.of(model))
     with _new_directory(out) as directory:
         shards = _group_by_size([n for n in files.tensors if n.startswith("model.")], files, shard_bytes)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             single = len(shards) == 1
             file = "model.safetensors" if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -60,7 +61,8 @@ def _adapter(family: Family) -> HuggingFaceAdapter:
 
 def _group_by_size(names: list[str], files: storage.Files, max_bytes: int) -> list[list[str]]:
     """Split the names in order into groups of at most ``max_bytes``, or of one larger tensor."""
-    groups, size = [[]], 0
+    groups: list[list[str]] = [[]]
+    size = 0
     for name in names:
         size += files.tensors[name].nbytes
         if groups[-1] and size > max_bytes:
@@ -96,7 +98,7 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
         values = dict(json.loads((directory / "config.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"source={source}: no readable config.json ({error})") from None
-    family = registry.family_of_hf(values.get("model_type"))
+    family = registry.family_of_hf(cast(str, values.get("model_type")))
     adapter = _adapter(family)
     model = adapter.config_from_hf(source, values)
     tokenizer = _read_tokenizer(directory)

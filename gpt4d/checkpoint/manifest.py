@@ -37,7 +37,7 @@ def read(directory: Path) -> dict[str, FileEntry]:
         if document["xxh3_128"] != _checksum(document["files"]):
             raise ValueError("checksum mismatch")
         return {
-            name: FileEntry(*counts([entry["bytes"]]), str(entry["xxh3_128"]))
+            name: FileEntry(counts([entry["bytes"]])[0], str(entry["xxh3_128"]))
             for name, entry in document["files"].items()
         }
 

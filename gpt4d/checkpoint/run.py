@@ -1,6 +1,7 @@
 """The checkpoints of a running job: which one to resume from, when a save has ended, what is reported about both."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class RunCheckpoints:
                     "checkpoint or set another run.name"
                 )
         for checkpoint in damaged:
-            aside = run_on_rank0(lambda checkpoint=checkpoint: checkpoint_dir.quarantine(checkpoint))
+            aside = run_on_rank0(partial(checkpoint_dir.quarantine, checkpoint))
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=str(aside))
         if progress.step >= config.train.steps:
             message = f"{self.run_dir} is complete; raise train.steps or set another run.name"

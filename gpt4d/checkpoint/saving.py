@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +49,10 @@ class Saver:
         self.config, self.run_dir, self.grid = config, run_dir, grid
         self._group = dist.new_group(backend="gloo")
         self._buffers: dict[str, torch.Tensor] = {}  # in host memory, reused by every save
-        self._stream, thread_options = None, {}
-        if grid.device_type == "cuda":
-            self._stream = torch.cuda.Stream()
-            thread_options = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
-        self._thread = ThreadPoolExecutor(1, "checkpoint", **thread_options)
+        on_gpu = grid.device_type == "cuda"
+        self._stream = torch.cuda.Stream() if on_gpu else None
+        select_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", select_device)
         self._pending: _PendingSave | None = None
 
     def start(
@@ -120,7 +120,7 @@ class Saver:
                     self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
                 self._buffers[name].copy_(local, non_blocking=True)
         copies = {name: LocalShard(self._buffers[name], spec) for name, (_, spec) in shards.items()}
-        return copies, self._stream and self._stream.record_event()
+        return copies, self._stream.record_event() if self._stream else None
 
     def _begin(self, step: int) -> Path:
         try:

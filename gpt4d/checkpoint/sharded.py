@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,7 +36,8 @@ def parts(
 
     ``extra`` is further state by name, such as averaged weights: this rank's part and its spec.
     """
-    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in model.named_parameters()}
+    parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
+    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in parameters.items()}
     if optimizer is not None:
         # The optimizer may hold slices of the model's parameters, with layouts of their own.
         for group in optimizer.param_groups:

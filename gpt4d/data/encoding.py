@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -21,22 +21,18 @@ from gpt4d.data.documents import Document, is_held_out
 _BATCH_CHARACTERS = 1 << 18  # of text, encoded in one task
 
 Encoded = tuple[bool, np.ndarray]  # whether the document is held out; its ids, the end-of-text id last
+_process_state: "tuple[Tokenizer, Encoding]"  # of an encoding process
 
 
 class Encoding(NamedTuple):
-    """Settings of the encoding."""
-
     tokenizer: Path
     end: int  # end-of-text id, appended to every document
     dtype: str
     fraction: float  # of the documents, held out for validation
 
 
-def encode_documents(documents: Iterable[Document], encoding: Encoding, processes: int | None) -> Iterator[Encoded]:
-    """Yield the encoded documents in their order; ``processes`` None means one per core.
-
-    Raises ConfigError if one of the processes is killed.
-    """
+def encode_documents(documents: Iterable[Document], encoding: Encoding, processes: int | None) -> Generator[Encoded]:
+    """Yield the encoded documents in order; by default one process per core. Raises ConfigError if one is killed."""
     processes = processes or _cores()
     batches = _batches(documents)
     first = list(itertools.islice(batches, 2))

@@ -67,12 +67,13 @@ class Loader:
         """Return the step that begins with ``first`` and the rest of its span; start to read the next spans."""
         pending = self._pending.pop(first, None)
         span = pending.result() if pending else self._read(first, steps=1)
-        after, stride = first + len(span) * self.batch_size, self._steps_per_span * self.batch_size
-        starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread keep all threads busy
-        self._pending = {
-            start: self._pending.get(start) or self._threads.submit(self._read, start, self._steps_per_span)
-            for start in starts
-        }
+        if self._threads:
+            after, stride = first + len(span) * self.batch_size, self._steps_per_span * self.batch_size
+            starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread keep all busy
+            self._pending = {
+                start: self._pending.get(start) or self._threads.submit(self._read, start, self._steps_per_span)
+                for start in starts
+            }
         return {first + step * self.batch_size: rows for step, rows in enumerate(span)}
 
     def _read(self, first: int, steps: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ def identity_of(config: DataConfig) -> str:
 
 def _tokenizer_json(config: DataConfig) -> str:
     """Return the tokenizer.json of ``data.tokenizer``; a file is not rewritten, since runs compare its fingerprint."""
+    assert config.tokenizer
     tokenizer, file = tokenizers.from_config(config), tokenizer_file(config.tokenizer)
     return file.read_text(encoding="utf-8") if file.is_file() else tokenizer.to_str()
 
@@ -140,10 +141,11 @@ class Preparation:
         return tokenizers.read(self.tokenizer_file)
 
     def _train_tokenizer(self) -> Tokenizer:
-        self.on_progress(f"training a tokenizer of {self.config.tokenizer_vocab:,} tokens")
-        fraction = self.config.validation_fraction
+        vocabulary, fraction = self.config.tokenizer_vocab, self.config.validation_fraction
+        assert vocabulary is not None, "language models have a vocabulary"
+        self.on_progress(f"training a tokenizer of {vocabulary:,} tokens")
         texts = (d.text for d in documents.documents(self.config) if not documents.is_held_out(d.text, fraction))
-        return tokenizers.train(texts, self.config.tokenizer_vocab)
+        return tokenizers.train(texts, vocabulary)
 
     def _save_progress(self) -> None:
         progress = {
@@ -163,7 +165,8 @@ class _Pace:
     """Fraction of the corpus that is read, and the time left; ``size`` is in bytes, or None if it is not known."""
 
     def __init__(self, size: int | None):
-        self.size, self.read, self.read_before = size, 0, None
+        self.size, self.read = size, 0
+        self.read_before: int | None = None
         self.started = time.monotonic()
         self.next_report = self.started + _REPORT_INTERVAL_S
 

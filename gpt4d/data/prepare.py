@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -48,7 +49,7 @@ def corpus(config: DataConfig) -> Corpus:
     model, or have different tokenizers.
     """
     if config.source in ("tokens", "blend"):
-        weights = config.blend if config.source == "blend" else {config.path: 1.0}
+        weights = config.blend if config.source == "blend" else {cast(str, config.path): 1.0}
         shares = integer_shares(list(weights.values()))
         sources = [TokenFiles.open(Path(os.path.expanduser(path))) for path in weights]
         for files in sources:

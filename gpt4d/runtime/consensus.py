@@ -4,7 +4,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ _KEEPALIVE_S = 60.0
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise."""
-    result, error = None, None
+    error: Exception | None = None
     try:
         result = work()
     except ConfigError as raised:
@@ -32,7 +32,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
 
 def all_gather_object(value: T) -> list[T]:
     """Return the ``value`` of every rank, in rank order. All ranks must call this."""
-    values = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -51,13 +51,14 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     """
     if not dist.is_initialized():
         return work()
-    outcome, failure = None, None
+    outcome: tuple[Any, Exception | None] | None = None
+    failure: BaseException | None = None
     if dist.get_rank() == 0:
         with _keepalive_broadcasts():
             try:
                 outcome = work(), None
-            except ConfigError as error:
-                outcome = None, error
+            except ConfigError as raised:
+                outcome = None, raised
             except BaseException as raised:
                 outcome, failure = (None, RuntimeError(f"rank 0 failed: {raised!r}")), raised
     while (received := _broadcast_from_rank0(outcome)) is None:

@@ -33,7 +33,7 @@ def process_group(launch: Launch, device: torch.device | None = None) -> Iterato
     """
     if "OMP_NUM_THREADS" not in os.environ:
         # macOS has no sched_getaffinity.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // launch.local_world_size))
     if launch.master is None:
         with _initialize(launch, dist.HashStore(), device or select_device(launch)) as device:

@@ -51,6 +51,7 @@ class Launch:
 def first_host(nodes: str) -> str:
     """Return the first host of Slurm's compressed list: ``nid[001-004,7],login1`` → ``nid001``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    assert match, nodes
     return match[1] + (match[2] or "") + match[3]
 
 

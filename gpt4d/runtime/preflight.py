@@ -44,15 +44,15 @@ class Node:
         "run_dir": "run.dir; choose a directory on a file system that all nodes share",
     }
 
-    @classmethod
-    def of_this_rank(cls, config: Config, device: torch.device, marker: str) -> "Node":
-        name = "cpu"
-        if device.type == "cuda":
-            name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
-        settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
-        seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker)
-        host, python = socket.gethostname(), platform.python_version()
-        return cls(host, _code_hash(), settings, torch.__version__, python, name, seen)
+
+def _describe_node(config: Config, device: torch.device, marker: str) -> Node:
+    name = "cpu"
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
+    settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
+    seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker)
+    host, python = socket.gethostname(), platform.python_version()
+    return Node(host, _code_hash(), settings, torch.__version__, python, name, seen)
 
 
 def compare(
@@ -67,7 +67,7 @@ def compare(
     """
     path = Path(config.run.dir) / _MARKER_NAME
     marker = run_on_rank0(lambda: _write_marker(path))
-    nodes = all_gather_object(Node.of_this_rank(config, device, marker))
+    nodes = all_gather_object(_describe_node(config, device, marker))
     run_on_rank0(lambda: path.unlink(missing_ok=True))
     problem = find_difference(nodes)
     if problem:

@@ -25,21 +25,22 @@ class Rendezvous:
     """The job's store, from the first rank's arrival to the last rank's exit, and this rank's watchdog."""
 
     def __init__(self, launch: Launch):
+        assert launch.master, "a single rank needs no rendezvous"
         self.launch = launch
+        self.host, port = launch.master.rsplit(":", 1)
+        self.port = int(port)
         self.store, watchdog_store = self._connect(server=launch.rank == 0), self._connect(server=False)
         self.store.set(f"host/{launch.rank}", socket.gethostname())
         self._exiting = threading.Lock()  # taken by the thread that ends this process
-        rank0_host = launch.master.rsplit(":", 1)[0]
-        self.watchdog = Watchdog(watchdog_store, launch.rank, launch.world_size, rank0_host, self._on_failure)
+        self.watchdog = Watchdog(watchdog_store, launch.rank, launch.world_size, self.host, self._on_failure)
         self.watchdog.start()
 
     def _connect(self, server: bool) -> dist.Store:
-        host, port = self.launch.master.rsplit(":", 1)
         # torchrun already runs a server, for all attempts; otherwise rank 0 is the server.
         server = server and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         timeout = timedelta(seconds=_CONNECT_S)
         try:
-            store = dist.TCPStore(host, int(port), is_master=server, timeout=timeout, wait_for_workers=False)
+            store = dist.TCPStore(self.host, self.port, is_master=server, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise ConfigError(
                 f"rank {self.launch.rank} on {socket.gethostname()} cannot connect to rank 0 at {self.launch.master} "

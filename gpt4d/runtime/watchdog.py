@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -73,7 +73,7 @@ class HangDetector:
         if next(model.parameters()).is_cuda:  # NCCL watches collectives on GPUs itself, with its flight recorder
             for axis in self.axes.values():
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
-        self.main_thread = threading.main_thread().ident
+        self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
         self.names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters()) if name}
 
     def waiting(self, at_least_s: float = 0.0, since: float = 0.0) -> dict | None:
@@ -160,7 +160,7 @@ class Watchdog:
     def _report(self, failure: Failure) -> Failure:
         """Store ``failure`` unless there is one already, since later ones follow from it. Return the stored one."""
         self.store.compare_set("failure", "", json.dumps(asdict(failure)))
-        return self.first_failure()
+        return cast(Failure, self.first_failure())
 
     def _silent_ranks(self) -> list[int]:
         """Return the ranks without a heartbeat during the next ``_SILENT_AFTER_ERROR_S`` seconds."""
@@ -197,7 +197,7 @@ class Watchdog:
             else:
                 return
             if failure.waiting and self.hang_detector:
-                failure.hang = self._describe_hang(failure)
+                failure.hang = self._describe_hang(failure, failure.waiting, self.hang_detector)
         except RuntimeError:
             failure = self.store_lost()
         if not self._stopped.is_set():
@@ -209,19 +209,17 @@ class Watchdog:
 
     def _check_for_hang(self) -> Failure | None:
         detector = self.hang_detector
-        waiting = detector and detector.waiting(detector.timeout_s, self._resumed_at)
-        if not waiting:
+        if not detector or not (waiting := detector.waiting(detector.timeout_s, self._resumed_at)):
             return None
         cause = f"{waiting['name']} did not finish within {detector.timeout_s:g} s (parallel.timeout_s)"
         return self._report(Failure(self.rank, self._host(self.rank), cause, waiting))
 
-    def _describe_hang(self, failure: Failure) -> str:
+    def _describe_hang(self, failure: Failure, waiting: dict, detector: HangDetector) -> str:
         """Write this rank's state to its file and return the message about the hang.
 
         The rank that detected the hang finds out which ranks are missing and shares the message through the store.
         """
-        directory = self.hang_detector.directory
-        record = self.hang_detector.record()
+        directory, record = detector.directory, detector.record()
         text = f"rank {self.rank} on {self._host(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
         text += f"waiting for: {record['waiting']}\n\n{record.pop('stack')}"
         with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
@@ -229,8 +227,7 @@ class Watchdog:
             (directory / f"rank_{self.rank:05d}.txt").write_text(text)
         self.store.set(f"record/{self.rank}", json.dumps(record))
         if failure.rank == self.rank:
-            missing = "; ".join(self._missing_ranks(failure.waiting)) or "all ranks of the axis have started it"
-            waiting = failure.waiting
+            missing = "; ".join(self._missing_ranks(waiting)) or "all ranks of the axis have started it"
             layer = f" of {waiting['layer']}" if waiting["layer"] else ""
             self.store.set(
                 "hang",
