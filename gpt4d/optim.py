@@ -20,6 +20,7 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
         {"params": [(n, p) for n, p in named.items() if p.spec.decay], "weight_decay": config.weight_decay},
         {"params": [(n, p) for n, p in named.items() if not p.spec.decay], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # torch takes an empty list for parameters without names
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
     )

@@ -36,7 +36,10 @@ class _Simple:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead."""
+    """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead.
+
+    A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
+    """
 
     name: str
     in_features: int
@@ -45,6 +48,7 @@ class Linear:
     num_fused: int | None = None
     bias: bool = True
     tied: str | None = None
+    input_gradient: bool = True
 
     def parameters(self) -> dict[str, ParameterSpec]:
         if self.tied:
@@ -57,7 +61,8 @@ class Linear:
         return f".{self.tied}" if self.tied else f"{self.name}.weight"
 
     def weights(self) -> LayerWeights:
-        return LayerWeights((self._weight,), (self._weight,), (self._weight,))
+        names = (self._weight,)
+        return LayerWeights(names, names, names if self.input_gradient else ())
 
     @property
     def _axes(self) -> tuple[str, str]:
@@ -87,13 +92,15 @@ class Linear:
         k, n = self._local(walk)
         in_bytes, out_bytes = walk.tokens * k * walk.element_bytes, walk.tokens * n * walk.element_bytes
         flops = 2 * walk.tokens * (k * n)
-        walk.gather(self._weight)
-        walk.hold(in_bytes)
-        walk.compute(flops, in_bytes)
-        walk.multiplied()
-        pending = walk.start("all_reduce", self._axes[1], in_bytes)
-        if not walk.overlap.all_reduce:
-            walk.wait(pending)
+        pending = None
+        if self.input_gradient:
+            walk.gather(self._weight)
+            walk.hold(in_bytes)
+            walk.compute(flops, in_bytes)
+            walk.multiplied()
+            pending = walk.start("all_reduce", self._axes[1], in_bytes)
+            if not walk.overlap.all_reduce:
+                walk.wait(pending)
         gradient = k * n * walk.element_bytes
         walk.hold(gradient)
         walk.compute(flops, gradient)
@@ -372,6 +379,8 @@ class ResidualBlock:
             product.backward(walk, keep_gradient=True)
             for layer in reversed(inner):
                 layer.backward(walk)
+            if not getattr(branch[0], "branch", False):
+                walk.hold(x)  # the first layer has released its input, the stream, which is released below
             walk.compute(moved=3 * x)
             walk.release(x)
         walk.release(len(self.branches) * x)  # the inputs of the branches

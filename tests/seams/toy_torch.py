@@ -1,0 +1,151 @@
+"""The toy model and the toy task: what needs torch.
+
+Shapes: B samples, S rows of a sample, F features, O outputs.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt4d.config import Config
+from gpt4d.data.batch import Batch
+from gpt4d.parallel import collectives, random
+from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.stage import Stage
+from gpt4d.parallel.weights import WeightStream
+from gpt4d.task.task import Artifact
+from tests.seams.toy import ToyConfig
+
+SAMPLES, HELD_OUT = 64, 16
+DECAY = 0.8  # of the averaged weight at each step
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, weights: WeightStream, hidden: int, inner: int):
+        super().__init__()
+        self.up = Linear(weights, hidden, inner, num_fused=2, bias=False, std=0.3)
+        self.down = Linear(weights, inner, hidden, transposed=True, bias=False, std=0.3)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x_BSH).unbind(-2)
+        return x_BSH + self.down(F.silu(gate) * up)
+
+
+class Toy(nn.Module):
+    """From features that every rank has whole to outputs that x splits."""
+
+    def __init__(self, config: ToyConfig, weights: WeightStream):
+        super().__init__()
+        self.config, self.weights = config, weights
+        self.input = Linear(weights, config.features, config.hidden, transposed=True, bias=False, std=0.3)
+        self.blocks = nn.ModuleList(
+            GatedMLP(weights, config.hidden, config.inner(index)) for index in range(config.blocks)
+        )
+        self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=0.3)
+
+    def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.input(own_part(x_BSF, self.weights.grid.x).to(self.weights.compute_dtype))
+        for block in self.blocks:
+            x_BSH = self.weights.run_block(block, x_BSH)
+        return self.output(x_BSH)
+
+
+def own_part(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return this rank's part of a tensor whose last dim ``axis`` splits."""
+    return tensor.chunk(axis.size, -1)[axis.index]
+
+
+class SquaredErrorFunction(torch.autograd.Function):
+    """``Σ (predicted - target)²`` over all features of ``axis``, each rank of which has its part of them.
+
+    Every rank's loss is the whole sum, so its derivative by a rank's own features needs no collective.
+    """
+
+    @staticmethod
+    def forward(ctx, predicted, targets, axis: Axis):
+        wide = predicted if predicted.dtype == torch.float64 else predicted.float()
+        errors = wide - targets
+        ctx.save_for_backward(errors)
+        ctx.dtype = predicted.dtype
+        return collectives.all_reduce(errors.square().sum().view(1), axis).view(())
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        (errors,) = ctx.saved_tensors
+        return (2 * d_loss * errors).to(ctx.dtype), None, None
+
+
+def samples(config: Config, sample_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [B, S, F] and targets [B, S, O] of samples, float32: functions of the seed and their ids."""
+    model, length = config.model, config.train.seq_len
+    key = random.key(config.train.seed, "samples")
+    shape = (SAMPLES + HELD_OUT, length, model.features)
+    whole = (slice(0, length), slice(0, model.features))
+    inputs = torch.cat([random.normal(key, shape, (slice(i, i + 1), *whole)) for i in sample_ids])
+    return inputs, inputs[..., : model.outputs] - inputs[..., -model.outputs :].sin()
+
+
+class Regression:
+    """Rows of numbers to be predicted from rows of numbers (gpt4d.task.task.Task). It averages one weight over time."""
+
+    unit = "rows"
+    samples = SAMPLES
+    waited_s = 0.0
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.units_per_sample = config.train.seq_len
+
+    def connect(self, stage: Stage, micro_batch_size: int) -> None:
+        self._stage, self._micro_batch_size = stage, micro_batch_size
+        self._averaged = stage.module.output.weight
+        self._average = torch.zeros_like(self._averaged, requires_grad=False)
+
+    def batches(self, first_sample: int) -> Iterator[Batch]:
+        return self._microbatches(first_sample, 0, SAMPLES)
+
+    validation_steps = 2
+
+    def validation_batches(self, index: int) -> Iterator[Batch]:
+        return self._microbatches(index * self.config.train.batch_size, SAMPLES, HELD_OUT)
+
+    def _microbatches(self, first_sample: int, offset: int, count: int) -> Iterator[Batch]:
+        grid, device = self._stage.grid, self._stage.weights.device
+        share = self.config.train.batch_size // grid.sizes.batch_shards
+        first = first_sample + grid.batch_shard * share
+        for start in range(first, first + share, self._micro_batch_size):
+            ids = torch.arange(start, start + self._micro_batch_size)
+            inputs, targets = samples(self.config, (offset + ids % count).tolist())
+            yield Batch({"rows": inputs.to(device)}, targets.to(device), ids.to(device))
+
+    def loss_sum(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+        axis = self._stage.grid.x
+        return SquaredErrorFunction.apply(module(batch.inputs["rows"]), own_part(batch.targets, axis), axis)
+
+    def after_update(self, step: int) -> None:
+        self._stage.weights.pre_gather_hook(self._averaged)
+        self._average.lerp_(self._averaged.detach(), 1 - DECAY)
+
+    def sample(self) -> Artifact:
+        inputs, targets = samples(self.config, [SAMPLES])
+        with torch.no_grad():
+            error = self.loss_sum(self._stage.module, Batch({"rows": inputs}, targets, torch.tensor([SAMPLES])))
+        return Artifact(f"squared error of a held-out sample: {error:.4g}", {"squared_error": error.item()})
+
+    def summary(self) -> str:
+        return f"{SAMPLES} samples to train on, {HELD_OUT} held out"
+
+    def identity(self) -> dict[str, str]:
+        return {"samples": f"{SAMPLES} of {self.config.train.seq_len} rows", "data": "random rows"}
+
+    def documents(self) -> dict[str, bytes]:
+        return {}
+
+    def extra_state(self) -> dict[str, tuple[torch.Tensor, ParameterSpec]]:
+        return {"output_average": (self._average, self._averaged.spec)}
+
+    def close(self) -> None: ...
