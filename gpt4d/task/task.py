@@ -52,7 +52,11 @@ class Task(Protocol):
         """Return the loss summed, not averaged, over this rank's units of a microbatch: a scalar."""
 
     def after_update(self, step: int) -> None:
-        """Update the task's own state after an optimizer step."""
+        """Update the task's own state after an optimizer step.
+
+        Rows of a weight that other ranks updated (``optim.shard_states``) may still be on their way; call
+        ``stage.weights.pre_gather_hook(parameter)`` before reading one.
+        """
 
     def sample(self) -> Artifact | None:
         """Produce a sample with the trained model; None if none is wanted."""

@@ -21,14 +21,15 @@ from gpt4d.task.task import Artifact
 from tests.seams.toy import ToyConfig
 
 SAMPLES, HELD_OUT = 64, 16
+STD = 0.15  # of initial weights
 DECAY = 0.8  # of the averaged weight at each step
 
 
 class GatedMLP(nn.Module):
     def __init__(self, weights: WeightStream, hidden: int, inner: int):
         super().__init__()
-        self.up = Linear(weights, hidden, inner, num_fused=2, bias=False, std=0.3)
-        self.down = Linear(weights, inner, hidden, transposed=True, bias=False, std=0.3)
+        self.up = Linear(weights, hidden, inner, num_fused=2, bias=False, std=STD)
+        self.down = Linear(weights, inner, hidden, transposed=True, bias=False, std=STD)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         gate, up = self.up(x_BSH).unbind(-2)
@@ -41,11 +42,11 @@ class Toy(nn.Module):
     def __init__(self, config: ToyConfig, weights: WeightStream):
         super().__init__()
         self.config, self.weights = config, weights
-        self.input = Linear(weights, config.features, config.hidden, transposed=True, bias=False, std=0.3)
+        self.input = Linear(weights, config.features, config.hidden, transposed=True, bias=False, std=STD)
         self.blocks = nn.ModuleList(
             GatedMLP(weights, config.hidden, config.inner(index)) for index in range(config.blocks)
         )
-        self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=0.3)
+        self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=STD)
 
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
         x_BSH = self.input(own_part(x_BSF, self.weights.grid.x).to(self.weights.compute_dtype))
