@@ -1,6 +1,10 @@
 """Measurements of the training loop: time, throughput, memory and communication of each logged step."""
 
+import math
 import time
+from dataclasses import replace
+
+import torch
 
 from gpt4d import metrics
 from gpt4d.checkpoint.checkpoint_dir import Progress
@@ -8,7 +12,7 @@ from gpt4d.model import registry
 from gpt4d.monitor import StepMetrics, StragglerDetector
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
-from gpt4d.planner.estimate import GIB
+from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.workload import training_state
 from gpt4d.runtime.consensus import all_gather_object
 from gpt4d.task.task import Task
@@ -79,14 +83,6 @@ class StepMeter:
 
 def summary(plan: ParallelPlan, stage: Stage) -> str:
     """Return the size of the model, the grid and the planned memory of a device, for people."""
-    # Imported here: the planner's estimate takes a moment, and only rank 0 prints it.
-    import math
-    from dataclasses import replace
-
-    import torch
-
-    from gpt4d.planner.estimate import Estimate
-
     config, dtype = plan.config, stage.weights.compute_dtype
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     estimate = Estimate(replace(config, train=replace(config.train, precision=precision)), stage.grid.sizes)

@@ -29,9 +29,9 @@ _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 
 
 class Trainer:
-    """Trains on ``plan`` in the existing process group. What remains of a run is in ``run.dir``.
+    """Trains on ``plan`` in the existing process group. All files of a run are in ``run.dir``.
 
-    Raises ConfigError, alike on every rank, for mistakes that only the data or a checkpoint can show.
+    Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
     """
 
     def __init__(self, plan: ParallelPlan, device: torch.device):

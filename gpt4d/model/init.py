@@ -1,4 +1,4 @@
-"""Initial weights and dropout keys depend on (seed, name, global index) only, so that every grid starts alike."""
+"""Initial weights and dropout keys depend on (seed, name, global index) only, not on the grid."""
 
 import torch
 from torch import nn
@@ -7,12 +7,13 @@ from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import CausalAttention
 from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layout import spec_of
 
 
 def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
     """Fill this rank's part of every parameter according to its spec, and set the key of every dropout."""
     for name, parameter in model.named_parameters():
-        spec = parameter.spec
+        spec = spec_of(parameter)
         with torch.no_grad():
             parameter.fill_(spec.mean)
             if spec.std:

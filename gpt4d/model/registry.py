@@ -16,7 +16,7 @@ _families: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Add a family. It is found by its name and by the class of its settings from then on."""
+    """Add a family, which its name and the class of its settings then select."""
     _families[family.name] = family
     register_model(family.name, family.config)
 

@@ -15,7 +15,7 @@ class Bucket:
     """Parameters whose gradients are summed together."""
 
     names: tuple[str, ...]
-    elements: int  # of all its gradients on one device
+    elements: int  # of all gradients on one device
     axes: tuple[str, ...]  # to sum over, inner first
     sharded: bool  # each rank of the last axis needs only its rows of the sum
 
@@ -38,12 +38,11 @@ def gradient_buckets(
         elements = spec.local_elements(sizes)
         return elements, axes, spec.optimized_elements(sizes, shard_states) < elements
 
-    different = {id(spec): spec for spec in parameters.values()}  # equal blocks share their specs
-    kinds = {key: kind(spec) for key, spec in different.items()}
+    distinct = {id(spec): spec for spec in parameters.values()}  # equal blocks share their specs
+    kinds = {key: kind(spec) for key, spec in distinct.items()}
     filling: dict[tuple, tuple[list[str], int]] = {}
-    for name, spec in reversed(parameters.items()):
-        elements, *key = kinds[id(spec)]
-        axes, sharded = key
+    for name, spec in reversed(list(parameters.items())):
+        elements, axes, sharded = kinds[id(spec)]
         if not axes:
             continue
         names, filled = filling.get((axes, sharded), ([], 0))

@@ -1,8 +1,8 @@
-"""Every collective the project issues on tensors. Each is counted on its axis: bytes, seconds hidden and exposed.
+"""Every collective that the project issues on tensors. Its axis counts its bytes and its hidden and exposed seconds.
 
-Each begins with a ``start_`` function and is over when ``wait`` of the handle it returns gives the result; the plain
-names do both at once. All ranks of an axis start the same collectives in the same order. On an axis of one device all
-of them give back their input at no cost.
+A ``start_`` function returns a handle whose ``wait`` returns the result; the functions without the prefix start and
+wait. All ranks of an axis start the same collectives in the same order. On an axis of one device, each collective
+returns its input at no cost.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,12 @@ from gpt4d.parallel.traffic import InFlightCollective, now
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_COMBINE: dict[object, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 _PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 class Pending:
-    """A collective under way. ``wait`` gives its result, the same at each call."""
+    """A collective in flight. ``wait`` returns its result, the same at each call."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Pending:
         source: torch.Tensor | None = None,
     ):
         self.result, self.run, self.finish = result, run, finish
-        self.source = source  # what is being sent must stay in memory until then
+        self.source = source  # the sent tensor must stay in memory until then
 
     def wait(self) -> torch.Tensor:
         if self.run is not None:
@@ -44,33 +45,34 @@ class Pending:
         return self.result
 
 
-def _named(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Names a collective in a profiler's trace, where it starts and where it is waited for: ``all_gather z``."""
+def _trace(start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Name a collective in a profiler's trace, where it starts and where it is waited for: ``all_gather z``."""
     kind = start.__name__.removeprefix("start_")
 
     @wraps(start)
-    def in_a_range(tensor: torch.Tensor, axis: Axis, *rest) -> Pending:
+    def start_traced(tensor: torch.Tensor, axis: Axis, *rest) -> Pending:
         if axis.size == 1:
             return start(tensor, axis, *rest)
         name = f"{kind} {axis.name}"
         axis.traffic.num_started += 1
         with axis.traffic.named_range(name), axis.traffic.track_wait(name, axis.traffic.num_started):
             pending = start(tensor, axis, *rest)
+        assert pending.run is not None
         pending.run.name = name
         return pending
 
-    return in_a_range
+    return start_traced
 
 
-@_named
+@_trace
 def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-    """Reduces ``tensor`` over the axis, **in place**. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
+    """Start to reduce ``tensor`` over the axis, **in place**. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
     if axis.size == 1:
         return Pending(tensor)
     assert tensor.is_contiguous()
     sent_bytes = 2 * (axis.size - 1) / axis.size * tensor.nbytes
     if _shared(tensor, axis):
-        combine = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}[op]
+        combine = _COMBINE[op]
 
         def reduce(slots: torch.Tensor) -> torch.Tensor:
             combine(slots[0], slots[1], out=tensor)  # in the order of the ranks: the same bits on all of them
@@ -79,15 +81,15 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
             return tensor
 
         return _through_memory(tensor, axis, sent_bytes, reduce)
-    if axis.inter_host_group is not None and op == dist.ReduceOp.SUM and _in_parts(tensor, axis):
-        return _by_hosts(tensor, axis, sent_bytes)
+    if axis.inter_host_group is not None and op == dist.ReduceOp.SUM and _fits_hosts(tensor, axis):
+        return _start_all_reduce_by_hosts(tensor, axis, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
 
 
-@_named
+@_trace
 def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
-    """The shards of all ranks of the axis, one after another along dim 0. Sends (G-1) shards (Eq. 1)."""
+    """Start to concatenate the shards of all ranks of the axis along dim 0. Sends (G-1) shards (Eq. 1)."""
     if axis.size == 1:
         return Pending(shard)
     shard = shard.contiguous()
@@ -99,9 +101,9 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
 
 
-@_named
+@_trace
 def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
-    """This rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
+    """Start to compute this rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
     if axis.size == 1:
         return Pending(full)
     full = full.contiguous()
@@ -112,7 +114,7 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
         return Pending(shard, InFlightCollective(axis.traffic, work, full.device, sent_bytes), source=full)
-    # gloo's reduce-scatter is an all-reduce in disguise, of twice the bytes: exchange the parts and add them here.
+    # gloo implements reduce-scatter as an all-reduce, of twice the bytes: exchange the parts and add them here.
     parts = torch.empty_like(full)
     work = dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
 
@@ -123,46 +125,44 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
 
 
 def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
-    """Whether memory is the way between all ranks of the axis."""
+    """Return whether the ranks of the axis exchange ``tensor`` through shared memory alone."""
     return axis.shm is not None and axis.inter_host_group is None and tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
-def _in_parts(tensor: torch.Tensor, axis: Axis) -> bool:
-    return tensor.nbytes <= shared_memory.SLOT_BYTES and tensor.numel() % axis.shm.size == 0
+def _fits_hosts(tensor: torch.Tensor, axis: Axis) -> bool:
+    return axis.shm is not None and tensor.nbytes <= shared_memory.SLOT_BYTES and tensor.numel() % axis.shm.size == 0
 
 
-def _by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
-    """An all-reduce in which a link between hosts carries each element once each way; a ring's carries it nearly twice.
+def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+    """Start an all-reduce that sends each element over a host's link once each way; a ring sends it nearly twice.
 
     Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host. Only
-    what happens between the hosts goes on beside the computation.
+    the sum over the hosts overlaps the computation.
     """
     shm = axis.shm
+    assert shm is not None
     started = now(tensor.device)
-    message = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0))
-    message.wait()
-    part = message.result
+    part = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0)).wait()
     axis.traffic.wait_intervals.append((started, now(tensor.device)))
     work = dist.all_reduce(part, group=axis.inter_host_group, async_op=True)
 
     def share(_) -> torch.Tensor:
         started = now(tensor.device)
-        message = shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape)))
-        message.wait()
+        shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape))).wait()
         axis.traffic.wait_intervals.append((started, now(tensor.device)))
         return tensor
 
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
 
 
-def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine) -> Pending:
-    """A collective inside one host. Copying in and combining are done by this thread: as much is exposed."""
+def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine: shared_memory.Combine) -> Pending:
+    """Start a collective inside one host. This thread copies and combines, so that time is exposed."""
+    assert axis.shm is not None
     started = now(tensor.device)
     message = axis.shm.post(tensor, combine)
     axis.traffic.wait_intervals.append((started, now(tensor.device)))
-    return Pending(
-        tensor, InFlightCollective(axis.traffic, message, tensor.device, sent_bytes), lambda _: message.result
-    )
+    run = InFlightCollective(axis.traffic, message, tensor.device, sent_bytes)
+    return Pending(tensor, run, lambda _: message.wait())
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -176,10 +176,10 @@ def all_gather(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
 def start_messages(
     sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
 ) -> list[dist.Work]:
-    """Messages to and from ranks of the axis, each a contiguous tensor and a rank of the job.
+    """Start messages to and from ranks of the axis, each a contiguous tensor and a rank of the job.
 
-    With gloo one handle for each, the sends' first; with NCCL they are one, and over only when each has met its other
-    end. No result and not counted here: these are the steps of a resharding, which is counted as a whole.
+    With gloo, return one handle for each, the sends' first. With NCCL, return one handle for all; it completes when
+    every peer has joined. Nothing is counted here, because the resharding that they are steps of counts its bytes.
     """
     ends = [dist.P2POp(dist.isend, tensor, rank, axis.group) for tensor, rank in sends]
     ends += [dist.P2POp(dist.irecv, tensor, rank, axis.group) for tensor, rank in receives]

@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from gpt4d.parallel import collectives, limits
 from gpt4d.parallel.buckets import Bucket, gradient_buckets
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import over_data
+from gpt4d.parallel.layout import over_data, spec_of
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -24,11 +25,11 @@ class GradientReducer:
 
     Parameters fill buckets in the reverse of their order, which is about that of the backward. The sum of a bucket
     starts when its last gradient is complete, and runs beside the backward of the layers before it. Which gradients
-    share a bucket never changes, so a sum has the same bits however early it began.
+    share a bucket never changes, so a sum has the same bits whenever it starts.
 
     ``optimizer_shards`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1)
     they are this rank's rows of each weight along data: gradients are reduce-scattered, and ``start_param_all_gather``
-    gathers what was updated.
+    gathers the updated rows.
 
     Args:
         weights: the stage's weight stream.
@@ -51,7 +52,7 @@ class GradientReducer:
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
         if bucket_bytes is None:
             bucket_bytes = limits.bucket_bytes(sum(p.nbytes for p in parameters.values()))
-        specs = {name: p.spec for name, p in parameters.items()}
+        specs = {name: spec_of(p) for name, p in parameters.items()}
         grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
         self.buckets = list(gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes))
         self._bucket_of = {self.parameters[name]: bucket for bucket in self.buckets for name in bucket.names}
@@ -59,15 +60,15 @@ class GradientReducer:
         self._sent: dict[Bucket, Pending] = {}
         self._arriving: dict[Bucket, Pending] = {}  # rows that other ranks updated
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
-        this = weakref.ref(self)
-        for parameter in parameters.values():
-            if not parameter.spec.streamed:  # gradients of the others come from the stream; autograd gives them none
-                parameter.register_post_accumulate_grad_hook(lambda p: this()._on_gradient(p))
-        weights.on_gradient = lambda p: this()._on_gradient(p)
-        weights.pre_gather_hook = lambda p: this()._wait_bucket(this()._bucket_of.get(p))
+        this = weakref.proxy(self)
+        for name, parameter in parameters.items():
+            if not specs[name].streamed:  # gradients of the others come from the stream; autograd gives them none
+                parameter.register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
+        weights.on_gradient = lambda p: this._on_gradient(p)
+        weights.pre_gather_hook = lambda p: this._wait_bucket(this._bucket_of.get(p))
 
     def begin(self, terms: Mapping[str, int]) -> None:
-        """Start a step in which each parameter's gradient is the sum of so many ``terms``. ``finish`` ends it."""
+        """Start a step in which each parameter's gradient has the number of ``terms`` given. ``finish`` ends it."""
         self._missing = Counter({self.parameters[name]: count for name, count in terms.items()})
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -83,7 +84,7 @@ class GradientReducer:
         assert bucket not in self._sent, f"a gradient of {bucket.names} has more terms than its description says"
         *inner, last = (self.weights.grid[name] for name in bucket.axes)
         members = self._members(bucket)
-        packed = _pack([p.grad for p in members], last.size if bucket.sharded else 1)
+        packed = _pack([_gradient(p) for p in members], last.size if bucket.sharded else 1)
         for parameter in members:
             parameter.grad = None
         for axis in inner:
@@ -112,9 +113,9 @@ class GradientReducer:
         return list(zip(members, packed.split([p.numel() // share for p in members], 1), strict=True))
 
     def start_param_all_gather(self) -> None:
-        """Start to gather the rows that other ranks updated. Called after the optimizer's step.
+        """Start to gather the rows that other ranks updated; call it after the optimizer's step.
 
-        They arrive behind the next forward, which waits for a weight when it first needs it; any other reader of
+        They arrive during the next forward, which waits for a weight when it first needs it; any other reader of
         parameters calls ``wait_params`` before.
         """
         for bucket in reversed(self.buckets):  # in the order of the forward
@@ -140,19 +141,25 @@ def _pack(tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
     return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None, f"no gradient of {spec_of(parameter)}"
+    return parameter.grad
+
+
 def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
     """Return this rank's rows along data of a parameter, on its memory; itself if data does not split it."""
-    layout = over_data(parameter.spec.shape, parameter.spec.layout, grid.sizes._asdict())
-    if grid.data.size == 1 or layout == parameter.spec.layout:
+    spec = spec_of(parameter)
+    layout = over_data(spec.shape, spec.layout, grid.sizes._asdict())
+    if grid.data.size == 1 or layout == spec.layout:
         return parameter
-    own = nn.Parameter(parameter.detach().chunk(grid.data.size)[grid.data.index])
-    own.spec = replace(parameter.spec, layout=layout)
+    own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size)[grid.data.index])
+    own.spec = replace(spec, layout=layout)
     return own
 
 
 def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:
-    """Return whether this rank is the one, of all that hold the same part of a parameter, that counts it."""
-    return all(index == 0 for name, index in grid.indices.items() if name not in parameter.spec.layout.axes)
+    """Return whether this rank counts its part of a parameter: exactly one of the ranks that hold the part does."""
+    return all(index == 0 for name, index in grid.indices.items() if name not in spec_of(parameter).layout.axes)
 
 
 def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
@@ -160,7 +167,7 @@ def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.d
 
     Every element of every parameter is counted once, whatever axes replicate it.
     """
-    gradients = [p.grad for p in parameters if counted_once(p, grid)]
+    gradients = [_gradient(p) for p in parameters if counted_once(p, grid)]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()

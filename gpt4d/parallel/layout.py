@@ -7,6 +7,7 @@ nothing else says where an element of a tensor lives. This module does not impor
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpt4d.config import GridSizes
 
@@ -54,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as a global tensor, whatever part of it a rank holds, and how it starts."""
+    """A parameter as a global tensor, whatever part of it a rank holds, and its initial values."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -64,7 +65,7 @@ class ParameterSpec:
 
     @property
     def streamed(self) -> bool:
-        """Whether layers gather it over z and reduce-scatter its gradient."""
+        """True if layers gather it over z and reduce-scatter its gradient."""
         return "z" in self.layout.axes
 
     def local_elements(self, sizes: GridSizes) -> int:
@@ -78,6 +79,11 @@ class ParameterSpec:
 
     def _elements(self, layout: Layout, sizes: GridSizes) -> int:
         return math.prod(self.shape) // math.prod(getattr(sizes, axis) for axis in layout.axes)
+
+
+def spec_of(parameter: Any) -> ParameterSpec:
+    """Return the spec of a parameter that a weight stream created: its attribute ``spec``."""
+    return parameter.spec
 
 
 def over_data(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:

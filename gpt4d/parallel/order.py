@@ -1,6 +1,6 @@
 """The order in which a stage uses its z-sharded weights, from its schedule and its layers. No torch here.
 
-The weight stream and the planner take the same decisions from it: when a weight is gathered, and how long it is kept.
+The weight stream and the planner decide by it alone when a weight is gathered and how long it is kept.
 """
 
 from collections import Counter
@@ -71,7 +71,7 @@ def weights_ahead(order: Sequence[WeightUse], position: int, count: int) -> Iter
 
     A microbatch's first weights are not gathered behind the backward of the one before.
     """
-    for at in range(position + 1, min(position + 1 + count, len(order))):
-        if order[at - 1].phase == BACKWARD and order[at].phase == FORWARD:
+    for index in range(position + 1, min(position + 1 + count, len(order))):
+        if order[index - 1].phase == BACKWARD and order[index].phase == FORWARD:
             return
-        yield order[at].weight
+        yield order[index].weight

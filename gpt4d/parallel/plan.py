@@ -1,4 +1,4 @@
-"""The parallel plan: what ``parallel.*`` resolves to, as a value. No torch here."""
+"""The parallel plan: the value that ``parallel.*`` resolves to. No torch here."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a configuration is trained on a number of devices.
+    """The stages and settings with which a configuration is trained on a number of devices.
 
     Attributes:
         config: the configuration with everything that the plan decides filled in.

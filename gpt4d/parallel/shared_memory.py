@@ -23,20 +23,23 @@ _SLOTS = 2 * _MAX_AHEAD
 _CONNECT_S = 60.0  # timeout for the ranks of a host to connect
 _TIMEOUT_S = 30 * 60  # a rank that is silent for longer is an error, as with gloo
 
+Combine = Callable[[torch.Tensor], torch.Tensor]  # computes the result from all ranks' tensors, stacked along dim 0
+
 
 class SharedMemoryCollective:
-    """A collective in flight. ``result`` is set by ``wait``."""
+    """A collective in flight. ``wait`` returns its result, the same at each call."""
 
-    def __init__(self, memory: "SharedMemory", number: int, like: torch.Tensor, combine):
+    def __init__(self, memory: "SharedMemory", number: int, like: torch.Tensor, combine: Combine):
         self.memory, self.number, self.like, self.combine = memory, number, like, combine
         self.result: torch.Tensor | None = None
 
-    def wait(self) -> None:
+    def wait(self) -> torch.Tensor:
         if self.result is None:
             self.memory.wait_for_peers(self.number)
             self.result = self.combine(self.memory.slots(self.number, self.like))
-            self.combine = self.like = None
+            del self.combine, self.like
             self.memory.in_flight.remove(self)  # or the memory object would keep the result alive
+        return self.result
 
 
 class SharedMemory:
@@ -50,12 +53,12 @@ class SharedMemory:
         self.received = dict.fromkeys(peers, 0)  # number of collectives that each peer has posted
         self.in_flight: deque[SharedMemoryCollective] = deque()
 
-    def post(self, tensor: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]) -> SharedMemoryCollective:
+    def post(self, tensor: torch.Tensor, combine: Combine) -> SharedMemoryCollective:
         """Start a collective.
 
         Args:
             tensor: contiguous, of the same shape on all ranks, at most ``SLOT_BYTES``.
-            combine: computes the result from the tensors of all ranks, stacked along a new dim 0.
+            combine: computes the result.
         """
         self.posted += 1
         number = self.posted
@@ -115,7 +118,7 @@ def connect(group: dist.ProcessGroup) -> tuple[SharedMemory | None, dist.Process
     locations: list = [None] * size
     dist.all_gather_object(locations, own_location, group=group)
     with listener or nullcontext():
-        if None in locations:
+        if listener is None or own_location is None or None in locations:
             return None, None
         hosts: dict = {}
         for other, (host, _) in enumerate(locations):

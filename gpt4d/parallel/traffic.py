@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from gpt4d.parallel.shared_memory import SharedMemoryCollective
+
 
 @dataclass
 class Traffic:
@@ -73,7 +75,9 @@ class PeerLost(RuntimeError):
 class InFlightCollective:
     """One collective in flight: records on its axis when it ran and how long the computation waited for it."""
 
-    def __init__(self, traffic: Traffic, work: dist.Work, device: torch.device, sent_bytes: float):
+    def __init__(
+        self, traffic: Traffic, work: dist.Work | SharedMemoryCollective, device: torch.device, sent_bytes: float
+    ):
         self.traffic, self.work, self.device = traffic, work, device
         self.name, self.number = "", traffic.num_started  # shown in profiler traces and hang reports
         self.started = now(device)

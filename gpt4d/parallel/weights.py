@@ -1,16 +1,17 @@
-"""The stream of z-sharded weights: layers take whole weights from it and hand whole gradients back.
+"""The stream of z-sharded weights: layers take gathered weights from it and hand full gradients back.
 
-A weight is stored split once more over z (Ŵ in the 4D paper's Algorithm 1). A layer needs it whole when it multiplies
-(line 2), and its gradient is summed over z (line 12). This module decides when that communication happens (§IV):
+A weight is stored split once more over z (Ŵ in the 4D paper's Algorithm 1). A layer needs it gathered when it
+multiplies (line 2), and its gradient is summed over z (line 12). This module decides when to communicate (§IV):
 
 - OAG: while a layer computes, the weights of the next ones are gathered, in the order of gpt4d.parallel.order.
 - ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.
-- the cache: weights of chosen blocks stay whole from the forward until the backward no longer needs them.
+- the cache: weights of chosen blocks stay gathered from the forward until the backward no longer needs them.
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,13 @@ from gpt4d.config import OverlapConfig
 from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.limits import MAX_INFLIGHT_REDUCE_SCATTERS
 from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, kept_after_use, weights_ahead
 
 
 class WeightStream:
-    """Creates the parameters of one stage, gathers their z-shards and takes in their gradients.
+    """Creates the parameters of one stage, gathers their z-shards and reduces their gradients.
 
     Args:
         grid: the stage's grid.
@@ -52,12 +53,11 @@ class WeightStream:
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
         self.recompute = recompute
-        self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: (
-            None
-        )  # called after each addition to a gradient
-        self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None  # makes sure that it is up to date
+        # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.
+        self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
+        self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None
         self._recomputing = False
-        self._gathered: dict[nn.Parameter, Pending] = {}  # whole weights, ready or on their way, with a use to come
+        self._gathered: dict[nn.Parameter, Pending] = {}  # weights, gathered or in flight, with a use to come
         self._scattering: deque[tuple[nn.Parameter, Pending]] = deque()
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[nn.Parameter, str] = {}
@@ -68,12 +68,12 @@ class WeightStream:
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
         """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""
         local = torch.empty(self.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device)
-        parameter = nn.Parameter(local)
+        parameter: Any = nn.Parameter(local)
         parameter.spec = spec
         return parameter
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Tell the stream the global names of the parameters, which the order of uses consists of."""
+        """Set the global names of the parameters, which the order of uses refers to."""
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
 
@@ -88,11 +88,11 @@ class WeightStream:
     # ------------------------------------------------------------------------------------------ gathering
 
     def gather(self, shard: nn.Parameter) -> torch.Tensor:
-        """Return the weight of this rank's (x, y) place for a forward, whole over z, in the compute dtype."""
+        """Return the weight of this rank's (x, y) place for a forward, gathered over z, in the compute dtype."""
         return self._use(RECOMPUTATION if self._recomputing else FORWARD, shard)
 
     def gather_for_backward(self, shard: nn.Parameter) -> torch.Tensor:
-        """Return the same for the backward."""
+        """Return the weight as ``gather`` does, for a backward."""
         return self._use(BACKWARD, shard)
 
     def run_block(self, block: nn.Module, *inputs) -> torch.Tensor:
@@ -140,14 +140,14 @@ class WeightStream:
 
     def _start_gather(self, shard: nn.Parameter) -> Pending:
         """Cast before gathering: a bf16 weight has half the bytes of its master."""
-        assert shard.spec.layout.dims[0][-1:] == ("z",), f"z must split the rows of {shard.spec}, innermost"
+        assert spec_of(shard).layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
         self.pre_gather_hook(shard)
         return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self.grid.z)
 
     # ----------------------------------------------------------------------------------------- scattering
 
     def scatter(self, shard: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add the gradient of the whole weight, summed over z, to ``shard.grad``, before ``finish`` returns.
+        """Add the gradient of the gathered weight, summed over z, to ``shard.grad``, before ``finish`` returns.
 
         The backward of a layer passes the parameter itself: under activation checkpointing, autograd may hand out a
         copy, and a gradient stored there is lost.

@@ -49,9 +49,9 @@ def main(arguments: list[str]) -> None:
     if query.world_size is None:
         _print_fewest(config)
     elif config.parallel.mode == "atp":
-        _rank_meshes(config, query)
+        _rank_meshes(config, query.world_size, query)
     else:
-        _rank_grids(config, query)
+        _rank_grids(config, query.world_size, query)
 
 
 def _check(query: PlannerQuery, config: Config) -> None:
@@ -74,26 +74,26 @@ def _print_fewest(config: Config) -> None:
     print(f"{config.model.name} needs at least {fewest} device(s) of {config.cluster.name}")
 
 
-def _rank_grids(config: Config, query: PlannerQuery) -> None:
-    ranking = rank(config, query.world_size, query.top, query.cost)
-    ranking.check(config, query.world_size)
+def _rank_grids(config: Config, devices: int, query: PlannerQuery) -> None:
+    ranking = rank(config, devices, query.top, query.cost)
+    ranking.check(config, devices)
     if query.format == "json":
         print(tables.as_json(ranking.plans))
     else:
-        fewest = fewest_devices(config, query.world_size)
-        table = tables.table(config, query.world_size, ranking)
+        fewest = fewest_devices(config, devices)
+        table = tables.table(config, devices, ranking)
         print(f"{table}\n\nIt needs at least {fewest} device(s).")
     if query.plot:
-        title = f"{config.model.name} on {query.world_size} devices of {config.cluster.name}"
+        title = f"{config.model.name} on {devices} devices of {config.cluster.name}"
         tables.plot(ranking.plans, title, Path(query.plot))
 
 
-def _rank_meshes(config: Config, query: PlannerQuery) -> None:
-    plans = atp.rank(config, query.world_size)[: query.top]
+def _rank_meshes(config: Config, devices: int, query: PlannerQuery) -> None:
+    plans = atp.rank(config, devices)[: query.top]
     if query.format == "json":
         print(tables.meshes_as_json(plans))
     else:
-        print(tables.mesh_table(config, query.world_size, plans))
+        print(tables.mesh_table(config, devices, plans))
 
 
 if __name__ == "__main__":

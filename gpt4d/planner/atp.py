@@ -53,9 +53,10 @@ def all_reduce_bandwidths(cluster: ClusterConfig, mesh: AtpMesh) -> tuple[float 
     if measured:
         return tuple(measured)
     links = link_bandwidths(cluster, mesh)
-    return tuple(
+    first, second = (
         None if bandwidth is None else d / (2 * (d - 1)) * bandwidth for d, bandwidth in zip(mesh, links, strict=True)
     )
+    return first, second
 
 
 def all_reduced_elements(description: Description, samples: int, length: int) -> tuple[float, float]:

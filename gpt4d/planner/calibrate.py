@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from omegaconf import MISSING, OmegaConf
@@ -95,10 +97,10 @@ def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
     return replace(cluster, memory_gib=total / 2**30 / launch.local_world_size, reserved_gib=reserved)
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call of ``work`` on the slowest rank, when all ranks repeat it."""
     work()
-    times, measured = 1, []
+    times, measured = 1, list[float]()
     while len(measured) < _ROUNDS:
         seconds = _time(work, device, times)
         if seconds < _MIN_MEASURED_S:
@@ -108,7 +110,7 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(measured)
 
 
-def _time(work: Callable[[], None], device: torch.device, times: int = 1) -> float:
+def _time(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
     """Return the seconds of ``times`` consecutive calls of ``work`` on the slowest rank; all ranks start together."""
     all_gather_object(None)
     started = time.perf_counter()
@@ -158,19 +160,20 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
 def _count_in_step(config: Config, cluster: ClusterConfig, key: str) -> float:
     """Return the operations, bytes moved or FLOPs of a step on one device, whichever ``key`` is the speed of."""
     unit = {"operation_us": 1e6, "memory_gb_s": 1e-9, "matmul_tflops": 1e-12}
-    free = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
+    free: dict[str, Any] = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
     config = replace(config, cluster=replace(cluster, **(free | {key: unit[key]})))
     sizes, train = GridSizes(), config.train
     description = registry.describe(config.model)
     return StepWalk(config, description, sizes, Links(config.cluster, sizes), train.batch_size).run(1).compute_s
 
 
-def _training_step(config: Config, device: torch.device) -> Callable[[], None]:
-    """Return a function that trains one step on a grid of this device alone."""
+def _training_step(config: Config, device: torch.device) -> Callable[[], object]:
+    """Return a function that trains a GPT-2 for one step on a grid of this device alone."""
+    assert isinstance(config.model, GPT2Config)
     stage = build_stage(config, Grid.single_device(), device)
     ids = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len), device=device)
     sample_ids = torch.arange(len(ids), device=device)
-    step = TrainStep(stage, lambda module, batch: module.loss_sum(*batch), config.optim)
+    step = TrainStep(stage, lambda module, batch: cast(Any, module).loss_sum(*batch), config.optim)
     return lambda: step([(ids, ids, sample_ids)], 1, ids.numel(), config.optim.lr)
 
 
@@ -199,20 +202,19 @@ def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device)
         elements = max(axis.size, nbytes // 4 // axis.size * axis.size)
         return torch.ones(elements // axis.size if group.kind == "all_gather" else elements, device=device)
 
+    def measure_seconds(tensor: torch.Tensor) -> float:
+        return _seconds(lambda: start(tensor, axis).wait(), device)
+
     sent, seconds = [], []
     for halvings in (11, 6, 3, 2, 0):
         tensor = message(_MAX_MESSAGE_BYTES[device.type] >> halvings)
         sent.append(sent_bytes(group.kind, axis.size, tensor.nbytes))
-        seconds.append(_seconds(lambda tensor=tensor: _wait(start(tensor, axis)), device))
+        seconds.append(measure_seconds(tensor))
         if seconds[-1] > _LONG_MESSAGE_S and len(seconds) > 1:
             break
     latency, s_per_byte = _fit_line(sent, seconds)
     hidden = _measure_hidden_share(lambda: start(tensor, axis), seconds[-1], device)
     return replace(group, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=hidden)
-
-
-def _wait(pending: collectives.Pending) -> None:
-    pending.wait()
 
 
 def _fit_line(x: list[float], y: list[float]) -> tuple[float, float]:
@@ -233,12 +235,7 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
     axis = Grid(GridSizes(node, 1, 1, world // node) if node > 1 else GridSizes(world), device.type).x
     square = _square_matrix(device)
     small = torch.ones(axis.size, device=device)
-
-    def reduce() -> None:
-        collectives.all_reduce(small, axis)
-
-    def compute() -> None:
-        square @ square
+    reduce, compute = partial(collectives.all_reduce, small, axis), partial(torch.matmul, square, square)
 
     def both() -> None:
         compute()

@@ -57,7 +57,7 @@ class Device:
         self.bytes: defaultdict[str, float] = defaultdict(float)
         self.time_s: defaultdict[str, float] = defaultdict(float)  # collectives, hidden or exposed
         self.exposed_s: defaultdict[str, float] = defaultdict(float)
-        self.held = self.peak = 0
+        self.held, self.peak = 0, 0.0
 
     def totals(self) -> tuple[float, ...]:
         """Return seconds so far, seconds of computation, then per axis: bytes, seconds, exposed seconds."""
@@ -90,8 +90,8 @@ class Device:
         self.exposed_s[axis] += busy
         return PendingCollective(axis, ends)
 
-    def wait(self, collective: PendingCollective | None) -> None:
-        if collective is not None and collective.ends > self.now:
+    def wait(self, collective: object) -> None:
+        if isinstance(collective, PendingCollective) and collective.ends > self.now:
             self.exposed_s[collective.axis] += collective.ends - self.now
             self.now = collective.ends
 
@@ -107,7 +107,7 @@ class Device:
     def release(self, nbytes: int) -> None:
         self.held -= nbytes
 
-    def scratch(self, nbytes: int) -> None:
+    def scratch(self, nbytes: float) -> None:
         """Allocate memory and release it at once: only the peak changes."""
         if self.held + nbytes > self.peak:
             self.peak = self.held + nbytes

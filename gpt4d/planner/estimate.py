@@ -59,7 +59,7 @@ class Estimate:
         self._known: dict[int, tuple[float, float]] = {}
 
     def least_gib(self) -> float:
-        """Return what the training state and the machine take before the first activation."""
+        """Return the memory that the training state and the machine take before the first activation."""
         return self.config.cluster.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
 
     def memory_gib(self, micro_batch: int) -> float:
@@ -71,15 +71,15 @@ class Estimate:
         return self._quick(micro_batch)[0]
 
     def _kind(self, block: Unit) -> tuple:
-        """Blocks with the same cost that are cached alike are of one kind."""
+        """Return the kind of a block: blocks with the same cost that are cached alike are of one kind."""
         return self.description.block_kinds[block.name], block.name in self.cached
 
-    def _first_of_each_kind(self, most: int) -> list[Unit]:
+    def _first_of_each_kind(self, limit: int) -> list[Unit]:
         counts: Counter[tuple] = Counter()
         chosen = []
         for block in self.description.blocks:
             counts[self._kind(block)] += 1
-            if counts[self._kind(block)] <= most:
+            if counts[self._kind(block)] <= limit:
                 chosen.append(block)
         return chosen
 
@@ -140,7 +140,7 @@ class Estimate:
         )
 
     def _further_microbatch(self, micro_batch: int) -> tuple[float, ...]:
-        """Return what one microbatch more adds, extrapolated from one of a few blocks."""
+        """Return what one more microbatch adds, extrapolated from one of a few blocks."""
 
         def added(blocks: Collection[Unit]) -> tuple[float, ...]:
             step = self._walk(micro_batch, blocks)

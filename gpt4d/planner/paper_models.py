@@ -6,10 +6,11 @@ latency, computation and overlap, which the planner's own model includes.
 
 from collections import Counter
 from collections.abc import Collection
+from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
-from gpt4d.model.costs import MASTER_BYTES, Linear
+from gpt4d.model.costs import MASTER_BYTES, Linear, ResidualBlock
 from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
@@ -20,16 +21,16 @@ def linear_layers(description: Description, cached: Collection[str] = ()) -> lis
     """Return the blocks' linear layers, each with the number of blocks that have it and of those in ``cached``."""
     blocks = Counter(block.layer for block in description.blocks)
     kept = Counter(block.layer for block in description.blocks if block.name in cached)
-    return [(layer, count, kept[block]) for block, count in blocks.items() for layer in block.linears]
+    return [(layer, n, kept[block]) for block, n in blocks.items() for layer in cast(ResidualBlock, block).linears]
 
 
-def bandwidths(sizes: GridSizes, node: int, inter: float, intra: float) -> GridSizes:
+def bandwidths(sizes: GridSizes, node: int, inter: float, intra: float) -> dict[str, float]:
     """Return each axis's bandwidth (Eq. 10) in the unit of ``inter`` and ``intra``, on nodes of ``node`` devices."""
-    by_axis, inner = [], 1
-    for size in sizes:
-        by_axis.append(intra if inner * size <= node else inter / min(node, inner))
+    by_axis, inner = {}, 1
+    for axis, size in sizes._asdict().items():
+        by_axis[axis] = intra if inner * size <= node else inter / min(node, inner)
         inner *= size
-    return GridSizes(*by_axis)
+    return by_axis
 
 
 def layer_bytes(
@@ -79,5 +80,5 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
     outer, inner = cluster.levels[0], cluster.levels[-1]
     inter = group_bandwidth(outer, 2)
     intra = group_bandwidth(inner, 2)
-    beta = bandwidths(sizes, node_size(cluster), inter, intra) if aware else GridSizes(inter, inter, inter, inter)
-    return {axis: nbytes / 1e9 / getattr(beta, axis) for axis, nbytes in sent.items()}
+    beta = bandwidths(sizes, node_size(cluster), inter, intra) if aware else dict.fromkeys(sent, inter)
+    return {axis: nbytes / 1e9 / beta[axis] for axis, nbytes in sent.items()}

@@ -1,4 +1,4 @@
-"""From ``parallel.*`` and a number of devices to a plan: the only place that reads ``parallel.mode``."""
+"""Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
 
 from dataclasses import replace
 

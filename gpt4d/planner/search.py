@@ -4,15 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from gpt4d.config import (
-    ClusterConfig,
-    Config,
-    ConfigError,
-    GridSizes,
-    ParallelConfig,
-    divisors,
-    grid_problem,
-)
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import Estimate, Plan

@@ -1,13 +1,14 @@
-"""A training step walked through on one device: its products, its collectives and what it keeps, layer by layer.
+"""A walk through a training step on one device: products, collectives and kept activations, layer by layer.
 
 The layers come from a description (gpt4d.model.description); tests compare the walk with what a run counts.
 """
 
 from collections.abc import Collection, Mapping
+from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.costs import MASTER_BYTES
-from gpt4d.model.description import Description, Unit
+from gpt4d.model.description import Block, Description, Unit
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.planner.device import Device, Links
@@ -57,7 +58,7 @@ class StepWalk:
         self.held = 0  # by layers: not gathered weights, not gradients
 
     def run(self, microbatches: int, accumulated: bool = False) -> Device:
-        """Walk through the microbatches and the update that follows; ``accumulated``: others came before them."""
+        """Walk through the microbatches and the update that follows; ``accumulated``: earlier ones left gradients."""
         self.accumulated = accumulated
         self.after_microbatch: list[tuple[float, ...]] = []
         expected = {name: count * microbatches for name, count in self.description.contributions.items()}
@@ -92,7 +93,7 @@ class StepWalk:
         for unit in self.description.units:
             self.unit, before = unit, self.device.held
             if self.recompute and unit.block:
-                unit.layer.forward(self, keep=False)
+                cast(Block, unit.layer).forward(self, keep=False)
             else:
                 unit.layer.forward(self)
             if more := self.omitted.get(unit.name):
@@ -101,16 +102,16 @@ class StepWalk:
         for unit in reversed(self.description.units):
             self.unit = unit
             if self.recompute and unit.block:
-                unit.layer.forward(self, recomputing=True)
+                cast(Block, unit.layer).forward(self, recomputing=True)
             if unit.name in held_by_omitted:
                 self.device.release(held_by_omitted[unit.name])
                 self._hold_gradients_of_omitted(unit)
             unit.layer.backward(self)
 
     def _hold_gradients_of_omitted(self, unit: Unit) -> None:
-        of_one = sum(self.gradients.elements[unit.qualified(name)] for name in unit.layer.parameters())
+        elements = sum(self.gradients.elements[unit.qualified(name)] for name in unit.layer.parameters())
         if not self.accumulated:
-            self.device.hold(self.omitted[unit.name] * of_one * MASTER_BYTES)
+            self.device.hold(self.omitted[unit.name] * elements * MASTER_BYTES)
 
     def size(self, axis: str) -> int:
         return getattr(self.sizes, axis)

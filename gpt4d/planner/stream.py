@@ -1,6 +1,6 @@
-"""The weight stream and the gradient reducer of a step on sizes alone: when they gather, scatter and sum.
+"""The weight stream and the gradient reducer of a step, computed on sizes alone: when they gather, scatter and sum.
 
-They take the decisions of gpt4d.parallel.weights and gpt4d.parallel.gradients from the same functions.
+They make the decisions of gpt4d.parallel.weights and gpt4d.parallel.gradients with the same functions.
 """
 
 from collections import Counter, deque
@@ -80,15 +80,15 @@ class PlannedStream:
         return self.device.start("all_gather", "z", elements * self.compute_bytes)
 
     def scatter(self, name: str) -> None:
-        """Reduce-scatter the gradient of a whole weight, which is held in the compute dtype."""
-        whole = self.elements[name] * self.gz
+        """Reduce-scatter the gradient of a gathered weight, which is held in the compute dtype."""
+        full = self.elements[name] * self.gz
         if self.compute_bytes != MASTER_BYTES:
-            self.device.hold(whole * MASTER_BYTES)
-            self.device.compute(moved=whole * (MASTER_BYTES + self.compute_bytes))
-            self.device.release(whole * self.compute_bytes)
+            self.device.hold(full * MASTER_BYTES)
+            self.device.compute(moved=full * (MASTER_BYTES + self.compute_bytes))
+            self.device.release(full * self.compute_bytes)
         if self.gz > 1:
             self.device.hold(self.elements[name] * MASTER_BYTES)
-        self.scattering.append((name, self.device.start("reduce_scatter", "z", whole * MASTER_BYTES)))
+        self.scattering.append((name, self.device.start("reduce_scatter", "z", full * MASTER_BYTES)))
         while len(self.scattering) > self.max_inflight:
             self._add_gradient()
 

@@ -55,7 +55,7 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         cells = [str(plan.sizes), str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s), *exposed]
         cells += [_seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
-        grid_table.add_row(*cells, *([_seconds(plan.published_s)] if by_published else []))
+        grid_table.add_row(*cells, *([] if plan.published_s is None else [_seconds(plan.published_s)]))
     overrides = (" ".join(plan.overrides) for plan in ranking.plans)
     return "\n".join([_render(grid_table), *_missing_grids(config, ranking), "", *overrides])
 

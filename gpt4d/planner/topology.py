@@ -86,7 +86,7 @@ def crossed_levels(cluster: ClusterConfig, span: RankSpan) -> list[CrossedLevel]
     crossed, joined = [], 1  # joined: ranks of the group that the levels so far connect
     for index, member_devices in _levels(cluster):
         level = cluster.levels[index]
-        level_devices = member_devices * level.ranks if index else span.stride * span.size * member_devices
+        level_devices = member_devices * (level.ranks or 1) if index else span.stride * span.size * member_devices
         ranks = _ranks_within(span, level_devices)
         members = -(-ranks // joined)
         if members > 1:

@@ -1,6 +1,7 @@
 """Text generation: a prompt continued token by token."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,28 +22,29 @@ def continuation(
     top_k: int = 50,
     seed: int = 0,
 ) -> str:
-    """Return ``prompt`` and what the model adds to it. Every rank of the grid calls it and gets the same text.
+    """Return ``prompt`` and the model's continuation of it. Every rank of the grid calls it and gets the same text.
 
     The full text is computed again for each token: simple, and right on every grid. ``documents`` returns the index of
     each token's document, for models whose attention stays inside one.
     """
     model, grid, device = stage.module, stage.grid, stage.weights.device
+    settings: Any = model.config
     end = end_of_text(tokenizer)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(seed)
     model.eval()
     for _ in range(tokens):
-        window = torch.tensor([ids[-model.config.max_positions :]], device=device)
+        window = torch.tensor([ids[-settings.max_positions :]], device=device)
         with torch.no_grad():
             logits = model(window, torch.zeros(1, dtype=torch.int64, device=device), documents(window))[0, -1]
-        logits = collectives.all_gather(logits, grid.x)[: model.config.vocab_size]
-        choice = _draw(logits.float().cpu(), temperature, top_k, generator)
-        # The first rank's draw counts: ranks that round differently still end together.
-        choice = torch.tensor(choice if grid.stage.index == 0 else -1, device=device)
-        choice = int(collectives.all_reduce(choice, grid.stage, dist.ReduceOp.MAX))
-        if choice == end:
+        logits = collectives.all_gather(logits, grid.x)[: settings.vocab_size]
+        drawn = _draw(logits.float().cpu(), temperature, top_k, generator)
+        # The first rank's draw counts, so that ranks that round differently still end together.
+        choice = torch.tensor(drawn if grid.stage.index == 0 else -1, device=device)
+        token = int(collectives.all_reduce(choice, grid.stage, dist.ReduceOp.MAX))
+        if token == end:
             break
-        ids.append(choice)
+        ids.append(token)
     return tokenizer.decode(ids)
 
 

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class LanguageModeling:
         return [Sequences(files.tokens(split), length, seed, shuffle) for files in self._corpus.files]
 
     def _blend(self, sequences: list[Sequences]) -> Sequences | Blend:
-        return sequences[0] if len(sequences) == 1 else Blend(sequences, self._corpus.weights)
+        return sequences[0] if len(sequences) == 1 else Blend(sequences, list[float](self._corpus.weights))
 
     def connect(self, stage: Stage, micro_batch_size: int) -> None:
         self._stage = stage
@@ -87,10 +88,12 @@ class LanguageModeling:
         return min(self.config.train.validation_batches, complete)
 
     def validation_batches(self, index: int) -> Iterator[Batch]:
+        assert self._validation is not None
         return map(self._with_documents, self._validation.step(index * self.config.train.batch_size))
 
     def _with_documents(self, batch: Batch) -> Batch:
-        return batch._replace(inputs={"ids": batch.inputs["ids"], "documents": self._documents(batch.inputs["ids"])})
+        documents = self._documents(batch.inputs["ids"])
+        return batch if documents is None else batch._replace(inputs=batch.inputs | {"documents": documents})
 
     def _documents(self, ids_BS: torch.Tensor) -> torch.Tensor | None:
         """Return for each token how many documents of its sequence end before it; None if attention ignores them."""
@@ -100,9 +103,10 @@ class LanguageModeling:
         return ends.cumsum(1) - ends
 
     def loss_sum(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        logits_BSV = module(batch.inputs["ids"], batch.sample_ids, batch.inputs["documents"])
-        vocabulary, grid = self.config.model.vocab_size, self._stage.grid
-        return cross_entropy_sum(logits_BSV, batch.targets, vocabulary, grid.x)
+        logits_BSV = module(batch.inputs["ids"], batch.sample_ids, batch.inputs.get("documents"))
+        assert batch.targets is not None
+        model: Any = self.config.model
+        return cross_entropy_sum(logits_BSV, batch.targets, model.vocab_size, self._stage.grid.x)
 
     def after_update(self, step: int) -> None: ...
 

@@ -13,9 +13,9 @@ class TaskEntry:
     """A task in the registry.
 
     Attributes:
-        name: what model families and checkpoints call it.
+        name: its name in model families and checkpoints.
         check: raises ConfigError for settings that the task cannot use. It needs no process group and no torch.
-        create: returns the task, its data opened. All ranks call it; it raises ConfigError alike on all of them.
+        create: returns the task, its data opened. All ranks call it, and it raises ConfigError on all or none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the trainer needs of a task. No torch here."""
+"""The interface between the trainer and a task. No torch here."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,10 +21,10 @@ class Artifact(NamedTuple):
 
 
 class Task(Protocol):
-    """What a model is trained for, on this rank. All ranks call the same methods in the same order.
+    """The data and the loss that a model is trained with. All ranks call the same methods in the same order.
 
     Attributes:
-        unit: what training is counted in: tokens or images.
+        unit: the unit of progress: tokens or images.
         units_per_sample: how many of them a sample has.
         samples: samples of an epoch.
         waited_s: seconds that steps waited for data; the caller may set it to 0.
@@ -62,10 +62,10 @@ class Task(Protocol):
         """Produce a sample with the trained model; None if none is wanted."""
 
     def summary(self) -> str:
-        """Return what the task trains on, for people."""
+        """Return a description of the training data for people."""
 
     def identity(self) -> dict[str, str]:
-        """Return what the data's numbers mean, to be compared when a run resumes, and ``data``, the data's name."""
+        """Return fingerprints of the data's meaning, compared when a run resumes, and ``data``, the data's name."""
 
     def documents(self) -> dict[str, bytes]:
         """Return files to store with a checkpoint, by name."""

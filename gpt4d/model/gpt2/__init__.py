@@ -8,6 +8,7 @@ from gpt4d.model.gpt2.description import describe
 
 def _check(config: Config) -> None:
     model = config.model
+    assert isinstance(model, GPT2Config)
     for key in ("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions"):
         check_at_least(f"model.{key}", getattr(model, key), 1)
     check_at_least("model.norm_epsilon", model.norm_epsilon, 0)

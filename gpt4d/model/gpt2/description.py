@@ -60,7 +60,7 @@ def describe(config: GPT2Config) -> Description:
 
 
 def _model_flops(config: GPT2Config, samples: int, length: int) -> float:
-    """FLOPs of one training step, forward and backward, recomputation not counted (Narayanan et al.)."""
+    """Return the FLOPs of one training step, forward and backward, recomputation not counted (Narayanan et al.)."""
     h, layers, vocabulary = config.hidden, config.layers, config.padded_vocab_size
     attention_and_head = 1 + length / (6 * h) + vocabulary / (16 * layers * h)
     return 72 * samples * length * layers * h**2 * attention_and_head

@@ -13,7 +13,7 @@ from gpt4d.config import ConfigError
 from gpt4d.model.gpt2.config import GPT2Config
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    from transformers import GPT2Config as HuggingFaceConfig
 
 _NAMES = {
     "tokens.weight": "transformer.wte.weight",
@@ -39,11 +39,11 @@ def name(name: str) -> str:
     return f"{_NAMES[layer]}.{kind}"
 
 
-def hf_config(config: GPT2Config, end_of_text: int | None = None) -> "GPT2Config":
+def hf_config(config: GPT2Config, end_of_text: int | None = None) -> "HuggingFaceConfig":
     """Return the transformers configuration of such a model. ``end_of_text``: id of the token that ends a text."""
-    from transformers import GPT2Config
+    from transformers import GPT2Config as HuggingFaceConfig
 
-    return GPT2Config(
+    return HuggingFaceConfig(
         architectures=["GPT2LMHeadModel"],
         vocab_size=config.vocab_size,
         n_positions=config.max_positions,

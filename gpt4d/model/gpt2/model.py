@@ -1,4 +1,4 @@
-"""GPT-2, readable as a serial model: where its tensors live is the layers' business.
+"""GPT-2, readable as a serial model: its layers decide where tensors live.
 
 Shapes: B sequences, S positions, H hidden, N hidden within the heads, V vocabulary.
 """

@@ -24,7 +24,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, qkv: torch.Tensor, sample_ids: torch.Tensor, documents: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``documents`` [batch, sequence]: index of each token's document; tokens attend only within their own."""
+        """Return the attended values. ``documents`` [batch, sequence]: index of the document each token attends to."""
         mask = None if documents is None else document_mask(documents)
         q, k, v = qkv.unflatten(-1, (self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, size]
         if self.training and self.dropout > 0:

@@ -18,7 +18,7 @@ class Dropout(nn.Module):
         self.p, self.axis, self.key = p, axis, 0
 
     def forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
-        """``sample_ids`` [batch], int64: index of each sequence in the whole run."""
+        """Return ``x`` with some features zero. ``sample_ids`` [batch], int64: index of each sequence in the run."""
         if not self.training or self.p == 0:
             return x
         rows = random.fold(self.key, sample_ids).unsqueeze(-1)

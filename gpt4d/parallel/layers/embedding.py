@@ -28,7 +28,7 @@ class LookupFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_rows):
         local, elsewhere = ctx.saved_tensors
-        # Each rank of x has the whole gradient of the sum, including that of its own rows. It adds them up in the
+        # Each rank of x has the full gradient of the sum, including that of its own rows. It adds them up in the
         # master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
         d_table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1])

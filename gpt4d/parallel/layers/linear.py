@@ -1,6 +1,6 @@
 """Linear layers on the 4-D grid (4D paper, Algorithm 1), and the output head, which is one too.
 
-Shapes: B batch dims of any number, K input features, N output features, both this rank's part.
+Shapes: B any number of batch dims, K input features, N output features, both this rank's part.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from gpt4d.parallel.weights import WeightStream
 
 
 class LinearContext(NamedTuple):
-    """How a layer multiplies: where its weight comes from, and the axes that split its two dims."""
+    """The stream that a layer's weight comes from, and the axes that split the weight's two dims."""
 
     weights: WeightStream
     contracted: Axis  # splits the input's features; the output is summed over it
@@ -96,8 +96,8 @@ class Linear(nn.Module):
         in_features: global number of input features.
         out_features: global number of output features.
         transposed: exchange the roles of x and y.
-        num_fused: make the weight that many matrices of ``out_features`` each, all split alike: queries, keys and
-            values of the same heads on the same rank.
+        num_fused: number of matrices of ``out_features`` each in the weight, all split the same way: queries, keys
+            and values of the same heads are on the same rank.
         bias: add a bias after the sum over the contracted axis.
         std: standard deviation of the initial weight.
     """

@@ -35,9 +35,8 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         probabilities, local, elsewhere = ctx.saved_tensors
-        d_logits = probabilities.mul_(
-            d_loss
-        )  # in place, as the largest tensor of a step; autograd detects a second use
+        # In place, because this is the largest tensor of a step; autograd detects a second use.
+        d_logits = probabilities.mul_(d_loss)
         d_target = d_loss.expand(local.shape).masked_fill(elsewhere.unsqueeze(-1), 0)
         return d_logits.scatter_add_(-1, local, -d_target).to(ctx.dtype), None, None, None
 

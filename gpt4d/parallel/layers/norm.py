@@ -16,8 +16,8 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, axis: Axis, epsilon: float):
         wide = x if x.dtype == torch.float64 else x.float()
-        # Statistics of the parts are combined into those of the whole (Chan et al.): one small all-gather, and no
-        # difference of large squares.
+        # The parts' statistics are combined into those of all features (Chan et al.): this takes one small all-gather
+        # and no difference of large squares.
         mean = wide.mean(-1)
         variance = (wide - mean.unsqueeze(-1)).square_().mean(-1)  # torch.var_mean is five times slower on a CPU
         parts = collectives.all_gather(torch.stack((mean, variance)).unsqueeze(0), axis)

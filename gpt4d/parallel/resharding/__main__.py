@@ -1,4 +1,4 @@
-"""Prints the plan of a resharding.
+"""Print the plan of a resharding.
 
 python -m gpt4d.parallel.resharding src=S0RR src_mesh=2x4 dst=RS0R dst_mesh=2x4 shape=1024,1024,512
 

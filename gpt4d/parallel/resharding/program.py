@@ -76,7 +76,7 @@ def _turns(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
     """Return, for each send over a link, the ranks that send before and after it from its host; None for its own.
 
     Sends of one device follow each other anyway. Sends of several devices would share the link: each would take longer
-    than planned, and whoever waits for the first would wait for all.
+    than planned, and the receivers of the first would wait for all.
     """
     by_host: dict[int, list[int]] = {}
     for number, send in enumerate(plan.sends):
@@ -107,30 +107,32 @@ def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round,
     place = chain.index(rank)
     rounds = []
     for time_step in range(len(chunks) + len(chain)):
-        sends, receives = (), ()
+        sends, receives = [], []
         if place + 1 < len(chain) and 0 <= time_step - place < len(chunks):
-            sends = (PeerMessage(chain[place + 1], *chunks[time_step - place]),)
+            sends.append(PeerMessage(chain[place + 1], *chunks[time_step - place]))
         if place and 0 <= time_step - place + 1 < len(chunks):
-            receives = (PeerMessage(chain[place - 1], *chunks[time_step - place + 1]),)
+            receives.append(PeerMessage(chain[place - 1], *chunks[time_step - place + 1]))
         if sends or receives:
-            rounds.append(Round(sends, receives))
+            rounds.append(Round(tuple(sends), tuple(receives)))
     return tuple(rounds)
 
 
 def _all_gather(send: Send, rank: int, elements: int) -> tuple[Round, ...]:
     """Return the rounds of an all-gather: each receiver is sent one part, then all parts circulate in a ring."""
     ring, parts = send.receivers, _split(elements, len(send.receivers))
+
+    def messages(*exchanges: tuple[int, int]) -> tuple[PeerMessage, ...]:  # (peer, index of the part)
+        return tuple(PeerMessage(peer, *parts[i]) for peer, i in exchanges if parts[i][0] < parts[i][1])
+
     if rank == send.sender:
-        messages = (PeerMessage(device, *part) for device, part in zip(ring, parts, strict=True))
-        return (Round(tuple(m for m in messages if m.start < m.stop), ()),)
+        return (Round(messages(*((device, i) for i, device in enumerate(ring))), ()),)
     place, size = ring.index(rank), len(ring)
-    exchanges = [((), [(send.sender, place)])]  # (peer, part) sent and received in each round
+    rounds = [Round((), messages((send.sender, place)))]
     for time_step in range(size - 1):
         next_rank, previous_rank = ring[(place + 1) % size], ring[place - 1]
         outgoing, incoming = (place - time_step) % size, (place - time_step - 1) % size
-        exchanges.append(([(next_rank, outgoing)], [(previous_rank, incoming)]))
-    messages = [tuple(tuple(PeerMessage(peer, *parts[i]) for peer, i in side) for side in both) for both in exchanges]
-    return tuple(Round(*(tuple(m for m in side if m.start < m.stop) for side in both)) for both in messages)
+        rounds.append(Round(messages((next_rank, outgoing)), messages((previous_rank, incoming))))
+    return tuple(rounds)
 
 
 def _split(elements: int, count: int) -> list[tuple[int, int]]:

@@ -106,7 +106,7 @@ class _GreedyRun:
 
     def _maximal_set(self, order: list[tuple[JobKind, list[int]]]):
         """Return jobs that do not conflict, taken in the given order with their sender hosts, and their weight."""
-        sending, receiving, chosen, weight = set(), set(), [], 0.0
+        sending, receiving, chosen, weight = set[int](), set[int](), [], 0.0
         for entry in order:
             kind = entry[0]
             self.num_choices += 1
@@ -194,7 +194,7 @@ class _DepthFirstSearch:
     def _choices(self) -> list[tuple[int, int, int]]:
         """Return the (start, kind, sender host) that may come next, by earliest start, then longest duration."""
         previous = self.path[-1] if self.path else (0, -1, -1)
-        choices, first_stop = [], None
+        choices, first_stop = [], float("inf")
         for number, kind in enumerate(self.kinds):
             if not self.remaining[number]:
                 continue
@@ -203,7 +203,7 @@ class _DepthFirstSearch:
                 self.num_choices += 1
                 start = max(self.sending[host], received)
                 stop = start + kind.duration
-                first_stop = stop if first_stop is None else min(first_stop, stop)
+                first_stop = min(first_stop, stop)
                 if (start, number, host) > previous:
                     choices.append((start, number, host))
         choices = [choice for choice in choices if choice[0] < first_stop]

@@ -31,16 +31,16 @@ def unit_tasks(
     """
     shared = set(source_mesh.devices) & set(destination_mesh.devices)
     assert not shared, f"the meshes of a resharding must be disjoint, but both contain {shared}"
-    holders = _devices_by_tile(source_mesh.tiles(shape, source))
-    needers = _devices_by_tile(destination_mesh.tiles(shape, destination))
+    senders = _devices_by_tile(source_mesh.tiles(shape, source))
+    receivers = _devices_by_tile(destination_mesh.tiles(shape, destination))
     overlaps = []
     for dim in range(len(shape)):
-        sources, destinations = ({tile[dim] for tile in tiles} for tiles in (holders, needers))
+        sources, destinations = ({tile[dim] for tile in tiles} for tiles in (senders, receivers))
         pairs = itertools.product(sorted(sources), sorted(destinations))
         overlaps.append([(s, d) for s, d in pairs if max(s[0], d[0]) < min(s[1], d[1])])
     # Sort by the source ranges of all dims first: the order of a loop over source tiles around one over destinations.
     tile_pairs = sorted((tuple(s for s, _ in c), tuple(d for _, d in c)) for c in itertools.product(*overlaps))
-    return [UnitTask(_intersection(s, d), holders[s], needers[d]) for s, d in tile_pairs]
+    return [UnitTask(_intersection(s, d), senders[s], receivers[d]) for s, d in tile_pairs]
 
 
 def _devices_by_tile(tiles: dict[int, Tile]) -> dict[Tile, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Executes plans: one link per direction between two meshes, with gloo and NCCL alike.
+"""Execution of plans: one link per direction between two meshes, with gloo and NCCL alike.
 
     link = Link("stage 0 to 1", group, device)         all ranks of both meshes together
     resharding = link.prepare(plan, torch.bfloat16)    allocates the buffers
@@ -120,7 +120,7 @@ class Resharding:
         """Exchange all of this rank's messages, step by step; on a GPU, queue them."""
         tensor = self._contributions if self.plan.num_summed and self.program.receives else local
         tiles = [self._flat_tile(step, tensor) for step in self.program.steps]
-        receives, packed = self._posted_receives(tiles), set()
+        receives, packed = self._post_receives(tiles), set()
         for step, tile in zip(self.program.steps, tiles, strict=True):
             view, scattered = tensor[step.slices], step.task in self._packed_tiles
             if scattered and step.sending and step.task not in packed:
@@ -141,7 +141,7 @@ class Resharding:
         """Return the flat tile of a step: a view of ``tensor``, or the tile's buffer where it is not contiguous."""
         return self._packed_tiles[step.task] if step.task in self._packed_tiles else tensor[step.slices].view(-1)
 
-    def _posted_receives(self, tiles: list[torch.Tensor]) -> Iterator[dist.Work]:
+    def _post_receives(self, tiles: list[torch.Tensor]) -> Iterator[dist.Work]:
         """Yield the handles of all messages that this rank receives, in order, with the next ones already posted."""
         posted: deque[tuple[int, dist.Work]] = deque()
         for number, step in enumerate(self.program.steps):
@@ -176,8 +176,8 @@ class Resharding:
     def _start(
         self, sends: Iterable[PeerMessage], receives: Iterable[PeerMessage], tile: torch.Tensor
     ) -> list[dist.Work]:
-        ends = ([(tile[message.start : message.stop], message.peer) for message in side] for side in (sends, receives))
-        return start_messages(*ends, self.link.axis)
+        sent, received = ([(tile[m.start : m.stop], m.peer) for m in messages] for messages in (sends, receives))
+        return start_messages(sent, received, self.link.axis)
 
 
 def _wait_all(handles: list[dist.Work]) -> None:
