@@ -137,7 +137,7 @@ def bytes_sent(run_dir: str | Path) -> dict[str, float]:
 
 
 def bytes_planned(config: Config, sizes: GridSizes) -> object:
-    """What the planner says of them, to be compared with: floating-point sums of whole bytes."""
+    """Planned bytes along each axis, approximate only in that sums of whole bytes are floating-point numbers."""
     estimate = Estimate(config, sizes)
     plan = estimate.plan(config.train.micro_batch_size or estimate.share)
     return pytest.approx({axis: used["bytes"] for axis, used in plan.comm.items()}, rel=1e-9)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpt4d.config import GridSizes, compose
+from gpt4d.data.prepare import corpus
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.planner import tables
 from gpt4d.planner.search import rank
@@ -48,6 +49,7 @@ QUERIES = [
 def train(ranks, sizes: GridSizes, directory: Path) -> list[list]:
     """Loss, gradient norm and bytes per axis of each of 20 steps."""
     config = compose([*RUN, *on_grid(sizes), f"run.dir={directory / str(sizes)}", f"data.cache_dir={directory}"])
+    corpus(config.data)  # prepared here: ranks of the pool may not start encoding processes
     ranks.run(sizes.devices, train_in_rank, config)
     lines = metric_lines(config.run.dir)
     return [[x["loss"], x["grad_norm"], {a: c["bytes"] for a, c in x["comm"].items()}] for x in lines]

@@ -50,7 +50,7 @@ def serial_run(ranks, corpus, tmp_path_factory):
 
 
 def plain_torch_run(config, state):
-    """The same 20 steps written out with transformers' model and torch's own optimizer, schedule and clipping."""
+    """Losses and norms of the same 20 steps with transformers' model and torch's optimizer, schedule and clipping."""
     from transformers import GPT2LMHeadModel
 
     model = GPT2LMHeadModel(hf.hf_config(config.model))
@@ -208,13 +208,13 @@ def test_the_run_directory_records_steps_and_events(ranks, tiny):
     assert set(steps[-1]["comm"]) == {"x", "y", "world"}
     assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
     events = [(line["event"], line["step"]) for line in lines if line.get("event") not in (None, *OF_THE_MACHINE)]
-    # A save is told when it has ended, which may be after the next validation.
+    # A save is reported when it has ended, which may be after the next validation.
     assert sorted(events[:-1]) == [("checkpoint", 2), ("checkpoint", 4), ("validation", 2), ("validation", 4)]
     assert events[-1] == ("sample", 4)
 
 
 def linear_bytes(m, k, n, sizes, itemsize=4):
-    """What one rank sends for one normal layer in a step, by Eq. 1-3 and Algorithm 1, m rows a (data, z) shard."""
+    """Bytes that one rank sends for a normal layer in a step (Eq. 1-3, Algorithm 1), m rows per (data, z) shard."""
     weight = k * n // (sizes.x * sizes.y)
     return {
         "y": 2 * (sizes.y - 1) / sizes.y * m * n // sizes.x * itemsize,

@@ -53,8 +53,9 @@ class Linear:
     def parameters(self) -> dict[str, ParameterSpec]:
         if self.tied:
             return {}
-        shape = {"transposed": self.transposed, "num_fused": self.num_fused, "bias": self.bias}
-        return _prefixed(self.name, specs.linear(self.in_features, self.out_features, **shape))
+        transposed, fused, bias = self.transposed, self.num_fused, self.bias
+        layer = specs.linear(self.in_features, self.out_features, transposed=transposed, num_fused=fused, bias=bias)
+        return _prefixed(self.name, layer)
 
     @property
     def _weight(self) -> str:
@@ -376,10 +377,11 @@ class ResidualBlock:
         for branch in reversed(self.branches):
             *inner, product = branch
             # The gradient of the output is that of the stream too: it stays.
+            assert isinstance(product, Linear), "a residual branch ends with a product"
             product.backward(walk, keep_gradient=True)
             for layer in reversed(inner):
                 layer.backward(walk)
-            if not getattr(branch[0], "branch", False):
+            if not isinstance(branch[0], LayerNorm):
                 walk.hold(x)  # the first layer has released its input, the stream, which is released below
             walk.compute(moved=3 * x)
             walk.release(x)

@@ -1,4 +1,4 @@
-"""What a model family states about itself without torch: parameters, layers in the order of execution, divisibility.
+"""Torch-free descriptions of models: parameters, layers in the order of execution, divisibility.
 
 Configuration checks, the planner (time, bytes, memory), checkpoints and the order in which weights are gathered are
 derived from a description.
@@ -184,7 +184,7 @@ class Description:
 
     @cached_property
     def contributions(self) -> Counter[str]:
-        """How many terms one microbatch adds to the gradient of each parameter: 2 for tied weights."""
+        """Number of terms that one microbatch adds to the gradient of each parameter: 2 for tied weights."""
         counts = Counter(self.parameters.keys())
         own = {unit.qualified(name) for unit in self.units for name in unit.layer.parameters()}
         for unit in self.units:

@@ -54,7 +54,9 @@ class WatchedAxis(Protocol):
 
     name: str
     group: dist.ProcessGroup | None
-    traffic: WatchedTraffic
+
+    @property
+    def traffic(self) -> WatchedTraffic: ...
 
 
 class HangDetector:

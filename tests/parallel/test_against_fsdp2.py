@@ -18,7 +18,7 @@ def with_our_stream(sizes, recompute):
 
 
 def with_fsdp2(sizes, recompute):
-    """The same layers cut over x and y alone, and FSDP2 over the ranks that were z."""
+    """Gradients of the same layers, sharded over x and y only, with FSDP2 over the ranks that were z."""
     grid = Grid(sizes._replace(z=1, data=sizes.z))
     model = build_tiny_stage(grid, recompute=recompute).module
     specs = {module: {n: p.spec for n, p in module.named_parameters(recurse=False)} for module in model.modules()}

@@ -142,7 +142,7 @@ def test_a_cached_weight_is_gathered_once_for_all_microbatches_in_flight(ranks):
 
 
 def outlived():
-    """Whether weights of an order that was cut short are gathered again, with their new values, in the next step."""
+    """Logits after an order that was cut short: 0 if its weights are gathered again, with their new values."""
     grid = Grid(GRID)
     stage = build_tiny_stage(grid, cache_layers=LAYERS)
     stage.weights.begin(weight_order(single_stage(1), stage.layer_weights), stage.cached)

@@ -1,4 +1,4 @@
-"""What the planner says a step takes of a device's memory is what tensors take."""
+"""The planned memory of a step is the memory that its tensors take."""
 
 import pytest
 import torch

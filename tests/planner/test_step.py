@@ -1,4 +1,4 @@
-"""How long a step takes: by hand on machines of round numbers, and what overlapping may change."""
+"""Planned step times: computed by hand for machines of round numbers, and the effects of overlaps."""
 
 from dataclasses import replace
 
@@ -36,8 +36,8 @@ def plan(cluster: ClusterConfig, sizes: GridSizes, *overrides: str):
 
 
 def test_one_device_computes_the_models_flops():
-    """Those of Narayanan et al., but for attention's backward, two and a half times its forward, not twice; and for the
-    head, of which their formula has three quarters where nothing is recomputed."""
+    """The FLOPs of Narayanan et al., with two differences: attention's backward takes two and a half times its forward
+    instead of twice, and their formula has three quarters of the head's where nothing is recomputed."""
     model = config(PRODUCTS).model
     found = plan(PRODUCTS, GridSizes())
     attention = 16 * 3 * 4 * 16 * 16 * 64  # one pass through the scores of all blocks

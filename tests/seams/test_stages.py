@@ -144,7 +144,7 @@ def executed(actions: list[Action], layers: list[LayerWeights]) -> list[WeightUs
 
 
 def is_needed(order: list[WeightUse], position: int, cached: set[str]) -> bool:
-    """Whether the weight must stay after this use, by its definition: a search through all other uses."""
+    """Return whether the weight must stay after this use, by definition: a search through all other uses."""
     use, past, future = order[position], order[: position + 1], order[position + 1 :]
     next_use = future[0] if future else None
     if use.phase == FORWARD and next_use and next_use.weight == use.weight:
