@@ -1,6 +1,6 @@
 """The cost of each layer type, written once: parameters, FLOPs, bytes moved, collectives and memory. No torch here.
 
-A family's description is made of these; gpt4d.model.description.Layer states what ``forward`` and ``backward`` hold.
+A family's description is made of these. gpt4d.model.description.LayerCost states what ``forward`` and ``backward`` hold.
 Tests compare them with what a run counts.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.model.description import Layer, Walk
+from gpt4d.model.description import LayerCost, Walk
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
@@ -35,7 +35,7 @@ class _Simple:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearCost:
     """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead.
 
     A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
@@ -114,7 +114,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class LayerNorm(_Simple):
+class LayerNormCost(_Simple):
     """LayerNorm over features that y splits. In a residual branch its input belongs to the stream (``branch``)."""
 
     name: str
@@ -156,7 +156,7 @@ class LayerNorm(_Simple):
 
 
 @dataclass(frozen=True)
-class Activation(_Simple):
+class ActivationCost(_Simple):
     """An elementwise function of features that ``axis`` splits, such as GELU; a gated one halves them."""
 
     in_features: int
@@ -181,7 +181,7 @@ class Activation(_Simple):
 
 
 @dataclass(frozen=True)
-class CausalAttention(_Simple):
+class CausalAttentionCost(_Simple):
     """The attention core on fused queries, keys and values of ``hidden`` features each, whose heads x splits.
 
     With dropout the attention weights are written out; without it torch's fused kernel never holds them.
@@ -219,7 +219,7 @@ class CausalAttention(_Simple):
 
 
 @dataclass(frozen=True)
-class TokenEmbedding(_Simple):
+class TokenEmbeddingCost(_Simple):
     """Rows of a table whose vocabulary x splits, summed over x."""
 
     name: str
@@ -255,7 +255,7 @@ class TokenEmbedding(_Simple):
 
 
 @dataclass(frozen=True)
-class PositionEmbedding(_Simple):
+class PositionEmbeddingCost(_Simple):
     """Learned position vectors, added to the residual stream."""
 
     name: str
@@ -283,7 +283,7 @@ class PositionEmbedding(_Simple):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(_Simple):
+class CrossEntropyCost(_Simple):
     """The loss of logits whose (padded) vocabulary x splits. Its input's gradient takes the place of the input."""
 
     vocabulary: int
@@ -321,17 +321,17 @@ class ResidualBlock:
     product to compute again as well.
     """
 
-    branches: tuple[Sequence[Layer], ...]
+    branches: tuple[Sequence[LayerCost], ...]
     features: int
     dropout: bool = False
 
     @cached_property
-    def _layers(self) -> list[Layer]:
+    def _layers(self) -> list[LayerCost]:
         return [layer for branch in self.branches for layer in branch]
 
     @property
-    def linears(self) -> list[Linear]:
-        return [layer for layer in self._layers if isinstance(layer, Linear)]
+    def linears(self) -> list[LinearCost]:
+        return [layer for layer in self._layers if isinstance(layer, LinearCost)]
 
     def parameters(self) -> dict[str, ParameterSpec]:
         return {name: spec for layer in self._layers for name, spec in layer.parameters().items()}
@@ -377,11 +377,11 @@ class ResidualBlock:
         for branch in reversed(self.branches):
             *inner, product = branch
             # The gradient of the output is that of the stream too: it stays.
-            assert isinstance(product, Linear), "a residual branch ends with a product"
+            assert isinstance(product, LinearCost), "a residual branch ends with a product"
             product.backward(walk, keep_gradient=True)
             for layer in reversed(inner):
                 layer.backward(walk)
-            if not isinstance(branch[0], LayerNorm):
+            if not isinstance(branch[0], LayerNormCost):
                 walk.hold(x)  # the first layer has released its input, the stream, which is released below
             walk.compute(moved=3 * x)
             walk.release(x)

@@ -71,7 +71,7 @@ class Walk(Protocol):
         """Hold a gradient of a parameter that is not streamed, in the master dtype, and hand it over."""
 
 
-class Layer(Protocol):
+class LayerCost(Protocol):
     """The cost of one layer.
 
     ``forward`` begins with the input held and ends with the output held too, besides what the layer keeps for its
@@ -93,7 +93,7 @@ class Layer(Protocol):
     def backward(self, walk: Walk) -> None: ...
 
 
-class Block(Layer, Protocol):
+class BlockCost(LayerCost, Protocol):
     """A layer that may be recomputed. ``keep`` false: only the output stays held after the forward. ``recomputing``:
     the forward stops where the backward has all it needs, and its output is not held."""
 
@@ -105,7 +105,7 @@ class Unit:
     """A layer in its place: ``name`` is the prefix of its parameters' names, such as ``blocks.3``, or empty."""
 
     name: str
-    layer: Layer
+    layer: LayerCost
     block: bool = False  # may be recomputed, cached and cut off into a stage of its own
 
     def qualified(self, name: str) -> str:
@@ -179,7 +179,7 @@ class Description:
     @cached_property
     def block_kinds(self) -> dict[str, int]:
         """A number for each block by its name; equal blocks have the same one."""
-        kinds: dict[Layer, int] = {}
+        kinds: dict[LayerCost, int] = {}
         return {unit.name: kinds.setdefault(unit.layer, len(kinds)) for unit in self.blocks}
 
     @cached_property

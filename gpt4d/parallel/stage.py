@@ -9,26 +9,14 @@ from torch import nn
 
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.order import LayerWeights, weight_order
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.weights import WeightStream
 
 
-@dataclass(frozen=True)
-class Edge:
-    """An activation that one stage produces and another consumes, as a global tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    layout: Layout  # the same names of axes on both stages' grids, whatever their sizes
-    producer: int
-    consumer: int
-
-
 @dataclass
 class Stage:
-    """One stage of the model.
+    """One stage of the model. Activations at its edges have the layout ``Description.stream`` on its grid.
 
     Attributes:
         index: its place in the pipeline.
@@ -38,8 +26,6 @@ class Stage:
         layer_weights: weights that its layers use, in the order of execution.
         terms: number of terms that one microbatch adds to the gradient of each parameter.
         cached: weights that stay gathered from a microbatch's forward until its backward.
-        inputs: activations that come from other stages.
-        outputs: activations that go to other stages.
     """
 
     index: int
@@ -49,8 +35,6 @@ class Stage:
     layer_weights: Sequence[LayerWeights]
     terms: dict[str, int]
     cached: Collection[str] = ()
-    inputs: tuple[Edge, ...] = ()
-    outputs: tuple[Edge, ...] = ()
 
 
 class StageRuntime:

@@ -10,14 +10,14 @@ from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
-from gpt4d.model.costs import MASTER_BYTES, Linear, ResidualBlock
+from gpt4d.model.costs import MASTER_BYTES, LinearCost, ResidualBlock
 from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes
 
 
-def linear_layers(description: Description, cached: Collection[str] = ()) -> list[tuple[Linear, int, int]]:
+def linear_layers(description: Description, cached: Collection[str] = ()) -> list[tuple[LinearCost, int, int]]:
     """Return the blocks' linear layers, each with the number of blocks that have it and of those in ``cached``."""
     blocks = Counter(block.layer for block in description.blocks)
     kept = Counter(block.layer for block in description.blocks if block.name in cached)

@@ -8,7 +8,7 @@ from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.costs import MASTER_BYTES
-from gpt4d.model.description import Block, Description, Unit
+from gpt4d.model.description import BlockCost, Description, Unit
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.planner.device import Device, Links
@@ -93,7 +93,7 @@ class StepWalk:
         for unit in self.description.units:
             self.unit, before = unit, self.device.held
             if self.recompute and unit.block:
-                cast(Block, unit.layer).forward(self, keep=False)
+                cast(BlockCost, unit.layer).forward(self, keep=False)
             else:
                 unit.layer.forward(self)
             if more := self.omitted.get(unit.name):
@@ -102,7 +102,7 @@ class StepWalk:
         for unit in reversed(self.description.units):
             self.unit = unit
             if self.recompute and unit.block:
-                cast(Block, unit.layer).forward(self, recomputing=True)
+                cast(BlockCost, unit.layer).forward(self, recomputing=True)
             if unit.name in held_by_omitted:
                 self.device.release(held_by_omitted[unit.name])
                 self._hold_gradients_of_omitted(unit)

@@ -104,7 +104,7 @@ def test_what_cannot_pass_beside_a_computation_is_exposed():
     assert device.now == pytest.approx(8.0) and device.exposed_s["z"] == pytest.approx(3.0)
 
 
-def test_links_between_nodes_and_inside_them_carry_at_once_and_the_last_rank_is_waited_for():
+def test_inner_and_outer_links_carry_at_once_and_late_ranks_are_waited_for():
     """Two gathers of 2 s on y, between nodes, and one of 2 s on x, inside; ranks come 0.5 s late."""
     nodes = [LevelConfig(None, 1.0, None, 0.0), LevelConfig(2, 1.0, None, 0.0)]
     machine = replace(LINKS, levels=nodes, skew_us=5e5)

@@ -156,7 +156,7 @@ def is_needed(order: list[WeightUse], position: int, cached: set[str]) -> bool:
     return use.weight in cached and any(other.microbatch in started for other in backward)
 
 
-def test_weights_are_kept_exactly_as_long_as_a_microbatch_in_flight_needs_them():
+def test_weights_are_kept_as_long_as_a_microbatch_in_flight_needs_them():
     for seed in range(200):
         check_kept(seed)
 
@@ -184,7 +184,7 @@ def check_kept(seed: int) -> None:
     assert not memory
 
 
-def test_weights_are_gathered_ahead_up_to_the_next_forward_after_a_backward():
+def test_weights_are_gathered_ahead_up_to_the_next_forward():
     for seed in range(50):
         check_ahead(seed)
 

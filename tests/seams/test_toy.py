@@ -227,7 +227,7 @@ def test_a_planned_step_ends_with_only_gradients_held(model, checkpointing):
     assert device.held == training_state(description, GRID, shard_states=False)["gradients"]
 
 
-def test_a_layer_without_input_gradient_plans_no_gather_and_no_sum_in_its_backward(tmp_path):
+def test_without_input_gradient_a_backward_plans_no_gather_and_no_sum(tmp_path):
     config = configure(tmp_path)
     first = registry.describe(config.model).units[1]
     assert first.layer.weights().forward == ("input.weight",) and first.layer.weights().backward == ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
-from gpt4d.model.costs import Activation, Linear, ResidualBlock
+from gpt4d.model.costs import ActivationCost, LinearCost, ResidualBlock
 from gpt4d.model.description import Description, Unit, Walk
 from gpt4d.model.family import Family
 from gpt4d.parallel.layout import Layout, ParameterSpec
@@ -95,18 +95,18 @@ def describe(config: ToyConfig) -> Description:
     """Return the description of a toy model."""
 
     def block(inner: int) -> ResidualBlock:
-        up = Linear("up", config.hidden, inner, num_fused=2, bias=False)
-        down = Linear("down", inner, config.hidden, transposed=True, bias=False)
-        return ResidualBlock(branches=((up, Activation(2 * inner, inner), down),), features=config.hidden)
+        up = LinearCost("up", config.hidden, inner, num_fused=2, bias=False)
+        down = LinearCost("down", inner, config.hidden, transposed=True, bias=False)
+        return ResidualBlock(branches=((up, ActivationCost(2 * inner, inner), down),), features=config.hidden)
 
     blocks = [block(config.inner(parity)) for parity in (0, 1)]
-    first = Linear("input", config.features, config.hidden, transposed=True, bias=False, input_gradient=False)
+    first = LinearCost("input", config.features, config.hidden, transposed=True, bias=False, input_gradient=False)
     return Description(
         units=(
             Unit("", FeatureSlice(config.features)),
             Unit("", first),
             *(Unit(f"blocks.{index}", blocks[index % 2], block=True) for index in range(config.blocks)),
-            Unit("", Linear("output", config.hidden, config.outputs, bias=False)),
+            Unit("", LinearCost("output", config.hidden, config.outputs, bias=False)),
             Unit("", SquaredError(config.outputs)),
         ),
         rules=(

@@ -2,14 +2,14 @@
 
 from gpt4d.config import Divisibility
 from gpt4d.model.costs import (
-    Activation,
-    CausalAttention,
-    CrossEntropy,
-    LayerNorm,
-    Linear,
-    PositionEmbedding,
+    ActivationCost,
+    CausalAttentionCost,
+    CrossEntropyCost,
+    LayerNormCost,
+    LinearCost,
+    PositionEmbeddingCost,
     ResidualBlock,
-    TokenEmbedding,
+    TokenEmbeddingCost,
 )
 from gpt4d.model.description import Description, Unit
 from gpt4d.model.gpt2.config import GPT2Config
@@ -22,16 +22,16 @@ def describe(config: GPT2Config) -> Description:
     block = ResidualBlock(
         branches=(
             (
-                LayerNorm("attention_norm", h),
-                Linear("attention.qkv", h, h, num_fused=3),
-                CausalAttention(config.heads, h, dropout=config.attention_dropout > 0),
-                Linear("attention.output", h, h, transposed=True),
+                LayerNormCost("attention_norm", h),
+                LinearCost("attention.qkv", h, h, num_fused=3),
+                CausalAttentionCost(config.heads, h, dropout=config.attention_dropout > 0),
+                LinearCost("attention.output", h, h, transposed=True),
             ),
             (
-                LayerNorm("mlp_norm", h),
-                Linear("mlp.up", h, inner),
-                Activation(inner, inner),
-                Linear("mlp.down", inner, h, transposed=True),
+                LayerNormCost("mlp_norm", h),
+                LinearCost("mlp.up", h, inner),
+                ActivationCost(inner, inner),
+                LinearCost("mlp.down", inner, h, transposed=True),
             ),
         ),
         features=h,
@@ -40,12 +40,12 @@ def describe(config: GPT2Config) -> Description:
     vocabulary = config.padded_vocab_size
     return Description(
         units=(
-            Unit("", TokenEmbedding("tokens", vocabulary, h)),
-            Unit("", PositionEmbedding("positions", config.max_positions, h)),
+            Unit("", TokenEmbeddingCost("tokens", vocabulary, h)),
+            Unit("", PositionEmbeddingCost("positions", config.max_positions, h)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
-            Unit("", LayerNorm("norm", h, branch=False)),
-            Unit("", Linear("head", h, vocabulary, bias=False, tied="tokens.weight")),
-            Unit("", CrossEntropy(vocabulary)),
+            Unit("", LayerNormCost("norm", h, branch=False)),
+            Unit("", LinearCost("head", h, vocabulary, bias=False, tied="tokens.weight")),
+            Unit("", CrossEntropyCost(vocabulary)),
         ),
         rules=(
             Divisibility("model.heads", config.heads, ("x",)),
