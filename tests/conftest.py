@@ -12,9 +12,9 @@ from tests.rank_pool import RankPool
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Mark tests that use the pool of ranks, so that ``make test-fast`` leaves them out."""
+    """Mark tests that train, so that ``make test-fast`` leaves them out."""
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        if {"ranks", "single_device"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
 
 

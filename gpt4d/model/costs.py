@@ -1,6 +1,6 @@
 """The cost of each layer type, written once: parameters, FLOPs, bytes moved, collectives and memory. No torch here.
 
-A family's description is made of these. gpt4d.model.description.LayerCost states what ``forward`` and ``backward`` hold.
+Descriptions are made of these. gpt4d.model.description.LayerCost states what ``forward`` and ``backward`` hold.
 Tests compare them with what a run counts.
 """
 

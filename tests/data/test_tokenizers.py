@@ -77,6 +77,7 @@ def test_dropout_of_a_tokenizer_is_disabled(gpt2):
 ADDED = {"id": 50257, "content": "<x>", "single_word": False, "normalized": False, "special": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

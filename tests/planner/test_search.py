@@ -29,6 +29,7 @@ def test_grids_yields_every_grid_once(devices):
     assert len(listed) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [6, 8])
 def test_ranked_grids_are_those_that_validation_accepts(tiny, devices):
     config = tiny()
@@ -177,6 +178,7 @@ def test_parallel_mode_atp_ranks_meshes():
     assert "ATP-1    DeviceMesh(8, 1)" in ask("world_size=8", "parallel.mode=atp", "cluster=ic2").splitlines()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

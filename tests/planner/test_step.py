@@ -151,6 +151,7 @@ def test_caching_gathers_once_what_is_cached():
     assert none - some == 12 * 64 * 64 * 4 / 2  # one block's weights, once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", list(grids(8)), ids=str)
 @pytest.mark.parametrize("overrides", [(), ("parallel.cache_layers=5", "train.activation_checkpointing=full")], ids=str)
 def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrides):
