@@ -1,6 +1,7 @@
 """Under a real Slurm, a run that is interrupted in every way has the losses of an uninterrupted run."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def losses_and_norms(run: Path) -> dict[int, tuple[float, float]]:
     return by_step
 
 
+def node_is_clear(cluster, node: str, run: Path) -> bool:
+    """Return whether no rank of a run is left on this host, and Slurm is not ending a job on the node."""
+    ranks = subprocess.run(["pgrep", "-f", f"train.py.*run.dir={run}"], capture_output=True).returncode == 0
+    state = cluster.query("scontrol", "show", "node", node)
+    return bool(state) and "COMPLETING" not in state and not ranks
+
+
 def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, cluster, tiny, tmp_path):
     """The run is warned, preempted, loses a node and is canceled."""
     run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
@@ -79,6 +87,8 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     wait_for_training(2)
     cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     job.wait_until(lambda: job.show().get("Restarts") == "3", "3 restarts")
+    # Slurm may still be ending the lost step, whose number the next start has too.
+    job.wait_until(lambda: node_is_clear(cluster, "node2", run), "node2 is clear of the lost step")
     cluster.query("scontrol", "update", "NodeName=node2", "State=RESUME")  # rejected if the node has returned by itself
     job.wait_for_restart(3)
 
