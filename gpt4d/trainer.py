@@ -44,7 +44,7 @@ class Trainer:
         task_name = registry.of(config.model).task
         self.task = tasks.get(task_name).create(config)
         rank = torch.distributed.get_rank()
-        _, stage_plan = plan.stage_of(rank)
+        stage_plan = plan.stage_of(rank)
         grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks)
         hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
         self.stage = build_stage(config, grid, device)

@@ -27,9 +27,9 @@ class ParallelPlan:
     stages: tuple[StagePlan, ...]
     candidates: tuple[str, ...] = ()
 
-    def stage_of(self, rank: int) -> tuple[int, StagePlan]:
-        """Return index and plan of the stage that has ``rank``."""
-        return next((index, stage) for index, stage in enumerate(self.stages) if rank in stage.ranks)
+    def stage_of(self, rank: int) -> StagePlan:
+        """Return the plan of the stage that has ``rank``."""
+        return next(stage for stage in self.stages if rank in stage.ranks)
 
     @property
     def sizes(self) -> GridSizes:

@@ -101,7 +101,7 @@ def test_each_weight_is_gathered_ahead_and_as_rarely_as_possible(ranks, recomput
 IN_FLIGHT = ["F0 F1 B0 B1", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0"]
 
 
-def gradients_in_flight(text, recompute, cache_layers, actions=None):
+def gradients_in_flight(text, recompute, cache_layers):
     """Gradients of a step that follows a schedule, the gathers it took, and whether any weight was left over."""
     grid = Grid(GRID)
     stage = build_tiny_stage(grid, None, cache_layers, recompute)
