@@ -80,7 +80,7 @@ class GPT(nn.Module):
             sample_ids_B: their indices in the whole run, which dropout depends on.
             documents_BS: index of each token's document; attention and positions stay inside one. None: no limits.
         """
-        x_BSH = self.tokens(ids_BS) + self.positions(ids_BS.shape[1], documents_BS)
+        x_BSH = self.tokens(ids_BS) + self.positions(*ids_BS.shape, documents_BS)
         x_BSH = self.dropout(x_BSH, sample_ids_B)
         for block in self.blocks:
             x_BSH = self.weights.run_block(block, x_BSH, sample_ids_B, documents_BS)

@@ -23,7 +23,7 @@ class LookupFunction(torch.autograd.Function):
             rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
         ctx.save_for_backward(local, elsewhere)
         ctx.weight, ctx.weights, ctx.rows = weight, weights, len(table)
-        return collectives.all_reduce(rows, axis)
+        return collectives.all_reduce(rows, axis, parameter=weight)
 
     @staticmethod
     def backward(ctx, d_rows):
@@ -52,11 +52,25 @@ class TokenEmbedding(nn.Module):
         return LookupFunction.apply(self.weight, ids, self.weights)
 
 
-class PositionEmbedding(nn.Module):
-    """Learned vectors of the positions 0 … length-1, in the compute dtype: [length, hidden over y].
+class ExpandFunction(torch.autograd.Function):
+    """The first rows of a table for every sequence of a batch. Their gradients are summed in the table's dtype."""
 
-    With ``documents`` [batch, length], the index of each token's document, positions restart at 0 in every document:
-    [batch, length, hidden over y].
+    @staticmethod
+    def forward(ctx, weight, batch: int, length: int, dtype: torch.dtype):
+        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+        return weight[:length].to(dtype).expand(batch, -1, -1)
+
+    @staticmethod
+    def backward(ctx, d_rows):
+        d_weight = F.pad(d_rows.sum(0, dtype=ctx.dtype), (0, 0, 0, ctx.shape[0] - d_rows.shape[1]))
+        return d_weight, None, None, None
+
+
+class PositionEmbedding(nn.Module):
+    """Learned vectors of positions, in the compute dtype: [batch, length, hidden over y].
+
+    The positions are 0 … length-1. With ``documents`` [batch, length], the index of each token's document, they restart
+    at 0 in every document.
     """
 
     def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
@@ -64,9 +78,9 @@ class PositionEmbedding(nn.Module):
         self.dtype = weights.compute_dtype
         self.weight = weights.parameter(specs.position_embedding(positions, hidden, std)["weight"])
 
-    def forward(self, length: int, documents: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: int, length: int, documents: torch.Tensor | None = None) -> torch.Tensor:
         if documents is None:
-            return self.weight[:length].to(self.dtype)
+            return ExpandFunction.apply(self.weight, batch, length, self.dtype)
         places = torch.arange(length, device=documents.device).expand_as(documents)
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         first = torch.where(begins, places, 0).cummax(1).values

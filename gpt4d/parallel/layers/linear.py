@@ -23,6 +23,18 @@ class LinearContext(NamedTuple):
     transposed_storage: bool  # the weight is stored [out, in], as an embedding is
 
 
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a @ b`` in ``dtype``, to which no term is rounded: matrices of bf16 give a sum in float32.
+
+    On ROCm, whose libraries lack such a product, the result of bf16 matrices is rounded to bf16 once.
+    """
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cpu:
+        return a.to(dtype) @ b.to(dtype)
+    return (a @ b).to(dtype) if torch.version.hip else torch.mm(a, b, out_dtype=dtype)
+
+
 class SaveInput(torch.autograd.Function):
     """Keeps a multiplication's input for its backward, as a node of its own before it.
 
@@ -60,7 +72,7 @@ class LinearFunction(torch.autograd.Function):
         if bias is not None and context.contracted.size == 1:
             out = torch.addmm(bias, rows, w)
         else:
-            out = collectives.all_reduce(rows @ w, context.contracted)
+            out = collectives.all_reduce(rows @ w, context.contracted, parameter=weight)
             if bias is not None:  # after the sum: once, not once for each rank of the axis
                 out += bias
         return out.view(*x_BK.shape[:-1], out.shape[-1])
@@ -73,10 +85,12 @@ class LinearFunction(torch.autograd.Function):
         d_x = d_bias = pending = None
         if ctx.needs_input_grad[0]:
             w = weights.gather_for_backward(ctx.weight).flatten(1)
-            pending = collectives.start_all_reduce(d_rows @ (w if transposed_storage else w.t()), produced)
+            d_x_rows = d_rows @ (w if transposed_storage else w.t())
+            pending = collectives.start_all_reduce(d_x_rows, produced, parameter=ctx.weight)
             if not weights.overlap.all_reduce:
                 pending.wait()
-        d_weight = d_rows.t() @ rows if transposed_storage else rows.t() @ d_rows
+        left, right = (d_rows, rows) if transposed_storage else (rows, d_rows)
+        d_weight = product(left.t(), right, weights.dtype)
         weights.scatter(ctx.weight, d_weight.view(-1, *ctx.weight.shape[1:]))
         if ctx.bias is not None:
             d_bias = d_rows.sum(0, dtype=ctx.bias.dtype).view(ctx.bias.shape)

@@ -1,4 +1,7 @@
-"""LayerNorm over features that y splits: mean and variance are those of all features, on every grid."""
+"""LayerNorm over features that y splits: mean and variance are those of all features, on every grid.
+
+Weight and bias are masters, and their gradients are summed in the masters' dtype, whatever the dtype of the features.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +23,12 @@ class LayerNormFunction(torch.autograd.Function):
         # and no difference of large squares.
         mean = wide.mean(-1)
         variance = (wide - mean.unsqueeze(-1)).square_().mean(-1)  # torch.var_mean is five times slower on a CPU
-        parts = collectives.all_gather(torch.stack((mean, variance)).unsqueeze(0), axis)
+        parts = collectives.all_gather(torch.stack((mean, variance)).unsqueeze(0), axis, parameter=weight)
         mean = parts[:, 0].mean(0)
         variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)
         mean, rstd = mean.unsqueeze(-1), (variance + epsilon).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.axis = axis
+        ctx.axis, ctx.parameter = axis, weight
         return ((wide - mean) * rstd * weight + bias).to(x.dtype)
 
     @staticmethod
@@ -34,11 +37,35 @@ class LayerNormFunction(torch.autograd.Function):
         normal, d_out = (x - mean) * rstd, d_out.to(rstd.dtype)
         d_normal = d_out * weight
         sums = torch.stack((d_normal.sum(-1), (d_normal * normal).sum(-1)))
-        sums = collectives.all_reduce(sums, ctx.axis).div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
+        sums = collectives.all_reduce(sums, ctx.axis, parameter=ctx.parameter)
+        sums = sums.div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
         d_x = (d_normal - sums[0] - normal * sums[1]) * rstd
         d_weight = (d_out * normal).flatten(0, -2).sum(0)
         d_bias = d_out.flatten(0, -2).sum(0)
         return d_x.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), None, None
+
+
+class MixedLayerNormFunction(torch.autograd.Function):
+    """``F.layer_norm`` for features of a narrower dtype than the weight's, by torch's fused kernels."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, epsilon: float):
+        # On a GPU the kernels take one dtype only. On a CPU they would round the statistics to the weight's.
+        dtype = weight.dtype if x.is_cpu else x.dtype
+        weight, bias = weight.to(dtype), bias.to(dtype)
+        out, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        d_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            d_out, x, weight.shape, mean, rstd, weight, bias, [True, False, False]
+        )
+        # The kernel would round sums over all tokens to the narrow dtype. The statistics have the wide one.
+        d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
+        return d_x, d_weight, d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype), None
 
 
 class LayerNorm(nn.Module):
@@ -51,7 +78,8 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = weights.parameter(layer["weight"]), weights.parameter(layer["bias"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        if self.axis.size == 1:
-            return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
-        return LayerNormFunction.apply(x, weight, bias, self.axis, self.epsilon)
+        if self.axis.size > 1:
+            return LayerNormFunction.apply(x, self.weight, self.bias, self.axis, self.epsilon)
+        if x.dtype == self.weight.dtype:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        return MixedLayerNormFunction.apply(x, self.weight, self.bias, self.epsilon)

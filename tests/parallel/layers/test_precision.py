@@ -1,0 +1,90 @@
+"""With bf16 activations, parameter gradients are sums in float32: no partial sum is rounded to bf16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.linear import Head, Linear
+from gpt4d.parallel.layers.norm import LayerNorm, LayerNormFunction
+from gpt4d.parallel.weights import WeightStream
+
+FEATURES, TOKENS = 16, (8, 32)
+IDS = torch.randint(20, TOKENS, generator=torch.Generator().manual_seed(3))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(gradient, exact):
+    assert gradient.dtype == torch.float32
+    assert (gradient.double() - exact).norm() < 1e-5 * exact.norm()  # rounding to bf16 costs 1e-3
+
+
+@pytest.fixture
+def weights():
+    return WeightStream(Grid.single_device(), torch.bfloat16)
+
+
+@pytest.fixture
+def x():
+    return normal(*TOKENS, FEATURES).bfloat16().requires_grad_()
+
+
+@pytest.fixture
+def upstream():
+    return normal(*TOKENS, FEATURES, seed=1).bfloat16()
+
+
+def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
+    layer = Linear(weights, FEATURES, FEATURES)
+    layer(x).backward(upstream)
+    weights.finish()
+    wide, d_out = x.detach().double().flatten(0, 1), upstream.double().flatten(0, 1)
+    close(layer.weight.grad, wide.t() @ d_out)
+    close(layer.bias.grad, d_out.sum(0))
+
+
+def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
+    table = TokenEmbedding(weights, FEATURES, FEATURES)
+    Head(weights)(x, table.weight).backward(upstream)
+    weights.finish()
+    close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
+    table = TokenEmbedding(weights, 20, FEATURES)
+    table(IDS).backward(upstream)
+    weights.finish()
+    close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
+
+
+@pytest.mark.parametrize("documents", [None, torch.zeros(TOKENS, dtype=torch.int64)], ids=["plain", "documents"])
+def test_a_position_table(weights, upstream, documents):
+    table = PositionEmbedding(weights, 40, FEATURES)
+    table(*TOKENS, documents).backward(upstream)
+    close(table.weight.grad, F.pad(upstream.double().sum(0), (0, 0, 0, 8)))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole features", "split features"])
+def test_weight_and_bias_of_a_norm(weights, x, upstream, split):
+    layer = LayerNorm(weights, FEATURES)
+    with torch.no_grad():
+        layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.zero_()
+    out = LayerNormFunction.apply(x, layer.weight, layer.bias, layer.axis, layer.epsilon) if split else layer(x)
+    out.backward(upstream)
+    exact = F.layer_norm(x.detach().double(), (FEATURES,)) * upstream.double()
+    close(layer.weight.grad, exact.sum((0, 1)))
+    close(layer.bias.grad, upstream.double().sum((0, 1)))
+
+
+def test_a_norm_of_bf16_features_is_that_of_their_values(weights, x, upstream):
+    layer = LayerNorm(weights, FEATURES)
+    with torch.no_grad():
+        layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.copy_(normal(FEATURES, seed=3))
+    out = layer(x)
+    out.backward(upstream)
+    wide = x.detach().double().requires_grad_()
+    expected = F.layer_norm(wide, (FEATURES,), layer.weight.double(), layer.bias.double())
+    expected.backward(upstream.double())
+    for ours, theirs in ((out, expected), (x.grad, wide.grad)):
+        assert ours.dtype == torch.bfloat16 and (ours - theirs).norm() < 4e-3 * theirs.norm()
