@@ -33,7 +33,7 @@ class PendingMetrics:
     def __init__(self, step: int, lr: float, values: torch.Tensor):
         """``values``: loss, norm, skipped, stopping; shape [4], float64."""
         self.step, self.lr, self.values, self.arrived = step, lr, values, None
-        if values.is_cuda:
+        if not values.is_cpu:
             self.values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self.arrived = torch.cuda.current_stream().record_event()
 

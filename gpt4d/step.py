@@ -107,7 +107,7 @@ class TrainStep:
             group["lr"] = lr
         loss = self.runtime.forward_backward(batches, microbatches, units)
         squared_norm = gradients.squared_norm(self.shards, grid, device)
-        stopping = torch.tensor(float(stop), dtype=torch.float64, device=device)
+        stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor would synchronize
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
         totals = collectives.all_reduce(totals, grid.world)
         loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]

@@ -2,7 +2,7 @@
 
 A ``start_`` function returns a handle whose ``wait`` returns the result; the functions without the prefix start and
 wait. All ranks of an axis start the same collectives in the same order. On an axis of one device, each collective
-returns its input at no cost.
+returns its input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,11 @@ from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gpt4d.parallel import shared_memory
 from gpt4d.parallel.grid import Axis, Grid
-from gpt4d.parallel.traffic import InFlightCollective, now
+from gpt4d.parallel.traffic import InFlightCollective
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,20 +47,16 @@ class Pending:
 
 
 def _trace(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Name a collective in a profiler's trace, where it starts and where it is waited for: ``all_gather z``."""
+    """Name a collective in profiler traces and hang reports: ``all_gather z``, of the layer of ``parameter``."""
     kind = start.__name__.removeprefix("start_")
 
     @wraps(start)
-    def start_traced(tensor: torch.Tensor, axis: Axis, *rest) -> Pending:
+    def start_traced(tensor: torch.Tensor, axis: Axis, *rest, parameter: nn.Parameter | None = None) -> Pending:
         if axis.size == 1:
             return start(tensor, axis, *rest)
-        name = f"{kind} {axis.name}"
-        axis.traffic.num_started += 1
-        with axis.traffic.named_range(name), axis.traffic.track_wait(name, axis.traffic.num_started):
-            pending = start(tensor, axis, *rest)
-        assert pending.run is not None
-        pending.run.name = name
-        return pending
+        collective = axis.traffic.start(f"{kind} {axis.name}", parameter)
+        with axis.traffic.named_range(collective.name), axis.traffic.track_wait(collective):
+            return start(tensor, axis, *rest)
 
     return start_traced
 
@@ -110,7 +107,7 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
     if _shared(full, axis):
         return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
-    if full.is_cuda:
+    if not full.is_cpu:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
         return Pending(shard, InFlightCollective(axis.traffic, work, full.device, sent_bytes), source=full)
@@ -141,15 +138,13 @@ def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: flo
     """
     shm = axis.shm
     assert shm is not None
-    started = now(tensor.device)
-    part = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0)).wait()
-    axis.traffic.wait_intervals.append((started, now(tensor.device)))
+    with axis.traffic.time_wait(tensor.device):
+        part = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0)).wait()
     work = dist.all_reduce(part, group=axis.inter_host_group, async_op=True)
 
     def share(_) -> torch.Tensor:
-        started = now(tensor.device)
-        shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape))).wait()
-        axis.traffic.wait_intervals.append((started, now(tensor.device)))
+        with axis.traffic.time_wait(tensor.device):
+            shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape))).wait()
         return tensor
 
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
@@ -158,19 +153,23 @@ def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: flo
 def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine: shared_memory.Combine) -> Pending:
     """Start a collective inside one host. This thread copies and combines, so that time is exposed."""
     assert axis.shm is not None
-    started = now(tensor.device)
-    message = axis.shm.post(tensor, combine)
-    axis.traffic.wait_intervals.append((started, now(tensor.device)))
+    with axis.traffic.time_wait(tensor.device):
+        message = axis.shm.post(tensor, combine)
     run = InFlightCollective(axis.traffic, message, tensor.device, sent_bytes)
     return Pending(tensor, run, lambda _: message.wait())
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    return start_all_reduce(tensor, axis, op).wait()
+def all_reduce(
+    tensor: torch.Tensor,
+    axis: Axis,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    parameter: nn.Parameter | None = None,
+) -> torch.Tensor:
+    return start_all_reduce(tensor, axis, op, parameter=parameter).wait()
 
 
-def all_gather(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return start_all_gather(shard, axis).wait()
+def all_gather(shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> torch.Tensor:
+    return start_all_gather(shard, axis, parameter=parameter).wait()
 
 
 def start_messages(

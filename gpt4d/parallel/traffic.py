@@ -1,9 +1,11 @@
 """Bytes sent along an axis, and the time its collectives ran and were waited for."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,32 +13,85 @@ import torch.distributed as dist
 from gpt4d.parallel.shared_memory import SharedMemoryCollective
 
 
+class StartedCollective(NamedTuple):
+    """A collective that this rank has started, or waits for."""
+
+    name: str  # kind and axis, such as all_gather z; shown in profiler traces and hang reports
+    number: int  # of the axis's collectives since the process started
+    parameter: object = None  # whose layer communicates; None if it is not one layer's
+
+
 @dataclass
 class Traffic:
     """Counters of one axis since they were last read.
 
-    A collective is *exposed* while the computation waits for it and *hidden* while it runs beside the computation.
+    A collective is *exposed* while the computation waits for it and *hidden* while it runs beside the computation. On a
+    GPU both are measured with events, which the host does not wait for until they are read.
     """
 
     bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
     wait_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of the computation's waits
     run_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of collectives; the last may be in flight
+    timed: bool = True  # record intervals; a GPU idles about 20 us for each collective that is timed
     num_started: int = 0  # collectives since the process started; never reset
-    current_wait: tuple[str, int, float] | None = None  # collective the computation waits for: name, number, start
+    current_wait: StartedCollective | None = None  # collective that the host starts or waits for now
+    unfinished: deque[tuple[StartedCollective, torch.cuda.Event]] = field(default_factory=deque)  # on a GPU, with ends
     named_range: Callable[[str], AbstractContextManager] = nullcontext  # record_function while a profiler records
+    _watching: torch.cuda.Stream | None = None
+
+    def start(self, name: str, parameter: object = None) -> StartedCollective:
+        """Count a collective."""
+        self.num_started += 1
+        return StartedCollective(name, self.num_started, parameter)
 
     @contextmanager
-    def track_wait(self, name: str, number: int) -> Iterator[None]:
+    def track_wait(self, collective: StartedCollective) -> Iterator[None]:
         """Set ``current_wait`` while this rank waits for a collective. Raises PeerLost if the collective fails."""
-        self.current_wait = name, number, time.monotonic()
+        self.current_wait = collective
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise PeerLost(f"{name}: {error}") from error
+            raise PeerLost(f"{collective.name}: {error}") from error
         finally:
             self.current_wait = None
+
+    @contextmanager
+    def time_wait(self, device: torch.device) -> Iterator[None]:
+        """Record a wait of the computation on ``device``."""
+        before = now(device) if self.timed else None
+        yield
+        if before is not None:
+            self.wait_intervals.append((before, now(device)))
+
+    def oldest_unfinished(self) -> StartedCollective | None:
+        """Return the collective that the host waits for, or the oldest one that has not ended on the GPU.
+
+        Any thread may call it.
+        """
+        if self.current_wait:
+            return self.current_wait
+        return next((collective for collective, end in tuple(self.unfinished) if not end.query()), None)
+
+    def record_end(self, work: dist.Work, device: torch.device) -> torch.cuda.Event:
+        """Return an event that is recorded when ``work`` ends on the GPU.
+
+        Each axis has a stream of its own that waits for it. The computation's stream must not wait yet, and on a shared
+        stream a short collective would seem to last as long as another axis's long one before it.
+        """
+        self._watching = self._watching or torch.cuda.Stream(device)
+        end = torch.cuda.Event(enable_timing=self.timed)
+        with torch.cuda.stream(self._watching):
+            work.wait()
+            end.record()
+        return end
+
+    def watch(self, collective: StartedCollective, end: torch.cuda.Event) -> None:
+        """Keep ``collective`` for ``oldest_unfinished`` until the event ``end`` is complete."""
+        while self.unfinished and self.unfinished[0][1].query():
+            self.unfinished.popleft()
+        self.unfinished.append((collective, end))
 
     def read(self) -> dict[str, float]:
         """Return ``{"bytes", "exposed_s", "hidden_s"}`` and reset them. On a GPU, wait for the recorded events."""
@@ -61,11 +116,11 @@ class Traffic:
 
 def now(device: torch.device):
     """Return a point in time on ``device``: seconds of the host's clock, or an event of the GPU's current stream."""
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    return time.perf_counter()
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class PeerLost(RuntimeError):
@@ -73,41 +128,39 @@ class PeerLost(RuntimeError):
 
 
 class InFlightCollective:
-    """One collective in flight: records on its axis when it ran and how long the computation waited for it."""
+    """One collective in flight: records on its axis when it ran and how long the computation waited for it.
+
+    It is created while the traffic tracks its start. Its bytes count always, its times if the axis is ``timed`` then.
+    """
 
     def __init__(
         self, traffic: Traffic, work: dist.Work | SharedMemoryCollective, device: torch.device, sent_bytes: float
     ):
-        self.traffic, self.work, self.device = traffic, work, device
-        self.name, self.number = "", traffic.num_started  # shown in profiler traces and hang reports
-        self.started = now(device)
+        assert traffic.current_wait
+        self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
+        self.started = started = now(device) if traffic.timed else None
         runs = traffic.run_intervals
         traffic.bytes += sent_bytes
-        if device.type == "cuda":
-            # A separate stream waits for the end, so that the computation's stream does not.
-            with torch.cuda.stream(_end_stream(device)):
-                work.wait()
-                runs.append((self.started, now(device)))
-        elif isinstance(work, dist.Work):
-            work.get_future().add_done_callback(lambda _: runs.append((self.started, time.perf_counter())))
+        if device.type != "cpu":
+            assert isinstance(work, dist.Work)
+            end = traffic.record_end(work, device)
+            traffic.watch(self.collective, end)
+            if started is not None:
+                runs.append((started, end))
+        elif isinstance(work, dist.Work) and started is not None:
+            work.get_future().add_done_callback(lambda _: runs.append((started, time.perf_counter())))
 
     def wait(self) -> None:
-        before = now(self.device)
-        with self.traffic.named_range(f"wait {self.name}"), self.traffic.track_wait(self.name, self.number):
+        traffic = self.traffic
+        with (
+            traffic.named_range(f"wait {self.collective.name}"),
+            traffic.track_wait(self.collective),
+            traffic.time_wait(self.device),
+        ):
             self.work.wait()
-        after = now(self.device)
-        self.traffic.wait_intervals.append((before, after))
-        if not isinstance(self.work, dist.Work):  # Through shared memory, a collective runs until it is waited for.
-            self.traffic.run_intervals.append((self.started, after))
-
-
-_end_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _end_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _end_streams:
-        _end_streams[device] = torch.cuda.Stream(device)
-    return _end_streams[device]
+        if not isinstance(self.work, dist.Work) and self.started is not None:
+            # Through shared memory, a collective runs until it is waited for.
+            traffic.run_intervals.append((self.started, time.perf_counter()))
 
 
 def seconds_between(start, stop) -> float:

@@ -142,7 +142,7 @@ class WeightStream:
         """Cast before gathering: a bf16 weight has half the bytes of its master."""
         assert spec_of(shard).layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
         self.pre_gather_hook(shard)
-        return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self.grid.z)
+        return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self.grid.z, parameter=shard)
 
     # ----------------------------------------------------------------------------------------- scattering
 
@@ -152,7 +152,7 @@ class WeightStream:
         The backward of a layer passes the parameter itself: under activation checkpointing, autograd may hand out a
         copy, and a gradient stored there is lost.
         """
-        pending = collectives.start_reduce_scatter(gradient.to(self.dtype), self.grid.z)
+        pending = collectives.start_reduce_scatter(gradient.to(self.dtype), self.grid.z, parameter=shard)
         self._scattering.append((shard, pending))
         max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter and self.grid.z.size > 1 else 0
         while len(self._scattering) > max_inflight:

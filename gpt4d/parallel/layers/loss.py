@@ -20,7 +20,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             largest = wide[:, :padding].amax(-1)
         largest = collectives.all_reduce(largest, axis, dist.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
-        shifted[:, padding:] = -torch.inf
+        shifted[:, padding:].fill_(-torch.inf)
         local = targets - first
         elsewhere = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill_(elsewhere, 0).unsqueeze(-1)

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.collectives import start_messages
+from gpt4d.parallel.collectives import all_reduce, start_messages
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.resharding.planning import ReshardingPlan
 from gpt4d.parallel.resharding.program import PeerMessage, SendStep, rank_program
@@ -43,8 +43,10 @@ class Link:
         """Create the link on all ranks of ``group``, those of both meshes, together. Only this link uses the group."""
         self.device = device
         self.axis = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
-        dist.barrier(group)  # NCCL requires all ranks in the first communication of a group
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # NCCL requires all ranks in the first communication of a group. A barrier would use gloo where both exist.
+        all_reduce(torch.zeros(1, device=device), self.axis)
+        self.axis.traffic.read()
+        self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
@@ -127,10 +129,10 @@ class Resharding:
                 tile.view(step.shape).copy_(view)
                 packed.add(step.task)
             self._wait_for_turn(step.turn_from)
-            if tile.is_cuda:
-                self._queue(step, tile)
-            else:
+            if tile.is_cpu:
                 self._exchange(step, tile, receives)
+            else:
+                self._queue(step, tile)
             self._pass_turn(step.turn_to)
             if scattered and not step.sending:
                 view.copy_(tile.view(step.shape))
@@ -194,9 +196,8 @@ class Transfer:
         self.resharding, self.link, self.local = resharding, link, local
         self.error: BaseException | None = None
         traffic = link.axis.traffic
-        traffic.num_started += 1
         traffic.bytes += resharding.sent_bytes
-        self.name, self.number = f"reshard {link.axis.name}", traffic.num_started
+        self.collective = traffic.start(f"reshard {link.axis.name}")
         self.started = now(link.device)  # on a GPU, an event after the source's computation
         if link.stream is not None:
             local.record_stream(link.stream)
@@ -204,14 +205,17 @@ class Transfer:
         link.submit(self._run)
 
     def _run(self) -> None:
-        link = self.link
+        link, traffic = self.link, self.link.axis.traffic
         try:
             with torch.no_grad(), link.on_stream():
                 if link.stream is not None:
                     link.stream.wait_event(self.started)
                 self.resharding.run(self.local)
                 self.stopped = now(link.device)
-            link.axis.traffic.run_intervals.append((self.started, self.stopped))
+            if link.stream is not None:
+                traffic.watch(self.collective, self.stopped)
+            if traffic.timed:
+                traffic.run_intervals.append((self.started, self.stopped))
         except BaseException as error:  # ``wait`` raises it
             self.error = error
         self.finished.set()
@@ -222,12 +226,14 @@ class Transfer:
         Raises PeerLost if a message failed, most likely because another rank has ended.
         """
         link, traffic = self.link, self.link.axis.traffic
-        before = now(link.device)
-        with traffic.named_range(f"wait {self.name}"), traffic.track_wait(self.name, self.number):
+        with (
+            traffic.named_range(f"wait {self.collective.name}"),
+            traffic.track_wait(self.collective),
+            traffic.time_wait(link.device),
+        ):
             self.finished.wait()
             if self.error is not None:
                 raise self.error
             if link.stream is not None:
                 torch.cuda.current_stream(link.device).wait_event(self.stopped)
-        traffic.wait_intervals.append((before, now(link.device)))
         return self.local if self.resharding.program.receives else None
