@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ class Grid:
         device_type: ``cpu`` or ``cuda``. On CPUs, ranks of one host exchange data through shared memory.
         ranks: the job's ranks that form the stage, including this one; None for all of them. Only these ranks
             construct the grid. Without a process group only the grid of one device exists.
+        timeout: of the axes' process groups; None for torch's default.
     """
 
     x: Axis
@@ -54,8 +56,9 @@ class Grid:
         sizes: GridSizes = GridSizes(),  # noqa: B008
         device_type: str = "cpu",
         ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
     ):
-        self.sizes, self.device_type = sizes, device_type
+        self.sizes, self.device_type, self._timeout = sizes, device_type, timeout
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         assert len(self.ranks) == sizes.devices, f"a grid of {sizes} does not fit {len(self.ranks)} rank(s)"
@@ -77,8 +80,11 @@ class Grid:
     def _axis(self, name: str, members: list[int], index: int) -> Axis:
         if len(members) == 1:
             return Axis(name)
-        # Only the members take part, so that stages can be built side by side.
-        group = dist.new_group(members, use_local_synchronization=True)
+        # The backend for tensors of this device only: every rank of a gloo group connects to all others. Only the
+        # members take part, so that stages can be built side by side.
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        backend = backends[self.device_type]
+        group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
         near = shared_memory.connect(group) if self.device_type == "cpu" and name != "stage" else (None, None)
         return Axis(name, len(members), index, group, *near)
 

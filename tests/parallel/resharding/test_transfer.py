@@ -117,6 +117,29 @@ def test_a_tensor_moves_from_one_stages_grid_to_another(ranks):
     assert all(ranks.run(8, transfer_between_grids, stages, Layout(("data", "z"), (), ("y",)), (6, 3, 10)))
 
 
+def reductions_of_a_new_link() -> list[tuple[str, int]]:
+    """Return device type and number of elements of the all-reduces with which a link starts, and its counters."""
+    reduced, original = [], dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        reduced.append((tensor.device.type, tensor.numel()))
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        link = new_link()
+    finally:
+        dist.all_reduce = original
+    link.close()
+    assert link.axis.traffic.read() == {"bytes": 0.0, "exposed_s": 0.0, "hidden_s": 0.0}
+    return reduced
+
+
+def test_a_link_starts_with_all_ranks_on_the_device_that_it_serves(ranks):
+    """NCCL creates a communicator at its first use, which must have all ranks. A barrier of mixed groups uses gloo."""
+    assert ranks.run(2, reductions_of_a_new_link) == [[("cpu", 1)]] * 2
+
+
 def transfer_in_both_directions(plans: list[ReshardingPlan]) -> list[bool]:
     forward_link, backward_link = new_link("forward"), new_link("backward")
     correct = [c for resharding_plan in plans for c in both_directions(forward_link, backward_link, resharding_plan)]
