@@ -40,8 +40,11 @@ def train(config: Config) -> None:
         from gpt4d.runtime.job import process_group
         from gpt4d.trainer import Trainer
 
-        with process_group(launch) as job:
-            Trainer(plan, job.device).run(stop, job.watchdog)
+        timeout_s, deterministic = config.parallel.timeout_s, config.train.deterministic
+        with process_group(
+            launch, timeout_s=timeout_s, deterministic=deterministic, trace_dir=Path(config.run.dir)
+        ) as job:
+            Trainer(plan, job.device, job.watchdog).run(stop)
 
 
 if __name__ == "__main__":

@@ -40,23 +40,32 @@ class StepMeter:
 
     def restart(self, step: int) -> None:
         """Start to measure after ``step``."""
-        self._started, self._step = time.perf_counter(), step
+        self._started, self._step, self._timed_steps = time.perf_counter(), step, 0
         self.task.waited_s = 0.0
         for axis in self.stage.grid:
             axis.traffic.read()
 
+    def time_communication(self, timed: bool) -> None:
+        """Measure how long the next step's collectives run and are waited for, or only their bytes."""
+        self._timed_steps += timed
+        for axis in self.stage.grid:
+            axis.traffic.timed = timed
+
     def measure(self, step: StepMetrics, progress: Progress, log) -> dict:
         """Return the line of metrics.jsonl for the steps since ``restart``; times and bytes are per step.
 
-        All ranks call it. A straggler is reported to ``log``.
+        Times of communication are means over the steps that were timed, or zero if there are none. All ranks call it. A
+        straggler is reported to ``log``.
         """
         task, device, batch_size = self.task, self.stage.weights.device, self.config.train.batch_size
         steps = progress.step - self._step
         seconds = (time.perf_counter() - self._started) / steps
         flops = self.step_flops / seconds / self.devices
         peak = metrics.peak_flops(device)
-        comm = {name: axis.traffic.read() for name, axis in self.stage.grid.active_axes.items()}
-        exposed_s = sum(total["exposed_s"] for total in comm.values()) / steps
+        per_step = {"bytes": steps, "exposed_s": max(1, self._timed_steps), "hidden_s": max(1, self._timed_steps)}
+        totals = {name: axis.traffic.read() for name, axis in self.stage.grid.active_axes.items()}
+        comm = {name: {key: total[key] / per_step[key] for key in total} for name, total in totals.items()}
+        exposed_s = sum(means["exposed_s"] for means in comm.values())
         busy, late = self.stragglers.note(all_gather_object(seconds - exposed_s))
         if late:
             host = self.stragglers.hosts[busy["slowest"]]
@@ -77,7 +86,7 @@ class StepMeter:
             "mfu": flops / peak if peak else None,
             "memory_gib": metrics.peak_memory_gib(device),
             "memory": {"after_step": metrics.used_memory_gib(device), **self.state_gib},
-            "comm": {axis: {k: v / steps for k, v in total.items()} for axis, total in comm.items()},
+            "comm": comm,
         }
 
 

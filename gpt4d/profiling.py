@@ -44,10 +44,13 @@ class Profile:
     def __exit__(self, *error) -> None:
         self.recording.close()
 
+    def includes(self, number: int) -> bool:
+        return self.first <= number <= self.last
+
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Profile the enclosed step ``number`` if it was chosen, and write the files after the last one."""
-        if not self.first <= number <= self.last:
+        if not self.includes(number):
             yield
             return
         if number == self.first:
@@ -64,7 +67,7 @@ class Profile:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             activities.append(ProfilerActivity.CUDA)
         self.trace = self.recording.enter_context(profile(activities=activities))
         self.recording.enter_context(_name_collectives(self.grid))

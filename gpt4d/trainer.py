@@ -1,7 +1,7 @@
 """The training loop, from initial weights to the last checkpoint."""
 
-import os
 from collections import deque
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.profiling import Profile
-from gpt4d.runtime import preflight, signals
+from gpt4d.runtime import gpu, preflight, signals
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import HangDetector, Watchdog
@@ -31,23 +31,31 @@ _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 class Trainer:
     """Trains on ``plan`` in the existing process group. All files of a run are in ``run.dir``.
 
-    Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
+    ``watchdog`` ends the job if a collective takes longer than ``parallel.timeout_s``, from the first one to the last
+    step. Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
     """
 
-    def __init__(self, plan: ParallelPlan, device: torch.device):
-        self.plan, self.config, self.device = plan, plan.config, device
+    def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):
+        self.plan, self.config, self.device, self.watchdog = plan, plan.config, device, watchdog
         config, self.run_dir = plan.config, Path(plan.config.run.dir)
         if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+            # By default torch would also fill every temporary tensor.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         run_on_rank0(self._make_run_dir)
         task_name = registry.of(config.model).task
         self.task = tasks.get(task_name).create(config)
         rank = torch.distributed.get_rank()
         stage_plan = plan.stage_of(rank)
-        grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks)
+        timeout_s = config.parallel.timeout_s
+        with watchdog.limit("connecting the ranks of the grid's axes") if watchdog else nullcontext():
+            grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, gpu.backend_timeout(timeout_s))
+        self.hang_detector = HangDetector(grid.active_axes, timeout_s, self.run_dir / "hang")
+        if watchdog:
+            watchdog.hang_detector = self.hang_detector
         hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
         self.stage = build_stage(config, grid, device)
+        self.hang_detector.name_layers(self.stage.module)
         self.task.connect(self.stage, plan.micro_batch_size)
         self.monitor = LossMonitor(config.train, config.optim.lr)
         self.checkpoints = RunCheckpoints(plan, self.stage, self.task, task_name, self.monitor)
@@ -64,11 +72,10 @@ class Trainer:
         self.validation_loss: float | None = None
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
 
-    def run(self, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
+    def run(self, stop: StopRequest | None = None) -> None:
         """Train from the newest checkpoint, if there is one, to ``train.steps``.
 
-        A request to ``stop`` on any rank ends the run on all ranks once it is saved. While steps are computed,
-        ``watchdog`` ends the job if a collective takes longer than ``parallel.timeout_s``.
+        A request to ``stop`` on any rank ends the run on all ranks once it is saved.
         """
         stop = stop or StopRequest()
         try:
@@ -78,29 +85,31 @@ class Trainer:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
             profile = Profile(self.config, self.stage.module, self.train_step.optimizer, self.log, self.progress.step)
             with profile, stop.deferred():
-                self._loop(profile, stop, watchdog)
+                self._loop(profile, stop)
             self._finish()
         finally:
             self.task.close()
             self.checkpoints.close()
             self.log.close()
 
-    def _loop(self, profile: Profile, stop: StopRequest, watchdog: Watchdog | None) -> None:
+    def _loop(self, profile: Profile, stop: StopRequest) -> None:
         config, progress, train = self.config, self.progress, self.config.train
         self.meter.restart(progress.step)
         unread: deque[PendingMetrics] = deque()
         first, stopping = progress.step, False
         while progress.step < train.steps and not stopping:
-            with profile.step(progress.step + 1):
-                unread.append(self._step(stop))
-            self.checkpoints.report_saved()
-            step, last = progress.step, progress.step == train.steps
-            if watchdog and step == first + _SLOW_STEPS:
-                axes, directory = self.stage.grid.active_axes, self.run_dir / "hang"
-                watchdog.hang_detector = HangDetector(axes, self.stage.module, config.parallel.timeout_s, directory)
+            step = progress.step + 1
+            last = step == train.steps
             validating = last or _due(step, train.validate_every)
             saving = last or _due(step, config.checkpoint.every)
             reporting = validating or saving or _due(step, config.logging.every)
+            # Times of communication cost a GPU time, so they are those of the last step before a report.
+            self.meter.time_communication(reporting or profile.includes(step) or self.device.type == "cpu")
+            with profile.step(step):
+                unread.append(self._step(stop))
+            self.checkpoints.report_saved()
+            if step == first + _SLOW_STEPS:
+                self.hang_detector.end_startup()
             # A GPU works a step ahead of what is read from it, unless its values are needed now.
             while len(unread) > (0 if reporting or stopping or train.skip_spikes else 1):
                 step_metrics = self._read(unread.popleft())
@@ -112,8 +121,8 @@ class Trainer:
                 if (saving or stopping) and self.monitor.is_finite:
                     self.checkpoints.save(self.train_step, progress)
                 self.meter.restart(step)
-        if watchdog:
-            watchdog.hang_detector = None
+        if self.watchdog:
+            self.watchdog.hang_detector = None
         self.checkpoints.report_saved(wait=True)
         if progress.step == train.steps and not self.monitor.is_finite:
             self.monitor.give_up()

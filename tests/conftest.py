@@ -3,8 +3,10 @@ import random
 
 import pytest
 
-# Nothing in the tests may reach a network; and a rank computes on one thread, as on a shared machine.
+# Nothing in the tests may reach a network, or use a GPU of the machine; and a rank computes on one thread, as on a
+# shared machine.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_SILENT="true", OMP_NUM_THREADS="1")
+os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 from gpt4d.config import Config, compose
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings

@@ -1,7 +1,13 @@
 """Console line of a step, and the unit of the task in it and in metrics.jsonl."""
 
+import pytest
+import torch
+import torch.distributed as dist
+
 from gpt4d import metrics
 from gpt4d.config import Config
+from gpt4d.validation import validate
+from tests.grids import metric_lines
 
 
 def comm(exposed, hidden):
@@ -23,3 +29,33 @@ def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_plot(tmp_path, ca
     logger.close()
     assert "loss 2.0000  1,234 images/s" in capsys.readouterr().out
     assert metrics.plot_losses(tmp_path, unit="images").stat().st_size > 0
+
+
+def train_and_note_timing(config, device_type):
+    """Return for each step whether its collectives were timed, in a loop that believes it runs on a device."""
+    from gpt4d.trainer import Trainer
+
+    trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
+    trainer.device = torch.device(device_type)
+    original, timed = trainer._step, []
+
+    def step(stop):
+        timed.append({axis.traffic.timed for axis in trainer.stage.grid})
+        return original(stop)
+
+    trainer._step = step
+    trainer.run()
+    return timed
+
+
+@pytest.mark.parametrize(("device_type", "timed_steps"), [("cpu", [1, 2, 3, 4, 5, 6, 7]), ("meta", [3, 4, 6, 7])])
+def test_a_gpu_times_collectives_only_in_the_last_step_before_a_report_and_in_profiled_steps(
+    ranks, tiny, device_type, timed_steps
+):
+    config = tiny("parallel.gz=2", "train.steps=7", "logging.every=3", "profile.steps=4")
+    for timed in ranks.run(2, train_and_note_timing, config, device_type):
+        assert [step for step, values in enumerate(timed, start=1) if values == {True}] == timed_steps
+        assert all(len(values) == 1 for values in timed)
+    assert [line["step"] for line in metric_lines(config.run.dir)] == [3, 6, 7]
+    for line in metric_lines(config.run.dir):
+        assert line["comm"]["z"]["bytes"] > 0 and 0 < line["comm"]["z"]["exposed_s"] < line["step_time_s"]

@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError, NodeError
+from gpt4d.runtime import gpu
 from gpt4d.runtime.launch import Launch, select_device
 from gpt4d.runtime.rendezvous import Rendezvous
 from gpt4d.runtime.watchdog import Watchdog
@@ -25,25 +27,42 @@ class JobContext:
 
 
 @contextmanager
-def process_group(launch: Launch, device: torch.device | None = None) -> Iterator[JobContext]:
-    """Create the process group of the whole job: NCCL for tensors on GPUs, gloo for tensors on the host.
+def process_group(
+    launch: Launch,
+    device: torch.device | None = None,
+    backend: str | None = None,
+    timeout_s: float = 120.0,
+    deterministic: bool = False,
+    trace_dir: Path | None = None,
+) -> Iterator[JobContext]:
+    """Create the process group of the whole job.
 
     An exception inside ends the job on every rank, with one line that names the rank, its host and the cause. Only a
     ConfigError or SystemExit, which all ranks raise together, passes through.
+
+    Args:
+        launch: this rank's place in the job.
+        device: of this rank; None to select its GPU, or the CPU if there is none.
+        backend: of collectives; None for NCCL on GPUs and gloo on the host.
+        timeout_s: time after which gpt4d's watchdog may end the job; torch's own watchdogs wait longer.
+        deterministic: as in ``gpu.set_environment``.
+        trace_dir: as in ``gpu.set_environment``.
     """
+    gpu.set_environment(deterministic, trace_dir)
     if "OMP_NUM_THREADS" not in os.environ:
         # macOS has no sched_getaffinity.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // launch.local_world_size))
     if launch.master is None:
-        with _initialize(launch, dist.HashStore(), device or select_device(launch)) as device:
+        device = device or select_device(launch)
+        with _initialize(launch, dist.HashStore(), device, backend, timeout_s):
             yield JobContext(device)
         return
     rendezvous = Rendezvous(launch)
     try:
         device = device or select_device(launch)
         rendezvous.wait_for_all_ranks()
-        with _initialize(launch, rendezvous.store, device):
+        with _initialize(launch, rendezvous.store, device, backend, timeout_s, rendezvous.watchdog):
             yield JobContext(device, rendezvous.watchdog)
     except NodeError as error:  # raised on this node only: the other ranks wait for this one
         rendezvous.watchdog.fail(str(error), may_be_secondary=False)
@@ -59,14 +78,24 @@ def process_group(launch: Launch, device: torch.device | None = None) -> Iterato
 
 
 @contextmanager
-def _initialize(launch: Launch, store: dist.Store, device: torch.device) -> Iterator[torch.device]:
-    backend = "gloo"
+def _initialize(
+    launch: Launch,
+    store: dist.Store,
+    device: torch.device,
+    backend: str | None,
+    timeout_s: float,
+    watchdog: Watchdog | None = None,
+) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store)
+        backend = backend or "cpu:gloo,cuda:nccl"
+    timeout = gpu.backend_timeout(timeout_s)
+    with watchdog.limit("connecting all ranks") if watchdog else nullcontext():
+        dist.init_process_group(
+            backend or "gloo", rank=launch.rank, world_size=launch.world_size, store=store, timeout=timeout
+        )
     try:
-        yield device
+        yield
     except BaseException as error:
         if isinstance(error, _RAISED_ON_ALL_RANKS):
             dist.destroy_process_group()  # after any other error it would block on ranks that have exited

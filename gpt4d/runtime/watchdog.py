@@ -10,9 +10,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -24,6 +23,7 @@ _SILENT_S = 40.0  # a rank without a heartbeat for this long is lost
 _SUSPENDED_S = 10.0  # a longer pause means that the process was suspended (Ctrl-Z, laptop lid), as were the others
 _SILENT_AFTER_ERROR_S = 6.0  # replaces _SILENT_S once a collective has failed, probably because of a lost rank
 _RECORD_S = 10.0  # timeout for a rank to write its record
+_STARTUP_S = 300.0  # for what happens once: connections, lazy initialization, compilation
 PACKAGE_ROOT = str(Path(__file__).parents[1])
 _LOST = "no sign of life: killed, out of memory, or its node is gone"
 
@@ -42,11 +42,23 @@ class Failure:
         return self.hang or f"rank {self.rank} on {self.host} failed: {self.cause}"
 
 
+class WatchedCollective(Protocol):
+    """One collective of an axis."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def parameter(self) -> object: ...
+
+
 class WatchedTraffic(Protocol):
-    """Collectives of one axis: how many have started, and the one that this rank waits for now."""
+    """Collectives of one axis: how many have started, and the oldest that this rank or its GPU has not finished."""
 
     num_started: int
-    current_wait: tuple[str, int, float] | None  # name, number, since when
+
+    def oldest_unfinished(self) -> WatchedCollective | None: ...
 
 
 class WatchedAxis(Protocol):
@@ -60,37 +72,66 @@ class WatchedAxis(Protocol):
 
 
 class HangDetector:
-    """Detects collectives that exceed a timeout during training.
+    """Detects collectives that take longer than a timeout.
+
+    On a CPU the host waits for a collective. On a GPU it does not, and the GPU's queue tells which one is the oldest
+    that has not ended.
 
     Args:
         axes: mesh axes by name.
-        model: names the layer whose collective hangs.
-        timeout_s: time after which a collective is a hang. On GPUs it becomes NCCL's timeout.
+        timeout_s: time after which a collective is a hang, once ``end_startup`` was called. Before, lazy initialization
+            slows collectives, and five minutes are added.
         directory: where each rank writes what it waits for and its stack.
     """
 
-    def __init__(self, axes: Mapping[str, WatchedAxis], model: nn.Module, timeout_s: float, directory: Path):
-        self.axes = axes
-        self.timeout_s, self.directory = timeout_s, directory
-        if next(model.parameters()).is_cuda:  # NCCL watches collectives on GPUs itself, with its flight recorder
-            for axis in self.axes.values():
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), axis.group)
+    def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
+        self.axes, self.timeout_s, self.directory = axes, timeout_s, directory
+        self.startup_s = _STARTUP_S
         self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
-        self.names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters()) if name}
+        self._layers: dict[int, str] = {}
+        self._oldest: dict[str, tuple[int, float]] = {}  # by axis, number of its oldest collective and since when it is
 
-    def waiting(self, at_least_s: float = 0.0, since: float = 0.0) -> dict | None:
-        """Return the collective that this rank has waited for at least ``at_least_s`` seconds, or None.
+    def name_layers(self, model: nn.Module) -> None:
+        """Name the layers of ``model`` in reports."""
+        self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+
+    def end_startup(self) -> None:
+        """Apply ``timeout_s`` from now on."""
+        self.startup_s = 0.0
+
+    @property
+    def limit(self) -> tuple[float, str]:
+        """Seconds after which a collective is a hang, and the setting that they come from."""
+        setting = "parallel.timeout_s" + (f" + {self.startup_s:.0f} s for the first steps" if self.startup_s else "")
+        return self.timeout_s + self.startup_s, setting
+
+    def waiting(self, since: float = 0.0) -> dict | None:
+        """Return the collective that this rank waits for, or None: of several, the one that it has waited for longest.
 
         The result has its ``axis``, ``name``, ``number`` on that axis, seconds waited (``s``), ``layer`` and
-        ``members`` (ranks). Time before ``since`` (``time.monotonic``) does not count.
+        ``members`` (ranks). Seconds count from the first call that found it, and from ``since`` (``time.monotonic``).
         """
+        now, found = time.monotonic(), list[tuple[float, WatchedAxis, WatchedCollective]]()
         for axis in self.axes.values():
-            current = axis.traffic.current_wait
-            if current and (waited := time.monotonic() - max(current[2], since)) >= at_least_s:
-                name, number, _ = current
-                collective = {"axis": axis.name, "name": name, "number": number, "s": waited, "layer": self._layer()}
-                return {**collective, "members": dist.get_process_group_ranks(axis.group)}
-        return None
+            if not (collective := axis.traffic.oldest_unfinished()):
+                self._oldest.pop(axis.name, None)
+                continue
+            number, first_seen = self._oldest.get(axis.name, (0, now))
+            if number != collective.number:
+                first_seen = now
+            self._oldest[axis.name] = collective.number, first_seen
+            found.append((first_seen, axis, collective))
+        if not found:
+            return None
+        first_seen, axis, collective = min(found, key=lambda entry: entry[0])
+        return {
+            "axis": axis.name,
+            "name": collective.name,
+            "number": collective.number,
+            "s": now - max(first_seen, since),
+            "layer": self._layers.get(id(collective.parameter)),
+            "members": dist.get_process_group_ranks(axis.group),
+        }
 
     def record(self) -> dict:
         """Return this rank's state: collectives started on each axis, the one it waits for, code line and stack."""
@@ -99,19 +140,6 @@ class HangDetector:
         ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(PACKAGE_ROOT)]
         where = ours[-1] if ours else str(stack[-1])
         return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": "".join(stack.format())}
-
-    def _layer(self) -> str | None:
-        """Return the innermost layer or parameter that a frame of any thread refers to.
-
-        All threads are searched because autograd runs a GPU's backward on its own thread.
-        """
-        for innermost in sys._current_frames().values():
-            for frame, _ in traceback.walk_stack(innermost):
-                variables = frame.f_locals
-                for value in (*variables.values(), getattr(variables.get("ctx"), "weight", None)):
-                    if id(value) in self.names:
-                        return self.names[id(value)]
-        return None
 
 
 class Watchdog:
@@ -126,7 +154,8 @@ class Watchdog:
 
     def __init__(self, store: dist.Store, rank: int, size: int, rank0_host: str, on_failure: Callable[[Failure], None]):
         self.store, self.rank, self.size, self.rank0_host, self.on_failure = store, rank, size, rank0_host, on_failure
-        self.hang_detector: HangDetector | None = None  # set while the training loop runs
+        self.hang_detector: HangDetector | None = None  # set from the first collective to the end of the training loop
+        self._limited: tuple[str, float] | None = None  # what the main thread does and its deadline
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -138,6 +167,15 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+
+    @contextmanager
+    def limit(self, activity: str) -> Iterator[None]:
+        """End the job if the body, which starts the job, takes longer than five minutes on any rank."""
+        self._limited = activity, time.monotonic() + _STARTUP_S
+        try:
+            yield
+        finally:
+            self._limited = None
 
     def first_failure(self) -> Failure | None:
         return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
@@ -210,11 +248,18 @@ class Watchdog:
         return Failure(0, self.rank0_host, _LOST)
 
     def _check_for_hang(self) -> Failure | None:
+        host = self._host(self.rank)
+        if (limited := self._limited) and time.monotonic() > max(limited[1], self._resumed_at + _STARTUP_S):
+            cause = f"{limited[0]} took longer than {_STARTUP_S:.0f} s; check the network between the nodes"
+            return self._report(Failure(self.rank, host, cause))
         detector = self.hang_detector
-        if not detector or not (waiting := detector.waiting(detector.timeout_s, self._resumed_at)):
+        if not detector or not (waiting := detector.waiting(self._resumed_at)):
             return None
-        cause = f"{waiting['name']} did not finish within {detector.timeout_s:g} s (parallel.timeout_s)"
-        return self._report(Failure(self.rank, self._host(self.rank), cause, waiting))
+        limit_s, setting = detector.limit
+        if waiting["s"] < limit_s:
+            return None
+        cause = f"{waiting['name']} did not finish within {limit_s:g} s ({setting})"
+        return self._report(Failure(self.rank, host, cause, waiting))
 
     def _describe_hang(self, failure: Failure, waiting: dict, detector: HangDetector) -> str:
         """Write this rank's state to its file and return the message about the hang.
@@ -233,7 +278,7 @@ class Watchdog:
             layer = f" of {waiting['layer']}" if waiting["layer"] else ""
             self.store.set(
                 "hang",
-                f"hang: rank {failure.rank} on {failure.host} waited {waiting['s']:.0f} s (parallel.timeout_s) for "
+                f"hang: rank {failure.rank} on {failure.host} waited {waiting['s']:.0f} s ({detector.limit[1]}) for "
                 f"{waiting['name']}{layer}: {missing}; see {directory} for the stack of each rank",
             )
         return self.store.get("hang").decode() if self._wait_for_key("hang", 2 * _RECORD_S) else str(failure)

@@ -160,7 +160,7 @@ def test_a_hang_is_reported_with_collective_axis_layer_and_missing_rank(ranks, t
     with LaunchedJob(ranks.context, config, 2, sleep) as job:
         assert job.exit_codes() == [1, 1]
         output = job.outputs()[0]
-    message = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens.weight: rank 1 on \S+ has not started it"
+    message = r"hang: rank 0 on \S+ waited \d+ s .* for all_gather z of tokens: rank 1 on \S+ has not started it"
     assert re.search(rf"error: {message} and is in trainer.py:\d+ \(_loop\)", output), output
     records = sorted((tmp_path / "run" / "hang").iterdir())
     assert [path.name for path in records] == ["rank_00000.txt", "rank_00001.txt"]
@@ -174,6 +174,56 @@ def test_a_hang_ends_the_job_even_if_its_report_cannot_be_written(ranks, tiny, t
     with LaunchedJob(ranks.context, tiny("parallel.gz=2", "parallel.timeout_s=2"), 2, sleep) as job:
         assert job.exit_codes() == [1, 1]
         assert "error: hang: rank 0 on" in job.outputs()[0]
+
+
+def hang_in_the_first_step(rank):
+    from gpt4d.runtime import watchdog
+
+    watchdog._STARTUP_S = 1.0
+    if rank == 1:
+        at_step(1, lambda _: threading.Event().wait())
+
+
+def test_a_hang_in_the_first_step_is_reported(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny("parallel.gz=2", "parallel.timeout_s=1"), 2, hang_in_the_first_step) as job:
+        assert job.exit_codes() == [1, 1]
+        output = job.outputs()[0]
+    message = r"waited \d+ s \(parallel.timeout_s \+ 1 s for the first steps\) for all_gather z of tokens: rank 1"
+    assert re.search(message, output), output
+
+
+def hang_while_connecting(rank):
+    import torch.distributed as dist
+
+    from gpt4d.runtime import watchdog
+
+    watchdog._STARTUP_S = 1.0
+    shorten_timeouts()
+    if rank == 1:
+        dist.init_process_group = lambda *args, **kwargs: threading.Event().wait()
+
+
+def test_ranks_that_cannot_connect_are_reported(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny(), 2, hang_while_connecting) as job:
+        assert job.exit_codes() == [1, 1]
+        assert "connecting all ranks took longer than 1 s; check the network between the nodes" in job.outputs()[0]
+
+
+def hang_while_building_the_grid(rank):
+    import torch.distributed as dist
+
+    from gpt4d.runtime import watchdog
+
+    watchdog._STARTUP_S = 1.0
+    shorten_timeouts()
+    if rank == 1:
+        dist.new_group = lambda *args, **kwargs: threading.Event().wait()
+
+
+def test_ranks_whose_grid_cannot_connect_are_reported(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny("parallel.gx=2"), 2, hang_while_building_the_grid) as job:
+        assert job.exit_codes() == [1, 1]
+        assert "connecting the ranks of the grid's axes took longer than 1 s" in job.outputs()[0]
 
 
 def lack_a_gpu(rank):

@@ -1,10 +1,12 @@
-"""Ranks detect a silent rank, but not while the whole job was suspended."""
+"""Ranks detect a silent rank, but not while the whole job was suspended; and a collective that hangs on a GPU."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from gpt4d.parallel.traffic import StartedCollective
 from gpt4d.runtime import watchdog
-from gpt4d.runtime.watchdog import Watchdog
+from gpt4d.runtime.watchdog import HangDetector, Watchdog
 
 
 class Clock:
@@ -64,3 +66,76 @@ def test_a_suspended_job_continues(monkeypatch, suspended_s):
 def test_a_rank_that_does_not_resume_is_named(monkeypatch):
     (message,) = failures(monkeypatch, [*[1.0] * 5, 4000.0, *[1.0] * 60], beats_until=5)
     assert "rank 1" in message
+
+
+class GpuAxis:
+    """An axis of which a GPU has not finished the collectives from ``oldest`` on, or all if it is None."""
+
+    group = None
+
+    def __init__(self, name: str):
+        self.name, self.traffic, self.num_started = name, self, 9
+        self.oldest: int | None = None
+        self.parameter: object = None
+
+    def oldest_unfinished(self):
+        return self.oldest and StartedCollective(f"all_gather {self.name}", self.oldest, self.parameter)
+
+
+@pytest.fixture
+def detect(monkeypatch, tmp_path):
+    """A function from axes to their detector after startup, and the clock that it uses."""
+    clock = Clock([], None)
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+
+    def build(*axes: GpuAxis) -> tuple[HangDetector, Clock]:
+        detector = HangDetector({axis.name: axis for axis in axes}, 120.0, tmp_path)
+        detector.end_startup()
+        return detector, clock
+
+    return build
+
+
+def test_a_collective_that_stays_the_oldest_on_a_gpu_has_waited(detect):
+    axis = GpuAxis("z")
+    detector, clock = detect(axis)
+    assert detector.waiting() is None
+    axis.oldest = 3
+    assert detector.waiting()["s"] == 0
+    clock.now += 100
+    axis.oldest = 4  # it ended, and the next one has only begun
+    assert detector.waiting()["s"] == 0
+    clock.now += 130
+    waiting = detector.waiting()
+    assert waiting["s"] == 130 > detector.limit[0] and waiting["number"] == 4 and waiting["name"] == "all_gather z"
+    assert detector.waiting(since=clock.now - 5)["s"] == 5  # the process was suspended before
+    axis.oldest = None
+    assert detector.waiting() is None
+
+
+def test_of_two_axes_the_one_that_waits_longer_is_reported(detect):
+    x, z = GpuAxis("x"), GpuAxis("z")
+    detector, clock = detect(x, z)
+    z.oldest = 7
+    detector.waiting()
+    clock.now += 60
+    x.oldest = 2  # queued behind the other
+    detector.waiting()
+    clock.now += 60
+    assert detector.waiting()["axis"] == "z"
+
+
+def test_the_layer_of_a_hanging_collective_is_named(detect):
+    axis, model = GpuAxis("z"), torch.nn.ModuleDict({"mlp": torch.nn.Linear(2, 2)})
+    detector, _ = detect(axis)
+    detector.name_layers(model)
+    axis.oldest, axis.parameter = 1, model["mlp"].weight
+    assert detector.waiting()["layer"] == "mlp"
+
+
+def test_the_first_steps_have_five_minutes_more(detect, tmp_path):
+    detector = HangDetector({}, 120.0, tmp_path)
+    assert detector.limit == (420.0, "parallel.timeout_s + 300 s for the first steps")
+    detector.end_startup()
+    assert detector.limit == (120.0, "parallel.timeout_s")

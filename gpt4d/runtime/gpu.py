@@ -1,0 +1,51 @@
+"""Environment of CUDA and NCCL. Both read it once, so it is set before the process group exists."""
+
+import os
+from collections.abc import MutableMapping
+from datetime import timedelta
+from pathlib import Path
+
+from gpt4d.config import ConfigError
+
+_ENVIRONMENT = {
+    # As many hardware queues as streams. In a shared one, a collective would wait for another communicator's.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # A collective's blocks are scheduled before those of a computation that was launched earlier.
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    # gpt4d's watchdog ends the job and reports the cause. torch's would abort the process before it can.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that add in a fixed order
+    "NCCL_NVLS_ENABLE": "0",  # NVLink switches do not
+}
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_MIN_TIMEOUT_S = 1800.0
+
+
+def set_environment(
+    deterministic: bool = False, trace_dir: Path | None = None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set the variables that ``environment`` lacks. Raises ConfigError for one that gpt4d cannot work with.
+
+    Args:
+        deterministic: use only algorithms that give the same bits in every run.
+        trace_dir: existing directory for torch's record of the last collectives when NCCL reports an error.
+        environment: the variables.
+    """
+    for name in _BLOCKING_WAIT:
+        if environment.get(name, "0").lower() not in ("", "0", "false", "no", "n"):
+            raise ConfigError(
+                f"{name}={environment[name]}: the host would wait for each collective, and none would overlap the "
+                "computation; unset it"
+            )
+    defaults = _ENVIRONMENT | (_DETERMINISTIC if deterministic else {})
+    if trace_dir:
+        defaults["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(trace_dir / "nccl_trace_rank_")
+    for name, value in defaults.items():
+        environment.setdefault(name, value)
+
+
+def backend_timeout(timeout_s: float) -> timedelta:
+    """Return the timeout of torch's own watchdogs: long after gpt4d's, ``parallel.timeout_s``."""
+    return timedelta(seconds=max(_MIN_TIMEOUT_S, 2 * timeout_s))
