@@ -70,7 +70,7 @@ class ParallelConfig:
     gz: int = 1
     gdata: int | None = None  # null: world size / (gx·gy·gz)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
-    timeout_s: float = 120.0  # of a collective after the first steps; then the job ends, naming the missing ranks
+    timeout_s: float = 120.0  # of a collective, longer in the first steps; then the job ends, naming missing ranks
     cache_layers: Any = 0  # number of last blocks that keep their gathered weights for the backward; or all
 
 

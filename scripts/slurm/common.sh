@@ -37,10 +37,6 @@ load_modules() {
     fi
 }
 
-# Kernels of one hardware queue start in launch order: with a single queue a collective starts before the computation
-# that overlaps it, instead of finding all multiprocessors occupied.
-default CUDA_DEVICE_MAX_CONNECTIONS 1
-
 python=("${GPT4D_VENV:-$PWD/.venv}/bin/python")
 
 # in_container COMMAND...: if GPT4D_CONTAINER names an image, run python inside it; COMMAND runs its arguments there.
