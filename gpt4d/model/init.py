@@ -15,11 +15,15 @@ def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
     for name, parameter in model.named_parameters():
         spec = spec_of(parameter)
         with torch.no_grad():
-            parameter.fill_(spec.mean)
-            if spec.std:
-                slices = grid.local_slices(spec.shape, spec.layout)
-                values = random.normal(random.key(seed, name), spec.shape, slices)
-                parameter.add_(values.to(parameter.device, parameter.dtype), alpha=spec.std)
+            if not spec.std:
+                parameter.fill_(spec.mean)
+                continue
+            slices = grid.local_slices(spec.shape, spec.layout)
+            values = random.normal(random.key(seed, name), spec.shape, slices, parameter.device)
+            # Not add_(values, alpha=std), which rounds once on some devices and twice on others.
+            parameter.copy_(values.mul_(spec.std))
+            if spec.mean:
+                parameter.add_(spec.mean)
     for name, module in model.named_modules():
         if isinstance(module, Dropout | CausalAttention):
             module.key = random.key(seed, name)

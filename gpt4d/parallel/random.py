@@ -1,19 +1,25 @@
 """Random numbers that do not depend on the grid: pure functions of a key and a global index.
 
 A sequential generator gives different numbers to tensors that are sharded differently. Here each number is a hash
-(SplitMix64's finalizer) of its global position, so every rank computes only its own shard, and all grids, CPUs and GPUs
-agree bit by bit.
+(SplitMix64's finalizer) of its global position, so every rank computes only its own shard.
+
+All numbers have the same bits on all grids, CPUs and GPUs, because each operation has exactly one right result: integer
+operations, table lookups, and single float32 multiplications and additions. The functions of the math library, whose
+last bit differs between devices, serve only to fill the tables, where rounding to float32 removes the difference.
 """
 
+import functools
 import hashlib
-import math
+from statistics import NormalDist
 
 import torch
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
-_CHUNK = 1 << 20  # numbers computed at once, which bounds the memory of the 64-bit intermediates
+# Numbers computed at once. On a CPU, the intermediates stay in the cache of a core; elsewhere, their memory is bounded.
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
+_INTERVALS = 1 << 16  # of equal probability, in each of which the normal distribution is approximated by a uniform one
 
 
 def key(*parts: int | str) -> int:
@@ -38,34 +44,66 @@ def fold(state: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return mix((index + 1) * _GOLDEN + state)
 
 
-def normal(state: int, shape: tuple[int, ...], slices: tuple[slice, ...]) -> torch.Tensor:
-    """Return ``slices`` of a global tensor of ``shape`` filled with standard normal numbers: float32 on the CPU.
+def normal(
+    state: int, shape: tuple[int, ...], slices: tuple[slice, ...], device: torch.device | None = None
+) -> torch.Tensor:
+    """Return ``slices`` of a global tensor of ``shape`` filled with standard normal numbers, float32, on ``device``.
 
-    ``state`` is the tensor's key; each dim has a slice with start and stop.
+    ``state`` is the tensor's key; each dim has a slice with start and stop. A number takes 32 bits of a hash: 16 choose
+    one of 2^16 intervals between quantiles, 16 the place inside it. Variance and kurtosis are within 1e-5 of 1 and 3;
+    the largest absolute value is 4.61.
     """
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    index = torch.zeros((), dtype=torch.int64)
-    for cut, stride in zip(slices[1:], strides[1:], strict=True):
-        index = index.unsqueeze(-1) + torch.arange(cut.start, cut.stop) * stride
-    rows = torch.arange(slices[0].start, slices[0].stop) * strides[0]
-    out = torch.empty(len(rows), index.numel())
-    step = max(1, _CHUNK // max(1, index.numel()))
-    for start in range(0, len(rows), step):
-        bits = fold(state, rows[start : start + step, None] + index.reshape(1, -1))
-        # Box-Muller in float64: 32 bits give the radius, 32 the angle.
-        radius = ((_shift_right(bits, 32).double() + 0.5) / 2**32).log_().mul_(-2).sqrt_()
-        angle = (bits & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
-        out[start : start + step] = radius * angle.cos_()
-    return out.reshape([cut.stop - cut.start for cut in slices])
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    for size, cut in zip(shape[:-1], slices[:-1], strict=True):
+        rows = rows.unsqueeze(-1) * size + torch.arange(cut.start, cut.stop, device=device)
+    keys = fold(state, rows.flatten())
+    first, last = (slices[-1].start, slices[-1].stop) if slices else (0, 1)
+    columns = last - first
+    out = torch.empty(len(keys), columns, dtype=torch.float32, device=device)
+    centers, widths = _intervals(out.device)
+    chunk = _CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
+    step = max(1, chunk // max(1, columns))
+    for part, part_keys in zip(out.split(step), keys.split(step), strict=True):
+        lanes = _lanes(part_keys, 2 * columns, 2 * first).unflatten(-1, (columns, 2))
+        interval = lanes[..., 1].int().add_(_INTERVALS // 2).flatten()
+        place = lanes[..., 0].float().add_(0.5)
+        torch.index_select(centers, 0, interval, out=part.view(-1))
+        # Not addcmul, which rounds once on some devices and twice on others.
+        part.add_(place.mul_(widths.index_select(0, interval).view_as(part)))
+    return out.view([cut.stop - cut.start for cut in slices])
+
+
+@functools.cache
+def _intervals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the centers and the widths / 2^16 of the intervals between quantiles of the normal distribution, float32.
+
+    No quantile lies so near the middle of two float32 numbers that errors in the last bits of float64 change its
+    rounding: the distance is at least 1e-12 of its value.
+    """
+    distribution = NormalDist()
+    quantiles = [distribution.inv_cdf(0.5 + i / _INTERVALS) for i in range(_INTERVALS // 2)]
+    tail_mean = distribution.pdf(quantiles[-1]) * _INTERVALS
+    edges = torch.tensor([*quantiles, 2 * tail_mean - quantiles[-1]], dtype=torch.float32)
+    width = edges.diff()
+    center = edges[:-1] + width / 2
+    centers, widths = torch.cat([-center.flip(0), center]), torch.cat([width.flip(0), width]) / 2**16
+    return centers.to(device), widths.to(device)
 
 
 def keep_mask(rows: torch.Tensor, columns: int, offset: int, drop: float) -> torch.Tensor:
     """Return the boolean mask [*rows, columns] of the elements that dropout with probability ``drop`` keeps.
 
     ``rows`` are int64 keys, one per row; the columns are ``offset`` to ``offset + columns`` of the global row.
-    One hash serves four neighboring columns, 16 bits each, so probabilities are multiples of 2^-16.
+    Probabilities are multiples of 2^-16.
+    """
+    return _lanes(rows, columns, offset) >= round(drop * 2**16) - 2**15
+
+
+def _lanes(rows: torch.Tensor, columns: int, offset: int) -> torch.Tensor:
+    """Return columns ``offset`` to ``offset + columns`` of random int16 numbers [*rows, columns].
+
+    ``rows`` are int64 keys, one per row. One hash serves four neighboring columns.
     """
     first, last = offset // 4, -(-(offset + columns) // 4)
     hashes = fold(rows.unsqueeze(-1), torch.arange(first, last, device=rows.device))
-    lanes = hashes.view(torch.int16)[..., offset - 4 * first :][..., :columns]
-    return lanes >= round(drop * 2**16) - 2**15
+    return hashes.view(torch.int16)[..., offset - 4 * first :][..., :columns]

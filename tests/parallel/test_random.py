@@ -1,5 +1,7 @@
 """Random numbers depend only on their global position: a part of a tensor equals that part of the whole, bitwise."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -8,33 +10,73 @@ from gpt4d.parallel import random
 from tests.grids import TINY_MODEL, build_model, global_tensor
 
 
-def test_any_part_of_a_normal_tensor_equals_that_part_of_the_whole():
-    shape, key = (37, 3, 29), random.key(0, "w")
-    whole = random.normal(key, shape, tuple(slice(0, n) for n in shape))
-    for part in [(slice(5, 20), slice(0, 3), slice(7, 11)), (slice(36, 37), slice(1, 2), slice(0, 29))]:
-        assert torch.equal(random.normal(key, shape, part), whole[part])
+def whole_of(shape):
+    return tuple(slice(0, size) for size in shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((37, 3, 29), (slice(5, 20), slice(0, 3), slice(7, 11))),
+        ((37, 3, 29), (slice(36, 37), slice(1, 2), slice(0, 29))),
+        ((6, 10), (slice(2, 5), slice(3, 8))),
+        ((6, 10), (slice(2, 2), slice(3, 8))),
+        ((6, 10), (slice(2, 5), slice(8, 8))),
+        ((25,), (slice(9, 24),)),
+        ((7, 1), (slice(3, 6), slice(0, 1))),
+        ((1,), (slice(0, 1),)),
+        ((), ()),
+        ((3, 2, 4, 5), (slice(1, 2), slice(1, 2), slice(1, 4), slice(1, 5))),
+    ],
+    ids=str,
+)
+def test_any_part_of_a_normal_tensor_equals_that_part_of_the_whole(shape, part):
+    key = random.key(0, "w")
+    whole = random.normal(key, shape, whole_of(shape))
+    assert whole.shape == shape and torch.equal(random.normal(key, shape, part), whole[part])
 
 
 def test_the_chunk_size_does_not_change_a_normal_tensor(monkeypatch):
     shape, key = (50, 20), random.key(0, "w")
-    slices = (slice(0, 50), slice(0, 20))
-    whole = random.normal(key, shape, slices)
-    monkeypatch.setattr(random, "_CHUNK", 60)
-    assert torch.equal(random.normal(key, shape, slices), whole)
+    whole = random.normal(key, shape, whole_of(shape))
+    for chunk in (1, 60):
+        monkeypatch.setattr(random, "_CPU_CHUNK", chunk)
+        assert torch.equal(random.normal(key, shape, whole_of(shape)), whole)
+
+
+def test_normal_numbers_have_the_recorded_bits():
+    values = random.normal(random.key(0, "w"), (1000, 2001), (slice(0, 1000), slice(1, 2001)))
+    assert hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest() == "ac974ed6b4b081de"
+
+
+def test_the_intervals_have_the_moments_of_the_normal_distribution():
+    center, width = (table.double() for table in random._intervals(torch.device("cpu")))
+    places = 2**16
+    assert torch.equal(center, -center.flip(0)) and torch.equal(width, width.flip(0))  # odd moments are zero
+    square, fourth = (places**2 - 1) / 12, (places**2 - 1) * (3 * places**2 - 7) / 240  # of a place, from the center
+    variance = (center**2 + width**2 * square).mean().item()
+    kurtosis = (center**4 + 6 * center**2 * width**2 * square + width**4 * fourth).mean().item() / variance**2
+    assert variance == pytest.approx(1, abs=1e-5) and kurtosis == pytest.approx(3, abs=1e-5)
+    # Neighboring intervals touch, up to rounding.
+    gaps = (center + width * places / 2)[:-1] - (center - width * places / 2)[1:]
+    assert gaps.abs().max() < 1e-6
 
 
 def test_normal_numbers_are_normal_and_keys_give_independent_ones():
-    slices = (slice(0, 1000), slice(0, 400))
-    values = random.normal(random.key(0, "a"), (1000, 400), slices).double()
+    shape = (1000, 400)
+    values = random.normal(random.key(0, "a"), shape, whole_of(shape)).double()
     n = values.numel()
     moments = [values.pow(power).mean().item() for power in (1, 2, 3, 4)]
     # Five standard errors of each moment of a standard normal.
     for moment, expected, variance in zip(moments, (0, 1, 0, 3), (1, 2, 15, 96), strict=True):
         assert moment == pytest.approx(expected, abs=5 * (variance / n) ** 0.5)
-    for lag in (1, 399, 400, 401):
+    # Kolmogorov-Smirnov: the largest distance of the distribution functions exceeds 2.2/√n with probability 1e-4.
+    distances = torch.special.ndtr(values.flatten().sort().values) - (torch.arange(n) + 0.5) / n
+    assert distances.abs().max() < 2.2 / n**0.5
+    for lag in (1, 2, 399, 400, 401):
         correlation = (values.flatten()[lag:] * values.flatten()[:-lag]).mean().item()
         assert abs(correlation) < 5 / n**0.5
-    other_values = random.normal(random.key(1, "a"), (1000, 400), slices).double()
+    other_values = random.normal(random.key(1, "a"), shape, whole_of(shape)).double()
     assert abs((values * other_values).mean().item()) < 5 / n**0.5
 
 
