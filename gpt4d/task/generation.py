@@ -24,23 +24,28 @@ def continuation(
 ) -> str:
     """Return ``prompt`` and the model's continuation of it. Every rank of the grid calls it and gets the same text.
 
-    The full text is computed again for each token: simple, and right on every grid. ``documents`` returns the index of
-    each token's document, for models whose attention stays inside one.
+    The full text is computed again for each token: simple, and right on every grid. The model always sees the same
+    number of tokens, since GPUs prepare kernels for each length: a shorter text is padded with end-of-text on the
+    right, where causal attention does not look. ``documents`` returns the index of each token's document, for models
+    whose attention stays inside one.
     """
     model, grid, device = stage.module, stage.grid, stage.weights.device
     settings: Any = model.config
     end = end_of_text(tokenizer)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(seed)
+    length = min(settings.max_positions, len(ids) + tokens)
+    sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
     model.eval()
     for _ in range(tokens):
-        window = torch.tensor([ids[-settings.max_positions :]], device=device)
+        text = ids[-length:]
+        window = torch.tensor([text + [end] * (length - len(text))], device=device)
         with torch.no_grad():
-            logits = model(window, torch.zeros(1, dtype=torch.int64, device=device), documents(window))[0, -1]
+            logits = model(window, sample_ids, documents(window))[0, len(text) - 1]
         logits = collectives.all_gather(logits, grid.x)[: settings.vocab_size]
         drawn = _draw(logits.float().cpu(), temperature, top_k, generator)
         # The first rank's draw counts, so that ranks that round differently still end together.
-        choice = torch.tensor(drawn if grid.stage.index == 0 else -1, device=device)
+        choice = torch.full((), drawn if grid.stage.index == 0 else -1, dtype=torch.int64, device=device)
         token = int(collectives.all_reduce(choice, grid.stage, dist.ReduceOp.MAX))
         if token == end:
             break
