@@ -127,8 +127,9 @@ def _matmul_flops(device: torch.device) -> float:
 
 
 def _square_matrix(device: torch.device) -> torch.Tensor:
+    """Return random numbers: GPUs are faster on constant ones, which take less power."""
     size = _MATRIX_SIZE[device.type]
-    return torch.ones(size, size, dtype=compute_dtype("auto", device), device=device)
+    return torch.randn(size, size, dtype=compute_dtype("auto", device), device=device)
 
 
 # ---------------------------------------------------------------------------- operations other than products
@@ -189,6 +190,7 @@ def _measure_links(cluster: ClusterConfig, world: int, device: torch.device) -> 
             key = group.local, group.nodes, group.sharing
             if (*key, KINDS[0]) not in measured:
                 axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
+                axis.traffic.timed = False  # nobody reads the intervals, so they would accumulate
                 for kind in KINDS:
                     measured[(*key, kind)] = _measure_collective(replace(group, kind=kind), axis, device)
     return list(measured.values())
@@ -200,7 +202,7 @@ def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device)
 
     def message(nbytes: int) -> torch.Tensor:
         elements = max(axis.size, nbytes // 4 // axis.size * axis.size)
-        return torch.ones(elements // axis.size if group.kind == "all_gather" else elements, device=device)
+        return torch.randn(elements // axis.size if group.kind == "all_gather" else elements, device=device)
 
     def measure_seconds(tensor: torch.Tensor) -> float:
         return _seconds(lambda: start(tensor, axis).wait(), device)
@@ -233,8 +235,9 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
     """Return by how many seconds computing followed by an all-reduce exceeds the sum of the two, in a node's ranks."""
     node, world = launch.local_world_size, launch.world_size
     axis = Grid(GridSizes(node, 1, 1, world // node) if node > 1 else GridSizes(world), device.type).x
+    axis.traffic.timed = False
     square = _square_matrix(device)
-    small = torch.ones(axis.size, device=device)
+    small = torch.randn(axis.size, device=device)
     reduce, compute = partial(collectives.all_reduce, small, axis), partial(torch.matmul, square, square)
 
     def both() -> None:

@@ -5,7 +5,10 @@ from gpt4d.planner.search import rank
 
 
 def measure_in_rank(path):
-    """Return and write this rank's measurement, so short that its values are noise; tests check its form."""
+    """Return and write this rank's measurement, so short that its values are noise; tests check its form.
+
+    The second result is, for each axis that collectives ran along, the number of intervals that it holds.
+    """
     from pathlib import Path
 
     import torch
@@ -14,28 +17,37 @@ def measure_in_rank(path):
     from gpt4d.planner import calibrate
     from gpt4d.runtime.launch import Launch
 
-    short = {
+    grids = []
+
+    class RecordedGrid(calibrate.Grid):
+        def __init__(self, *args):
+            super().__init__(*args)
+            grids.append(self)
+
+    replaced = {
         "_MIN_MEASURED_S": 0.0,
         "_MAX_MESSAGE_BYTES": {"cpu": 1 << 14},
         "_MATRIX_SIZE": {"cpu": 32},
         "_COMPARISONS": 1,
         "_ROUNDS": 1,
+        "Grid": RecordedGrid,
     }
-    originals = {name: getattr(calibrate, name) for name in short}
-    vars(calibrate).update(short)
+    originals = {name: getattr(calibrate, name) for name in replaced}
+    vars(calibrate).update(replaced)
     try:
         rank, size = dist.get_rank(), dist.get_world_size()
         cluster = calibrate.measure(Launch(rank, size, rank, size), torch.device("cpu"), "here")
         if not rank:
             calibrate._write(cluster, Path(path))
-        return cluster
     finally:
         vars(calibrate).update(originals)
+    used = [axis.traffic for grid in grids for axis in grid if axis.traffic.num_started]
+    return cluster, [len(traffic.wait_intervals) + len(traffic.run_intervals) for traffic in used]
 
 
 def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
     path = tmp_path / "here.yaml"
-    cluster = ranks.run(4, measure_in_rank, str(path))[0]
+    cluster, _ = ranks.run(4, measure_in_rank, str(path))[0]
     assert read_cluster(path) == cluster
     kinds = {(m.kind, m.local, m.nodes) for m in cluster.measured}
     assert kinds == {(k, n, 1) for k in ("all_reduce", "all_gather", "reduce_scatter") for n in (2, 4)}
@@ -43,6 +55,20 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
     config = compose([f"cluster={path}"])
     assert config.cluster == cluster
     assert len(rank(config, 4).plans) == 10
+
+
+def test_no_intervals_are_held_after_a_measurement(ranks, tmp_path):
+    for _, intervals in ranks.run(2, measure_in_rank, str(tmp_path / "here.yaml")):
+        assert intervals == [0, 0]  # of the axes of two grids, for the links and for the skew
+
+
+def test_products_are_measured_on_random_matrices():
+    import torch
+
+    from gpt4d.planner.calibrate import _square_matrix
+
+    square = _square_matrix(torch.device("cpu")).float()
+    assert abs(square.mean()) < 0.02 and abs(square.std() - 1) < 0.02
 
 
 def test_fitted_line_passes_through_points_of_very_different_size():
