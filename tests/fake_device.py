@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 _TYPE = "fake_accelerator"
+_MODE = FakeTensorMode()  # one for the process, since modules keep tensors
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 
 # A GPU rejects operands of different dtypes here, and is slow if all are float32. Fake tensors accept any dtypes.
@@ -50,7 +51,7 @@ def fake_job(world_size: int, rank: int) -> Iterator[torch.device]:
     """Make this process one rank of a job whose other ranks do not exist, and yield its device."""
     dist.init_process_group(f"cpu:fake,{_TYPE}:fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with FakeTensorMode():
+        with _MODE:
             yield torch.device(_TYPE, 0)
     finally:
         dist.destroy_process_group()
