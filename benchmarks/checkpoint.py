@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import LocalHost
 from benchmarks.interleave import WorkerSpec, interleave
 from gpt4d.config import from_arguments
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
             row["family"], _, row["name"] = row["name"].partition(".")
         elif row["name"].startswith("raw"):
             row["family"] = "plain"
-        print(results.line(row))
+        print(report.line(row))
     ratios = {
         "raw / save": seconds["raw write and fsync"] / seconds["save"],
         "waiting for a save in the background / save": seconds["save in the background"] / seconds["save"],
@@ -54,8 +54,8 @@ def main(arguments: list[str]) -> None:
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.2f}")
     command = "python -m benchmarks.checkpoint " + " ".join(arguments)
-    results.write(Path(config.out), command.strip(), results.machine("torch"), rows, mib=config.mib, ratios=ratios)
-    results.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices split by rows")
+    report.write(Path(config.out), command.strip(), report.machine("torch"), rows, mib=config.mib, ratios=ratios)
+    report.bars(rows, Path(config.out), f"{config.mib} MiB on {RANKS} ranks, float32 matrices split by rows")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import results
+from benchmarks import report
 from gpt4d.config import DataConfig, from_arguments
 from gpt4d.data import documents, prepare, tokenizers
 from gpt4d.data.sampler import Sequences
@@ -112,10 +112,10 @@ def measure_alternately(contenders: dict[str, Callable[[], int]], repeats: int) 
             seconds = time.perf_counter() - started
             if turn >= 0:
                 answers[name].append({"seconds": seconds, "tokens": tokens})
-    rows = [results.row("ours" if name.startswith("ours") else "plain", name, steps) for name, steps in answers.items()]
+    rows = [report.row("ours" if name.startswith("ours") else "plain", name, steps) for name, steps in answers.items()]
     for row in rows:
         row["tokens_per_s"] = row["tokens"] / row["median_s"]
-        print(f"{results.line(row)}  {row['tokens']:,} tokens, {row['tokens_per_s']:,.0f} per second", flush=True)
+        print(f"{report.line(row)}  {row['tokens']:,} tokens, {row['tokens_per_s']:,.0f} per second", flush=True)
     return rows
 
 
@@ -151,8 +151,8 @@ def main(arguments: list[str]) -> None:
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.2f}")
     command = " ".join(["python -m benchmarks.data", *arguments])
-    machine = results.machine("torch", "tokenizers", "datasets")
-    results.write(Path(config.out), command, machine, rows, processes=PROCESSES, ratios=ratios)
+    machine = report.machine("torch", "tokenizers", "datasets")
+    report.write(Path(config.out), command, machine, rows, processes=PROCESSES, ratios=ratios)
 
 
 if __name__ == "__main__":

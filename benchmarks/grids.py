@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import report
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> None:
             )
     command = " ".join(["python -m benchmarks.grids", *arguments])
     rows = [{"grid": grid, "losses": values} for grid, values in losses.items()]
-    results.write(out, command, results.machine("torch"), rows, model=config.model, steps=config.steps, lr=config.lr)
+    report.write(out, command, report.machine("torch"), rows, model=config.model, steps=config.steps, lr=config.lr)
     plot(losses, out)
 
 

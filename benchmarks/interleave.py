@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TextIO
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, LocalHost
 
 ContenderStep = Callable[[], Callable[[], dict]]
@@ -106,7 +106,7 @@ class WorkerSpec(NamedTuple):
 def interleave(
     cluster: EmulatedCluster | LocalHost, specs: list[WorkerSpec], repeats: int, warm_up: int = 2
 ) -> list[dict]:
-    """Run all contenders alternately, ``repeats`` times each, and return one row (``results.row``) per contender.
+    """Run all contenders alternately, ``repeats`` times each, and return one row (``report.row``) per contender.
 
     Skips specs whose package is not installed. ``warm_up`` steps per contender run first and are not measured.
     """
@@ -132,7 +132,7 @@ def interleave(
     finally:
         for group in groups:
             group.kill()
-    return [results.row(family, name, measured) for (family, name), measured in answers.items()]
+    return [report.row(family, name, measured) for (family, name), measured in answers.items()]
 
 
 def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO) -> None:

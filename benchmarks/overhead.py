@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import LocalHost
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.workers.single_device import ModelSizes
@@ -39,12 +39,12 @@ def main(arguments: list[str]) -> None:
         spec = WorkerSpec(family, "benchmarks.workers.single_device", arguments=worker_arguments)
         pair = interleave(LocalHost(ranks), [spec], config.repeats)
         for row in pair:
-            print(results.line(row))
+            print(report.line(row))
         ratios[family] = ratio(*pair)
         print(f"{pair[0]['name']} / {pair[1]['name']}: {ratios[family]:.3f}")
         rows += pair
     command = "python -m benchmarks.overhead " + " ".join(arguments)
-    results.write(Path(config.out), command.strip(), results.machine("torch"), rows, **sizes, ratios=ratios)
+    report.write(Path(config.out), command.strip(), report.machine("torch"), rows, **sizes, ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.workers.blocks import BATCH, HIDDEN, LAYERS, LENGTH, SIZES
@@ -35,11 +35,11 @@ def main(arguments: list[str]) -> None:
     with EmulatedCluster(EmulatedClusterConfig(hosts=2, ranks=4, mbit=config.mbit)) as cluster:
         rows = interleave(cluster, specs, config.repeats)
     for row in rows:
-        print(results.line(row))
+        print(report.line(row))
     settings = {"uplink_mbit_per_s": config.mbit, "grid": str(SIZES), "batch": BATCH, "length": LENGTH}
     out, command = Path(config.out), "python -m benchmarks.overlap " + " ".join(arguments)
-    results.write(out, command.strip(), results.machine("torch", "axonn"), rows, **settings)
-    results.bars(rows, out, f"{LAYERS} blocks of {HIDDEN}, grid {SIZES}, activation checkpointing")
+    report.write(out, command.strip(), report.machine("torch", "axonn"), rows, **settings)
+    report.bars(rows, out, f"{LAYERS} blocks of {HIDDEN}, grid {SIZES}, activation checkpointing")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.workers.training import BATCH, MODEL
@@ -54,12 +54,12 @@ def main(arguments: list[str]) -> None:
     with EmulatedCluster(EmulatedClusterConfig(HOSTS, RANKS, config.mbit)) as cluster:
         rows = interleave(cluster, specs, config.repeats, warm_up=1)
     for row in rows:
-        print(results.line(row))
+        print(report.line(row))
     out, command = Path(config.out), "python -m benchmarks.peers " + " ".join(arguments)
     settings = {"uplink_mbit_per_s": config.mbit, "model": asdict(MODEL), "batch": BATCH}
-    results.write(out, command.strip(), results.machine("torch", "megatron-core"), rows, **settings)
+    report.write(out, command.strip(), report.machine("torch", "megatron-core"), rows, **settings)
     title = f"A training step: {MODEL.layers} layers of {MODEL.hidden}, batch {BATCH} × {MODEL.max_positions}"
-    results.bars(sorted(rows, key=lambda row: row["median_s"]), out, f"{title}, {config.mbit:g} Mbit/s uplinks")
+    report.bars(sorted(rows, key=lambda row: row["median_s"]), out, f"{title}, {config.mbit:g} Mbit/s uplinks")
 
 
 if __name__ == "__main__":

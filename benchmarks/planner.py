@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.workers.training import BATCH, MODEL
@@ -120,10 +120,10 @@ def main(arguments: list[str]) -> None:
     for cost, comparison in comparisons.items():
         print(cost, {key: value for key, value in comparison.items() if key != "order"})
     command = "python -m benchmarks.planner " + " ".join(arguments)
-    results.write(
+    report.write(
         out,
         command.strip(),
-        results.machine("torch"),
+        report.machine("torch"),
         rows,
         uplink_mbit_per_s=config.mbit,
         predicted_s=predicted,

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.workers.reshards import DTYPE, FIGURE_5, HOSTS, RANKS, STRATEGIES, TABLE_2, plans
@@ -37,10 +37,10 @@ def main(arguments: list[str]) -> None:
         rows = interleave(cluster, [spec], config.repeats, warm_up=1)
     for row in rows:
         row |= _bounds(row["name"], config.mbit)
-        print(f"{results.line(row)}  bound {row['bound_s']:.3f} s, planned {row['planned_s']:.3f} s", flush=True)
+        print(f"{report.line(row)}  bound {row['bound_s']:.3f} s, planned {row['planned_s']:.3f} s", flush=True)
     settings = {"hosts": HOSTS, "ranks_per_host": RANKS, "uplink_mbit_per_s": config.mbit}
     out, command = Path(config.out), "python -m benchmarks.resharding " + " ".join(arguments)
-    results.write(out, command.strip(), results.machine("torch"), rows, **settings)
+    report.write(out, command.strip(), report.machine("torch"), rows, **settings)
     plot(rows, out)
 
 

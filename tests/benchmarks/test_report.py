@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks import results
+from benchmarks import report
 from benchmarks.overhead import ratio
 from benchmarks.peers import parse_grids
 from gpt4d.config import ConfigError
@@ -15,7 +15,7 @@ ANSWERS = [
 
 
 def test_a_row_contains_median_spread_repeats_and_last_loss():
-    assert results.row("ours", "2x1x1x1", ANSWERS) == {
+    assert report.row("ours", "2x1x1x1", ANSWERS) == {
         "family": "ours",
         "name": "2x1x1x1",
         "median_s": 2.0,
@@ -33,10 +33,10 @@ def test_ratio_compares_steps_of_the_same_turn():
 
 
 def test_written_json_contains_command_machine_and_settings(tmp_path):
-    rows = [results.row("ours", "2x1x1x1", ANSWERS), results.row("torch", "DDP8", [{"seconds": 2.5, "loss": 4.0}])]
+    rows = [report.row("ours", "2x1x1x1", ANSWERS), report.row("torch", "DDP8", [{"seconds": 2.5, "loss": 4.0}])]
     out = tmp_path / "docs" / "figures"
-    results.write(out, "python -m it", results.machine("torch", "no-such-package"), rows, batch=8)
-    results.bars(rows, out, "title")
+    report.write(out, "python -m it", report.machine("torch", "no-such-package"), rows, batch=8)
+    report.bars(rows, out, "title")
     written = json.loads(out.with_suffix(".json").read_text())
     assert written["command"] == "python -m it" and written["batch"] == 8 and written["rows"] == rows
     assert written["machine"]["cores"] and set(written["machine"]["versions"]) == {"python", "torch"}
