@@ -1,0 +1,52 @@
+"""The interface of a check on a GPU: where it is, how long it may take, what it receives and returns."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check. ``target`` is ``module:function``, a function from ``CheckContext`` to ``Outcome``."""
+
+    number: int
+    name: str
+    limit_s: float
+    target: str
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What a check receives.
+
+    Attributes:
+        device_type: ``cuda``, or ``cpu`` for a rehearsal: tiny sizes, and no judgement of speed or of CUDA's behavior.
+        directory: temporary directory of this check alone.
+        earlier: values of the checks that have run before, by number.
+    """
+
+    device_type: str
+    directory: Path
+    earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.device_type == "cpu"
+
+
+@dataclass
+class Outcome:
+    """What a check returns: a short text of its main figures, all values (for JSON), and what is wrong."""
+
+    figure: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def require(self, condition: bool, problem: str) -> None:
+        """Add ``problem`` unless ``condition`` holds."""
+        if not condition:
+            self.problems.append(problem)
+
+
+class Unavailable(Exception):
+    """The check cannot run on this machine. The message says why and what is needed."""

@@ -1,0 +1,96 @@
+"""Check 5: eight ranks on one GPU, which communicate through gloo, train as one rank does."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.check import CheckContext, Outcome
+from benchmarks.gpu.ranks import run_ranks
+from benchmarks.gpu.timing import device_of
+from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.parallel.grid import Grid
+from gpt4d.step import TrainStep, build_stage
+
+_RANKS = 8
+_STEPS = 3
+_BOUND = 1e-4  # relative difference to one rank
+_LENGTH, _BATCH = 32, 8
+
+
+@dataclass(frozen=True)
+class GridCase:
+    """A grid on which to train, and what the optimizer does there."""
+
+    sizes: GridSizes
+    shard_states: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.sizes}{' with sharded states' if self.shard_states else ''}"
+
+
+CASES = [GridCase(GridSizes(2, 2, 2, 1)), GridCase(GridSizes(1, 2, 2, 2), shard_states=True)]
+
+
+def check(context: CheckContext) -> Outcome:
+    device, outcome = device_of(context.device_type), Outcome()
+    backend = "cpu:gloo,cuda:gloo" if device.type == "cuda" else "gloo"
+    compare(outcome, run_ranks(_RANKS, backend, train_on_grids, CASES, device))
+    return outcome
+
+
+def compare(outcome: Outcome, answers: list[dict[str, list[float]]]) -> None:
+    """Require losses and norms on all grids and ranks (``train_on_grids``) to agree with one rank's."""
+    reference = answers[0].pop("one rank")
+    outcome.values["one rank"] = reference
+    for name in answers[0]:
+        differences = [abs(a - b) / b for answer in answers for a, b in zip(answer[name], reference, strict=True)]
+        outcome.values[f"difference on {name}"] = max(differences)
+        outcome.require(max(differences) < _BOUND, f"on {name} the relative difference is {max(differences):.1e}")
+    largest = max(value for name, value in outcome.values.items() if name.startswith("difference"))
+    outcome.figure = f"{', '.join(answers[0])} within {largest:.1e} of one rank"
+
+
+def train_on_grids(cases: list[GridCase], device: torch.device) -> dict[str, list[float]]:
+    """Return, by the name of the grid, loss and norm of each step on this rank; on rank 0 also those of one rank."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    answers = {}
+    if dist.get_rank() == 0:
+        answers["one rank"] = train(GridCase(GridSizes()), Grid.single_device(), device)
+    for case in cases:
+        answers[str(case)] = train(case, Grid(case.sizes, device.type), device)
+    return answers
+
+
+def train(case: GridCase, grid: Grid, device: torch.device) -> list[float]:
+    """Return loss and norm of each of a few steps with recomputation, dropout and documents, in fp32."""
+    step, batch = build_step(case, grid, device)
+    values: list[float] = []
+    for _ in range(_STEPS):
+        result = step([batch], 1, _BATCH * _LENGTH, 1e-3)
+        values += [result.loss.item(), result.norm.item()]
+    step.reducer.wait_params()
+    return values
+
+
+def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainStep, tuple[torch.Tensor, ...]]:
+    """Return the training step of a small GPT-2, and this rank's part of a batch."""
+    model = GPT2Config(
+        "grids", layers=2, hidden=64, heads=4, vocab_size=500, max_positions=_LENGTH, dropout=0.1, attention_dropout=0.1
+    )
+    optim = replace(OptimConfig(), shard_states=case.shard_states)
+    train_config = TrainConfig(seq_len=_LENGTH, batch_size=_BATCH, precision="fp32", activation_checkpointing="full")
+    stage = build_stage(Config(model=model, train=train_config, optim=optim), grid, device)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab_size, (_BATCH, _LENGTH + 1), generator=generator)
+    documents = (tokens[:, :-1] < 20).cumsum(1)
+    whole = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH), documents
+    part = tuple(tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in whole)
+    return TrainStep(stage, _loss_sum, optim), part
+
+
+def _loss_sum(module: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return module.loss_sum(*batch)

@@ -1,0 +1,218 @@
+"""Check 1: each layer in fp32 and bf16 against the same layer in float64 on the CPU, and equal random bits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.check import CheckContext, Outcome
+from benchmarks.gpu.timing import device_of, synchronize
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2.model import GPT
+from gpt4d.model.init import initialize
+from gpt4d.parallel import random
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.attention import CausalAttention
+from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.linear import Head, Linear
+from gpt4d.parallel.layers.loss import cross_entropy_sum
+from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.weights import WeightStream
+
+_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # norm of the error over the norm of the reference
+_DROP = 0.1
+_KEY = random.key(0, "gpu_check")
+
+
+class Sizes(NamedTuple):
+    batch: int
+    length: int
+    hidden: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def columns(self) -> int:
+        """The padded vocabulary."""
+        return self.vocabulary + 8
+
+
+SIZES = {"cuda": Sizes(4, 512, 1024, 16, 5000), "cpu": Sizes(2, 24, 32, 4, 50)}
+
+
+class Values:
+    """Random values that bf16 holds exactly, the same on every device and in every dtype; and the layer's stream."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device):
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.generator = torch.Generator().manual_seed(0)
+        master = torch.float64 if dtype == torch.float64 else torch.float32
+        self.weights = WeightStream(Grid.single_device(), dtype, master, device)
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).bfloat16().to(self.device, self.dtype)
+
+    def input(self, *shape: int) -> torch.Tensor:
+        """Return values whose gradient is compared."""
+        return self.inputs.setdefault(f"input {len(self.inputs)}", self.normal(*shape).requires_grad_())
+
+    def ids(self, vocabulary: int) -> torch.Tensor:
+        shape = self.sizes.batch, self.sizes.length
+        return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
+
+    def sample_ids(self) -> torch.Tensor:
+        return torch.arange(self.sizes.batch, device=self.device) + 7
+
+    def documents(self) -> torch.Tensor:
+        """Return documents of different lengths in each sequence."""
+        lengths = torch.arange(self.sizes.batch, device=self.device)[:, None] + self.sizes.length // 3
+        return torch.arange(self.sizes.length, device=self.device) // lengths
+
+
+Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
+"""Builds a layer, and a function that calls it."""
+
+
+def _linear(**options: Any) -> Case:
+    def case(values: Values):
+        s = values.sizes
+        layer = Linear(values.weights, s.hidden, 2 * s.hidden, **options)
+        x = values.input(s.batch, s.length, s.hidden)
+        return layer, lambda: layer(x)
+
+    return case
+
+
+def _embedding(values: Values):
+    layer = TokenEmbedding(values.weights, values.sizes.columns, values.sizes.hidden)
+    ids = values.ids(values.sizes.vocabulary)
+    return layer, lambda: layer(ids)
+
+
+def _positions(with_documents: bool) -> Case:
+    def case(values: Values):
+        s = values.sizes
+        layer = PositionEmbedding(values.weights, s.length, s.hidden)
+        return layer, lambda: layer(s.length, values.documents() if with_documents else None)
+
+    return case
+
+
+def _layer_norm(values: Values):
+    s = values.sizes
+    layer, x = LayerNorm(values.weights, s.hidden), values.input(s.batch, s.length, s.hidden)
+    return layer, lambda: layer(x)
+
+
+def _head(values: Values):
+    s = values.sizes
+    embedding, head = TokenEmbedding(values.weights, s.columns, s.hidden), Head(values.weights)
+    x = values.input(s.batch, s.length, s.hidden)
+    return embedding, lambda: head(x, embedding.weight)
+
+
+def _cross_entropy(values: Values):
+    s = values.sizes
+    logits, targets = values.input(s.batch, s.length, s.columns), values.ids(s.vocabulary)
+    return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.grid.x)
+
+
+def _dropout(values: Values):
+    s = values.sizes
+    layer, x = Dropout(_DROP, values.weights.grid.y), values.input(s.batch, s.length, s.hidden)
+    layer.key = _KEY
+    return layer, lambda: layer(x, values.sample_ids())
+
+
+def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
+    def case(values: Values):
+        s = values.sizes
+        layer = CausalAttention(s.heads, drop, values.weights.grid.x)
+        layer.key = _KEY
+        qkv = values.input(s.batch, s.length, 3, s.hidden)
+        return layer, lambda: layer(qkv, values.sample_ids(), values.documents() if with_documents else None)
+
+    return case
+
+
+CASES: dict[str, Case] = {
+    "linear": _linear(),
+    "linear transposed": _linear(transposed=True),
+    "linear fused": _linear(num_fused=3),
+    "embedding": _embedding,
+    "positions": _positions(with_documents=False),
+    "positions of documents": _positions(with_documents=True),
+    "layer norm": _layer_norm,
+    "head": _head,
+    "cross-entropy": _cross_entropy,
+    "dropout": _dropout,
+    "attention": _attention(),
+    "attention of documents": _attention(with_documents=True),
+    "attention with dropout": _attention(_DROP),
+    "attention of documents with dropout": _attention(_DROP, with_documents=True),
+}
+
+
+def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the output of a layer and all gradients, by name."""
+    values = Values(sizes, dtype, device)
+    layer, call = case(values)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(values.normal(*parameter.shape))
+    output = call()
+    output.backward(values.normal(*output.shape))
+    values.weights.finish()
+    gradients = {name: x.grad for name, x in (*values.inputs.items(), *layer.named_parameters())}
+    return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}
+
+
+def check(context: CheckContext) -> Outcome:
+    device, cpu, outcome = device_of(context.device_type), torch.device("cpu"), Outcome()
+    sizes, errors = SIZES[context.device_type], outcome.values.setdefault("errors", {})
+    for name, case in CASES.items():
+        reference = compute(case, sizes, torch.float64, cpu)
+        for dtype, bound in _BOUNDS.items():
+            for tensor, value in compute(case, sizes, dtype, device).items():
+                exact = reference[tensor]
+                error = ((value.to(cpu, torch.float64) - exact).norm() / exact.norm()).item()
+                errors.setdefault(str(dtype).removeprefix("torch."), {})[f"{name}: {tensor}"] = error
+                # A negated comparison: NaN is a problem.
+                outcome.require(error < bound, f"{name} in {dtype}: {tensor} has a relative error of {error:.1e}")
+    largest = {dtype: max(of_dtype.values()) for dtype, of_dtype in errors.items()}
+    outcome.figure = "errors up to " + ", ".join(f"{error:.1e} in {dtype}" for dtype, error in largest.items())
+    _check_bits(outcome, device)
+    _check_kernels(outcome, sizes, device)
+    return outcome
+
+
+def _check_bits(outcome: Outcome, device: torch.device) -> None:
+    """Require initial weights and dropout masks to have the same bits as on the CPU."""
+    config = GPT2Config(layers=2, hidden=64, heads=4, vocab_size=1000, max_positions=64)
+    models = [GPT(config, WeightStream(Grid.single_device(), device=place)) for place in (torch.device("cpu"), device)]
+    for model in models:
+        initialize(model, 1, model.weights.grid)
+    for (name, expected), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        outcome.require(torch.equal(expected, actual.cpu()), f"the initial values of {name} differ from the CPU's")
+    rows = random.fold(_KEY, torch.arange(1000))
+    for columns, offset in ((256, 0), (101, 3)):
+        expected, actual = (random.keep_mask(rows.to(place), columns, offset, _DROP) for place in ("cpu", device))
+        outcome.require(torch.equal(expected, actual.cpu()), f"a dropout mask from column {offset} differs")
+
+
+def _check_kernels(outcome: Outcome, sizes: Sizes, device: torch.device) -> None:
+    """Require causal attention in bf16 to use a fused kernel."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device.type == "cuda")]) as profiler:
+        compute(CASES["attention"], sizes, torch.bfloat16, device)
+        synchronize(device)
+    events = profiler.events()
+    if device.type == "cuda":
+        events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = sorted({event.name for event in events})
+    fused = [name for name in names if "flash" in name.lower() or "cudnn" in name.lower()]
+    outcome.values["attention_kernels"] = fused
+    outcome.require(bool(fused), f"causal attention in bf16 uses no flash or cuDNN kernel, but {', '.join(names)}")

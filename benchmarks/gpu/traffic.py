@@ -1,0 +1,141 @@
+"""Check 4: what an axis reports about collectives beside a long product is plausible, and their results are intact.
+
+The collectives run in NCCL groups of one rank, whose axes claim two: what the second rank would send is left out.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.check import CheckContext, Outcome
+from benchmarks.gpu.timing import device_of, seconds_of, synchronize
+from gpt4d.parallel import collectives
+from gpt4d.parallel.grid import Axis
+
+_ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 16}  # of a shard, bf16
+_FEW_ELEMENTS = 1 << 12
+_MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
+_PRODUCTS = 10  # beside each pair of collectives
+_ROUNDS = 4
+Work = Callable[[], Any] | None
+_CHURN = (3, 17, 64, 5)  # sizes of tensors that are allocated and released meanwhile, in 1/64 of a shard
+
+
+def check(context: CheckContext) -> Outcome:
+    device, outcome = device_of(context.device_type), Outcome()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    axes = [Axis(name, size=2, group=dist.new_group([0])) for name in ("z", "data")]
+    for axis in axes:
+        axis.traffic.timed = True
+    size = _MATRIX_SIZE[device.type]
+    square = torch.randn(size, size, device=device).bfloat16()
+    with _one_rank_for_two():
+        _run(axes, device, None)  # creates NCCL's communicators
+        alone = _measure(axes, device, None)
+        beside = _measure(axes, device, lambda: _multiply_and_churn(square))
+        product_s = seconds_of(lambda: _multiply_and_churn(square), device, repeats=2, warm_up=1)
+        short_s = _short_behind_long(axes, square)
+    outcome.values = {"alone": alone, "beside_products": beside, "products_s": product_s, "short_s": short_s}
+    for name, phase in (("alone", alone), ("beside products", beside)):
+        outcome.require(phase["intact"], f"a result {name} is not what was sent")
+        for axis, traffic in phase["axes"].items():
+            total = traffic["exposed_s"] + traffic["hidden_s"]
+            text = f"axis {axis} {name}: exposed {traffic['exposed_s']:.2g} s, hidden {traffic['hidden_s']:.2g} s"
+            outcome.require(0 < total <= 1.05 * phase["seconds"], f"{text} in {phase['seconds']:.2g} s")
+            if context.rehearsal:
+                continue
+            if name == "alone":
+                outcome.require(traffic["exposed_s"] > traffic["hidden_s"], f"{text}; it should be exposed")
+            else:
+                outcome.require(traffic["hidden_s"] > traffic["exposed_s"], f"{text}; it should be hidden")
+    if not context.rehearsal:
+        problem = (
+            f"a short collective took {short_s:.2g} s, while another axis waited for {product_s:.2g} s of products"
+        )
+        outcome.require(short_s < product_s / 2, problem)
+    hidden = ", ".join(f"{axis} {traffic['hidden_s']:.2g} s" for axis, traffic in beside["axes"].items())
+    outcome.figure = f"hidden beside {_ROUNDS * product_s:.2g} s of products: {hidden}"
+    dist.destroy_process_group()
+    return outcome
+
+
+@contextmanager
+def _one_rank_for_two() -> Iterator[None]:
+    """Let the collectives of an axis of two ranks work with a group of one, in the first half of the whole tensor."""
+    gather, scatter = collectives._all_gather, collectives._reduce_scatter
+    collectives._all_gather = lambda full, shard, **options: gather(full[: len(shard)], shard, **options)
+    collectives._reduce_scatter = lambda shard, full, **options: scatter(shard, full[: len(shard)], **options)
+    try:
+        yield
+    finally:
+        collectives._all_gather, collectives._reduce_scatter = gather, scatter
+
+
+def _pattern(device: torch.device, salt: int, elements: int | None = None) -> torch.Tensor:
+    """Return whole numbers that bf16 holds exactly, with no two equal neighbors."""
+    elements = elements or _ELEMENTS[device.type]
+    return ((torch.arange(elements, dtype=torch.int32, device=device) * 37 + salt) % 251).bfloat16()
+
+
+def _run(axes: list[Axis], device: torch.device, work: Work, salt: int = 0) -> bool:
+    """Gather on one axis and scatter on the other, beside ``work`` or alone. Return whether both results are right."""
+    elements = _ELEMENTS[device.type]
+    # The second rank's part is zeros, which add nothing.
+    full = torch.cat((_pattern(device, salt + 1), torch.zeros(elements, dtype=torch.bfloat16, device=device)))
+    tensors = [_pattern(device, salt), full]
+    del full
+    pending = []
+    for start, axis in zip((collectives.start_all_gather, collectives.start_reduce_scatter), axes, strict=True):
+        pending.append(start(tensors.pop(0), axis))  # From here on only the collective keeps the tensor.
+        if work is None:
+            pending[-1].wait()
+    if work is not None:
+        work()
+    gathered, scattered = (collective.wait()[:elements] for collective in pending)
+    return torch.equal(gathered, _pattern(device, salt)) and torch.equal(scattered, _pattern(device, salt + 1))
+
+
+def _measure(axes: list[Axis], device: torch.device, work: Work) -> dict[str, Any]:
+    """Return whether all rounds were intact, their seconds, and what each axis counted."""
+    for axis in axes:
+        axis.traffic.read()
+    synchronize(device)
+    started = time.perf_counter()
+    intact = [_run(axes, device, work, salt) for salt in range(_ROUNDS)]
+    synchronize(device)
+    seconds = time.perf_counter() - started
+    return {"intact": all(intact), "seconds": seconds, "axes": {axis.name: axis.traffic.read() for axis in axes}}
+
+
+def _multiply_and_churn(square: torch.Tensor) -> None:
+    """Multiply for long, and fill memory that the allocator may have taken from tensors in flight."""
+    for number in range(_PRODUCTS):
+        elements = _ELEMENTS[square.device.type] // 64 * _CHURN[number % len(_CHURN)]
+        torch.full((elements,), torch.nan, dtype=torch.bfloat16, device=square.device)
+        square @ square
+
+
+def _short_behind_long(axes: list[Axis], square: torch.Tensor) -> float:
+    """Return the seconds that an axis reports for a short collective while another axis waits for long products."""
+    long_axis, short_axis = axes
+    device = square.device
+    little = torch.cat((_pattern(device, 0, _FEW_ELEMENTS), torch.zeros_like(_pattern(device, 0, _FEW_ELEMENTS))))
+    for axis in axes:
+        axis.traffic.read()
+    synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        _multiply_and_churn(square)
+        gathered = collectives.start_all_gather(square[:8], long_axis)
+    scattered = collectives.start_reduce_scatter(little, short_axis)
+    scattered.wait()
+    gathered.wait()
+    synchronize(device)
+    traffic = short_axis.traffic.read()
+    return traffic["exposed_s"] + traffic["hidden_s"]
