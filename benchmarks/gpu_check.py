@@ -9,7 +9,7 @@ has not passed yet with the same code, torch and device. docs/gpu.md describes t
 Needs torch 2.11 or newer and the packages of requirements.txt, no network, and
 
 - checks 6, 8, 10, 11: a GPU with about 40 GiB of memory
-- check 8: 35 GB of disk space in TMPDIR and 20 GB of host memory
+- check 8: 20 GB of disk space in TMPDIR and 20 GB of host memory
 - check 9: several GPUs, or NCCL 2.30 or newer
 - checks 10, 11: the result of check 6
 

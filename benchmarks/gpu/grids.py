@@ -67,17 +67,17 @@ def train_on_grids(cases: list[GridCase], device: torch.device) -> dict[str, lis
 
 def train(case: GridCase, grid: Grid, device: torch.device) -> list[float]:
     """Return loss and norm of each of a few steps with recomputation, dropout and documents, in fp32."""
-    step, batch = build_step(case, grid, device)
+    step, batch, tokens = build_step(case, grid, device)
     values: list[float] = []
     for _ in range(_STEPS):
-        result = step([batch], 1, _BATCH * _LENGTH, 1e-3)
+        result = step([batch], 1, tokens, 1e-3)
         values += [result.loss.item(), result.norm.item()]
     step.reducer.wait_params()
     return values
 
 
-def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainStep, tuple[torch.Tensor, ...]]:
-    """Return the training step of a small GPT-2, and this rank's part of a batch."""
+def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainStep, tuple[torch.Tensor, ...], int]:
+    """Return the training step of a small GPT-2, this rank's part of a batch, and the tokens of the whole batch."""
     model = GPT2Config(
         "grids", layers=2, hidden=64, heads=4, vocab_size=500, max_positions=_LENGTH, dropout=0.1, attention_dropout=0.1
     )
@@ -89,7 +89,7 @@ def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainS
     documents = (tokens[:, :-1] < 20).cumsum(1)
     whole = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH), documents
     part = tuple(tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in whole)
-    return TrainStep(stage, _loss_sum, optim), part
+    return TrainStep(stage, _loss_sum, optim), part, _BATCH * _LENGTH
 
 
 def _loss_sum(module: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -6,6 +6,7 @@ with several threads before: whatever does so runs in a process of its own.
 
 import multiprocessing
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -75,6 +76,17 @@ def run_processes(calls: Sequence[Callable[[], T]]) -> list[T]:
     for process in processes:
         process.join()  # which frees its memory on the GPU
     return results
+
+
+def exit_codes(calls: Sequence[Callable[[], object]], limit_s: float) -> list[int | None]:
+    """Return the exit codes of processes that run ``calls``: negative after a signal, None after ``limit_s`` seconds."""
+    processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + limit_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process.exitcode for process in processes]
 
 
 def _call(call: Callable[[], object], sender: Connection) -> None:

@@ -19,7 +19,14 @@ from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
 
 # A model for rehearsals, which trains on sequences of 32 tokens.
-TINY_MODEL = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab_size=300", "model.max_positions=32"]
+TINY_VOCABULARY = 300
+TINY_MODEL = [
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=4",
+    f"model.vocab_size={TINY_VOCABULARY}",
+    "model.max_positions=32",
+]
 _COMMON = [
     "data=jsonl",
     "data.processes=1",

@@ -22,7 +22,7 @@ _RUNS = {
 def check(context: CheckContext) -> Outcome:
     device, outcome = device_of(context.device_type), Outcome()
     model = runs.TINY_MODEL if context.rehearsal else []
-    corpus = runs.write_corpus(context.directory, 300 if context.rehearsal else 4096, 30_000)
+    corpus = runs.write_corpus(context.directory, runs.TINY_VOCABULARY if context.rehearsal else 4096, 30_000)
     for name, overrides in _RUNS.items():
         run_dir = context.directory / name
         # Metrics are read a step later, as in training; logging a step would need its values at once.

@@ -20,7 +20,7 @@ def check(context: CheckContext) -> Outcome:
     model = runs.TINY_MODEL if context.rehearsal else []
     common = [
         *model,
-        *runs.write_corpus(context.directory, 300 if context.rehearsal else 4096, 100_000),
+        *runs.write_corpus(context.directory, runs.TINY_VOCABULARY if context.rehearsal else 4096, 100_000),
         f"train.steps={steps}",
         "train.precision=fp32",
         "logging.every=1",

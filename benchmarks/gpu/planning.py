@@ -1,0 +1,34 @@
+"""Check 11: the planner predicts the step time of check 6's best run from a calibration of this device."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.gpu.check import CheckContext, Outcome
+from benchmarks.gpu.ranks import in_process
+from benchmarks.gpu.speed import GPT_1B3, best_run
+from gpt4d.config import GridSizes, compose
+from gpt4d.planner import calibrate
+from gpt4d.planner.estimate import Estimate
+
+_ERROR = 0.2
+# In a rehearsal the calibration only has to run.
+_SHORT = {"_MIN_MEASURED_S": 0.0, "_ROUNDS": 1, "_MATRIX_SIZE": {"cpu": 64}}
+
+
+def check(context: CheckContext) -> Outcome:
+    best, path = best_run(context), context.directory / "here.yaml"
+    in_process(_calibrate, path, context.rehearsal)
+    batch = [f"train.batch_size={best['micro_batch']}", "train.precision=bf16", f"cluster={path}"]
+    config = compose([*GPT_1B3.overrides(context.rehearsal), *batch])
+    planned_s, measured_s = Estimate(config, GridSizes()).plan(best["micro_batch"]).step_time_s, best["step_time_s"]
+    error = planned_s / measured_s - 1
+    values = {"planned_s": planned_s, "measured_s": measured_s, "cluster": asdict(config.cluster)}
+    outcome = Outcome(f"planned {planned_s * 1e3:.0f} ms, measured {measured_s * 1e3:.0f} ms ({error:+.0%})", values)
+    outcome.require(abs(error) <= _ERROR or context.rehearsal, f"the planned step time is off by {error:+.0%}")
+    return outcome
+
+
+def _calibrate(path: Path, rehearsal: bool) -> None:
+    if rehearsal:
+        vars(calibrate).update(_SHORT)
+    calibrate.main([f"out={path}"])
