@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test test-fast test-full lint soak format clean
+.PHONY: train test test-fast test-full lint soak gpu-check format clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
@@ -28,6 +28,11 @@ lint: $(VENV)/installed
 # A hundred faults in one run, whose losses must not change.
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m tests.soak $(ARGS)
+
+# Results, speed and failures on a machine with a GPU, in three parts of eight minutes.
+DEVICE ?= cuda
+gpu-check: $(VENV)/installed
+	$(VENV)/bin/python -m benchmarks.gpu_check device=$(DEVICE) $(ARGS)
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .

@@ -54,9 +54,8 @@ def check(context: CheckContext) -> Outcome:
     if not context.rehearsal:
         gpus, nccl = in_process(_describe)
         if gpus == 1 and nccl < _NCCL_OF_SHARED_GPU:
-            raise Unavailable(
-                f"there is one GPU, and NCCL is {nccl}; use several GPUs, or NCCL 2.30, where ranks share"
-            )
+            version = ".".join(map(str, nccl))
+            raise Unavailable(f"one GPU with NCCL {version}; use several GPUs, or NCCL 2.30, where ranks can share one")
     ranks = 4 if gpus >= 4 else 2
     answers = run_processes(_job(ranks, gpus, partial(_train_and_reshard, _CASES[ranks])))
     outcome.require(all(resharded for _, resharded in answers), "a resharded tensor is not the one that was sent")

@@ -174,6 +174,7 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
 def check(context: CheckContext) -> Outcome:
     device, cpu, outcome = device_of(context.device_type), torch.device("cpu"), Outcome()
     sizes, errors = SIZES[context.device_type], outcome.values.setdefault("errors", {})
+    torch.set_float32_matmul_precision("highest")  # no TF32
     for name, case in CASES.items():
         reference = compute(case, sizes, torch.float64, cpu)
         for dtype, bound in _BOUNDS.items():

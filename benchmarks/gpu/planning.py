@@ -7,12 +7,18 @@ from benchmarks.gpu.check import CheckContext, Outcome
 from benchmarks.gpu.ranks import in_process
 from benchmarks.gpu.speed import GPT_1B3, best_run
 from gpt4d.config import GridSizes, compose
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner import calibrate
 from gpt4d.planner.estimate import Estimate
 
 _ERROR = 0.2
 # In a rehearsal the calibration only has to run.
-_SHORT = {"_MIN_MEASURED_S": 0.0, "_ROUNDS": 1, "_MATRIX_SIZE": {"cpu": 64}}
+_SHORT = {
+    "_MIN_MEASURED_S": 0.0,
+    "_ROUNDS": 1,
+    "_MATRIX_SIZE": {"cpu": 64},
+    "_LARGE_MODEL": {"cpu": GPT2Config(layers=2, hidden=128, heads=4, vocab_size=128, max_positions=32)},
+}
 
 
 def check(context: CheckContext) -> Outcome:

@@ -79,7 +79,7 @@ def run_processes(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def exit_codes(calls: Sequence[Callable[[], object]], limit_s: float) -> list[int | None]:
-    """Return the exit codes of processes that run ``calls``: negative after a signal, None after ``limit_s`` seconds."""
+    """Return the exit codes of processes that run ``calls``: negative after a signal, None if not ended in time."""
     processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
     for process in processes:
         process.start()

@@ -31,7 +31,7 @@ def check(context: CheckContext) -> Outcome:
         "logging.every=1",
         f"checkpoint.every={_SAVED}",
     ]
-    _require_space(context, overrides)
+    require_space(context, overrides)
     run_dirs = {name: context.directory / name for name in ("uninterrupted", "resumed")}
     runs.train([*overrides, f"run.dir={run_dirs['uninterrupted']}"], device, _save_once)
     (saved,) = runs.events(run_dirs["uninterrupted"], "checkpoint")
@@ -69,7 +69,8 @@ def _count_tensors(checkpoint: Path) -> int:
     return len(verify(checkpoint).tensors)
 
 
-def _require_space(context: CheckContext, overrides: list[str]) -> None:
+def require_space(context: CheckContext, overrides: list[str]) -> None:
+    """Raise Unavailable if the disk is too small for a checkpoint of the configuration."""
     config = compose(overrides)
     state = training_state(registry.describe(config.model), GridSizes(), shard_states=False)
     needed = _SPACE * (state["weights"] + state["optimizer"])

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,22 +46,20 @@ class Workload:
 
 GPT_1B3 = Workload("gpt_1b3", 2048, (4, 8, 16), 0.45)
 GPT_125M = Workload("gpt_125m", 1024, (16, 32, 64), 0.25)
-_REHEARSED = 2  # microbatches
 
 
 def check_1b3(context: CheckContext) -> Outcome:
-    return _check(context, GPT_1B3)
+    return _check(context, GPT_1B3, GPT_1B3.micro_batches[:2] if context.rehearsal else GPT_1B3.micro_batches)
 
 
 def check_125m(context: CheckContext) -> Outcome:
-    return _check(context, GPT_125M)
+    return _check(context, GPT_125M, GPT_125M.micro_batches[:1] if context.rehearsal else GPT_125M.micro_batches)
 
 
-def _check(context: CheckContext, workload: Workload) -> Outcome:
+def _check(context: CheckContext, workload: Workload, micro_batches: Sequence[int]) -> Outcome:
     outcome, device = Outcome(), device_of(context.device_type)
     corpus, model = workload.write_corpus(context), workload.overrides(context.rehearsal)
     total_gib, reserved_gib = in_process(device_memory, device)
-    micro_batches = workload.micro_batches[:_REHEARSED] if context.rehearsal else workload.micro_batches
     measured = outcome.values["runs"] = []
     for micro_batch in micro_batches:
         precision = [f"train.batch_size={micro_batch}", "train.precision=bf16"]
