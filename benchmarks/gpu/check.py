@@ -1,5 +1,7 @@
 """The interface of a check on a GPU: where it is, how long it may take, what it receives and returns."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,14 @@ class Outcome:
         """Add ``problem`` unless ``condition`` holds."""
         if not condition:
             self.problems.append(problem)
+
+
+def largest_difference(actual: Iterable[float | None], expected: Iterable[float | None]) -> float:
+    """Return the largest relative difference; infinity if a value is not finite, which JSON stores as None."""
+    differences = [
+        math.nan if a is None or b is None else abs(a / b - 1) for a, b in zip(actual, expected, strict=True)
+    ]
+    return max(difference if math.isfinite(difference) else math.inf for difference in differences)
 
 
 class Unavailable(Exception):

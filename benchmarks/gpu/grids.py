@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.check import CheckContext, Outcome
+from benchmarks.gpu.check import CheckContext, Outcome, largest_difference
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.timing import device_of
 from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
@@ -46,9 +46,9 @@ def compare(outcome: Outcome, answers: list[dict[str, list[float]]]) -> None:
     reference = answers[0].pop("one rank")
     outcome.values["one rank"] = reference
     for name in answers[0]:
-        differences = [abs(a - b) / b for answer in answers for a, b in zip(answer[name], reference, strict=True)]
-        outcome.values[f"difference on {name}"] = max(differences)
-        outcome.require(max(differences) < _BOUND, f"on {name} the relative difference is {max(differences):.1e}")
+        difference = max(largest_difference(answer[name], reference) for answer in answers)
+        outcome.values[f"difference on {name}"] = difference
+        outcome.require(difference < _BOUND, f"on {name} the relative difference is {difference:.1e}")
     largest = max(value for name, value in outcome.values.items() if name.startswith("difference"))
     outcome.figure = f"{', '.join(answers[0])} within {largest:.1e} of one rank"
 

@@ -7,6 +7,7 @@ the ranks that it starts form a process group, which is killed as a whole when t
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import traceback
 from contextlib import suppress
@@ -67,6 +68,7 @@ def _call(target: str, context: CheckContext, sender: Connection, log: Path) -> 
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     redirect_output(log)
+    tempfile.tempdir = str(context.directory)  # Files of processes that are killed are removed with it.
     module, name = target.split(":")
     try:
         outcome = getattr(import_module(module), name)(context)

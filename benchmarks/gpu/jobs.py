@@ -95,12 +95,8 @@ def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None) ->
     if gpus == 1:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     # A lost rank is found sooner than in training, where ranks may be slow.
-    watchdog._HEARTBEAT_S, watchdog._SILENT_S, watchdog._SILENT_AFTER_ERROR_S, rendezvous._NOTICE_S = (
-        0.2,
-        10.0,
-        2.0,
-        1.0,
-    )
+    watchdog._HEARTBEAT_S, watchdog._SILENT_S, watchdog._SILENT_AFTER_ERROR_S = 0.2, 10.0, 2.0
+    rendezvous._NOTICE_S = 1.0
     device = torch.device("cuda", launch.rank % gpus) if gpus else torch.device("cpu")
     with process_group(launch, device) as job:
         return member(job)
@@ -133,9 +129,8 @@ def _reshard(device: torch.device) -> bool:
 
 def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, job: JobContext) -> None:
     """Train on two ranks along z, of which rank 1 calls ``stop`` after some steps."""
-    case = GridCase(GridSizes(z=2))
-    grid = Grid(case.sizes, job.device.type)
-    step, batch, tokens = build_step(case, grid, job.device)
+    grid = Grid(GridSizes(z=2), job.device.type)
+    step, batch, tokens = build_step(GridCase(grid.sizes), grid, job.device)
     for number in range(_WARM_UP + 2):
         if number == _WARM_UP:
             assert job.watchdog is not None

@@ -84,7 +84,7 @@ def save_only_at(step: int | None) -> None:
         if progress.step == step:
             save(self, train_step, progress)
 
-    RunCheckpoints.save = save_or_not  # type: ignore[method-assign]
+    RunCheckpoints.save = save_or_not
 
 
 def metric_lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -55,8 +55,8 @@ def _reject_synchronization(trainer: Trainer) -> None:
 
         return strict
 
-    trainer._step = after_warm_up(trainer._step)  # type: ignore[method-assign]
-    trainer._read = after_warm_up(trainer._read)  # type: ignore[method-assign]
+    trainer._step = after_warm_up(trainer._step)
+    trainer._read = after_warm_up(trainer._read)
 
 
 @contextmanager

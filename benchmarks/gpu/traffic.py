@@ -21,8 +21,8 @@ _FEW_ELEMENTS = 1 << 12
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
 _PRODUCTS = 10  # beside each pair of collectives
 _ROUNDS = 4
-Work = Callable[[], Any] | None
 _CHURN = (3, 17, 64, 5)  # sizes of tensors that are allocated and released meanwhile, in 1/64 of a shard
+Work = Callable[[], Any] | None
 
 
 def check(context: CheckContext) -> Outcome:
@@ -56,9 +56,7 @@ def check(context: CheckContext) -> Outcome:
             else:
                 outcome.require(traffic["hidden_s"] > traffic["exposed_s"], f"{text}; it should be hidden")
     if not context.rehearsal:
-        problem = (
-            f"a short collective took {short_s:.2g} s, while another axis waited for {product_s:.2g} s of products"
-        )
+        problem = f"a short collective took {short_s:.2g} s beside an axis that waited for {product_s:.2g} s"
         outcome.require(short_s < product_s / 2, problem)
     hidden = ", ".join(f"{axis} {traffic['hidden_s']:.2g} s" for axis, traffic in beside["axes"].items())
     outcome.figure = f"hidden beside {_ROUNDS * product_s:.2g} s of products: {hidden}"
