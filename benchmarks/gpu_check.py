@@ -1,6 +1,6 @@
 """Checks of gpt4d on a machine with GPUs: results, speed, memory, checkpoints and failures.
 
-    python -m benchmarks.gpu_check [part=1] [fresh=true] [device=cpu out=FILE]
+    python -m benchmarks.gpu_check [part=1] [fresh=true] [device=cpu] [out=FILE]
 
 Each check prints one line and adds its values to ``out``, a JSON file. The exit code is 1 if a check failed or was not
 reached; a check that cannot run fails. The three parts take at most eight minutes each. A second call runs only what
@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.gpu.check import Check, CheckContext, Outcome
 from benchmarks.gpu.isolation import run_isolated
 from gpt4d.config import ConfigError, check_choice, from_arguments
+from gpt4d.metrics import without_nan
 from gpt4d.runtime.errors import one_line_errors
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -64,7 +65,7 @@ class GpuCheck:
     device: str = "cuda"  # or cpu: a rehearsal
     part: int | None = None  # null: all three
     fresh: bool = False  # forget earlier results
-    out: str | None = None  # JSON file; null: benchmarks/results/gpu_check.json
+    out: str | None = None  # JSON file; null: benchmarks/results/gpu_check.json, or for a rehearsal a file in runs
 
 
 class Results:
@@ -100,7 +101,7 @@ class Results:
         }
         self.document["checks"] = dict(sorted(self.checks.items(), key=lambda item: int(item[0])))
         partial = self.path.with_name(f"partial_{self.path.name}")
-        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        partial.write_text(json.dumps(without_nan(self.document), indent=1, allow_nan=False) + "\n")
         partial.replace(self.path)
 
 
@@ -157,12 +158,12 @@ def main(arguments: list[str]) -> int:
     check_choice("device", config.device, ("cuda", "cpu"))
     if config.part is not None:
         check_choice("part", config.part, tuple(range(1, len(PARTS) + 1)))
+    results_dir = _REPOSITORY / "benchmarks" / "results"
     if config.device == "cpu":
-        if config.out is None:
-            raise ConfigError("out=null: a rehearsal is no result of a GPU; set out=FILE with device=cpu")
+        results_dir = _REPOSITORY / "runs"  # a rehearsal is no result of a GPU
         # Tiny models: several threads, or ranks with several threads each, would only wait for each other.
         os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    out = Path(config.out or _REPOSITORY / "benchmarks" / "results" / "gpu_check.json")
+    out = Path(config.out or results_dir / "gpu_check.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(out, describe_machine(config.device), config.fresh)
     chosen = PARTS if config.part is None else (PARTS[config.part - 1],)

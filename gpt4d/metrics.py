@@ -83,7 +83,7 @@ class RunLogger:
         self.line.print(message)
 
     def _write(self, values: dict) -> None:
-        self.file.write(json.dumps(_without_nan(values), allow_nan=False) + "\n")
+        self.file.write(json.dumps(without_nan(values), allow_nan=False) + "\n")
         self.file.flush()
         if self.wandb:
             prefix = f"{values['event']}/" if "event" in values else ""
@@ -179,10 +179,12 @@ def _time_breakdown(values: dict) -> str:
     return f"  compute {compute:.2f} s, hidden {hidden:.2f} s, exposed {total_exposed:.2f} s ({by_axis})"
 
 
-def _without_nan(values):
+def without_nan(values):
     """Replace NaN and infinity, which JSON lacks, with None."""
     if isinstance(values, dict):
-        return {key: _without_nan(value) for key, value in values.items()}
+        return {key: without_nan(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_nan(value) for value in values]
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 

@@ -22,7 +22,7 @@ def describe(context: CheckContext) -> Outcome:
     values = {"torch": torch.__version__, "python": platform.python_version(), "name": platform.machine()}
     if not context.rehearsal:
         if not torch.cuda.is_available():
-            raise Unavailable("torch finds no GPU; use a machine that has one, or device=cpu out=FILE for a rehearsal")
+            raise Unavailable("torch finds no GPU; use a machine that has one, or device=cpu for a rehearsal")
         values |= {
             "name": torch.cuda.get_device_name(0),
             "devices": torch.cuda.device_count(),

@@ -134,7 +134,9 @@ def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, 
     for number in range(_WARM_UP + 2):
         if number == _WARM_UP:
             assert job.watchdog is not None
-            job.watchdog.hang_detector = HangDetector(grid.active_axes, step.stage.module, timeout_s, directory)
+            job.watchdog.hang_detector = HangDetector(grid.active_axes, timeout_s, directory)
+            job.watchdog.hang_detector.name_layers(step.stage.module)
+            job.watchdog.hang_detector.end_startup()
             if grid.world.index == 1:
                 stop()
         step([batch], 1, tokens, 1e-3).loss.item()

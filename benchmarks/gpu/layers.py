@@ -97,7 +97,7 @@ def _positions(with_documents: bool) -> Case:
     def case(values: Values):
         s = values.sizes
         layer = PositionEmbedding(values.weights, s.length, s.hidden)
-        return layer, lambda: layer(s.length, values.documents() if with_documents else None)
+        return layer, lambda: layer(s.batch, s.length, values.documents() if with_documents else None)
 
     return case
 

@@ -70,7 +70,7 @@ def train(overrides: list[str], device: torch.device, prepare: Prepare = lambda 
 
 def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> None:
     config = compose(overrides)
-    with process_group(Launch(), device) as job:
+    with process_group(Launch(), device, deterministic=config.train.deterministic) as job:
         trainer = Trainer(validate(config, 1), job.device)
         prepare(trainer)
         trainer.run()

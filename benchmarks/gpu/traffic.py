@@ -32,8 +32,6 @@ def check(context: CheckContext) -> Outcome:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     axes = [Axis(name, size=2, group=dist.new_group([0])) for name in ("z", "data")]
-    for axis in axes:
-        axis.traffic.timed = True
     size = _MATRIX_SIZE[device.type]
     square = torch.randn(size, size, device=device).bfloat16()
     with _one_rank_for_two():

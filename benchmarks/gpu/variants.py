@@ -15,8 +15,8 @@ from benchmarks.gpu.speed import GPT_1B3, best_run
 from benchmarks.gpu.timing import device_of, seconds_of
 from gpt4d.config import compose
 from gpt4d.model import registry
-from gpt4d.parallel import precision
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import linear
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import TrainStep, build_stage
@@ -40,7 +40,7 @@ def check(context: CheckContext) -> Outcome:
     recomputed = registry.describe(config.model).layer_weights(recompute=True)
     variants: dict[str, Callable[[], AbstractContextManager]] = {
         TODAY: nullcontext,
-        "weight gradients in bf16": lambda: patch.object(precision, "product", _rounded_product),
+        "weight gradients in bf16": lambda: patch.object(linear, "product", _rounded_product),
         "norm gradients in bf16": lambda: patch.object(LayerNorm, "forward", _norm_with_rounded_gradients),
         "full activation checkpointing": lambda: _recompute(stage, recomputed),
     }

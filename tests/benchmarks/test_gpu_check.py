@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -14,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_check
 from benchmarks.gpu.check import Check, CheckContext, Outcome, Unavailable
 from benchmarks.gpu_check import FAIL, NOT_REACHED, PARTS, PASS, Results, run_part
-from gpt4d.config import ConfigError
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 MACHINE = {"device": "cpu", "machine": {}, "fingerprint": "one"}
@@ -139,9 +138,15 @@ def test_missing_prerequisites_are_named(tmp_path, monkeypatch):
         jobs.check(context)
 
 
-def test_a_rehearsal_needs_a_path_of_its_own():
-    with pytest.raises(ConfigError, match="out=null: a rehearsal"):
-        gpu_check.main(["device=cpu"])
+def return_infinity(_) -> Outcome:
+    return Outcome(values={"error": math.inf, "losses": [math.nan, 1.0]})
+
+
+def test_values_that_are_not_finite_become_null(tmp_path):
+    checks = [check(0, "return_infinity")]
+    assert run_part(checks, "cpu", Results(tmp_path / "out.json", MACHINE, fresh=False))
+    text = (tmp_path / "out.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["checks"]["0"]["values"] == {"error": None, "losses": [None, 1]}
 
 
 def test_kernels_are_summed_by_name_and_sorted_by_time(tmp_path):
