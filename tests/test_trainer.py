@@ -279,3 +279,15 @@ def test_two_jobs_do_not_write_to_one_run_directory(ranks, tiny):
     with pytest.raises(RankFailure, match="another job writes to it"):
         ranks.run(1, hold_and_train, config, config.run.dir)
     ranks.run(1, train_in_rank, config)
+
+
+def deterministic_settings(config) -> tuple[bool, bool]:
+    from gpt4d.trainer import Trainer
+    from gpt4d.validation import validate
+
+    Trainer(validate(config, 1), torch.device("cpu"))
+    return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_a_deterministic_run_does_not_fill_every_temporary_tensor(ranks, tiny):
+    assert ranks.run(1, deterministic_settings, tiny("train.deterministic=true")) == [(True, False)]
