@@ -156,8 +156,8 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     config = from_arguments(GpuCheck, arguments)
     check_choice("device", config.device, ("cuda", "cpu"))
-    if config.part is not None:
-        check_choice("part", config.part, tuple(range(1, len(PARTS) + 1)))
+    if config.part is not None and config.part not in range(1, len(PARTS) + 1):
+        raise ConfigError(f"part={config.part}: there are {len(PARTS)} parts; use 1 to {len(PARTS)}")
     results_dir = _REPOSITORY / "benchmarks" / "results"
     if config.device == "cpu":
         results_dir = _REPOSITORY / "runs"  # a rehearsal is no result of a GPU
@@ -167,7 +167,11 @@ def main(arguments: list[str]) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(out, describe_machine(config.device), config.fresh)
     chosen = PARTS if config.part is None else (PARTS[config.part - 1],)
-    passed = [run_part(part, config.device, results) for part in chosen]
+    try:
+        passed = [run_part(part, config.device, results) for part in chosen]
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command continues (without fresh=true); see {out}")
+        return 130
     print(f"{'all checks have passed' if all(passed) else 'some checks have not passed'}; see {out}")
     return 0 if all(passed) else 1
 

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_check
 from benchmarks.gpu.check import Check, CheckContext, Outcome, Unavailable
 from benchmarks.gpu_check import FAIL, NOT_REACHED, PARTS, PASS, Results, run_part
+from gpt4d.config import ConfigError
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 MACHINE = {"device": "cpu", "machine": {}, "fingerprint": "one"}
@@ -160,3 +162,20 @@ def test_kernels_are_summed_by_name_and_sorted_by_time(tmp_path):
         {"name": "b", "calls": 1, "ms": 0.3, "share": pytest.approx(0.3)},
         {"name": "a", "calls": 2, "ms": 0.2, "share": pytest.approx(0.2)},
     ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [("part=4", "part=4: there are 3 parts"), ("device=gpu", "use one of")]
+)
+def test_a_part_or_a_device_that_does_not_exist_is_rejected(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        gpu_check.main(["device=cpu", argument])
+
+
+def test_an_interrupted_command_says_how_it_continues(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "run_part", interrupt)
+    assert gpu_check.main(["device=cpu", f"out={tmp_path / 'out.json'}"]) == 130
+    assert "interrupted; the same command continues" in capsys.readouterr().out
