@@ -142,14 +142,14 @@ def describe_machine(device: str) -> dict[str, Any]:
     code = hashlib.sha256()
     for path in _code():
         code.update(path.read_bytes())
-    facts = outcome.values["torch"], outcome.values["name"], code.hexdigest()
+    facts = *(outcome.values.get(key) for key in ("torch", "name", "devices", "nccl")), code.hexdigest()
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     return {"device": device, "machine": outcome.values, "fingerprint": fingerprint}
 
 
 def _code() -> Iterable[Path]:
     own = [*(_REPOSITORY / "benchmarks").glob("gpu*.py"), *(_REPOSITORY / "benchmarks" / "gpu").rglob("*.py")]
-    return sorted([*own, *(_REPOSITORY / "gpt4d").rglob("*.py")])
+    return sorted([*own, *(_REPOSITORY / "gpt4d").rglob("*.py"), *(_REPOSITORY / "configs").rglob("*.yaml")])
 
 
 def main(arguments: list[str]) -> int:

@@ -88,6 +88,8 @@ class Trainer:
                 self._loop(profile, stop)
             self._finish()
         finally:
+            if self.watchdog:
+                self.watchdog.hang_detector = None
             self.task.close()
             self.checkpoints.close()
             self.log.close()
@@ -121,8 +123,6 @@ class Trainer:
                 if (saving or stopping) and self.monitor.is_finite:
                     self.checkpoints.save(self.train_step, progress)
                 self.meter.restart(step)
-        if self.watchdog:
-            self.watchdog.hang_detector = None
         self.checkpoints.report_saved(wait=True)
         if progress.step == train.steps and not self.monitor.is_finite:
             self.monitor.give_up()

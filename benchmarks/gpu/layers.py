@@ -214,6 +214,6 @@ def _check_kernels(outcome: Outcome, sizes: Sizes, device: torch.device) -> None
     if device.type == "cuda":
         events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     names = sorted({event.name for event in events})
-    fused = [name for name in names if "flash" in name.lower() or "cudnn" in name.lower()]
+    fused = [name for name in names if any(part in name.lower() for part in ("flash", "cudnn", "attn_fwd"))]
     outcome.values["attention_kernels"] = fused
     outcome.require(bool(fused), f"causal attention in bf16 uses no flash or cuDNN kernel, but {', '.join(names)}")

@@ -15,6 +15,7 @@ from benchmarks.gpu.check import CheckContext, Outcome
 from benchmarks.gpu.timing import device_of, seconds_of, synchronize
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis
+from gpt4d.runtime import gpu
 
 _ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 16}  # of a shard, bf16
 _FEW_ELEMENTS = 1 << 12
@@ -28,6 +29,7 @@ Work = Callable[[], Any] | None
 def check(context: CheckContext) -> Outcome:
     device, outcome = device_of(context.device_type), Outcome()
     if device.type == "cuda":
+        gpu.set_environment()
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -14,10 +14,11 @@ from gpt4d.parallel.shared_memory import SharedMemoryCollective
 
 
 class StartedCollective(NamedTuple):
-    """A collective that this rank has started, or waits for."""
+    """A collective that this rank has started."""
 
     name: str  # kind and axis, such as all_gather z; shown in profiler traces and hang reports
     number: int  # of the axis's collectives since the process started
+    time: float  # time.monotonic
     parameter: object = None  # whose layer communicates; None if it is not one layer's
 
 
@@ -42,7 +43,7 @@ class Traffic:
     def start(self, name: str, parameter: object = None) -> StartedCollective:
         """Count a collective."""
         self.num_started += 1
-        return StartedCollective(name, self.num_started, parameter)
+        return StartedCollective(name, self.num_started, time.monotonic(), parameter)
 
     @contextmanager
     def track_wait(self, collective: StartedCollective) -> Iterator[None]:
@@ -66,13 +67,12 @@ class Traffic:
             self.wait_intervals.append((before, now(device)))
 
     def oldest_unfinished(self) -> StartedCollective | None:
-        """Return the collective that the host waits for, or the oldest one that has not ended on the GPU.
+        """Return the oldest collective that has not ended on the GPU, or else the one that the host waits for.
 
-        Any thread may call it.
+        Any thread may call it. Raises torch.AcceleratorError if the GPU has failed.
         """
-        if self.current_wait:
-            return self.current_wait
-        return next((collective for collective, end in tuple(self.unfinished) if not end.query()), None)
+        on_gpu = (collective for collective, end in self.unfinished.copy() if not end.query())
+        return next(on_gpu, self.current_wait)
 
     def record_end(self, work: dist.Work, device: torch.device) -> torch.cuda.Event:
         """Return an event that is recorded when ``work`` ends on the GPU.
@@ -139,14 +139,13 @@ class InFlightCollective:
         assert traffic.current_wait
         self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
         self.started = started = now(device) if traffic.timed else None
+        self.end: torch.cuda.Event | None = None  # on a GPU
         runs = traffic.run_intervals
         traffic.bytes += sent_bytes
         if device.type != "cpu":
             assert isinstance(work, dist.Work)
-            end = traffic.record_end(work, device)
-            traffic.watch(self.collective, end)
-            if started is not None:
-                runs.append((started, end))
+            self.end = traffic.record_end(work, device)
+            traffic.watch(self.collective, self.end)
         elif isinstance(work, dist.Work) and started is not None:
             work.get_future().add_done_callback(lambda _: runs.append((started, time.perf_counter())))
 
@@ -158,8 +157,11 @@ class InFlightCollective:
             traffic.time_wait(self.device),
         ):
             self.work.wait()
-        if not isinstance(self.work, dist.Work) and self.started is not None:
-            # Through shared memory, a collective runs until it is waited for.
+        if self.started is None or not traffic.timed:
+            return
+        if self.end is not None:
+            traffic.run_intervals.append((self.started, self.end))
+        elif not isinstance(self.work, dist.Work):  # through shared memory: it runs until it is waited for
             traffic.run_intervals.append((self.started, time.perf_counter()))
 
 

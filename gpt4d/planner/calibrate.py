@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage
 
 _MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
@@ -66,15 +68,20 @@ class CalibrateConfig:
     name: str | None = None  # null: the file's name
 
 
-def measure(launch: Launch, device: torch.device, name: str) -> ClusterConfig:
-    """Measure the machine with ``device`` of every rank. All ranks of the process group must call this."""
+def measure(launch: Launch, device: torch.device, name: str, watchdog: Watchdog | None = None) -> ClusterConfig:
+    """Measure the machine with ``device`` of every rank. All ranks of the process group must call this.
+
+    ``watchdog`` ends the job if a link hangs.
+    """
+    limit = watchdog.limit if watchdog else nullcontext
     cluster = replace(_read_system(launch, device), name=name)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
     cluster.operation_us, cluster.memory_gb_s = _measure_operations(cluster, device)
     if launch.world_size > 1:
-        cluster.measured = _measure_links(cluster, launch.world_size, device)
+        cluster.measured = _measure_links(cluster, launch.world_size, device, limit)
         cluster.levels = _derive_levels(cluster, launch.local_world_size)
-        cluster.skew_us = _measure_skew(launch, device) * 1e6
+        with limit("measuring delays"):
+            cluster.skew_us = _measure_skew(launch, device) * 1e6
     return cluster
 
 
@@ -181,7 +188,9 @@ def _training_step(config: Config, device: torch.device) -> Callable[[], object]
 # ------------------------------------------------------------------------------------------------------ links
 
 
-def _measure_links(cluster: ClusterConfig, world: int, device: torch.device) -> list[MeasuredConfig]:
+def _measure_links(
+    cluster: ClusterConfig, world: int, device: torch.device, limit: Callable[[str], AbstractContextManager]
+) -> list[MeasuredConfig]:
     """Measure each kind of collective in each kind of group that an axis of a grid on this machine can have."""
     measured: dict[tuple, MeasuredConfig] = {}
     for stride in divisors(world):
@@ -189,10 +198,12 @@ def _measure_links(cluster: ClusterConfig, world: int, device: torch.device) -> 
             group = place(cluster, RankSpan(stride, size))
             key = group.local, group.nodes, group.sharing
             if (*key, KINDS[0]) not in measured:
-                axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
+                with limit(f"connecting every {stride}. of {stride * size} ranks"):
+                    axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
                 axis.traffic.timed = False  # nobody reads the intervals, so they would accumulate
                 for kind in KINDS:
-                    measured[(*key, kind)] = _measure_collective(replace(group, kind=kind), axis, device)
+                    with limit(f"measuring {kind} over {size} ranks"):
+                        measured[(*key, kind)] = _measure_collective(replace(group, kind=kind), axis, device)
     return list(measured.values())
 
 
@@ -291,7 +302,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"out={config.out}: not a .yaml file; use, for example, configs/cluster/mine.yaml")
     with process_group(launch) as job:
         run_on_rank0(lambda: _check_writable(out))
-        cluster = measure(launch, job.device, config.name or out.stem)
+        cluster = measure(launch, job.device, config.name or out.stem, job.watchdog)
         run_on_rank0(lambda: _write(cluster, out))
 
 

@@ -12,8 +12,10 @@ _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # A collective's blocks are scheduled before those of a computation that was launched earlier.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # gpt4d's watchdog ends the job and reports the cause. torch's would abort the process before it can.
+    # gpt4d's watchdog ends the job and reports the cause. torch's would abort the process before it can, on errors of
+    # NCCL and on errors of CUDA.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that add in a fixed order

@@ -92,7 +92,8 @@ class Rendezvous:
         """End this process and, by reporting ``error`` in the store, all other ranks."""
         is_first = self._exiting.acquire(blocking=False)
         # A collective often fails because another rank has exited; that rank is the one to name.
-        may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        own = torch.OutOfMemoryError, torch.AcceleratorError
+        may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
         try:
             failure = self.watchdog.fail(f"{type(error).__name__}: {error}", may_be_secondary)
         except RuntimeError:

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -49,6 +51,8 @@ class WatchedCollective(Protocol):
     def name(self) -> str: ...
     @property
     def number(self) -> int: ...
+    @property
+    def time(self) -> float: ...
     @property
     def parameter(self) -> object: ...
 
@@ -106,12 +110,13 @@ class HangDetector:
         return self.timeout_s + self.startup_s, setting
 
     def waiting(self, since: float = 0.0) -> dict | None:
-        """Return the collective that this rank waits for, or None: of several, the one that it has waited for longest.
+        """Return the collective that this rank waits for, or None: on several axes of a GPU, the one started first.
 
-        The result has its ``axis``, ``name``, ``number`` on that axis, seconds waited (``s``), ``layer`` and
-        ``members`` (ranks). Seconds count from the first call that found it, and from ``since`` (``time.monotonic``).
+        The others may only be queued behind it. The result has its ``axis``, ``name``, ``number`` on that axis, seconds
+        waited (``s``), ``layer`` and ``members`` (ranks). Seconds count from the first call that found it, and from
+        ``since`` (``time.monotonic``).
         """
-        now, found = time.monotonic(), list[tuple[float, WatchedAxis, WatchedCollective]]()
+        now, found = time.monotonic(), list[tuple[WatchedCollective, WatchedAxis, float]]()
         for axis in self.axes.values():
             if not (collective := axis.traffic.oldest_unfinished()):
                 self._oldest.pop(axis.name, None)
@@ -120,10 +125,10 @@ class HangDetector:
             if number != collective.number:
                 first_seen = now
             self._oldest[axis.name] = collective.number, first_seen
-            found.append((first_seen, axis, collective))
+            found.append((collective, axis, first_seen))
         if not found:
             return None
-        first_seen, axis, collective = min(found, key=lambda entry: entry[0])
+        collective, axis, first_seen = min(found, key=lambda entry: entry[0].time)
         return {
             "axis": axis.name,
             "name": collective.name,
@@ -136,10 +141,19 @@ class HangDetector:
     def record(self) -> dict:
         """Return this rank's state: collectives started on each axis, the one it waits for, code line and stack."""
         begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
-        stack = traceback.extract_stack(sys._current_frames()[self.main_thread])
-        ours = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in stack if f.filename.startswith(PACKAGE_ROOT)]
-        where = ours[-1] if ours else str(stack[-1])
-        return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": "".join(stack.format())}
+        frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
+        # Autograd runs a GPU's backward on a thread of its own, which Python has not started.
+        threads = [*(ident for ident in frames if ident not in python_threads), self.main_thread]
+        stacks = [traceback.extract_stack(frames[ident]) for ident in threads]
+        ours = [
+            f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+            for stack in stacks
+            for frame in reversed(stack)
+            if frame.filename.startswith(PACKAGE_ROOT)
+        ]
+        where = ours[0] if ours else str(stacks[-1][-1])
+        text = "\n".join("".join(stack.format()) for stack in stacks)
+        return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": text}
 
 
 class Watchdog:
@@ -206,7 +220,7 @@ class Watchdog:
         """Return the ranks without a heartbeat during the next ``_SILENT_AFTER_ERROR_S`` seconds."""
         before = [self._heartbeats(rank) for rank in range(self.size)]
         self._stopped.wait(_SILENT_AFTER_ERROR_S)
-        return [rank for rank in range(self.size) if self._heartbeats(rank) == before[rank]]
+        return [rank for rank in range(self.size) if rank != self.rank and self._heartbeats(rank) == before[rank]]
 
     def _host(self, rank: int) -> str:
         return self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "an unknown host"
@@ -238,6 +252,8 @@ class Watchdog:
                 return
             if failure.waiting and self.hang_detector:
                 failure.hang = self._describe_hang(failure, failure.waiting, self.hang_detector)
+        except torch.AcceleratorError as error:  # the GPU has failed, and every question to it does
+            failure = self._report(Failure(self.rank, self._host(self.rank), f"{type(error).__name__}: {error}"))
         except RuntimeError:
             failure = self.store_lost()
         if not self._stopped.is_set():
@@ -248,10 +264,9 @@ class Watchdog:
         return Failure(0, self.rank0_host, _LOST)
 
     def _check_for_hang(self) -> Failure | None:
-        host = self._host(self.rank)
         if (limited := self._limited) and time.monotonic() > max(limited[1], self._resumed_at + _STARTUP_S):
             cause = f"{limited[0]} took longer than {_STARTUP_S:.0f} s; check the network between the nodes"
-            return self._report(Failure(self.rank, host, cause))
+            return self._report(Failure(self.rank, self._host(self.rank), cause))
         detector = self.hang_detector
         if not detector or not (waiting := detector.waiting(self._resumed_at)):
             return None
@@ -259,7 +274,7 @@ class Watchdog:
         if waiting["s"] < limit_s:
             return None
         cause = f"{waiting['name']} did not finish within {limit_s:g} s ({setting})"
-        return self._report(Failure(self.rank, host, cause, waiting))
+        return self._report(Failure(self.rank, self._host(self.rank), cause, waiting))
 
     def _describe_hang(self, failure: Failure, waiting: dict, detector: HangDetector) -> str:
         """Write this rank's state to its file and return the message about the hang.
@@ -284,15 +299,30 @@ class Watchdog:
         return self.store.get("hang").decode() if self._wait_for_key("hang", 2 * _RECORD_S) else str(failure)
 
     def _missing_ranks(self, waiting: dict) -> Iterator[str]:
-        """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead."""
-        for rank in waiting["members"]:
-            name = f"rank {rank} on {self._host(rank)}"
-            if not self._wait_for_key(f"record/{rank}", _RECORD_S):
-                yield f"{name} does not answer"
+        """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead.
+
+        If all of them have, a rank that one of them waits for itself, on another axis, is missing.
+        """
+        unexplained, explained, missing = deque([waiting]), set[tuple](), False
+        while unexplained and not missing:
+            waiting = unexplained.popleft()
+            key = waiting["axis"], waiting["number"], *waiting["members"]
+            if key in explained:
                 continue
-            record = json.loads(self.store.get(f"record/{rank}"))
-            if record["begun"][waiting["axis"]] < waiting["number"]:
-                yield f"{name} has not started it and is in {record['where']}"
+            explained.add(key)
+            it = "it" if len(explained) == 1 else waiting["name"]
+            for rank in waiting["members"]:
+                name = f"rank {rank} on {self._host(rank)}"
+                if not self._wait_for_key(f"record/{rank}", _RECORD_S):
+                    missing = True
+                    yield f"{name} does not answer"
+                    continue
+                record = json.loads(self.store.get(f"record/{rank}"))
+                if record["begun"][waiting["axis"]] < waiting["number"]:
+                    missing = True
+                    yield f"{name} has not started {it} and is in {record['where']}"
+                elif record["waiting"]:
+                    unexplained.append(record["waiting"])
 
     def _wait_for_key(self, key: str, timeout_s: float) -> bool:
         """Return whether ``key`` is in the store within ``timeout_s``."""

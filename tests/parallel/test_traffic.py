@@ -107,6 +107,15 @@ def test_a_wait_in_a_timed_step_for_a_collective_started_before_is_exposed(gpu):
     assert traffic.read()["exposed_s"] == 3.0
 
 
+def test_a_collective_of_the_timed_step_that_a_later_step_waits_for_is_not_hidden(gpu):
+    traffic = Traffic()
+    collective = start(traffic, gpu, end=3.0)
+    assert traffic.read()["hidden_s"] == 0.0  # nothing ran beside it yet
+    traffic.timed = False
+    collective.wait()
+    assert not traffic.run_intervals
+
+
 def test_the_oldest_collective_that_has_not_ended_on_the_gpu_is_known(gpu):
     traffic = Traffic()
     for end in (1.0, 2.0, 3.0):

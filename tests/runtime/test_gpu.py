@@ -16,7 +16,7 @@ def test_collectives_have_queues_of_their_own_and_priority_and_leave_errors_to_t
     set_environment(environment=environment)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert environment["TORCH_NCCL_HIGH_PRIORITY"] == "1"
-    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert "NCCL_NVLS_ENABLE" not in environment
 
 

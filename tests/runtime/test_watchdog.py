@@ -1,5 +1,7 @@
 """Ranks detect a silent rank, but not while the whole job was suspended; and a collective that hangs on a GPU."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,10 +78,12 @@ class GpuAxis:
     def __init__(self, name: str):
         self.name, self.traffic, self.num_started = name, self, 9
         self.oldest: int | None = None
-        self.parameter: object = None
+        self.time, self.parameter, self.error = 0.0, None, None
 
     def oldest_unfinished(self):
-        return self.oldest and StartedCollective(f"all_gather {self.name}", self.oldest, self.parameter)
+        if self.error:
+            raise self.error
+        return self.oldest and StartedCollective(f"all_gather {self.name}", self.oldest, self.time, self.parameter)
 
 
 @pytest.fixture
@@ -114,16 +118,14 @@ def test_a_collective_that_stays_the_oldest_on_a_gpu_has_waited(detect):
     assert detector.waiting() is None
 
 
-def test_of_two_axes_the_one_that_waits_longer_is_reported(detect):
+def test_of_two_axes_the_one_whose_collective_started_first_is_reported(detect):
     x, z = GpuAxis("x"), GpuAxis("z")
     detector, clock = detect(x, z)
-    z.oldest = 7
+    z.oldest, z.time = 7, 1000.0
+    x.oldest, x.time = 2, 1000.1  # queued behind the other before anybody looked
     detector.waiting()
-    clock.now += 60
-    x.oldest = 2  # queued behind the other
-    detector.waiting()
-    clock.now += 60
-    assert detector.waiting()["axis"] == "z"
+    clock.now += 120
+    assert detector.waiting()["axis"] == "z" and detector.waiting()["s"] == 120
 
 
 def test_the_layer_of_a_hanging_collective_is_named(detect):
@@ -139,3 +141,49 @@ def test_the_first_steps_have_five_minutes_more(detect, tmp_path):
     assert detector.limit == (420.0, "parallel.timeout_s + 300 s for the first steps")
     detector.end_startup()
     assert detector.limit == (120.0, "parallel.timeout_s")
+
+
+def watchdog_of(rank: int, size: int, messages: list[str]) -> Watchdog:
+    return Watchdog(dist.HashStore(), rank, size, "nid1", lambda failure: messages.append(str(failure)))
+
+
+def test_an_error_of_the_gpu_is_not_taken_for_a_lost_rank(detect, monkeypatch):
+    messages: list[str] = []
+    one, axis = watchdog_of(1, 2, messages), GpuAxis("z")
+    one.hang_detector, clock = detect(axis)
+    clock.pauses, clock.beat = iter([1.0] * 3), lambda now: None
+    one._stopped = clock
+    axis.error = torch.AcceleratorError("an illegal memory access was encountered")
+    one._watch()
+    (message,) = messages
+    assert message.startswith("rank 1 on") and "AcceleratorError: an illegal memory access" in message
+
+
+def test_a_rank_does_not_count_itself_as_silent(monkeypatch):
+    one = watchdog_of(0, 2, [])
+    monkeypatch.setattr(watchdog, "_SILENT_AFTER_ERROR_S", 0.0)
+    assert one._silent_ranks() == [1]
+
+
+def waits(axis: str, number: int, *members: int) -> dict:
+    return {"axis": axis, "name": f"all_reduce {axis}", "number": number, "members": members}
+
+
+def test_the_missing_rank_is_found_across_axes():
+    """Rank 0 waits for 1, which waits for 3 on another axis; 2 waits for 3 as well. Rank 3 sleeps."""
+    one = watchdog_of(0, 4, [])
+    records = [
+        {"begun": {"x": 5, "z": 2}, "waiting": waits("x", 5, 0, 1), "where": "traffic.py"},
+        {"begun": {"x": 5, "z": 3}, "waiting": waits("z", 3, 1, 3), "where": "traffic.py"},
+        {"begun": {"x": 5, "z": 2}, "waiting": waits("x", 5, 2, 3), "where": "traffic.py"},
+        {"begun": {"x": 4, "z": 2}, "waiting": None, "where": "loader.py:52 (step)"},
+    ]
+    for rank, record in enumerate(records):
+        one.store.set(f"record/{rank}", json.dumps(record))
+        one.store.set(f"host/{rank}", f"nid{rank}")
+    assert list(one._missing_ranks(waits("x", 5, 0, 1))) == [
+        "rank 3 on nid3 has not started all_reduce z and is in loader.py:52 (step)"
+    ]
+    records[3] |= {"begun": {"x": 5, "z": 3}, "waiting": waits("z", 3, 1, 3)}  # all have started everything
+    one.store.set("record/3", json.dumps(records[3]))
+    assert list(one._missing_ranks(waits("x", 5, 0, 1))) == []
