@@ -78,7 +78,8 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
             return tensor
 
         return _through_memory(tensor, axis, sent_bytes, reduce)
-    if axis.inter_host_group is not None and op == dist.ReduceOp.SUM and _fits_hosts(tensor, axis):
+    divides = axis.shm is not None and tensor.numel() % axis.shm.size == 0
+    if axis.inter_host_group is not None and op == dist.ReduceOp.SUM and divides and _fits_slot(tensor, axis):
         return _start_all_reduce_by_hosts(tensor, axis, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
@@ -93,6 +94,8 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) * shard.nbytes
     if _shared(shard, axis):
         return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
+    if axis.inter_host_group is not None and _fits_slot(shard, axis, axis.size):
+        return _start_all_gather_by_hosts(shard, axis, sent_bytes)
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
     return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
@@ -107,16 +110,27 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
     if _shared(full, axis):
         return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
+    if axis.inter_host_group is not None and _fits_slot(full, axis):
+        return _start_reduce_scatter_by_hosts(full, axis, sent_bytes)
     if not full.is_cpu:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
         return Pending(shard, InFlightCollective(axis.traffic, work, full.device, sent_bytes), source=full)
-    # gloo implements reduce-scatter as an all-reduce, of twice the bytes: exchange the parts and add them here.
+    return _start_exchange_and_add(full, axis, axis.group, axis.size, sent_bytes)
+
+
+def _start_exchange_and_add(
+    full: torch.Tensor, axis: Axis, group: dist.ProcessGroup | None, size: int, sent_bytes: float
+) -> Pending:
+    """Start a reduce-scatter over ``group``, which gloo implements as an all-reduce, of twice the bytes.
+
+    Here the ranks exchange the parts and add them up themselves.
+    """
     parts = torch.empty_like(full)
-    work = dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
+    work = dist.all_to_all_single(parts, full, group=group, async_op=True)
 
     def add(parts: torch.Tensor) -> torch.Tensor:
-        return parts.view(axis.size, -1, *parts.shape[1:]).sum(0)
+        return parts.view(size, -1, *parts.shape[1:]).sum(0)
 
     return Pending(parts, InFlightCollective(axis.traffic, work, full.device, sent_bytes), add, source=full)
 
@@ -126,8 +140,8 @@ def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
     return axis.shm is not None and axis.inter_host_group is None and tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
-def _fits_hosts(tensor: torch.Tensor, axis: Axis) -> bool:
-    return axis.shm is not None and tensor.nbytes <= shared_memory.SLOT_BYTES and tensor.numel() % axis.shm.size == 0
+def _fits_slot(tensor: torch.Tensor, axis: Axis, copies: int = 1) -> bool:
+    return axis.shm is not None and copies * tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
 def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
@@ -148,6 +162,49 @@ def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: flo
         return tensor
 
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
+
+
+def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+    """Start a reduce-scatter whose parts are summed inside each host first, so that each leaves a host once.
+
+    Only the exchange between the hosts overlaps the computation.
+    """
+    shm = axis.shm
+    assert shm is not None
+    column = shm.columns[shm.index]
+
+    def reduce(slots: torch.Tensor) -> torch.Tensor:
+        parts = slots.unflatten(1, (axis.size, -1))
+        return torch.cat([parts[:, index].sum(0) for index in column])
+
+    with axis.traffic.time_wait(full.device):
+        sums = shm.post(full, reduce).wait()
+    return _start_exchange_and_add(sums, axis, axis.inter_host_group, len(column), sent_bytes)
+
+
+def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+    """Start an all-gather in which each shard enters a host once; its ranks then share what they have received.
+
+    Only the exchange between the hosts overlaps the computation.
+    """
+    shm = axis.shm
+    assert shm is not None
+    hosts = len(shm.columns[shm.index])
+    received = shard.new_empty((hosts * shard.shape[0], *shard.shape[1:]))
+    work = _all_gather(received, shard, group=axis.inter_host_group, async_op=True)
+
+    def assemble(slots: torch.Tensor) -> torch.Tensor:
+        full = slots.new_empty((axis.size, *shard.shape))
+        for column, shards in zip(shm.columns, slots.unflatten(1, (hosts, -1)), strict=True):
+            for index, part in zip(column, shards, strict=True):
+                full[index].copy_(part)
+        return full.flatten(0, 1)
+
+    def share(received: torch.Tensor) -> torch.Tensor:
+        with axis.traffic.time_wait(shard.device):
+            return shm.post(received, assemble).wait()
+
+    return Pending(received, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), share, source=shard)
 
 
 def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine: shared_memory.Combine) -> Pending:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -43,10 +43,19 @@ class SharedMemoryCollective:
 
 
 class SharedMemory:
-    """Memory shared by the ranks of a group on one host. All of them post the same collectives in the same order."""
+    """Memory shared by the ranks of a group on one host. All of them post the same collectives in the same order.
 
-    def __init__(self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket]):
-        self.index, self.peers = index, peers
+    Args:
+        index: of this rank on its host.
+        buffer: the memory.
+        peers: sockets to the others, by their index.
+        columns: for each index on a host, the group's ranks that have it, one on each host, in ascending order.
+    """
+
+    def __init__(
+        self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket], columns: Sequence[tuple[int, ...]] = ()
+    ):
+        self.index, self.peers, self.columns = index, peers, columns
         self.size = len(peers) + 1
         self.bytes = torch.frombuffer(buffer, dtype=torch.uint8).view(_SLOTS, self.size, SLOT_BYTES)
         self.posted = 0
@@ -127,15 +136,18 @@ def connect(group: dist.ProcessGroup) -> tuple[SharedMemory | None, dist.Process
         if len(local) == 1 or len(local) * len(hosts) != size or len({len(ranks) for ranks in hosts.values()}) > 1:
             return None, None
         index = local.index(rank)
-        memory = _share_memory(listener, [locations[other][1] for other in local], index)
+        columns = [tuple(sorted(column)) for column in zip(*hosts.values(), strict=True)]
+        memory = _share_memory(listener, [locations[other][1] for other in local], index, columns)
     inter_host_group = None
     if len(hosts) > 1:
-        ranks = [dist.get_global_rank(group, ranks[index]) for ranks in hosts.values()]
+        ranks = [dist.get_global_rank(group, other) for other in columns[index]]
         inter_host_group = dist.new_group(ranks, use_local_synchronization=True)
     return memory, inter_host_group
 
 
-def _share_memory(listener: socket.socket, addresses: list[str], index: int) -> SharedMemory:
+def _share_memory(
+    listener: socket.socket, addresses: list[str], index: int, columns: Sequence[tuple[int, ...]]
+) -> SharedMemory:
     """Connect the ranks of a host, this one being ``index``, and map the memory file that rank 0 of them creates."""
     peers, size = {}, len(addresses)
     for other, address in enumerate(addresses[:index]):
@@ -157,7 +169,7 @@ def _share_memory(listener: socket.socket, addresses: list[str], index: int) -> 
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TIMEOUT_S, 0))
     buffer = mmap.mmap(file, length)
     os.close(file)
-    return SharedMemory(index, buffer, dict(sorted(peers.items())))
+    return SharedMemory(index, buffer, dict(sorted(peers.items())), columns)
 
 
 def _listen(backlog: int) -> tuple[socket.socket | None, tuple | None]:

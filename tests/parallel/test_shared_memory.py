@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives
-from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.grid import Axis, Grid
 from tests.rank_pool import RankFailure
 
 
@@ -73,25 +73,32 @@ def test_a_result_is_not_overwritten_by_later_collectives(ranks):
         assert result.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
-def reduce_across_two_hosts():
-    """On a rank: all-reduce on an axis of four ranks as if each two of them were on one host."""
+def axis_across_hosts(hosts: list[int]) -> Axis:
+    """Return the axis of all ranks as if each rank were on the host that the list names."""
     from gpt4d.parallel import shared_memory
 
-    listen, rank = shared_memory._listen, dist.get_rank()
+    listen = shared_memory._listen
 
     def listen_on_fake_host(backlog):
         listener, (host, address) = listen(backlog)
-        return listener, ((*host, rank // 2), address)
+        return listener, ((*host, hosts[dist.get_rank()]), address)
 
     shared_memory._listen = listen_on_fake_host
     try:
-        grid = Grid(GridSizes(data=4))
+        axis = Grid(GridSizes(data=len(hosts))).data
     finally:
         shared_memory._listen = listen
-    assert grid.data.shm.size == 2 and dist.get_world_size(grid.data.inter_host_group) == 2
+    num_hosts = len(set(hosts))
+    assert axis.shm.size == len(hosts) // num_hosts and dist.get_world_size(axis.inter_host_group) == num_hosts
+    return axis
+
+
+def reduce_across_hosts(hosts):
+    """Return sums on an axis across hosts, and the same sums by gloo."""
+    axis, rank = axis_across_hosts(hosts), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
-    pending = [collectives.start_all_reduce(t.clone(), grid.data) for t in tensors]
+    pending = [collectives.start_all_reduce(t.clone(), axis) for t in tensors]
     sums = [p.wait() for p in pending]
     for tensor in tensors:
         dist.all_reduce(tensor)
@@ -99,8 +106,57 @@ def reduce_across_two_hosts():
 
 
 def test_an_all_reduce_across_hosts_is_right_and_bit_equal_on_all_ranks(ranks):
-    results = ranks.run(4, reduce_across_two_hosts)
+    results = ranks.run(4, reduce_across_hosts, [0, 0, 1, 1])
     for sums, expected in results:
         for one, other, first in zip(sums, expected, results[0][0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
             assert torch.equal(one, first)
+
+
+def scatter_and_gather_across_hosts(hosts):
+    """Check results across hosts against gloo's; return the number of elements that this rank sends to other hosts."""
+    axis, rank = axis_across_hosts(hosts), dist.get_rank()
+    generator, elements = torch.Generator().manual_seed(rank), []
+    exchange, gather = dist.all_to_all_single, collectives._all_gather
+
+    def count_exchange(parts, full, **options):
+        elements.append(full.numel() * (1 - 1 / dist.get_world_size(options["group"])))
+        return exchange(parts, full, **options)
+
+    def count_gather(full, shard, **options):
+        elements.append(full.numel() - shard.numel())
+        return gather(full, shard, **options)
+
+    size = len(hosts)
+    tensors = [torch.randn(size * n, 3, dtype=torch.float64, generator=generator) for n in (1, 2, 5)]
+    dist.all_to_all_single, collectives._all_gather = count_exchange, count_gather
+    try:
+        scattered = [collectives.start_reduce_scatter(t.clone(), axis) for t in tensors]
+        gathered = [collectives.start_all_gather(t, axis) for t in tensors]
+        ours = [pending.wait() for pending in (*scattered, *gathered)]
+    finally:
+        dist.all_to_all_single, collectives._all_gather = exchange, gather
+    expected = []
+    for tensor in tensors:
+        whole = tensor.clone()
+        dist.all_reduce(whole)
+        expected.append(whole.chunk(size)[rank])
+    for tensor in tensors:
+        parts = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(parts, tensor)
+        expected.append(torch.cat(parts))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+    return sum(elements)
+
+
+@pytest.mark.parametrize(
+    "hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1]], ids=str
+)
+def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ranks, hosts):
+    size, num_hosts = len(hosts), len(set(hosts))
+    scattered = sum(size * n * 3 for n in (1, 2, 5)) * size  # elements of all ranks' tensors, and of all gathered ones
+    sent = sum(ranks.run(size, scatter_and_gather_across_hosts, hosts))
+    local = size // num_hosts
+    # A host's sums leave it for the other hosts once; each shard enters every other host once.
+    assert sent == scattered * (num_hosts - 1) / num_hosts / local + scattered * (num_hosts - 1)
