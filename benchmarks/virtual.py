@@ -1,0 +1,238 @@
+"""A virtual device: operations on large tensors take its time instead of the processor's, and collectives are real.
+
+Many ranks that share a few cores cannot show what overlap gains: while one rank computes, others wait for its core.
+
+    with VirtualDevice(flops=2e10, memory_gb_s=0.3, launch_us=20) as device:
+        step()                  # of any program written in torch: gpt4d, DDP, FSDP2, megatron-core, AxoNN
+        device.synchronize()
+    device.report()
+
+Values computed under the device are meaningless. Its model:
+
+- A device executes operations one after another. Each takes ``max(FLOPs / rate, bytes / bandwidth)`` plus the time of a
+  launch. Its large results are views of one block of zeros, and large tensors that it should change stay as they are.
+- An operation whose tensors are all small (losses, counters, token ids) is computed by the processor and takes no time
+  of the device. Views and uninitialized tensors take none either. The host waits for the device where a value is read.
+- A collective, or a message to another rank, starts when the device has finished all work before it. It moves its
+  bytes, beside later work. Work after a wait starts when the wait has returned. A thread of gpt4d's resharding links is
+  a stream of its own, which starts a transfer when the device has computed it.
+- With ``intra_host_mb_s``, a rank sends to the other ranks of its host at this rate, through sockets or gpt4d's shared
+  memory: a result is not available before the rank has sent its bytes (``benchmarks.virtual_streams.intra_host_bytes``)
+  at this rate, and the transfers of a rank follow each other. They start when this rank does, so a rank waits for a
+  peer that starts later, but not for the peer's transfer. Links between hosts stay those of the network.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.virtual_operations import Operations, has_kernel, host_reads, tensors_in
+from benchmarks.virtual_streams import HostLinks, Stream
+from gpt4d.parallel import traffic
+from gpt4d.parallel.resharding.transfer import Link, Transfer
+from gpt4d.parallel.shared_memory import Combine, SharedMemory, SharedMemoryCollective
+
+_MAX_LATE_SHARE = 0.05  # of the elapsed time; if the host is late for longer, the processor was the bottleneck
+
+
+class VirtualDevice:
+    """Context manager under which this process computes on a virtual device. It may be entered again.
+
+    Args:
+        flops: floating-point operations per second of matrix products, attention and convolutions.
+        memory_gb_s: rate in GB/s at which operations read and write.
+        launch_us: least time of an operation.
+        intra_host_mb_s: MB/s that a rank sends to other ranks of its host; None: what the transport reaches.
+        ranks_per_host: ranks of a host; hosts have consecutive ranks.
+        small: largest number of elements of a small tensor.
+        source: the functions of ``time`` that it uses: perf_counter, process_time and sleep.
+    """
+
+    def __init__(
+        self,
+        flops: float,
+        memory_gb_s: float,
+        launch_us: float,
+        intra_host_mb_s: float | None = None,
+        ranks_per_host: int = 1,
+        small: int = 8192,
+        source: Any = time,
+    ):
+        self.operations = Operations(flops, memory_gb_s, launch_us, small)
+        self.links = HostLinks(intra_host_mb_s, ranks_per_host)
+        self.source = source
+
+    def __enter__(self) -> "VirtualDevice":
+        self._entered, self._entered_cpu = self.source.perf_counter(), self.source.process_time()
+        self.stream = Stream(self.source, self._entered)
+        self._dispatch = Dispatch(self, self.stream)
+        self._context = ExitStack()
+        for owner, name, replacement in (
+            (dist.Work, "wait", self._wait),
+            (SharedMemory, "post", self._post),
+            (SharedMemoryCollective, "wait", self._wait_in_host),
+            (Link, "submit", self._submit),
+            (Transfer, "wait", self._wait_for_transfer),
+            (traffic, "now", self._now),
+        ):
+            self._context.enter_context(patch.object(owner, name, replacement(getattr(owner, name))))
+        self._context.enter_context(self._dispatch)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._context.__exit__(*error)
+        self.links.clear()
+
+    def synchronize(self) -> None:
+        """Return when the device has executed all operations."""
+        self.stream.synchronize()
+
+    def report(self) -> dict[str, float | bool]:
+        """Return what happened since the device was entered.
+
+        ``seconds``: elapsed. ``busy_s``: the device executed operations. ``host_cpu_s``: processor time of this
+        process, all threads. ``host_late_s``: the device was idle although no collective was waited for. ``cpu_bound``:
+        the latter exceeds 5 % of the time, so the seconds do not count.
+        """
+        seconds = self.source.perf_counter() - self._entered
+        return {
+            "seconds": seconds,
+            "busy_s": self.stream.busy_s,
+            "host_cpu_s": self.source.process_time() - self._entered_cpu,
+            "host_late_s": self.stream.late_s,
+            "cpu_bound": self.stream.late_s > _MAX_LATE_SHARE * seconds,
+        }
+
+    # Each of these methods returns the replacement of a function or method for the time under the device.
+
+    def _wait(self, original: Callable) -> Callable:
+        def wait(work: dist.Work, *timeout) -> bool:
+            if (in_flight := self.links.pop_work(work)) is None:
+                return original(work, *timeout)
+            with in_flight.stream.waiting():
+                result = original(work, *timeout)
+                in_flight.stream.sleep_until(in_flight.ready)
+            return result
+
+        return wait
+
+    def _post(self, original: Callable) -> Callable:
+        def post(memory: SharedMemory, tensor: torch.Tensor, combine: Combine) -> SharedMemoryCollective:
+            self.stream.synchronize()
+            started = self.source.perf_counter()
+            with self._copying_in_host():
+                collective = original(memory, tensor, combine)
+            collective.started = started
+            return collective
+
+        return post
+
+    def _wait_in_host(self, original: Callable) -> Callable:
+        def wait(collective: SharedMemoryCollective) -> torch.Tensor:
+            if collective.result is not None:
+                return collective.result
+            nbytes, size = collective.like.nbytes, collective.memory.size
+            with self._copying_in_host():
+                result = original(collective)
+                # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
+                passes = 2 if result.nbytes == nbytes else 1
+                sent = passes * (size - 1) / size * max(nbytes, result.nbytes)
+                self.stream.sleep_until(self.links.reserve(collective.started, sent))
+            return result
+
+        return wait
+
+    @contextmanager
+    def _copying_in_host(self) -> Iterator[None]:
+        """Wait for other ranks. Copies and sums of shared memory take no time of the device, as ``links`` counts it."""
+        outer, self._dispatch.free = self._dispatch.free, True
+        with self.stream.waiting():
+            yield
+        self._dispatch.free = outer
+
+    def _submit(self, original: Callable) -> Callable:
+        def submit(link: Link, task: Callable[[], None]) -> None:
+            stream = Stream(self.source, self.stream.clock)
+
+            def run() -> None:
+                stream.synchronize()
+                with Dispatch(self, stream):
+                    task()
+
+            original(link, run)
+
+        return submit
+
+    def _wait_for_transfer(self, original: Callable) -> Callable:
+        def wait(transfer: Transfer) -> torch.Tensor | None:
+            with self.stream.waiting():
+                return original(transfer)
+
+        return wait
+
+    def _now(self, original: Callable) -> Callable:
+        # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
+        return lambda device: max(self.source.perf_counter(), self.stream.clock)
+
+
+class Dispatch(TorchDispatchMode):
+    """Executes a thread's operations on a stream of a device. ``free``: they take no time."""
+
+    def __init__(self, device: VirtualDevice, stream: Stream):
+        super().__init__()
+        self.operations, self.links, self.stream, self.free = device.operations, device.links, stream, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(kind is not torch.Tensor for kind in types):  # a DTensor issues operations on plain tensors
+            return NotImplemented
+        if "c10d" in func.namespace:
+            return self._communicate(func, args, kwargs)
+        if not has_kernel(func):
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        if host_reads(func, tensors):
+            self.stream.synchronize()
+            return func(*args, **kwargs)
+        cost = self.operations.cost(func, args, kwargs)
+        # A small part of a large result, such as a row, is not written either: zeros serve all results.
+        if not (cost.large or (func._schema.is_mutable and any(map(self.operations.in_zeros, tensors)))):
+            return func(*args, **kwargs)
+        self._wait_for_results(tensors)
+        if not self.free:
+            self.stream.launch(cost.seconds)
+        return self.operations.result(cost, tensors)
+
+    def _communicate(self, func, args: tuple, kwargs: dict):
+        name = func._schema.name.split("::")[1]
+        if name == "_wrap_tensor_autograd":
+            return func(*args, **kwargs)
+        if name == "wait_tensor":
+            with self.stream.waiting():
+                result = func(*args, **kwargs)
+                if in_flight := self.links.pop_result(result):
+                    self.stream.sleep_until(in_flight.ready)
+            return result
+        self.stream.synchronize()
+        started = self.stream.source.perf_counter()
+        result = func(*args, **kwargs)
+        names = (argument.name for argument in func._schema.arguments)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        reusable = [tensor for tensor in tensors_in(result) if not self.operations.in_zeros(tensor)]
+        self.links.track(self.stream, started, name, arguments, result, reusable)
+        return result
+
+    def _wait_for_results(self, tensors: list[torch.Tensor]) -> None:
+        """Delay the stream until the collectives that compute ``tensors`` are complete.
+
+        C++ code, such as DDP's, waits for them without a call that the device sees.
+        """
+        for tensor in tensors if self.links.has_results else ():
+            if in_flight := self.links.pop_result(tensor):
+                self.stream.advance_to(max(in_flight.ready, self.stream.source.perf_counter()))
