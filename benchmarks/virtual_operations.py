@@ -120,7 +120,9 @@ def _moved_bytes(func, tensors: list[torch.Tensor], args: tuple, kwargs: dict, n
     written = [
         tensor
         for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "grads"  # fused optimizers write gradients only where they scale them
         for tensor in tensors_in(values.get(argument.name))
     ]
     only_written = written if packet in _OVERWRITING or func._overloadname.endswith("out") else []

@@ -1,0 +1,307 @@
+import mmap
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.virtual import VirtualDevice
+from benchmarks.virtual_streams import intra_host_bytes
+from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
+from gpt4d.model import registry
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.parallel import collectives
+from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.resharding.transfer import Link
+from gpt4d.parallel.shared_memory import SLOT_BYTES, SharedMemory
+from gpt4d.planner.device import Links
+from gpt4d.planner.step import StepWalk
+from gpt4d.step import TrainStep, build_stage
+from tests.grids import token_loss
+
+FLOPS, MEMORY_GB_S, LAUNCH_US = 1e6, 1e-3, 100.0
+LARGE = 128, 128
+
+
+class FakeTime:
+    """A source of time that passes only while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.now / 4
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class StartTimes(TorchDispatchMode):
+    """The time at which each operation that a virtual device passes on begins."""
+
+    def __init__(self, source: FakeTime):
+        super().__init__()
+        self.source, self.times = source, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times[func.overloadpacket.__name__] = self.source.now
+        return func(*args, **(kwargs or {}))
+
+
+def virtual_device(**options) -> VirtualDevice:
+    return VirtualDevice(FLOPS, MEMORY_GB_S, LAUNCH_US, source=FakeTime(), **options)
+
+
+def seconds(flops: float, *moved: int) -> float:
+    """The time of an operation that reads and writes float32 tensors with these numbers of elements."""
+    return max(flops / FLOPS, 4 * sum(moved) / MEMORY_GB_S / 1e9) + LAUNCH_US / 1e6
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_busy_time_is_the_sum_of_the_costs_of_all_operations():
+    x, first, second = torch.randn(256, 128), nn.Linear(128, 512, bias=False), nn.Linear(512, 128, bias=False)
+    with virtual_device() as device:
+        second(first(x).relu()).sum().backward()
+        device.synchronize()
+    batch, inner, product = 256 * 128, 256 * 512, 2 * 256 * 128 * 512
+    weight = 128 * 512
+    forward = [
+        seconds(product, batch, weight, inner),
+        seconds(0, inner, inner),  # ReLU
+        seconds(product, inner, weight, batch),
+        seconds(0, batch, 1),  # the sum, whose gradient is one expanded element
+    ]
+    backward = [
+        seconds(product, 1, inner, weight),  # the second weight's gradient
+        seconds(product, 1, weight, inner),  # its input's
+        seconds(0, inner, inner, inner),  # ReLU
+        seconds(product, inner, batch, weight),  # the first weight's gradient
+    ]
+    report = device.report()
+    assert report["busy_s"] == pytest.approx(sum(forward + backward))
+    assert report["seconds"] == pytest.approx(report["busy_s"])  # a rank alone takes its busy time
+    assert report["host_late_s"] == 0
+
+
+def test_large_tensors_are_not_computed_and_small_ones_are():
+    large, small, mask = torch.ones(LARGE), torch.ones(8), torch.ones(8, dtype=torch.bool)
+    with virtual_device() as device:
+        large.add_(1)
+        product = large @ large
+        product[0].add_(1)
+        small.mul_(3)
+        assert small[mask].sum().item() == 24
+        assert torch.zeros(1 << 32, dtype=torch.int8).numel() == 1 << 32  # takes no memory
+        product = product + product
+    assert large.eq(1).all() and product.shape == LARGE and product.eq(0).all()
+    assert device.source.now < device.stream.clock  # the host waits only if it reads a value, and read small ones
+
+
+def test_reading_a_value_waits_for_the_device():
+    with virtual_device() as device:
+        (torch.ones(LARGE) @ torch.ones(LARGE)).sum().item()
+        assert device.source.now == device.stream.clock > 0
+
+
+@pytest.mark.parametrize("late_share, cpu_bound", [(0.04, False), (0.06, True)])
+def test_report_names_the_time_for_which_the_host_was_late(late_share, cpu_bound):
+    weight = torch.ones(LARGE)
+    with virtual_device() as device:
+        weight @ weight
+        device.synchronize()
+        busy_s = device.stream.busy_s
+        device.source.sleep(late_s := 2 * busy_s * late_share / (1 - late_share))
+        weight @ weight
+        device.synchronize()
+    report = device.report()
+    assert report["busy_s"] == pytest.approx(2 * busy_s)
+    assert report["host_late_s"] == pytest.approx(late_s)
+    assert report["cpu_bound"] is cpu_bound
+    assert report["host_cpu_s"] == pytest.approx(report["seconds"] / 4)
+
+
+@pytest.mark.parametrize("operation", ["allreduce_", "all_reduce"])
+def test_collective_starts_when_the_device_has_computed(process_group, operation):
+    weight, device = torch.ones(LARGE), virtual_device()
+    with StartTimes(device.source) as started, device:
+        out = weight @ weight
+        clock = device.stream.clock
+        if operation == "allreduce_":
+            dist.all_reduce(out)
+        else:
+            functional.all_reduce(out, "sum", dist.group.WORLD)
+    assert started.times[operation] == clock > 0
+
+
+class LatePeer:
+    """The other rank of shared memory, which is late for every collective."""
+
+    def __init__(self, source: FakeTime, late_s: float):
+        self.source, self.late_s = source, late_s
+
+    def send(self, notification: bytes) -> None: ...
+
+    def recv(self, size: int) -> bytes:
+        self.source.sleep(self.late_s)
+        return b"\0"
+
+    def memory(self) -> SharedMemory:
+        return SharedMemory(0, mmap.mmap(-1, 8 * SLOT_BYTES), {1: self})
+
+
+def test_shared_memory_is_written_when_the_device_has_computed():
+    weight, device = torch.ones(LARGE), virtual_device()
+    memory = LatePeer(device.source, 0).memory()
+    with StartTimes(device.source) as started, device:
+        weight @ weight
+        clock = device.stream.clock
+        memory.post(torch.ones(8), lambda slots: slots[0])
+        assert started.times["copy_"] == clock > 0
+        memory.post(weight, lambda slots: slots[0] + slots[1]).wait()
+    assert device.stream.busy_s == clock  # copies and sums take no time of the device
+
+
+def test_link_starts_a_transfer_when_the_device_has_computed_it(process_group):
+    weight, device, started = torch.ones(LARGE), virtual_device(), []
+    link = Link("link", dist.group.WORLD, torch.device("cpu"))
+    with device:
+        weight @ weight
+        clock = device.stream.clock
+        link.submit(lambda: started.append(device.source.now))
+        link.close()
+    assert started == [clock] and clock > 0
+
+
+def test_thread_of_a_link_is_a_stream_of_its_own(process_group):
+    weight, device = torch.ones(LARGE), virtual_device()
+    link = Link("link", dist.group.WORLD, torch.device("cpu"))
+    with device:
+        link.submit(lambda: weight @ weight)
+        link.close()
+    assert device.report()["busy_s"] == 0
+
+
+def test_work_after_a_wait_starts_when_the_wait_returns():
+    weight, device = torch.ones(LARGE), virtual_device()
+    memory = LatePeer(device.source, late_s=5).memory()
+    with device:
+        memory.post(torch.ones(8), lambda slots: slots[0]).wait()
+        weight @ weight
+    assert device.stream.clock == 5 + device.stream.busy_s
+    assert device.report()["host_late_s"] == 0
+
+
+@pytest.mark.parametrize(
+    "operation, ranks, sent",
+    [
+        ("allreduce_", range(4), 1.5),
+        ("allreduce_", range(8), 1.75),  # over two hosts
+        ("allreduce_", (0, 4), 0),  # one rank per host
+        ("_allgather_base_", range(4), 0.75),
+        ("reduce_scatter_tensor", range(8), 0.875),
+        ("alltoall_base_", range(8), 0.375),
+        ("broadcast_", range(4), 1),
+        ("send", (0, 3), 1),
+        ("send", (0, 4), 0),
+        ("recv_", (0, 3), 0),
+    ],
+)
+def test_bytes_sent_inside_a_host_of_four_ranks(operation, ranks, sent):
+    assert intra_host_bytes(operation, 1, ranks, rank=0, ranks_per_host=4) == sent
+
+
+def all_reduce_functional(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
+
+
+def all_reduce_without_a_visible_wait(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    dist.all_reduce(tensor, async_op=True).get_future().wait()
+    return tensor
+
+
+ALL_REDUCES = (
+    lambda tensor, axis: dist.all_reduce(tensor) or tensor,
+    lambda tensor, axis: collectives.all_reduce(tensor, axis),
+    all_reduce_functional,
+    all_reduce_without_a_visible_wait,
+)
+
+
+def all_reduce_in_host(variant: int) -> tuple[float, bool]:
+    """Return the seconds from the computation of a tensor until its sum is available, and whether it was received."""
+    weight, tensor = torch.ones(LARGE), torch.ones(LARGE)
+    axis = Grid(GridSizes(x=2)).x
+    with virtual_device(intra_host_mb_s=1, ranks_per_host=2) as device:
+        weight @ weight
+        computed = device.stream.clock
+        total = ALL_REDUCES[variant](tensor, axis)
+        busy_s = device.stream.busy_s
+        torch.neg(total)  # starts when the sum is available
+        return device.stream.clock - (device.stream.busy_s - busy_s) - computed, bool(total.eq(2).all())
+
+
+@pytest.mark.parametrize("variant", range(len(ALL_REDUCES)))
+def test_all_ways_to_exchange_data_in_a_host_take_the_same_time(ranks, variant):
+    nbytes = 4 * LARGE[0] * LARGE[1]  # of which each rank of two sends the whole: 2·(G-1)/G = 1
+    for waited, _ in ranks.run(2, all_reduce_in_host, variant):
+        assert waited == pytest.approx(nbytes / 1e6)
+
+
+def all_reduce_between_hosts() -> bool:
+    tensor = torch.ones(LARGE)
+    with virtual_device(intra_host_mb_s=1) as device:
+        dist.all_reduce(tensor)
+    return device.source.now == 0 and bool(tensor.eq(2).all())
+
+
+def test_collective_moves_its_bytes_and_takes_their_real_time_between_hosts(ranks):
+    assert all(ranks.run(2, all_reduce_between_hosts))
+
+
+def transfer_behind_computation() -> float:
+    """Return the time for which a step of two collectives exposes the second, which began before a computation."""
+    grid, weight = Grid(GridSizes(x=2)), torch.ones(LARGE)
+    with virtual_device(intra_host_mb_s=1, ranks_per_host=2) as device:
+        pending = collectives.start_all_reduce(torch.ones(LARGE), grid.x)
+        weight @ weight
+        clock = device.stream.clock
+        pending.wait()
+        assert device.stream.clock == clock
+    return grid.x.traffic.read()["exposed_s"]
+
+
+def test_a_collective_behind_a_longer_computation_is_hidden(ranks):
+    assert ranks.run(2, transfer_behind_computation) == [0, 0]
+
+
+def planned_and_busy_s(memory_gb_s: float) -> tuple[float, float]:
+    flops, launch_us = 2e10, 20.0
+    model = GPT2Config(layers=2, hidden=256, heads=4, vocab_size=512, max_positions=128)
+    cluster = ClusterConfig(matmul_tflops=flops / 1e12, memory_gb_s=memory_gb_s, operation_us=launch_us)
+    config = Config(model=model, cluster=cluster, train=TrainConfig(seq_len=128, batch_size=16))
+    stage = build_stage(config, Grid.single_device(), torch.device("cpu"), initialized=False)
+    step = TrainStep(stage, token_loss, OptimConfig())
+    ids = torch.zeros(16, 128, dtype=torch.int64)
+    with VirtualDevice(flops, memory_gb_s, launch_us, small=1024, source=FakeTime()) as device:
+        step([(ids, ids, torch.arange(16))], 1, ids.numel(), 1e-3)
+    description, sizes = registry.describe(model), GridSizes()
+    walk = StepWalk(config, description, sizes, Links(cluster, sizes), micro_batch=16)
+    return walk.run(1).compute_s, device.stream.busy_s
+
+
+# With a slower memory they differ: the planner adds the bytes of products to their FLOPs, the device takes the larger.
+@pytest.mark.parametrize("memory_gb_s", [1000, 4])
+def test_the_planner_computes_as_long_as_the_device(memory_gb_s):
+    planned_s, busy_s = planned_and_busy_s(memory_gb_s)
+    assert planned_s == pytest.approx(busy_s, rel=0.05)
