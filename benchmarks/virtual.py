@@ -30,6 +30,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.virtual_operations import Operations, has_kernel, host_reads, tensors_in
@@ -190,13 +191,15 @@ class Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if FakeTensor in types:  # DTensor's, which computes shapes with them
+            return func(*args, **kwargs)
         if any(kind is not torch.Tensor for kind in types):  # a DTensor issues operations on plain tensors
             return NotImplemented
         if "c10d" in func.namespace:
             return self._communicate(func, args, kwargs)
-        if not has_kernel(func):
-            return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
+        if not has_kernel(func, tensors, kwargs):
+            return func(*args, **kwargs)
         if host_reads(func, tensors):
             self.stream.synchronize()
             return func(*args, **kwargs)

@@ -97,9 +97,11 @@ class Operations:
         return tensor.untyped_storage().data_ptr() in self._blocks
 
 
-def has_kernel(func) -> bool:
-    """Return whether an operation executes anything on a device: views and uninitialized tensors do not."""
-    return not (func.is_view or func.overloadpacket in _WITHOUT_KERNEL or torch.Tag.inplace_view in func.tags)
+def has_kernel(func, tensors: list[torch.Tensor], kwargs: dict) -> bool:
+    """Return whether an operation on ``tensors`` computes anything: views and uninitialized or meta tensors do not."""
+    if func.is_view or func.overloadpacket in _WITHOUT_KERNEL or torch.Tag.inplace_view in func.tags:
+        return False
+    return kwargs.get("device") != torch.device("meta") and not any(tensor.is_meta for tensor in tensors)
 
 
 def host_reads(func, tensors: list[torch.Tensor]) -> bool:

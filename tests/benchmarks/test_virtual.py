@@ -140,7 +140,7 @@ def test_collective_starts_when_the_device_has_computed(process_group, operation
         if operation == "allreduce_":
             dist.all_reduce(out)
         else:
-            functional.all_reduce(out, "sum", dist.group.WORLD)
+            functional.wait_tensor(functional.all_reduce(out, "sum", dist.group.WORLD))
     assert started.times[operation] == clock > 0
 
 
