@@ -27,7 +27,7 @@ _BLOCK_BYTES = 1 << 30  # least size of a block of zeros
 
 
 class Cost(NamedTuple):
-    """What is known of an operation before it runs. Its result's tensors are on the device meta."""
+    """Cost and form of an operation's result, known before it runs. The result's tensors are on the device meta."""
 
     seconds: float
     large: bool  # one of its tensors is not small

@@ -31,8 +31,8 @@ _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 class Trainer:
     """Trains on ``plan`` in the existing process group. All files of a run are in ``run.dir``.
 
-    ``watchdog`` ends the job if a collective takes longer than ``parallel.timeout_s``, from the first one to the last
-    step. Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
+    ``watchdog`` ends the job if a collective takes longer than ``parallel.timeout_s``, from the first one to the end of
+    the run. Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
     """
 
     def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):

@@ -19,7 +19,7 @@ class Check:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a check receives.
+    """Input of a check.
 
     Attributes:
         device_type: ``cuda``, or ``cpu`` for a rehearsal: tiny sizes, and no judgement of speed or of CUDA's behavior.
@@ -38,7 +38,7 @@ class CheckContext:
 
 @dataclass
 class Outcome:
-    """What a check returns: a short text of its main figures, all values (for JSON), and what is wrong."""
+    """Result of a check: a short text of its main figures, all values (for JSON), and what is wrong."""
 
     figure: str = ""
     values: dict[str, Any] = field(default_factory=dict)

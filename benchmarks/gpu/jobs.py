@@ -46,7 +46,7 @@ _TRANSFERS = 3
 _HANG = r"hang: rank 0 on \S+ waited \d+ s .* for (\S+ \S+) of (\S+): rank 1 on \S+ has not started it"
 _LOST = r"rank 1 on \S+ failed: no sign of life"
 Member = Callable[[JobContext], Any]
-"""What each rank of a job executes in the job's process group."""
+"""Function that each rank of a job executes in the job's process group."""
 
 
 def check(context: CheckContext) -> Outcome:

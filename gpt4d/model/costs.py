@@ -102,7 +102,7 @@ class LinearCost:
             pending = walk.start("all_reduce", self._axes[1], in_bytes)
             if not walk.overlap.all_reduce:
                 walk.wait(pending)
-        gradient = k * n * walk.element_bytes
+        gradient = k * n * MASTER_BYTES
         walk.hold(gradient)
         walk.compute(flops, gradient)
         walk.scatter(self._weight)
@@ -141,9 +141,12 @@ class LayerNormCost(_Simple):
 
     def backward(self, walk: Walk) -> None:
         x, wide, statistics = self._bytes(walk)
-        if walk.sizes.y == 1:
+        if walk.sizes.y == 1 and walk.element_bytes == MASTER_BYTES:
             walk.scratch(x)
             walk.compute(moved=4 * x)
+        elif walk.sizes.y == 1:  # sums over tokens are computed apart, in float32
+            walk.scratch(x + 2 * wide)
+            walk.compute(moved=7 * x + 6 * wide, operations=6)
         else:
             walk.scratch(5 * wide)
             walk.compute(moved=20 * wide, operations=16)
@@ -248,9 +251,6 @@ class TokenEmbeddingCost(_Simple):
         walk.hold(table)
         walk.compute(moved=5 * rows + table, operations=3)
         walk.release(walk.tokens * local_hidden * e)
-        # The table's gradient already has the master's dtype.
-        walk.hold(table * e // MASTER_BYTES if e != MASTER_BYTES else 0)
-        walk.release(table if e != MASTER_BYTES else 0)
         walk.scatter(f"{self.name}.weight")
 
 

@@ -65,7 +65,7 @@ class Walk(Protocol):
         """Release the weight that was last gathered, unless it is kept."""
 
     def scatter(self, weight: str) -> None:
-        """Hand over the gradient of a whole weight, which is held in the compute dtype."""
+        """Hand over the gradient of a whole weight, which is held in float32."""
 
     def add_gradient(self, parameter: str) -> None:
         """Hold a gradient of a parameter that is not streamed, in the master dtype, and hand it over."""

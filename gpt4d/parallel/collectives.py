@@ -14,6 +14,7 @@ from torch import nn
 
 from gpt4d.parallel import shared_memory
 from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import InFlightCollective
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
@@ -78,9 +79,9 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
             return tensor
 
         return _through_memory(tensor, axis, sent_bytes, reduce)
-    divides = axis.shm is not None and tensor.numel() % axis.shm.size == 0
-    if axis.inter_host_group is not None and op == dist.ReduceOp.SUM and divides and _fits_slot(tensor, axis):
-        return _start_all_reduce_by_hosts(tensor, axis, sent_bytes)
+    shm = _shm_of_hosts(tensor.nbytes, axis)
+    if shm is not None and op == dist.ReduceOp.SUM and tensor.numel() % shm.size == 0:
+        return _start_all_reduce_by_hosts(tensor, axis, shm, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
 
@@ -94,8 +95,8 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) * shard.nbytes
     if _shared(shard, axis):
         return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
-    if axis.inter_host_group is not None and _fits_slot(shard, axis, axis.size):
-        return _start_all_gather_by_hosts(shard, axis, sent_bytes)
+    if (shm := _shm_of_hosts(axis.size * shard.nbytes, axis)) is not None:
+        return _start_all_gather_by_hosts(shard, axis, shm, sent_bytes)
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
     return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
@@ -110,8 +111,8 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
     if _shared(full, axis):
         return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
-    if axis.inter_host_group is not None and _fits_slot(full, axis):
-        return _start_reduce_scatter_by_hosts(full, axis, sent_bytes)
+    if (shm := _shm_of_hosts(full.nbytes, axis)) is not None:
+        return _start_reduce_scatter_by_hosts(full, axis, shm, sent_bytes)
     if not full.is_cpu:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
@@ -140,18 +141,17 @@ def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
     return axis.shm is not None and axis.inter_host_group is None and tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
-def _fits_slot(tensor: torch.Tensor, axis: Axis, copies: int = 1) -> bool:
-    return axis.shm is not None and copies * tensor.nbytes <= shared_memory.SLOT_BYTES
+def _shm_of_hosts(nbytes: int, axis: Axis) -> SharedMemory | None:
+    """Return the memory of this host's ranks if the axis spans hosts and the memory has room for ``nbytes``."""
+    return axis.shm if axis.inter_host_group is not None and nbytes <= shared_memory.SLOT_BYTES else None
 
 
-def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, shm: SharedMemory, sent_bytes: float) -> Pending:
     """Start an all-reduce that sends each element over a host's link once each way; a ring sends it nearly twice.
 
     Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host. Only
     the sum over the hosts overlaps the computation.
     """
-    shm = axis.shm
-    assert shm is not None
     with axis.traffic.time_wait(tensor.device):
         part = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0)).wait()
     work = dist.all_reduce(part, group=axis.inter_host_group, async_op=True)
@@ -164,13 +164,11 @@ def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, sent_bytes: flo
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
 
 
-def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, shm: SharedMemory, sent_bytes: float) -> Pending:
     """Start a reduce-scatter whose parts are summed inside each host first, so that each leaves a host once.
 
     Only the exchange between the hosts overlaps the computation.
     """
-    shm = axis.shm
-    assert shm is not None
     column = shm.columns[shm.index]
 
     def reduce(slots: torch.Tensor) -> torch.Tensor:
@@ -182,13 +180,11 @@ def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, sent_bytes: f
     return _start_exchange_and_add(sums, axis, axis.inter_host_group, len(column), sent_bytes)
 
 
-def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, sent_bytes: float) -> Pending:
+def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, shm: SharedMemory, sent_bytes: float) -> Pending:
     """Start an all-gather in which each shard enters a host once; its ranks then share what they have received.
 
     Only the exchange between the hosts overlaps the computation.
     """
-    shm = axis.shm
-    assert shm is not None
     hosts = len(shm.columns[shm.index])
     received = shard.new_empty((hosts * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(received, shard, group=axis.inter_host_group, async_op=True)

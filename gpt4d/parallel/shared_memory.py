@@ -53,7 +53,7 @@ class SharedMemory:
     """
 
     def __init__(
-        self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket], columns: Sequence[tuple[int, ...]] = ()
+        self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket], columns: Sequence[tuple[int, ...]]
     ):
         self.index, self.peers, self.columns = index, peers, columns
         self.size = len(peers) + 1

@@ -33,7 +33,7 @@ class Traffic:
     bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
     wait_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of the computation's waits
     run_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of collectives; the last may be in flight
-    timed: bool = True  # record intervals; a GPU idles about 20 us for each collective that is timed
+    timed: bool = True  # record intervals, which on a GPU takes four events for each collective
     num_started: int = 0  # collectives since the process started; never reset
     current_wait: StartedCollective | None = None  # collective that the host starts or waits for now
     unfinished: deque[tuple[StartedCollective, torch.cuda.Event]] = field(default_factory=deque)  # on a GPU, with ends

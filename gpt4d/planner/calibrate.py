@@ -198,7 +198,7 @@ def _measure_links(
             group = place(cluster, RankSpan(stride, size))
             key = group.local, group.nodes, group.sharing
             if (*key, KINDS[0]) not in measured:
-                with limit(f"connecting every {stride}. of {stride * size} ranks"):
+                with limit(f"connecting groups of {size} ranks"):
                     axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
                 axis.traffic.timed = False  # nobody reads the intervals, so they would accumulate
                 for kind in KINDS:

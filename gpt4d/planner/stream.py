@@ -80,12 +80,8 @@ class PlannedStream:
         return self.device.start("all_gather", "z", elements * self.compute_bytes)
 
     def scatter(self, name: str) -> None:
-        """Reduce-scatter the gradient of a gathered weight, which is held in the compute dtype."""
+        """Reduce-scatter the gradient of a gathered weight, which is held in float32."""
         full = self.elements[name] * self.gz
-        if self.compute_bytes != MASTER_BYTES:
-            self.device.hold(full * MASTER_BYTES)
-            self.device.compute(moved=full * (MASTER_BYTES + self.compute_bytes))
-            self.device.release(full * self.compute_bytes)
         if self.gz > 1:
             self.device.hold(self.elements[name] * MASTER_BYTES)
         self.scattering.append((name, self.device.start("reduce_scatter", "z", full * MASTER_BYTES)))

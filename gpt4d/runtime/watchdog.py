@@ -78,8 +78,7 @@ class WatchedAxis(Protocol):
 class HangDetector:
     """Detects collectives that take longer than a timeout.
 
-    On a CPU the host waits for a collective. On a GPU it does not, and the GPU's queue tells which one is the oldest
-    that has not ended.
+    On a CPU the host waits for a collective. On a GPU it does not: the oldest that has not ended there counts.
 
     Args:
         axes: mesh axes by name.
@@ -168,7 +167,7 @@ class Watchdog:
 
     def __init__(self, store: dist.Store, rank: int, size: int, rank0_host: str, on_failure: Callable[[Failure], None]):
         self.store, self.rank, self.size, self.rank0_host, self.on_failure = store, rank, size, rank0_host, on_failure
-        self.hang_detector: HangDetector | None = None  # set from the first collective to the end of the training loop
+        self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
         self._limited: tuple[str, float] | None = None  # what the main thread does and its deadline
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended
@@ -184,7 +183,7 @@ class Watchdog:
 
     @contextmanager
     def limit(self, activity: str) -> Iterator[None]:
-        """End the job if the body, which starts the job, takes longer than five minutes on any rank."""
+        """End the job if the body, named ``activity`` in the report, takes longer than five minutes on any rank."""
         self._limited = activity, time.monotonic() + _STARTUP_S
         try:
             yield

@@ -157,7 +157,7 @@ class LatePeer:
         return b"\0"
 
     def memory(self) -> SharedMemory:
-        return SharedMemory(0, mmap.mmap(-1, 8 * SLOT_BYTES), {1: self})
+        return SharedMemory(0, mmap.mmap(-1, 8 * SLOT_BYTES), {1: self}, [])
 
 
 def test_shared_memory_is_written_when_the_device_has_computed():

@@ -192,7 +192,7 @@ def test_a_hang_in_the_first_step_is_reported(ranks, tiny):
     assert re.search(message, output), output
 
 
-def hang_while_connecting(rank):
+def hang_in(function, rank):
     import torch.distributed as dist
 
     from gpt4d.runtime import watchdog
@@ -200,30 +200,17 @@ def hang_while_connecting(rank):
     watchdog._STARTUP_S = 1.0
     shorten_timeouts()
     if rank == 1:
-        dist.init_process_group = lambda *args, **kwargs: threading.Event().wait()
+        setattr(dist, function, lambda *args, **kwargs: threading.Event().wait())
 
 
-def test_ranks_that_cannot_connect_are_reported(ranks, tiny):
-    with LaunchedJob(ranks.context, tiny(), 2, hang_while_connecting) as job:
+@pytest.mark.parametrize(
+    ("function", "activity"),
+    [("init_process_group", "connecting all ranks"), ("new_group", "connecting the ranks of the grid's axes")],
+)
+def test_ranks_that_cannot_connect_are_reported(ranks, tiny, function, activity):
+    with LaunchedJob(ranks.context, tiny("parallel.gx=2"), 2, functools.partial(hang_in, function)) as job:
         assert job.exit_codes() == [1, 1]
-        assert "connecting all ranks took longer than 1 s; check the network between the nodes" in job.outputs()[0]
-
-
-def hang_while_building_the_grid(rank):
-    import torch.distributed as dist
-
-    from gpt4d.runtime import watchdog
-
-    watchdog._STARTUP_S = 1.0
-    shorten_timeouts()
-    if rank == 1:
-        dist.new_group = lambda *args, **kwargs: threading.Event().wait()
-
-
-def test_ranks_whose_grid_cannot_connect_are_reported(ranks, tiny):
-    with LaunchedJob(ranks.context, tiny("parallel.gx=2"), 2, hang_while_building_the_grid) as job:
-        assert job.exit_codes() == [1, 1]
-        assert "connecting the ranks of the grid's axes took longer than 1 s" in job.outputs()[0]
+        assert f"{activity} took longer than 1 s; check the network between the nodes" in job.outputs()[0]
 
 
 def lack_a_gpu(rank):

@@ -24,7 +24,7 @@ class LinearContext(NamedTuple):
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``a @ b`` in ``dtype``, to which no term is rounded: matrices of bf16 give a sum in float32.
+    """Return ``a @ b``, added up and returned in ``dtype``: the matrices may be bf16 and their product float32.
 
     On ROCm, whose libraries lack such a product, the result of bf16 matrices is rounded to bf16 once.
     """
