@@ -33,7 +33,7 @@ class StepMeter:
         self.devices = sum(stage_plan.sizes.devices for stage_plan in plan.stages)
         self.stragglers = StragglerDetector(hosts)
         train = plan.config.train
-        description = registry.describe(plan.config.model)
+        description = registry.describe_run(plan.config)
         self.step_flops = description.training_flops(train.batch_size, train.seq_len)
         state = training_state(description, stage.grid.sizes, plan.config.optim.shard_states)
         self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}

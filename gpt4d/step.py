@@ -42,7 +42,7 @@ def build_stage(
         dtype: of the master weights; float64 computes in float64 too.
         initialized: set initial values; without it a checkpoint must be loaded.
     """
-    train, description = config.train, registry.describe(config.model)
+    train, description = config.train, registry.describe_run(config)
     recompute = train.activation_checkpointing == "full"
     weights = WeightStream(
         grid,
@@ -53,11 +53,20 @@ def build_stage(
         recompute=recompute,
     )
     module = registry.build(config.model, weights)
+    weights.keep_whole(description.whole_weights)
     if initialized:
         initialize(module, train.seed, grid)
-    cached = description.weights_of(description.cached_blocks(config.parallel.cache_layers))
+    cached = description.weights_of(description.cached_units(config.parallel.cache_layers))
+    for_step = config.parallel.cache_scope == "step"
     return Stage(
-        0, grid, weights, module, description.layer_weights(recompute), dict(description.contributions), cached
+        index=0,
+        grid=grid,
+        weights=weights,
+        module=module,
+        layer_weights=description.layer_weights(recompute),
+        terms=dict(description.contributions),
+        cached=() if for_step else cached,
+        cached_for_step=cached if for_step else (),
     )
 
 

@@ -59,12 +59,13 @@ def build_tiny_stage(
     recompute: bool = False,
     dtype: torch.dtype = torch.float64,
     precision: str = "fp32",
+    **parallel,
 ) -> Stage:
-    """Build a stage of TINY_MODEL, initialized with seed 1."""
+    """Build a stage of TINY_MODEL, initialized with seed 1. ``parallel`` are more settings of ParallelConfig."""
     checkpointing = "full" if recompute else "none"
     config = Config(
         model=TINY_MODEL,
-        parallel=ParallelConfig(overlap=overlap or OverlapConfig(), cache_layers=cache_layers),
+        parallel=ParallelConfig(overlap=overlap or OverlapConfig(), cache_layers=cache_layers, **parallel),
         train=TrainConfig(seq_len=12, seed=1, precision=precision, activation_checkpointing=checkpointing),
     )
     return build_stage(config, grid, torch.device("cpu"), dtype)

@@ -125,6 +125,13 @@ def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_r
         ("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1"),
         ("parallel.cache_layers=all", "optim.shard_states=true", "train.precision=bf16", "train.micro_batch_size=2"),
         ("model.hidden=36", "model.heads=6", "model.dropout=0.1", "parallel.overlap.all_gather=false"),
+        (
+            "parallel.cache_layers=all",
+            "parallel.cache_scope=step",
+            "parallel.whole_layers=1",
+            "train.micro_batch_size=1",
+        ),
+        ("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full"),
     ],
     ids="+".join,
 )
@@ -168,13 +175,13 @@ def test_a_run_resumed_on_another_grid_has_the_uninterrupted_losses(ranks, tiny,
     assert resumed[1] == pytest.approx(norms, rel=1e-5)
 
 
-def test_a_run_resumes_with_sharded_and_with_whole_states(ranks, tiny):
+def test_a_run_resumes_with_other_states_sharded_and_other_weights_whole(ranks, tiny):
     uninterrupted = tiny("run.dir=" + tiny().run.dir + "-uninterrupted", "optim.schedule_steps=20")
     ranks.run(1, train_in_rank, uninterrupted)
     for steps, world, overrides in (
         (7, 4, ["parallel.gy=2", "optim.shard_states=true"]),
         (14, 2, ["parallel.gx=2"]),
-        (20, 4, ["optim.shard_states=true"]),
+        (20, 4, ["parallel.gz=2", "parallel.whole_layers=1", "optim.shard_states=true"]),
     ):
         # Without a validation, nothing comes between the last update and the checkpoint.
         run = tiny(*overrides, f"train.steps={steps}", "optim.schedule_steps=20", "train.validation_batches=0")

@@ -167,9 +167,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr}: above optim.lr; use a value up to {optim.lr}")
     family.check(config)
-    layers, blocks = config.parallel.cache_layers, len(family.describe(config.model).blocks)
-    if layers != "all" and not (isinstance(layers, int) and 0 <= layers <= blocks):
-        raise ConfigError(f"parallel.cache_layers={layers}: not a number of blocks; use all, or 0 to {blocks}")
+    _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config)
     check_cluster(config.cluster)
     resume = config.checkpoint.resume
@@ -177,6 +175,19 @@ def check_values(config: Config, family: ModelFamily) -> None:
         raise ConfigError(
             f"checkpoint.resume={resume!r}: no such directory; use auto, never or the path of a checkpoint"
         )
+
+
+def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
+    cached, whole = parallel.cache_layers, parallel.whole_layers
+    if cached != "all" and not (type(cached) is int and 0 <= cached <= blocks):
+        raise ConfigError(f"parallel.cache_layers={cached}: not a number of blocks; use all, or 0 to {blocks}")
+    check_choice("parallel.cache_scope", parallel.cache_scope, ("microbatch", "step"))
+    if parallel.cache_scope == "step" and cached == 0:
+        raise ConfigError(
+            "parallel.cache_scope=step: no weights are kept with parallel.cache_layers=0; use parallel.cache_layers=all"
+        )
+    if not 0 <= whole <= blocks:
+        raise ConfigError(f"parallel.whole_layers={whole}: not a number of blocks; use 0 to {blocks}")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:

@@ -72,6 +72,8 @@ class ParallelConfig:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     timeout_s: float = 120.0  # of a collective, longer in the first steps; then the job ends, naming missing ranks
     cache_layers: Any = 0  # number of last blocks that keep their gathered weights for the backward; or all
+    cache_scope: str = "microbatch"  # step: they keep them for all microbatches, and their gradients are summed once
+    whole_layers: int = 0  # number of blocks whose weights z does not split; it sums their gradients, as data does
 
 
 @dataclass

@@ -124,6 +124,7 @@ class Description:
         rules: what the grid has to divide, in the user's terms.
         stream: layout of the activations [batch, …] between units, for the edges of stages.
         stream_shape: their global shape for given (samples, length).
+        whole: names of the blocks whose weights are whole on every rank of z.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
     """
@@ -133,17 +134,36 @@ class Description:
     stream: Layout
     stream_shape: Callable[[int, int], tuple[int, ...]]
     model_flops: Callable[[int, int], float] | None = None
+    whole: frozenset[str] = frozenset()
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
         """Every parameter by its global name, in the model's order."""
         specs: dict[str, ParameterSpec] = {}
-        per_layer: dict[int, dict[str, ParameterSpec]] = {}
+        per_kind: dict[tuple[int, bool], dict[str, ParameterSpec]] = {}
         for unit in self.units:
             # Equal blocks share their specs, so that counting them is fast.
-            own = per_layer.setdefault(id(unit.layer), unit.layer.parameters())
-            specs |= {unit.qualified(name): spec for name, spec in own.items()}
+            kind = id(unit.layer), unit.name in self.whole
+            if kind not in per_kind:
+                own = unit.layer.parameters()
+                whole = {name: spec.whole() for name, spec in own.items() if spec.streamed and kind[1]}
+                per_kind[kind] = own | whole
+            specs |= {unit.qualified(name): spec for name, spec in per_kind[kind].items()}
         return specs
+
+    @cached_property
+    def whole_weights(self) -> frozenset[str]:
+        """The names of all streamed weights that z does not split."""
+        streamed = ((name, spec) for name, spec in self.parameters.items() if spec.streamed)
+        return frozenset(name for name, spec in streamed if "z" not in spec.layout.axes)
+
+    def with_whole_layers(self, count: int) -> Description:
+        """Return the same model with the weights of ``count`` blocks whole on every rank of z.
+
+        They are spread evenly over the model: while one of them computes, weights of later blocks are gathered.
+        """
+        places = ((2 * number + 1) * len(self.blocks) // (2 * count) for number in range(count))
+        return replace(self, whole=frozenset(self.blocks[place].name for place in places))
 
     @cached_property
     def parameter_counts(self) -> list[tuple[ParameterSpec, int]]:
@@ -156,15 +176,16 @@ class Description:
     def blocks(self) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.units if unit.block)
 
-    def cached_blocks(self, cache_layers: int | str) -> frozenset[str]:
-        """Return the names of the blocks that ``parallel.cache_layers`` keeps: the last ones, or all."""
-        count = len(self.blocks) if cache_layers == "all" else int(cache_layers)
-        return frozenset(unit.name for unit in self.blocks[len(self.blocks) - count :])
+    def cached_units(self, cache_layers: int | str) -> frozenset[str]:
+        """Return the names of the units that ``parallel.cache_layers`` keeps: the last blocks, or all units."""
+        if cache_layers == "all":
+            return frozenset(unit.name for unit in self.units)
+        return frozenset(unit.name for unit in self.blocks[len(self.blocks) - int(cache_layers) :])
 
-    def weights_of(self, blocks: Collection[str]) -> frozenset[str]:
-        """Return the names of all streamed weights of some blocks."""
-        units = [unit for unit in self.blocks if unit.name in blocks]
-        return frozenset(unit.qualified(name) for unit in units for name in unit.layer.weights().forward)
+    def weights_of(self, units: Collection[str]) -> frozenset[str]:
+        """Return the names of all weights that some units take from the stream."""
+        chosen = [unit for unit in self.units if unit.name in units]
+        return frozenset(unit.qualified(name) for unit in chosen for name in unit.layer.weights().forward)
 
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
         """Return the weights that each unit takes from the stream; with ``recompute``, blocks are recomputed."""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gpt4d.config import ConfigError, ModelConfig, register_model
+from gpt4d.config import Config, ConfigError, ModelConfig, register_model
 from gpt4d.model import gpt2
 from gpt4d.model.description import Description
 from gpt4d.model.family import Family
@@ -57,6 +57,11 @@ def family_of_hf(model_type: str) -> Family:
 def describe(config: ModelConfig) -> Description:
     """Return the torch-free description of the model with these settings."""
     return of(config).describe(config)
+
+
+def describe_run(config: Config) -> Description:
+    """Return the description of a run's model: that of ``describe`` with the layouts that ``parallel.*`` sets."""
+    return describe(config.model).with_whole_layers(config.parallel.whole_layers)
 
 
 def build(config: ModelConfig, weights: "WeightStream") -> "nn.Module":

@@ -58,6 +58,7 @@ class GradientReducer:
         self._bucket_of = {self.parameters[name]: bucket for bucket in self.buckets for name in bucket.names}
         self._missing: Counter[nn.Parameter] = Counter()  # terms that gradients of this step still lack
         self._sent: dict[Bucket, Pending] = {}
+        self._axes_left: dict[Bucket, list[str]] = {}  # of sent buckets, the axes to sum over after the current one
         self._arriving: dict[Bucket, Pending] = {}  # rows that other ranks updated
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
         this = weakref.proxy(self)
@@ -82,15 +83,27 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         assert bucket not in self._sent, f"a gradient of {bucket.names} has more terms than its description says"
-        *inner, last = (self.weights.grid[name] for name in bucket.axes)
+        waiting = list(self._axes_left)
         members = self._members(bucket)
-        packed = _pack([_gradient(p) for p in members], last.size if bucket.sharded else 1)
+        parts = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        packed = _pack([_gradient(p) for p in members], parts)
         for parameter in members:
             parameter.grad = None
-        for axis in inner:
-            collectives.all_reduce(packed, axis)
-        start = collectives.start_reduce_scatter if bucket.sharded else collectives.start_all_reduce
-        self._sent[bucket] = start(packed, last)
+        self._start_sum(bucket, packed, bucket.axes)
+        self._continue_sums(waiting)
+
+    def _start_sum(self, bucket: Bucket, packed: torch.Tensor, axes: Sequence[str]) -> None:
+        """Start to sum over the first of ``axes``. The sum over the next one starts when another bucket is sent."""
+        axis, *others = axes
+        scatters = bucket.sharded and not others
+        start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
+        self._sent[bucket] = start(packed, self.weights.grid[axis])
+        if others:
+            self._axes_left[bucket] = others
+
+    def _continue_sums(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._start_sum(bucket, self._sent[bucket].wait(), self._axes_left.pop(bucket))
 
     def finish(self) -> None:
         """End a step's backward: all gradients are complete, in ``grad`` of the optimizer's shards."""
@@ -98,6 +111,8 @@ class GradientReducer:
         for bucket in self.buckets:
             if bucket not in self._sent:
                 self._send(bucket)
+        while self._axes_left:
+            self._continue_sums(list(self._axes_left))
         for bucket, pending in self._sent.items():
             for parameter, piece in self._unpack(bucket, pending.wait()):
                 assert parameter.grad is None, "a gradient has more terms than its description says"
@@ -149,7 +164,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
     """Return this rank's rows along data of a parameter, on its memory; itself if data does not split it."""
     spec = spec_of(parameter)
-    layout = over_data(spec.shape, spec.layout, grid.sizes._asdict())
+    layout = over_data(spec, grid.sizes._asdict())
     if grid.data.size == 1 or layout == spec.layout:
         return parameter
     own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size)[grid.data.index])

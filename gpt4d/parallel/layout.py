@@ -6,7 +6,7 @@ nothing else says where an element of a tensor lives. This module does not impor
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpt4d.config import GridSizes
@@ -62,11 +62,11 @@ class ParameterSpec:
     mean: float = 0.0  # initial values are mean + std · normal
     std: float = 0.0
     decay: bool = False  # weight decay applies: matrices
+    streamed: bool = False  # layers take it from the weight stream, which gathers it over z
 
-    @property
-    def streamed(self) -> bool:
-        """True if layers gather it over z and reduce-scatter its gradient."""
-        return "z" in self.layout.axes
+    def whole(self) -> "ParameterSpec":
+        """Return the same parameter with a copy on each rank of z, which then acts on it as a data axis."""
+        return replace(self, layout=Layout(*(tuple(axis for axis in dim if axis != "z") for dim in self.layout.dims)))
 
     def local_elements(self, sizes: GridSizes) -> int:
         """Return the number of elements of the part that a device holds."""
@@ -74,7 +74,7 @@ class ParameterSpec:
 
     def optimized_elements(self, sizes: GridSizes, shard_states: bool) -> int:
         """Return the number of elements that a device optimizes: with ``shard_states`` (ZeRO-1) its rows along data."""
-        layout = over_data(self.shape, self.layout, sizes._asdict()) if shard_states else self.layout
+        layout = over_data(self, sizes._asdict()) if shard_states else self.layout
         return self._elements(layout, sizes)
 
     def _elements(self, layout: Layout, sizes: GridSizes) -> int:
@@ -86,14 +86,14 @@ def spec_of(parameter: Any) -> ParameterSpec:
     return parameter.spec
 
 
-def over_data(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:
+def over_data(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
     """Return the layout of a parameter's optimizer states when data splits them too (ZeRO, stage 1).
 
     It is the parameter's own layout where data does not divide the rows, and for parameters that no layer streams:
     vectors are small.
     """
-    first, *others = layout.dims
-    rows = shape[0] // math.prod(sizes[axis] for axis in first)
-    if "z" not in first or rows % sizes["data"]:
-        return layout
+    first, *others = spec.layout.dims
+    rows = spec.shape[0] // math.prod(sizes[axis] for axis in first)
+    if not spec.streamed or rows % sizes["data"]:
+        return spec.layout
     return Layout((*first, "data"), *others)

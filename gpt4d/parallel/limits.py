@@ -7,7 +7,7 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency d
 def bucket_bytes(gradient_bytes: int) -> int:
     """Return the size in bytes of the buckets in which gradients of ``gradient_bytes`` in total are reduced.
 
-    A bucket is an eighth of the gradients, within bounds: the first reduction starts after an eighth of the backward,
-    and at most an eighth is left when the backward ends.
+    A bucket is a 32nd of the gradients, within bounds: the first reduction starts early in the backward, and little is
+    left when it ends.
     """
-    return min(max(gradient_bytes // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+    return min(max(gradient_bytes // 32, _SMALLEST_BUCKET), _LARGEST_BUCKET)

@@ -45,14 +45,17 @@ def weight_order(schedule: Iterable[Action], layers: Sequence[LayerWeights]) -> 
     return order
 
 
-def kept_after_use(order: Sequence[WeightUse], cached: Collection[str]) -> list[bool]:
+def kept_after_use(
+    order: Sequence[WeightUse], cached: Collection[str], cached_for_step: Collection[str] = ()
+) -> list[bool]:
     """Return for each use whether the gathered weight stays in memory after it.
 
     A weight stays if the very next use is its own, from a recomputation until the backward, and, if it is ``cached``,
     as long as the backward of a microbatch whose forward has used it is still to come. Several microbatches may be in
-    flight.
+    flight. Weights in ``cached_for_step`` stay until their last use.
     """
     remaining = Counter((use.weight, use.microbatch) for use in order if use.phase != FORWARD)
+    uses = Counter(use.weight for use in order)
     pending: Counter[str] = Counter()  # uses to come in backwards of microbatches in flight
     kept = []
     for use, following in zip(order, [*order[1:], None], strict=True):
@@ -61,17 +64,25 @@ def kept_after_use(order: Sequence[WeightUse], cached: Collection[str]) -> list[
             pending[use.weight] += remaining.pop((use.weight, use.microbatch), 0)
         else:
             pending[use.weight] -= 1
+        uses[use.weight] -= 1
         next_is_own = following is not None and following.weight == use.weight and use.phase != BACKWARD
-        kept.append(next_is_own or use.phase == RECOMPUTATION or (use.weight in cached and pending[use.weight] > 0))
+        used_again = use.weight in cached and pending[use.weight] > 0
+        used_again = used_again or (use.weight in cached_for_step and uses[use.weight] > 0)
+        kept.append(next_is_own or use.phase == RECOMPUTATION or used_again)
     return kept
 
 
-def weights_ahead(order: Sequence[WeightUse], position: int, count: int) -> Iterator[str]:
+def weights_ahead(
+    order: Sequence[WeightUse], position: int, count: int, never_gathered: Collection[str] = ()
+) -> Iterator[str]:
     """Yield the weights of the ``count`` uses after ``position``, the ones to gather while that one computes.
 
-    A microbatch's first weights are not gathered behind the backward of the one before.
+    Uses of weights in ``never_gathered`` do not count. A microbatch's first weights are not gathered behind the
+    backward of the one before.
     """
-    for index in range(position + 1, min(position + 1 + count, len(order))):
-        if order[index - 1].phase == BACKWARD and order[index].phase == FORWARD:
+    for index in range(position + 1, len(order)):
+        if count == 0 or (order[index - 1].phase == BACKWARD and order[index].phase == FORWARD):
             return
-        yield order[index].weight
+        if order[index].weight not in never_gathered:
+            count -= 1
+            yield order[index].weight

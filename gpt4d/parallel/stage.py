@@ -26,6 +26,7 @@ class Stage:
         layer_weights: weights that its layers use, in the order of execution.
         terms: number of terms that one microbatch adds to the gradient of each parameter.
         cached: weights that stay gathered from a microbatch's forward until its backward.
+        cached_for_step: weights that stay gathered for all microbatches of a step.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Stage:
     layer_weights: Sequence[LayerWeights]
     terms: dict[str, int]
     cached: Collection[str] = ()
+    cached_for_step: Collection[str] = ()
 
 
 class StageRuntime:
@@ -63,8 +65,10 @@ class StageRuntime:
         """
         stage = self.stage
         actions = schedule.single_stage(microbatches)
-        stage.weights.begin(weight_order(actions, stage.layer_weights), stage.cached)
-        self.reducer.begin({name: count * microbatches for name, count in stage.terms.items()})
+        terms = {name: count * microbatches for name, count in stage.terms.items()}
+        accumulated = {name: terms[name] for name in stage.cached_for_step}
+        stage.weights.begin(weight_order(actions, stage.layer_weights), stage.cached, accumulated)
+        self.reducer.begin(terms | dict.fromkeys(accumulated, 1))
         stage.module.train()
         total = torch.zeros((), dtype=torch.float64, device=stage.weights.device)
         remaining = iter(batches)

@@ -5,11 +5,14 @@ multiplies (line 2), and its gradient is summed over z (line 12). This module de
 
 - OAG: while a layer computes, the weights of the next ones are gathered, in the order of gpt4d.parallel.order.
 - ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.
-- the cache: weights of chosen blocks stay gathered from the forward until the backward no longer needs them.
+- the cache: weights of chosen blocks stay gathered from the forward until the backward no longer needs them, or for
+  the whole step, in which case their gradients are added up before they are summed over z.
+
+Weights that are whole on every rank of z pass through the stream too, without communication.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,10 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from gpt4d.config import OverlapConfig
 from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
-from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.limits import MAX_INFLIGHT_REDUCE_SCATTERS
 from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, kept_after_use, weights_ahead
+
+_ALONE = Axis("z")  # of one device: a collective on it returns its input
 
 
 class WeightStream:
@@ -59,7 +64,10 @@ class WeightStream:
         self._recomputing = False
         self._gathered: dict[nn.Parameter, Pending] = {}  # weights, gathered or in flight, with a use to come
         self._scattering: deque[tuple[nn.Parameter, Pending]] = deque()
+        self._accumulated: dict[nn.Parameter, torch.Tensor] = {}  # gradients that lack terms of the step
+        self._missing: dict[nn.Parameter, int] = {}  # number of these terms
         self._parameters: dict[str, nn.Parameter] = {}
+        self._whole: set[str] = set()  # weights that z does not split
         self._names: dict[nn.Parameter, str] = {}
         self._order: Sequence[WeightUse] = ()
         self._kept: list[bool] = []
@@ -77,13 +85,33 @@ class WeightStream:
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
 
-    def begin(self, order: Sequence[WeightUse], cached: Collection[str] = ()) -> None:
-        """Start a step or an evaluation that uses weights in ``order``; those in ``cached`` stay until their backward.
+    def keep_whole(self, names: Iterable[str]) -> None:
+        """Store these weights whole on every rank of z. Call it before they have values."""
+        for name in names:
+            parameter: Any = self._parameters[name]
+            parameter.spec = spec_of(parameter).whole()
+            shape = self.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
+            parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._whole.add(name)
 
-        ``finish`` ends it. Without an order nothing is gathered ahead.
+    def begin(
+        self,
+        order: Sequence[WeightUse],
+        cached: Collection[str] = (),
+        cached_for_step: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
+
+        Args:
+            order: every use of a weight; without an order nothing is gathered ahead.
+            cached: weights that stay gathered until their backward.
+            cached_for_step: weights that stay gathered until their last use, with the number of terms of each one's
+                gradient, which are added up before the sum over z.
         """
         assert self._position == len(self._order) - 1, "the last order was not finished"
-        self._order, self._kept, self._position = order, kept_after_use(order, cached), -1
+        cached_for_step = cached_for_step or {}
+        self._order, self._kept, self._position = order, kept_after_use(order, cached, cached_for_step), -1
+        self._missing = {self._parameters[name]: terms for name, terms in cached_for_step.items()}
 
     # ------------------------------------------------------------------------------------------ gathering
 
@@ -125,7 +153,7 @@ class WeightStream:
         if keep:
             self._gathered[shard] = Pending(weight)
         if self.overlap.all_gather and self.grid.z.size > 1:
-            for name in weights_ahead(self._order, self._position, self.overlap.prefetch):
+            for name in weights_ahead(self._order, self._position, self.overlap.prefetch, self._whole):
                 following = self._parameters[name]
                 if following not in self._gathered:
                     self._gathered[following] = self._start_gather(following)
@@ -140,9 +168,16 @@ class WeightStream:
 
     def _start_gather(self, shard: nn.Parameter) -> Pending:
         """Cast before gathering: a bf16 weight has half the bytes of its master."""
-        assert spec_of(shard).layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
         self.pre_gather_hook(shard)
-        return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self.grid.z, parameter=shard)
+        return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self._axis(shard), parameter=shard)
+
+    def _axis(self, shard: nn.Parameter) -> Axis:
+        """Return the axis to gather a weight over."""
+        layout = spec_of(shard).layout
+        if "z" not in layout.axes:
+            return _ALONE
+        assert layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
+        return self.grid.z
 
     # ----------------------------------------------------------------------------------------- scattering
 
@@ -152,9 +187,20 @@ class WeightStream:
         The backward of a layer passes the parameter itself: under activation checkpointing, autograd may hand out a
         copy, and a gradient stored there is lost.
         """
-        pending = collectives.start_reduce_scatter(gradient.to(self.dtype), self.grid.z, parameter=shard)
+        gradient = gradient.to(self.dtype)
+        if shard in self._missing:
+            self._missing[shard] -= 1
+            if (sum_before := self._accumulated.pop(shard, None)) is not None:
+                gradient = sum_before.add_(gradient)
+            if self._missing[shard]:
+                self._accumulated[shard] = gradient
+                return
+        pending = collectives.start_reduce_scatter(gradient, self._axis(shard), parameter=shard)
+        if pending.done:
+            self._add_gradient(shard, pending)
+            return
         self._scattering.append((shard, pending))
-        max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter and self.grid.z.size > 1 else 0
+        max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
         while len(self._scattering) > max_inflight:
             self._add_gradient(*self._scattering.popleft())
 
@@ -170,6 +216,7 @@ class WeightStream:
         for pending in self._gathered.values():
             pending.wait()  # a collective that was started must end before its memory is used again
         self._gathered.clear()
+        assert not self._accumulated, "a gradient has fewer terms than its description says"
         remaining = self._order[self._position + 1 :]
         self._order, self._kept, self._position = (), [], -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"

@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
+from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, Unit
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.step import StepWalk
-from gpt4d.planner.workload import training_state
+from gpt4d.planner.workload import compute_bytes, training_state
 
 GIB = 2**30
 _MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
@@ -50,11 +52,11 @@ class Estimate:
 
     def __init__(self, config: Config, sizes: GridSizes, description: Description | None = None):
         self.config, self.sizes = config, sizes
-        self.description = description or registry.describe(config.model)
+        self.description = description or registry.describe_run(config)
         self.links = Links(config.cluster, sizes)
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
-        self.cached = self.description.cached_blocks(config.parallel.cache_layers)
+        self.cached = self.description.cached_units(config.parallel.cache_layers)
         self.few = self._first_of_each_kind(_BLOCKS_PER_KIND)
         self._known: dict[int, tuple[float, float]] = {}
 
@@ -71,8 +73,9 @@ class Estimate:
         return self._quick(micro_batch)[0]
 
     def _kind(self, block: Unit) -> tuple:
-        """Return the kind of a block: blocks with the same cost that are cached alike are of one kind."""
-        return self.description.block_kinds[block.name], block.name in self.cached
+        """Return the kind of a block: blocks with the same cost that are cached and split alike are of one kind."""
+        whole = block.name in self.description.whole
+        return self.description.block_kinds[block.name], block.name in self.cached, whole
 
     def _first_of_each_kind(self, limit: int) -> list[Unit]:
         counts: Counter[tuple] = Counter()
@@ -96,8 +99,15 @@ class Estimate:
             first = {self._kind(block): block.name for block in reversed(self.few)}
             omitted = {first[kind]: count for kind, count in self._omitted().items() if count}
             step = self._walk(micro_batch, self.few, omitted)
-            device = step.run(1, accumulated=microbatches > 1)
-            seconds = device.now * len(self.description.blocks) / len(self.few) * microbatches
+            device = step.run(1, continued=microbatches > 1)
+            seconds = device.now * microbatches
+            if microbatches > 1 and self.config.parallel.cache_scope == "step":  # a gather and a scatter in a step
+                middle = self._walk(micro_batch, self.few)
+                middle.run(2, continued=True)
+                seconds = self._walk(micro_batch, self.few).run(1).now + middle.after_microbatch[0][0] * (
+                    microbatches - 1
+                )
+            seconds *= len(self.description.blocks) / len(self.few)
             self._known[micro_batch] = seconds, self.least_gib() + device.peak / GIB
         return self._known[micro_batch]
 
@@ -109,8 +119,10 @@ class Estimate:
         if len(blocks) * microbatches <= _MAX_WALKED:
             totals = self._walk(micro_batch, blocks).run(microbatches).totals()
         else:
-            totals = self._walk(micro_batch, blocks).run(1).totals()
-            totals = _sum(totals, self._further_microbatch(micro_batch), microbatches - 1)
+            # A step that gathers once begins with the gathers and ends with the scatters.
+            walked = min(2, microbatches) if config.parallel.cache_scope == "step" else 1
+            totals = self._walk(micro_batch, blocks).run(walked).totals()
+            totals = _sum(totals, self._further_microbatch(micro_batch), microbatches - walked)
         seconds, compute_s, *rest = totals
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
@@ -144,7 +156,7 @@ class Estimate:
 
         def added(blocks: Collection[Unit]) -> tuple[float, ...]:
             step = self._walk(micro_batch, blocks)
-            step.run(3, accumulated=True)  # gradients leave in the last of them; the first begins with idle links
+            step.run(3, continued=True)  # gradients leave in the last of them; the first begins with idle links
             first, second, _ = step.after_microbatch
             return _sum(second, first, -1)
 
@@ -157,8 +169,30 @@ class Estimate:
 
     def _walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:
         description = self.description.with_blocks(block.name for block in blocks)
-        gradients = self.state["gradients"]
-        return StepWalk(self.config, description, self.sizes, self.links, micro_batch, self.cached, omitted, gradients)
+        return StepWalk(
+            self.config,
+            description,
+            self.sizes,
+            self.links,
+            micro_batch,
+            self.cached,
+            omitted,
+            self.state["gradients"],
+            self._continued_bytes,
+        )
+
+    @cached_property
+    def _continued_bytes(self) -> int:
+        """Bytes that a device holds from one microbatch to the next: gradients, and weights that stay gathered."""
+        held = self.state["gradients"]
+        if self.config.parallel.cache_scope == "step":
+            element = compute_bytes(self.config)
+            for name in self.description.weights_of(self.cached):
+                spec = self.description.parameters[name]
+                parts = self.sizes.z if "z" in spec.layout.axes else 1
+                copied = parts > 1 or element != MASTER_BYTES
+                held += spec.local_elements(self.sizes) * (parts * element * copied + (parts - 1) * MASTER_BYTES)
+        return held
 
 
 def _sum(one: tuple[float, ...], other: tuple[float, ...], times: int) -> tuple[float, ...]:

@@ -66,7 +66,7 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
     m = config.train.batch_size * config.train.seq_len / sizes.data
     recompute = config.train.activation_checkpointing == "full"
     description = registry.describe(config.model)
-    cached = description.cached_blocks(config.parallel.cache_layers)
+    cached = description.cached_units(config.parallel.cache_layers)
     sent = dict.fromkeys(sizes._asdict(), 0.0)
     for layer, blocks, kept in linear_layers(description, cached):
         k, n = layer.in_features, layer.out_features * (layer.num_fused or 1)

@@ -67,7 +67,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
-    description = registry.describe(config.model)
+    description = registry.describe_run(config)
     ranking = Ranking()
     quick: dict[GridSizes, float] = {}
     candidates: dict[GridSizes, tuple[Estimate, int]] = {}
@@ -126,7 +126,7 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
 
 def fewest_devices(config: Config, limit: int) -> int | None:
     """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can."""
-    description = registry.describe(config.model)
+    description = registry.describe_run(config)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
         for sizes in grids(devices):
             if not grid_problem(description.rules, config.train, sizes):

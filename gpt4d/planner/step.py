@@ -25,9 +25,10 @@ class StepWalk:
         sizes: the grid.
         links: how fast its collectives are.
         micro_batch: samples of a microbatch on one device.
-        cached: names of the blocks whose gathered weights are kept.
+        cached: names of the units whose gathered weights are kept.
         omitted: how many equal blocks to count, in memory alone, after each of some blocks.
         gradient_bytes: of the whole model on one device; None: of ``description``.
+        continued_bytes: that the whole model holds from one microbatch to the next.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class StepWalk:
         cached: Collection[str] = (),
         omitted: Mapping[str, int] | None = None,
         gradient_bytes: int | None = None,
+        continued_bytes: int = 0,
     ):
         self.description, self.sizes, self.omitted = description, sizes, omitted or {}
         self.recompute = config.train.activation_checkpointing == "full"
@@ -49,20 +51,24 @@ class StepWalk:
         self.length, self.samples = config.train.seq_len, micro_batch
         self.tokens = micro_batch * self.length
         self.shard_states = config.optim.shard_states
-        self.cached = description.weights_of(cached)
+        weights = description.weights_of(cached)
+        for_step = config.parallel.cache_scope == "step"
+        self.cached = frozenset() if for_step else weights
+        self.cached_for_step = weights if for_step else frozenset()
         if gradient_bytes is None:
             gradient_bytes = training_state(description, sizes, shard_states=False)["gradients"]
-        self.gradient_bytes = gradient_bytes
+        self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
         self.compute, self.scratch = device.compute, device.scratch
         self.start, self.wait, self.do = device.start, device.wait, device.do
         self.held = 0  # by layers: not gathered weights, not gradients
 
-    def run(self, microbatches: int, accumulated: bool = False) -> Device:
-        """Walk through the microbatches and the update that follows; ``accumulated``: earlier ones left gradients."""
-        self.accumulated = accumulated
+    def run(self, microbatches: int, continued: bool = False) -> Device:
+        """Walk through microbatches and the update that follows them; ``continued``: the step has had earlier ones."""
+        self.continued = continued
         self.after_microbatch: list[tuple[float, ...]] = []
         expected = {name: count * microbatches for name, count in self.description.contributions.items()}
-        self.device.hold(self.gradient_bytes if accumulated else 0)
+        for_step = {name: expected[name] for name in self.cached_for_step}
+        self.device.hold(self.continued_bytes if continued else 0)
         self.gradients = PlannedGradients(
             self.device,
             self.description.parameters,
@@ -70,15 +76,24 @@ class StepWalk:
             self.overlap.data,
             self.gradient_bytes,
             self.shard_states,
-            expected,
-            accumulated,
+            expected | dict.fromkeys(for_step, 1),
+            self.description.parameters.keys() - for_step if continued else (),
         )
         specs = self.description.parameters
         streamed = {name: self.gradients.elements[name] for name, spec in specs.items() if spec.streamed}
         order = weight_order(single_stage(microbatches), self.description.layer_weights(self.recompute))
         self.gradients.start_param_all_gather()  # of the step before
         self.stream = PlannedStream(
-            self.device, streamed, order, self.cached, self.overlap, self.element_bytes, self.gradients
+            self.device,
+            streamed,
+            order,
+            self.cached,
+            for_step,
+            self.description.whole_weights,
+            self.overlap,
+            self.element_bytes,
+            self.gradients,
+            continued,
         )
         for _ in range(microbatches):
             self._microbatch()
@@ -110,7 +125,7 @@ class StepWalk:
 
     def _hold_gradients_of_omitted(self, unit: Unit) -> None:
         elements = sum(self.gradients.elements[unit.qualified(name)] for name in unit.layer.parameters())
-        if not self.accumulated:
+        if not self.continued:
             self.device.hold(self.omitted[unit.name] * elements * MASTER_BYTES)
 
     def size(self, axis: str) -> int:

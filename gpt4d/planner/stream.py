@@ -4,7 +4,7 @@ They make the decisions of gpt4d.parallel.weights and gpt4d.parallel.gradients w
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpt4d.config import GridSizes, OverlapConfig
 from gpt4d.model.costs import MASTER_BYTES
@@ -23,9 +23,13 @@ class PlannedStream:
         elements: elements of each streamed weight that a device stores.
         order: every use of a weight in the step.
         cached: weights that stay gathered until the backward.
+        cached_for_step: weights that stay gathered until their last use, with the number of terms of each one's
+            gradient, which are added up before the sum over z.
+        whole: weights that z does not split.
         overlap: which communication runs beside computation.
         compute_bytes: bytes of an element of a gathered weight.
         gradients: where scattered gradients go.
+        continued: earlier microbatches of the step have gathered the weights in ``cached_for_step``.
     """
 
     def __init__(
@@ -34,19 +38,23 @@ class PlannedStream:
         elements: Mapping[str, int],
         order: Sequence[WeightUse],
         cached: Collection[str],
+        cached_for_step: Mapping[str, int],
+        whole: Collection[str],
         overlap: OverlapConfig,
         compute_bytes: int,
         gradients: "PlannedGradients",
+        continued: bool = False,
     ):
         self.device, self.elements, self.order = device, elements, order
-        self.kept = kept_after_use(order, cached)
+        self.kept = kept_after_use(order, cached, cached_for_step)
+        self.whole = whole
+        self.missing = dict(cached_for_step)
+        self.accumulated = set(cached_for_step if continued else ())
         self.gz = device.links.sizes["z"]
         self.ahead = overlap.prefetch if overlap.all_gather and self.gz > 1 else 0
-        self.max_inflight = limits.MAX_INFLIGHT_REDUCE_SCATTERS if overlap.reduce_scatter and self.gz > 1 else 0
+        self.max_inflight = limits.MAX_INFLIGHT_REDUCE_SCATTERS if overlap.reduce_scatter else 0
         self.compute_bytes, self.gradients = compute_bytes, gradients
-        # A weight that is neither cast nor gathered is the parameter itself.
-        self.copies = 0 if self.gz == 1 and compute_bytes == MASTER_BYTES else self.gz
-        self.gathered: dict[str, PendingCollective | None] = {}
+        self.gathered: dict[str, PendingCollective | None] = dict.fromkeys(self.accumulated)
         self.scattering: deque[tuple[str, PendingCollective | None]] = deque()
         self.position = -1
 
@@ -59,7 +67,7 @@ class PlannedStream:
         self.device.wait(pending)
         if self.kept[self.position]:
             self.gathered[name] = None
-        for later in weights_ahead(self.order, self.position, self.ahead):
+        for later in weights_ahead(self.order, self.position, self.ahead, self.whole):
             if later not in self.gathered:
                 self.gathered[later] = self._start(later)
 
@@ -68,8 +76,15 @@ class PlannedStream:
         if not self.kept[self.position]:
             self.device.release(self._memory(self.order[self.position].weight))
 
+    def _parts(self, name: str) -> int:
+        """Return the number of ranks of z that a weight is split over."""
+        return 1 if name in self.whole else self.gz
+
     def _memory(self, name: str) -> int:
-        return self.elements[name] * self.copies * self.compute_bytes
+        parts = self._parts(name)
+        if parts == 1 and self.compute_bytes == MASTER_BYTES:
+            return 0  # neither cast nor gathered: it is the parameter itself
+        return self.elements[name] * parts * self.compute_bytes
 
     def _start(self, name: str) -> PendingCollective | None:
         elements = self.elements[name]
@@ -77,22 +92,34 @@ class PlannedStream:
         self.device.hold(self._memory(name))
         if self.compute_bytes != MASTER_BYTES:
             self.device.compute(moved=elements * (MASTER_BYTES + self.compute_bytes))
+        if self._parts(name) == 1:
+            return None
         return self.device.start("all_gather", "z", elements * self.compute_bytes)
 
     def scatter(self, name: str) -> None:
         """Reduce-scatter the gradient of a gathered weight, which is held in float32."""
-        full = self.elements[name] * self.gz
-        if self.gz > 1:
-            self.device.hold(self.elements[name] * MASTER_BYTES)
-        self.scattering.append((name, self.device.start("reduce_scatter", "z", full * MASTER_BYTES)))
+        parts = self._parts(name)
+        full = self.elements[name] * parts * MASTER_BYTES
+        if name in self.missing:
+            self.missing[name] -= 1
+            if name in self.accumulated:
+                self.device.compute(moved=3 * full)
+                self.device.release(full)
+            self.accumulated.add(name)
+            if self.missing[name]:
+                return
+        if parts == 1:
+            self.gradients.add(name)
+            return
+        self.device.hold(self.elements[name] * MASTER_BYTES)
+        self.scattering.append((name, self.device.start("reduce_scatter", "z", full)))
         while len(self.scattering) > self.max_inflight:
             self._add_gradient()
 
     def _add_gradient(self) -> None:
         name, pending = self.scattering.popleft()
         self.device.wait(pending)
-        if self.gz > 1:
-            self.device.release(self.elements[name] * self.gz * MASTER_BYTES)
+        self.device.release(self.elements[name] * self.gz * MASTER_BYTES)
         self.gradients.add(name)
 
     def finish(self) -> None:
@@ -111,7 +138,7 @@ class PlannedGradients:
         gradient_bytes: of all blocks, of which ``parameters`` may have a few.
         shard_states: each rank of the data axis updates its rows only (ZeRO-1).
         expected: number of terms that complete the gradient of each parameter.
-        accumulated: earlier microbatches have left gradients.
+        continued: parameters whose gradients have terms of earlier microbatches.
     """
 
     def __init__(
@@ -123,9 +150,9 @@ class PlannedGradients:
         gradient_bytes: int,
         shard_states: bool,
         expected: Mapping[str, int],
-        accumulated: bool = False,
+        continued: Collection[str] = (),
     ):
-        self.device, self.overlap, self.accumulated = device, overlap, accumulated
+        self.device, self.overlap, self.continued = device, overlap, continued
         bucket_bytes = limits.bucket_bytes(gradient_bytes)
         local = {id(spec): spec.local_elements(sizes) for spec in parameters.values()}
         optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in parameters.values()}
@@ -139,13 +166,14 @@ class PlannedGradients:
         self.missing = {bucket: sum(expected[name] for name in bucket.names) for bucket in self.buckets}
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self.sent: dict[Bucket, PendingCollective | None] = {}
+        self.axes_left: dict[Bucket, list[str]] = {}
         self.arriving: dict[Bucket, PendingCollective | None] = {}
 
     def add(self, name: str) -> None:
         """Add one term, which is held, to a gradient."""
         nbytes = self.elements[name] * MASTER_BYTES
         self.added[name] += 1
-        if self.added[name] > 1 or self.accumulated:
+        if self.added[name] > 1 or name in self.continued:
             self.device.compute(moved=3 * nbytes)
             self.device.release(nbytes)
         if self.overlap and (bucket := self.bucket_of.get(name)):
@@ -154,20 +182,32 @@ class PlannedGradients:
                 self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        device, nbytes = self.device, bucket.elements * MASTER_BYTES
+        device, nbytes, waiting = self.device, bucket.elements * MASTER_BYTES, list(self.axes_left)
         device.hold(nbytes)
         device.compute(moved=2 * nbytes, operations=len(bucket.names))
-        *inner, last = bucket.axes
-        for axis in inner:
-            device.do("all_reduce", axis, nbytes)
-        self.sent[bucket] = device.start("reduce_scatter" if bucket.sharded else "all_reduce", last, nbytes)
+        self._start_sum(bucket, bucket.axes)
         device.release(nbytes)  # the separate gradients; the packed ones stay
+        self._continue_sums(waiting)
+
+    def _start_sum(self, bucket: Bucket, axes: Sequence[str]) -> None:
+        axis, *others = axes
+        kind = "reduce_scatter" if bucket.sharded and not others else "all_reduce"
+        self.sent[bucket] = self.device.start(kind, axis, bucket.elements * MASTER_BYTES)
+        if others:
+            self.axes_left[bucket] = others
+
+    def _continue_sums(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self.device.wait(self.sent[bucket])
+            self._start_sum(bucket, self.axes_left.pop(bucket))
 
     def finish(self) -> None:
         self.device.scratch(self.packed_bytes)
         for bucket in self.buckets:
             if bucket not in self.sent:
                 self._send(bucket)
+        while self.axes_left:
+            self._continue_sums(list(self.axes_left))
         for bucket, pending in self.sent.items():
             self.device.wait(pending)
             self.device.compute(operations=len(bucket.names))

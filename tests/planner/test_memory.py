@@ -81,12 +81,18 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
         (GridSizes(1, 1, 4, 1), ["train.activation_checkpointing=full", "parallel.cache_layers=2"]),
         (GridSizes(2, 1, 2, 1), ["train.precision=bf16", "train.activation_checkpointing=full"]),
         (GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"]),
+        (
+            GridSizes(1, 1, 4, 1),
+            ["parallel.cache_layers=all", "parallel.cache_scope=step", "train.micro_batch_size=1"],
+        ),
+        (GridSizes(1, 2, 2, 1), ["parallel.whole_layers=2", "train.precision=bf16", "train.micro_batch_size=2"]),
+        (GridSizes(1, 1, 2, 2), ["parallel.whole_layers=3", "optim.shard_states=true"]),
     ],
     ids=str,
 )
 def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrides):
     config = compose([*MODEL, "train.batch_size=8", "cluster.reserved_gib=0", *overrides])
-    state = training_state(registry.describe(config.model), sizes, config.optim.shard_states)
+    state = training_state(registry.describe_run(config), sizes, config.optim.shard_states)
     taken = max(ranks.run(sizes.devices, peak_taken, config, sizes)) + state["weights"] + state["optimizer"]
     estimate = Estimate(config, sizes)
     assert estimate.memory_gib(config.train.micro_batch_size or estimate.share) * GIB == pytest.approx(taken, rel=0.1)

@@ -23,7 +23,8 @@ def linear(
     shape, out = (
         ((out_features,), ((produced,),)) if num_fused is None else ((num_fused, out_features), ((), (produced,)))
     )
-    specs = {"weight": ParameterSpec((in_features, *shape), Layout((contracted, "z"), *out), std=std, decay=True)}
+    layout = Layout((contracted, "z"), *out)
+    specs = {"weight": ParameterSpec((in_features, *shape), layout, std=std, decay=True, streamed=True)}
     if bias:
         specs["bias"] = ParameterSpec(shape, Layout(*out))
     return specs
@@ -36,7 +37,7 @@ def linear_axes(transposed: bool) -> tuple[str, str]:
 
 def token_embedding(rows: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
     """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y."""
-    return {"weight": ParameterSpec((rows, hidden), Layout(("x", "z"), ("y",)), std=std, decay=True)}
+    return {"weight": ParameterSpec((rows, hidden), Layout(("x", "z"), ("y",)), std=std, decay=True, streamed=True)}
 
 
 def position_embedding(positions: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
