@@ -21,6 +21,12 @@ def _prefixed(name: str, parameters: dict[str, ParameterSpec]) -> dict[str, Para
     return {f"{name}.{key}" if name else key: spec for key, spec in parameters.items()}
 
 
+def _cast(walk: Walk, narrow: int, wide: int) -> None:
+    """Convert between an activation of ``narrow`` bytes and the same in float32, unless it is float32 itself."""
+    if narrow != wide:
+        walk.compute(moved=narrow + wide)
+
+
 class _Simple:
     """Defaults of layers without parameters, streamed weights or noteworthy FLOPs."""
 
@@ -80,13 +86,14 @@ class LinearCost:
 
     def forward(self, walk: Walk) -> None:
         k, n = self._local(walk)
-        out_bytes = walk.tokens * n * walk.element_bytes
+        in_bytes, out_bytes = walk.tokens * k * walk.element_bytes, walk.tokens * n * walk.element_bytes
         walk.gather(self._weight)
         walk.hold(out_bytes)
-        reads = 2 if self.bias else 1  # a bias takes an operation of its own
-        walk.compute(2 * walk.tokens * (k * n), reads * out_bytes, operations=reads)
+        walk.compute(2 * walk.tokens * (k * n), in_bytes + k * n * walk.element_bytes + out_bytes)
         walk.multiplied()
         walk.do("all_reduce", self._axes[0], out_bytes)
+        if self.bias and walk.size(self._axes[0]) > 1:  # otherwise the product adds it
+            walk.compute(moved=2 * out_bytes)
 
     def backward(self, walk: Walk, keep_gradient: bool = False) -> None:
         """``keep_gradient``: the gradient of the output stays held, since the residual stream needs it too."""
@@ -97,14 +104,14 @@ class LinearCost:
         if self.input_gradient:
             walk.gather(self._weight)
             walk.hold(in_bytes)
-            walk.compute(flops, in_bytes)
+            walk.compute(flops, out_bytes + k * n * walk.element_bytes + in_bytes)
             walk.multiplied()
             pending = walk.start("all_reduce", self._axes[1], in_bytes)
             if not walk.overlap.all_reduce:
                 walk.wait(pending)
         gradient = k * n * MASTER_BYTES
         walk.hold(gradient)
-        walk.compute(flops, gradient)
+        walk.compute(flops, in_bytes + out_bytes + gradient)
         walk.scatter(self._weight)
         if self.bias:
             walk.compute(moved=out_bytes)
@@ -133,24 +140,30 @@ class LayerNormCost(_Simple):
         x, wide, statistics = self._bytes(walk)
         walk.hold(x + statistics)
         if walk.sizes.y == 1:
-            walk.compute(moved=3 * x)
+            walk.compute(moved=2 * x)
             return
         walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
-        walk.compute(moved=12 * wide, operations=14)
+        _cast(walk, x, wide)
+        walk.compute(moved=6 * wide, operations=5)
         walk.do("all_gather", "y", statistics)
+        walk.compute(moved=8 * wide, operations=10)
+        _cast(walk, x, wide)
 
     def backward(self, walk: Walk) -> None:
         x, wide, statistics = self._bytes(walk)
         if walk.sizes.y == 1 and walk.element_bytes == MASTER_BYTES:
             walk.scratch(x)
-            walk.compute(moved=4 * x)
+            walk.compute(moved=3 * x)
         elif walk.sizes.y == 1:  # sums over tokens are computed apart, in float32
             walk.scratch(x + 2 * wide)
-            walk.compute(moved=7 * x + 6 * wide, operations=6)
+            walk.compute(moved=6 * x + 6 * wide, operations=6)
         else:
             walk.scratch(5 * wide)
-            walk.compute(moved=20 * wide, operations=16)
+            _cast(walk, x, wide)
+            walk.compute(moved=x + 10 * wide, operations=7)
             walk.do("all_reduce", "y", statistics)
+            walk.compute(moved=14 * wide, operations=8)
+            _cast(walk, x, wide)
         walk.release(statistics)
         for name in self.parameters():
             walk.add_gradient(name)
@@ -210,13 +223,19 @@ class CausalAttentionCost(_Simple):
     def forward(self, walk: Walk) -> None:
         out_bytes, scores, kept, flops = self._local(walk)
         walk.hold(out_bytes + kept)
-        walk.compute(flops, 4 * out_bytes + 6 * scores)
+        walk.compute(flops, 4 * out_bytes)
+        if self.dropout:
+            walk.compute(moved=6 * scores)
 
     def backward(self, walk: Walk) -> None:
         out_bytes, scores, kept, flops = self._local(walk)
         walk.hold(3 * out_bytes)
         walk.scratch(scores)
-        walk.compute(2.5 * flops, 8 * out_bytes + 8 * scores)
+        walk.compute(2.5 * flops, 8 * out_bytes)
+        if self.dropout:
+            walk.compute(moved=8 * scores)
+        # The gradients of queries, keys and values are stacked, then put in the order of the fused layer's output.
+        walk.compute(moved=2 * 6 * out_bytes, operations=2)
         walk.release(kept)
         walk.release(4 * out_bytes)  # the output's gradient; queries, keys and values
 
@@ -239,18 +258,21 @@ class TokenEmbeddingCost(_Simple):
         x = walk.tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
         walk.gather(f"{self.name}.weight")
         walk.hold(x)
-        walk.compute(moved=2 * x, operations=5)
+        walk.compute(moved=2 * x, operations=6)
         walk.multiplied()
+        if walk.sizes.x > 1:  # rows of other ranks are set to zero
+            walk.compute(moved=2 * x)
         walk.do("all_reduce", "x", x)
 
     def backward(self, walk: Walk) -> None:
         local_hidden, e = self.hidden // walk.sizes.y, walk.element_bytes
         table = self.rows // walk.sizes.x * local_hidden * MASTER_BYTES
-        rows = walk.tokens * local_hidden * MASTER_BYTES
+        x, rows = walk.tokens * local_hidden * e, walk.tokens * local_hidden * MASTER_BYTES
         walk.scratch(rows + table)
         walk.hold(table)
+        _cast(walk, x, rows)
         walk.compute(moved=5 * rows + table, operations=3)
-        walk.release(walk.tokens * local_hidden * e)
+        walk.release(x)
         walk.scatter(f"{self.name}.weight")
 
 
@@ -271,13 +293,13 @@ class PositionEmbeddingCost(_Simple):
     def forward(self, walk: Walk) -> None:
         x = self._bytes(walk)
         walk.hold(x)
-        walk.compute(moved=3 * x, operations=2)
+        walk.compute(moved=2 * x, operations=2)  # the vectors are expanded, not copied for each sample
         walk.release(x)
 
     def backward(self, walk: Walk) -> None:
         gradient = self.positions * (self.hidden // walk.sizes.y) * MASTER_BYTES
         walk.hold(gradient)
-        walk.compute(moved=2 * self._bytes(walk), operations=3)
+        walk.compute(moved=self._bytes(walk) + 3 * gradient, operations=2)
         walk.release(gradient)
         walk.add_gradient(f"{self.name}.weight")
 
@@ -297,6 +319,7 @@ class CrossEntropyCost(_Simple):
         logits, wide = self._bytes(walk)
         if walk.element_bytes != 4:
             walk.hold(wide)
+        _cast(walk, logits, wide)
         walk.compute(moved=wide)
         walk.do("all_reduce", "x", walk.tokens * _STATISTIC)
         walk.hold(wide)  # shifted logits; in their place the exponentials, the probabilities and the gradient
@@ -306,7 +329,8 @@ class CrossEntropyCost(_Simple):
 
     def backward(self, walk: Walk) -> None:
         logits, wide = self._bytes(walk)
-        walk.compute(moved=3 * wide, operations=4)
+        walk.compute(moved=2 * wide, operations=4)
+        _cast(walk, logits, wide)
         if walk.element_bytes != 4:
             walk.hold(logits)
             walk.release(wide)

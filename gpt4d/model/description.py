@@ -38,7 +38,7 @@ class Walk(Protocol):
         """Return the devices along an axis."""
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Compute ``operations`` kernels that take ``flops`` and read and write ``moved`` bytes in all."""
+        """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""
 
     def hold(self, nbytes: int) -> None:
         """Take memory until it is released."""

@@ -152,10 +152,11 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     for model, sequences in ((_SMALL_MODEL, 1), (_LARGE_MODEL[device.type], 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
         step_s = _seconds(_training_step(config, device), device)
-        operations, moved = (_count_in_step(config, cluster, key) for key in ("operation_us", "memory_gb_s"))
-        products_s = _count_in_step(config, cluster, "matmul_tflops") * 1e-12 / cluster.matmul_tflops
-        rows.append((operations, moved))
-        times.append(max(step_s - products_s, 0.05 * step_s))
+        flops = _count_in_step(config, cluster, "matmul_tflops")
+        # Products read and write while they multiply, so the bytes of the other operations count.
+        moved = _count_in_step(config, cluster, "matmul_tflops", "memory_gb_s") - flops
+        rows.append((_count_in_step(config, cluster, "operation_us"), moved))
+        times.append(max(step_s - flops * 1e-12 / cluster.matmul_tflops, 0.05 * step_s))
     (a, b), (c, d) = rows
     determinant = a * d - b * c
     operation_s = (times[0] * d - b * times[1]) / determinant
@@ -165,11 +166,14 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     return max(operation_s, 1e-7) * 1e6, 1e-9 / s_per_byte
 
 
-def _count_in_step(config: Config, cluster: ClusterConfig, key: str) -> float:
-    """Return the operations, bytes moved or FLOPs of a step on one device, whichever ``key`` is the speed of."""
+def _count_in_step(config: Config, cluster: ClusterConfig, *keys: str) -> float:
+    """Return the operations, bytes moved and FLOPs of a step on one device, those that ``keys`` are the speeds of.
+
+    Of the bytes and the FLOPs of a product, the larger number counts: the FLOPs.
+    """
     unit = {"operation_us": 1e6, "memory_gb_s": 1e-9, "matmul_tflops": 1e-12}
     free: dict[str, Any] = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
-    config = replace(config, cluster=replace(cluster, **(free | {key: unit[key]})))
+    config = replace(config, cluster=replace(cluster, **(free | {key: unit[key] for key in keys})))
     sizes, train = GridSizes(), config.train
     description = registry.describe(config.model)
     return StepWalk(config, description, sizes, Links(config.cluster, sizes), train.batch_size).run(1).compute_s

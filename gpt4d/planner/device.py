@@ -67,8 +67,11 @@ class Device:
         return tuple(totals)
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Run ``operations`` that take ``flops`` and read and write ``moved`` bytes in total."""
-        seconds = flops * self.s_per_flop + moved * self.s_per_byte + operations * self.operation_s
+        """Run a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in total.
+
+        A product takes the longer of the two times, since it reads and writes while it multiplies.
+        """
+        seconds = max(flops * self.s_per_flop, moved * self.s_per_byte) + operations * self.operation_s
         self.now += seconds
         self.compute_s += seconds
 

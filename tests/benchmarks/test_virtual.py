@@ -9,36 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.virtual import VirtualDevice
 from benchmarks.virtual_streams import intra_host_bytes
-from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
-from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.parallel.shared_memory import SLOT_BYTES, SharedMemory
-from gpt4d.planner.device import Links
-from gpt4d.planner.step import StepWalk
-from gpt4d.step import TrainStep, build_stage
-from tests.grids import token_loss
+from tests.fake_time import FakeTime
 
 FLOPS, MEMORY_GB_S, LAUNCH_US = 1e6, 1e-3, 100.0
 LARGE = 128, 128
-
-
-class FakeTime:
-    """A source of time that passes only while somebody sleeps."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def process_time(self) -> float:
-        return self.now / 4
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class StartTimes(TorchDispatchMode):
@@ -283,25 +262,3 @@ def transfer_behind_computation() -> float:
 
 def test_a_collective_behind_a_longer_computation_is_hidden(ranks):
     assert ranks.run(2, transfer_behind_computation) == [0, 0]
-
-
-def planned_and_busy_s(memory_gb_s: float) -> tuple[float, float]:
-    flops, launch_us = 2e10, 20.0
-    model = GPT2Config(layers=2, hidden=256, heads=4, vocab_size=512, max_positions=128)
-    cluster = ClusterConfig(matmul_tflops=flops / 1e12, memory_gb_s=memory_gb_s, operation_us=launch_us)
-    config = Config(model=model, cluster=cluster, train=TrainConfig(seq_len=128, batch_size=16))
-    stage = build_stage(config, Grid.single_device(), torch.device("cpu"), initialized=False)
-    step = TrainStep(stage, token_loss, OptimConfig())
-    ids = torch.zeros(16, 128, dtype=torch.int64)
-    with VirtualDevice(flops, memory_gb_s, launch_us, small=1024, source=FakeTime()) as device:
-        step([(ids, ids, torch.arange(16))], 1, ids.numel(), 1e-3)
-    description, sizes = registry.describe(model), GridSizes()
-    walk = StepWalk(config, description, sizes, Links(cluster, sizes), micro_batch=16)
-    return walk.run(1).compute_s, device.stream.busy_s
-
-
-# With a slower memory they differ: the planner adds the bytes of products to their FLOPs, the device takes the larger.
-@pytest.mark.parametrize("memory_gb_s", [1000, 4])
-def test_the_planner_computes_as_long_as_the_device(memory_gb_s):
-    planned_s, busy_s = planned_and_busy_s(memory_gb_s)
-    assert planned_s == pytest.approx(busy_s, rel=0.05)
