@@ -15,7 +15,7 @@ from gpt4d.planner.workload import compute_bytes, training_state
 
 GIB = 2**30
 _MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
-_BLOCKS_PER_KIND = 3  # walked; each further block adds what the last one added
+_BLOCKS_PER_KIND = 4  # walked; each further block adds what the last one added
 
 
 @dataclass
