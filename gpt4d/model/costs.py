@@ -109,6 +109,7 @@ class LinearCost:
             pending = walk.start("all_reduce", self._axes[1], in_bytes)
             if not walk.overlap.all_reduce:
                 walk.wait(pending)
+                pending = None
         gradient = k * n * MASTER_BYTES
         walk.hold(gradient)
         walk.compute(flops, in_bytes + out_bytes + gradient)

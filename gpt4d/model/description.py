@@ -53,7 +53,7 @@ class Walk(Protocol):
         """Start a collective beside the computation: ``all_reduce``, ``all_gather`` or ``reduce_scatter``."""
 
     def wait(self, collective: object) -> None:
-        """Wait for a started collective."""
+        """Wait for a started collective, once; None: do nothing."""
 
     def do(self, kind: str, axis: str, nbytes: float) -> None:
         """Start a collective and wait for it."""

@@ -40,6 +40,7 @@ class PendingCollective(NamedTuple):
 
     axis: str
     ends: float
+    after_s: float  # in which the device is occupied once it has waited
 
 
 class Device:
@@ -82,21 +83,24 @@ class Device:
             return None
         sent = sent_bytes(kind, size, nbytes)
         speed = self.links.speeds[kind, axis]
+        before_s, after_s = sent * speed.before_s_per_byte, sent * speed.after_s_per_byte
+        self._occupy(axis, before_s)
         seconds = speed.latency_s + sent * speed.s_per_byte
         self.bytes[axis] += sent
-        self.time_s[axis] += seconds
+        self.time_s[axis] += before_s + seconds + after_s
         ends = max(self.now + self.skew_s, self.channel_free[speed.across]) + seconds
         self.channel_free[speed.across] = ends
         # The share that cannot overlap occupies the device itself.
-        busy = seconds * (1 - speed.hidden)
-        self.now += busy
-        self.exposed_s[axis] += busy
-        return PendingCollective(axis, ends)
+        self._occupy(axis, seconds * (1 - speed.hidden))
+        return PendingCollective(axis, ends, after_s)
+
+    def _occupy(self, axis: str, seconds: float) -> None:
+        self.now += seconds
+        self.exposed_s[axis] += seconds
 
     def wait(self, collective: object) -> None:
-        if isinstance(collective, PendingCollective) and collective.ends > self.now:
-            self.exposed_s[collective.axis] += collective.ends - self.now
-            self.now = collective.ends
+        if isinstance(collective, PendingCollective):
+            self._occupy(collective.axis, max(0.0, collective.ends - self.now) + collective.after_s)
 
     def do(self, kind: str, axis: str, nbytes: float) -> None:
         self.wait(self.start(kind, axis, nbytes))

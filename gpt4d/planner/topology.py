@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
 
+_ALL = sys.maxsize  # devices of a node where there is one level of links
 _HIDDEN = 0.9  # hidden share of an unmeasured collective; running it occupies the device for the rest
 
 
@@ -34,6 +35,8 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
     Groups that fit but do not divide ``devices`` may lie on both sides of a border: half of the ranks count.
     """
     reach = span.stride * span.size
+    if devices == _ALL:
+        return span.size
     if reach <= devices and devices % reach:
         return -(-span.size // 2)
     return max(1, min(span.size, devices // span.stride))
@@ -51,7 +54,7 @@ def spans(sizes: GridSizes) -> dict[str, RankSpan]:
 def node_size(cluster: ClusterConfig) -> int:
     """Return the devices per node: a member of the outermost level, or all devices if there is one level."""
     if len(cluster.levels) == 1:
-        return cluster.levels[0].ranks or sys.maxsize
+        return cluster.levels[0].ranks or _ALL
     return dict(_levels(cluster))[0]
 
 
@@ -96,12 +99,18 @@ def crossed_levels(cluster: ClusterConfig, span: RankSpan) -> list[CrossedLevel]
 
 
 class Speed(NamedTuple):
-    """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``, of which the share ``hidden`` can overlap."""
+    """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``, of which the share ``hidden`` can overlap.
+
+    ``before_s_per_byte`` and ``after_s_per_byte``: the parts inside a node that precede and follow the part between
+    nodes, in seconds per byte of the whole collective. They occupy the device.
+    """
 
     latency_s: float
     s_per_byte: float
     hidden: float
     across: bool  # between nodes
+    before_s_per_byte: float = 0.0
+    after_s_per_byte: float = 0.0
 
 
 NO_TIME = Speed(0.0, 0.0, 1.0, False)
@@ -127,11 +136,46 @@ def speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
 
 
 def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
-    """Return the speed of the slowest level crossed, whose links the groups of the axis share."""
-    levels = crossed_levels(cluster, span)
-    gb_s = min(group_bandwidth(c.level, c.members) / c.sharing for c in levels)
-    latency_us = sum(_messages(kind, c.members) * c.level.latency_us for c in levels)
-    return Speed(latency_us / 1e6, 1e-9 / gb_s, _HIDDEN, span.nodes(node_size(cluster)) > 1)
+    """Return the speed of a ring: that of the slowest level crossed, whose links the groups of the axis share.
+
+    On CPUs, ranks of a node exchange data through shared memory, and collectives run by hosts
+    (gpt4d.parallel.collectives).
+    """
+    levels, node = crossed_levels(cluster, span), node_size(cluster)
+    local, nodes = span.local(node), span.nodes(node)
+    latency_s = sum(_messages(kind, c.members) * c.level.latency_us for c in levels) / 1e6
+    if cluster.device == "cpu" and nodes == 1:
+        return Speed(latency_s, _s_per_byte(levels), 0.0, False)  # the ranks themselves copy and add up
+    if cluster.device == "cpu" and len(levels) > 1 and local * nodes == span.size:
+        *inside, between = levels
+        return _speed_by_hosts(kind, local, nodes, _s_per_byte(inside), _s_per_byte([between]), latency_s)
+    return Speed(latency_s, _s_per_byte(levels), _HIDDEN, nodes > 1)
+
+
+def _s_per_byte(levels: list[CrossedLevel]) -> float:
+    return 1e-9 / min(group_bandwidth(c.level, c.members) / c.sharing for c in levels)
+
+
+def _speed_by_hosts(kind: str, local: int, hosts: int, inside: float, between: float, latency_s: float) -> Speed:
+    """Return the speed of a collective of ``local`` ranks on each of several hosts that is split into parts.
+
+    A ring of all ranks sends (local·hosts - 1) / (local·hosts) of the tensor over each host's link, once or, for an
+    all-reduce, twice. By hosts it is (hosts - 1) / hosts. Inside its host a rank sends (local - 1) / local as often:
+    before the part between hosts if it is to be summed, and after it if it is to be gathered.
+
+    Args:
+        kind: of the collective.
+        local: ranks of the group on a host.
+        hosts: that the group spans.
+        inside: seconds per byte inside a host.
+        between: seconds per byte of a ring that crosses the hosts' links.
+        latency_s: of the collective.
+    """
+    ring = local * hosts - 1
+    inside *= hosts * (local - 1) / ring
+    before = {"all_reduce": 0.5, "reduce_scatter": 1.0, "all_gather": 0.0}[kind]
+    s_per_byte = between * local * (hosts - 1) / ring
+    return Speed(latency_s, s_per_byte, _HIDDEN, True, before * inside, (1 - before) * inside)
 
 
 def _messages(kind: str, members: int) -> int:

@@ -14,11 +14,19 @@ from gpt4d.planner.search import grids
 NOWHERE = float("inf")
 # 1 FLOP a picosecond, and nothing else takes time.
 PRODUCTS = ClusterConfig(
-    matmul_tflops=1.0, memory_gb_s=NOWHERE, operation_us=0.0, levels=[LevelConfig(None, NOWHERE, None, 0.0)]
+    device="cuda",
+    matmul_tflops=1.0,
+    memory_gb_s=NOWHERE,
+    operation_us=0.0,
+    levels=[LevelConfig(None, NOWHERE, None, 0.0)],
 )
 # 1 byte a nanosecond on every link, and nothing else.
 LINKS = ClusterConfig(
-    matmul_tflops=NOWHERE, memory_gb_s=NOWHERE, operation_us=0.0, levels=[LevelConfig(None, 1.0, None, 0.0)]
+    device="cuda",
+    matmul_tflops=NOWHERE,
+    memory_gb_s=NOWHERE,
+    operation_us=0.0,
+    levels=[LevelConfig(None, 1.0, None, 0.0)],
 )
 MODEL = (
     "model.layers=3", "model.hidden=64", "model.heads=4", "model.vocab_size=128", "model.max_positions=16",
@@ -104,6 +112,20 @@ def test_what_cannot_pass_beside_a_computation_is_exposed():
     assert device.now == pytest.approx(8.0) and device.exposed_s["z"] == pytest.approx(3.0)
 
 
+def test_parts_of_a_collective_inside_a_host_are_exposed():
+    """An all-reduce of two hosts of two ranks: 1 s inside a host, 2 s between hosts and 1 s inside."""
+    machine = replace(LINKS, device="cpu", levels=[LevelConfig(None, 1.0, None, 0.0), LevelConfig(2, 1.0, None, 0.0)])
+    links = Links(machine, GridSizes(4))
+    links.speeds = {key: speed._replace(hidden=1.0) for key, speed in links.speeds.items()}
+    device = Device(machine, links)
+    reduction = device.start("all_reduce", "x", 2e9)
+    assert device.now == pytest.approx(1.0)
+    device.now += 1.5
+    device.wait(reduction)
+    assert device.now == pytest.approx(4.0) and device.exposed_s["x"] == pytest.approx(2.5)
+    assert device.time_s["x"] == pytest.approx(4.0) and device.bytes["x"] == 3e9
+
+
 def test_inner_and_outer_links_carry_at_once_and_late_ranks_are_waited_for():
     """Two gathers of 2 s on y, between nodes, and one of 2 s on x, inside; ranks come 0.5 s late."""
     nodes = [LevelConfig(None, 1.0, None, 0.0), LevelConfig(2, 1.0, None, 0.0)]
@@ -147,7 +169,7 @@ def test_caching_gathers_once_what_is_cached():
         plan(LINKS, sizes, "train.activation_checkpointing=full", f"parallel.cache_layers={layers}").comm["z"]["bytes"]
         for layers in (0, 1, "all")
     )
-    block, table = 12 * 64 * 64 * 4 / 2, 128 * 64 * 4 / 2  # one gather of each
+    block, table = 12 * 64 * 64 * 2 / 2, 128 * 64 * 2 / 2  # one gather of each, in bf16
     assert none - some == block
     assert none - all_of_them == 3 * block + table
 
@@ -162,7 +184,7 @@ def test_with_the_cache_of_a_step_microbatches_add_no_communication_over_z():
 def test_whole_layers_move_communication_from_the_forward_to_the_backward():
     # A forward takes about two thirds of the time of its gathers, a backward more than that of its scatters.
     machine, sizes = replace(LINKS, matmul_tflops=0.19), GridSizes(1, 1, 2, 1)
-    large = "model.layers=12", "model.hidden=512"
+    large = "model.layers=12", "model.hidden=512", "train.precision=fp32"
     split, some, too_many = (
         plan(machine, sizes, *large, "parallel.cache_layers=all", f"parallel.whole_layers={count}")
         for count in (0, 3, 12)

@@ -1,14 +1,24 @@
-"""Bandwidths of groups: the 4D paper's cases (Eq. 10, Fig. 5 and 6) and its equations, computed by hand."""
+"""Bandwidths of groups: the 4D paper's cases (Eq. 10, Fig. 5 and 6) and its equations, computed by hand.
+
+The parts of collectives by hosts, on CPUs, are compared with what a run sends.
+"""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
+from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner import paper_models
-from gpt4d.planner.device import sent_bytes
+from gpt4d.planner.device import KINDS, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, node_size, spans, speed
+from tests.fake_time import FakeTime
+from tests.parallel.test_shared_memory import axis_across_hosts
 
-NODES_OF_4 = ClusterConfig(levels=[LevelConfig(None, 100.0), LevelConfig(4, 300.0, 100.0)])
+NODES_OF_4 = ClusterConfig(device="cuda", levels=[LevelConfig(None, 100.0), LevelConfig(4, 300.0, 100.0)])
+HOSTS_OF_4 = replace(NODES_OF_4, device="cpu")
 TWO_LAYERS = GPT2Config(layers=2, hidden=8, heads=2, vocab_size=16, vocab_multiple=16, max_positions=4)
 
 
@@ -46,7 +56,8 @@ def test_a_layer_sends_the_bytes_of_equations_4_to_8():
 
 def test_communication_of_a_model_is_equation_9_summed_over_layers():
     """Two blocks of hidden 8, 32 tokens, only x=2: each rank sends 2·(1/2) of each float32 buffer along x."""
-    config = Config(model=TWO_LAYERS, train=TrainConfig(seq_len=4, batch_size=8), cluster=NODES_OF_4)
+    train = TrainConfig(seq_len=4, batch_size=8, precision="fp32")
+    config = Config(model=TWO_LAYERS, train=train, cluster=NODES_OF_4)
     # qkv and up reduce their input gradient over x, output and down their product: four times 32 rows of 8.
     sent = 2 * 4 * 32 * 8 * 4
     seconds = paper_models.communication(config, GridSizes(2, 1, 1, 1), aware=True)
@@ -109,12 +120,61 @@ def test_groups_that_do_not_divide_a_node_span_two():
     assert speed(NODES_OF_4, "all_gather", RankSpan(1, 3)).across
 
 
-def test_a_measurement_overrides_the_speed_from_levels():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_measurement_overrides_the_speed_from_levels(device):
     measured = MeasuredConfig("all_gather", local=2, nodes=2, sharing=2, latency_us=30.0, gb_s=4.0, hidden=0.5)
-    cluster = ClusterConfig(levels=NODES_OF_4.levels, measured=[measured])
+    cluster = replace(NODES_OF_4, device=device, measured=[measured])
     two_nodes = speed(cluster, "all_gather", RankSpan(2, 4))
     assert (two_nodes.latency_s, two_nodes.s_per_byte) == pytest.approx((30e-6, 0.25e-9))
     assert two_nodes.hidden == 0.5 and two_nodes.across
+    assert two_nodes.before_s_per_byte == two_nodes.after_s_per_byte == 0
     four_nodes = speed(cluster, "all_gather", RankSpan(2, 8))  # same bandwidth, more messages
     assert four_nodes.s_per_byte == two_nodes.s_per_byte and four_nodes.latency_s == pytest.approx(7 / 3 * 30e-6)
-    assert speed(cluster, "all_reduce", RankSpan(2, 4)) == speed(NODES_OF_4, "all_reduce", RankSpan(2, 4))
+    unmeasured = replace(cluster, measured=[])
+    assert speed(cluster, "all_reduce", RankSpan(2, 4)) == speed(unmeasured, "all_reduce", RankSpan(2, 4))
+
+
+def seconds_by_hosts(kind: str, nbytes: int) -> tuple[float, ...]:
+    """Return a collective's seconds over two hosts of three ranks at 1 MB/s per rank: before, after and between."""
+    from gpt4d.parallel import collectives
+
+    axis = axis_across_hosts([0, 0, 0, 1, 1, 1])
+    tensor = torch.zeros(nbytes // 4)
+
+    def run(ranks_per_host: int) -> tuple[float, float]:
+        device = VirtualDevice(1e12, 1e12, 0, intra_host_mb_s=1, ranks_per_host=ranks_per_host, source=FakeTime())
+        with device:
+            pending = getattr(collectives, f"start_{kind}")(tensor, axis)
+            started = device.source.now
+            pending.wait()
+            return started, device.source.now - started
+
+    before, after = run(3)
+    return before, after, sum(run(6)) - before - after  # with six ranks per host, no transfer is free
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collective_of_cpus_sends_the_planned_bytes_inside_and_between_hosts(ranks, kind):
+    links = LevelConfig(None, 3e-3, None, 0.0), LevelConfig(3, 1e-3, None, 0.0)  # a host's link carries three ranks
+    planned, nbytes = speed(ClusterConfig(levels=list(links)), kind, RankSpan(1, 6)), 6 << 14
+    sent = sent_bytes(kind, 6, nbytes)
+    expected = [sent * s for s in (planned.before_s_per_byte, planned.after_s_per_byte, planned.s_per_byte)]
+    for seconds in ranks.run(6, seconds_by_hosts, kind, nbytes):
+        assert seconds == pytest.approx(expected)
+
+
+def test_by_hosts_a_link_carries_less_than_in_a_ring():
+    """Eight ranks on two hosts: half of a gathered tensor enters each host, instead of seven eighths."""
+    by_hosts, ring = (speed(cluster, "all_gather", RankSpan(1, 8)) for cluster in (HOSTS_OF_4, NODES_OF_4))
+    assert by_hosts.s_per_byte == pytest.approx(4 / 7 * ring.s_per_byte) and ring.after_s_per_byte == 0
+
+
+@pytest.mark.parametrize("span", [RankSpan(4, 8), RankSpan(1, 3)], ids=["one rank per host", "hosts of unequal ranks"])
+def test_other_groups_across_hosts_form_rings(span):
+    assert speed(HOSTS_OF_4, "all_reduce", span) == speed(NODES_OF_4, "all_reduce", span)
+
+
+@pytest.mark.parametrize("cluster", [HOSTS_OF_4, ClusterConfig()], ids=["hosts of four", "one level"])
+def test_collectives_inside_a_host_of_cpus_occupy_them(cluster):
+    inside = speed(cluster, "all_reduce", RankSpan(2, 2))
+    assert inside.hidden == 0 and not inside.across
