@@ -1,9 +1,10 @@
 """Time, bytes and memory of a whole step on one grid: a few short walks, extrapolated to the step's length."""
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
@@ -31,6 +32,7 @@ class Plan:
     mfu: float | None  # model FLOPs over the peak, without recomputation
     hfu: float | None  # the same with recomputation
     overrides: list[str]
+    choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
     published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property

@@ -36,7 +36,7 @@ def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     ranking.check(config, world_size)
     best = ranking.plans[0]
     x, y, z, data = best.sizes
-    parallel = replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data)
+    parallel = replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data, **best.choice)
     train = replace(config.train, micro_batch_size=best.micro_batch)
     lines = tuple(f"{plan.sizes} ({plan.step_time_s:.3g} s per step)" for plan in ranking.plans)
     return replace(config, parallel=parallel, train=train), lines

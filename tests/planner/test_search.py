@@ -11,6 +11,7 @@ import pytest
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.search import fewest_devices, grids, rank
 from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
@@ -106,6 +107,36 @@ def test_auto_selects_the_best_grid(tiny):
     assert plan.config.parallel.mode == "4d" and validate(plan.config, 8).sizes == best.sizes
     with pytest.raises(ConfigError, match=r"parallel\.gy=2: the planner chooses the grid"):
         validate(tiny("parallel.mode=auto", "parallel.gy=2"), 8)
+
+
+# A machine on which gathers limit the forward of the best grids, and reductions the step of the others.
+SLOW_LINKS = (
+    "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
+    "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",
+    "cluster.levels=[{ranks: 2, group_gb_s: 0.05}, {ranks: 4, group_gb_s: 10}]", "parallel.cache_layers=all",
+)  # fmt: skip
+
+
+def test_the_planner_chooses_whole_layers_with_their_memory():
+    config = compose([*SLOW_LINKS, "train.batch_size=16"])
+    (best,) = rank(config, 8, top=1).plans
+    assert best.sizes.z > 1 and best.choice["whole_layers"] > 0
+    chosen = compose([*SLOW_LINKS, "train.batch_size=16", *best.overrides])
+    assert Estimate(chosen, best.sizes).plan(best.micro_batch).step_time_s == pytest.approx(best.step_time_s)
+    split = replace(chosen, parallel=replace(chosen.parallel, whole_layers=0))
+    assert Estimate(split, best.sizes).memory_gib(best.micro_batch) < best.memory_gib
+    small = replace(config, cluster=replace(config.cluster, memory_gib=best.memory_gib * 0.99))
+    (other,) = rank(small, 8, top=1).plans
+    assert (other.sizes, other.choice) != (best.sizes, best.choice) and other.memory_gib < best.memory_gib
+    validated = validate(replace(config, parallel=replace(config.parallel, mode="auto")), 8)
+    assert validated.config.parallel.whole_layers == best.choice["whole_layers"]
+
+
+def test_the_planner_gathers_once_per_step_where_there_are_microbatches():
+    config = compose([*SLOW_LINKS, "train.batch_size=64", "train.micro_batch_size=2", "parallel.whole_layers=1"])
+    for plan in rank(config, 8, top=2).plans:
+        assert plan.sizes.z == 1 or plan.choice == {"cache_layers": "all", "cache_scope": "step"}
+        assert validate(replace(compose([*SLOW_LINKS, "train.batch_size=64", *plan.overrides])), 8).sizes == plan.sizes
 
 
 def test_training_uses_the_grid_that_auto_selects(ranks, tiny):
