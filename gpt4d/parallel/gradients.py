@@ -59,6 +59,7 @@ class GradientReducer:
         self._missing: Counter[nn.Parameter] = Counter()  # terms that gradients of this step still lack
         self._sent: dict[Bucket, Pending] = {}
         self._axes_left: dict[Bucket, list[str]] = {}  # of sent buckets, the axes to sum over after the current one
+        self._to_gather: list[Bucket] = []  # whose updated rows other ranks lack, in the reverse order of their use
         self._arriving: dict[Bucket, Pending] = {}  # rows that other ranks updated
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
         this = weakref.proxy(self)
@@ -130,24 +131,33 @@ class GradientReducer:
     def start_param_all_gather(self) -> None:
         """Start to gather the rows that other ranks updated; call it after the optimizer's step.
 
-        They arrive during the next forward, which waits for a weight when it first needs it; any other reader of
-        parameters calls ``wait_params`` before.
+        They arrive during the next forward, a few buckets at a time in the order in which it needs them. It waits for a
+        weight when it first needs it; any other reader of parameters calls ``wait_params`` before.
         """
-        for bucket in reversed(self.buckets):  # in the order of the forward
-            if bucket.sharded:
-                rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
-                self._arriving[bucket] = collectives.start_all_gather(rows, self.weights.grid[bucket.axes[-1]])
+        self._to_gather = [bucket for bucket in self.buckets if bucket.sharded]
+        for _ in range(limits.MAX_INFLIGHT_PARAM_GATHERS):
+            self._gather_next()
         if not self.overlap:
             self.wait_params()
 
+    def _gather_next(self) -> None:
+        if self._to_gather:
+            bucket = self._to_gather.pop()
+            rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
+            self._arriving[bucket] = collectives.start_all_gather(rows, self.weights.grid[bucket.axes[-1]])
+
     def wait_params(self) -> None:
         """Wait until every parameter is up to date."""
-        for bucket in list(self._arriving):
-            self._wait_bucket(bucket)
+        while self._arriving:
+            self._wait_bucket(next(iter(self._arriving)))
 
     def _wait_bucket(self, bucket: Bucket | None) -> None:
+        while bucket in self._to_gather:
+            self._gather_next()
         if bucket in self._arriving:
-            for parameter, piece in self._unpack(bucket, self._arriving.pop(bucket).wait()):
+            gathered = self._arriving.pop(bucket).wait()
+            self._gather_next()
+            for parameter, piece in self._unpack(bucket, gathered):
                 parameter.detach().view(len(piece), -1).copy_(piece)
 
 

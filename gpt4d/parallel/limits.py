@@ -1,6 +1,7 @@
 """Limits on communication in flight and on message sizes, shared by layers and planner. Torch-free."""
 
 MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a full gradient in memory
+MAX_INFLIGHT_PARAM_GATHERS = 2  # on a link that transfers share, more would delay the one that is needed first
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency dominates; above, it is negligible
 
 

@@ -167,6 +167,7 @@ class PlannedGradients:
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self.sent: dict[Bucket, PendingCollective | None] = {}
         self.axes_left: dict[Bucket, list[str]] = {}
+        self.to_gather: list[Bucket] = []
         self.arriving: dict[Bucket, PendingCollective | None] = {}
 
     def add(self, name: str) -> None:
@@ -222,18 +223,25 @@ class PlannedGradients:
 
     def start_param_all_gather(self) -> None:
         """Start to gather the rows that other ranks updated in the step before."""
-        for bucket in reversed(self.buckets):
-            if bucket.sharded:
-                size = self.device.links.sizes[bucket.axes[-1]]
-                nbytes = bucket.elements * MASTER_BYTES
-                self.device.compute(moved=2 * nbytes / size, operations=len(bucket.names))
-                self.arriving[bucket] = self.device.start("all_gather", bucket.axes[-1], nbytes / size)
-        if not self.overlap:
-            for bucket in list(self.arriving):
-                self.wait_param(bucket.names[0])
+        self.to_gather = [bucket for bucket in self.buckets if bucket.sharded]
+        for _ in range(limits.MAX_INFLIGHT_PARAM_GATHERS):
+            self._gather_next()
+        while not self.overlap and self.arriving:
+            self.wait_param(next(iter(self.arriving)).names[0])
+
+    def _gather_next(self) -> None:
+        if self.to_gather:
+            bucket = self.to_gather.pop()
+            size = self.device.links.sizes[bucket.axes[-1]]
+            nbytes = bucket.elements * MASTER_BYTES
+            self.device.compute(moved=2 * nbytes / size, operations=len(bucket.names))
+            self.arriving[bucket] = self.device.start("all_gather", bucket.axes[-1], nbytes / size)
 
     def wait_param(self, name: str) -> None:
         bucket = self.bucket_of.get(name)
+        while bucket in self.to_gather:
+            self._gather_next()
         if bucket in self.arriving:
             self.device.wait(self.arriving.pop(bucket))
+            self._gather_next()
             self.device.compute(moved=2 * bucket.elements * MASTER_BYTES, operations=len(bucket.names))
