@@ -39,6 +39,7 @@ from gpt4d.parallel import traffic
 from gpt4d.parallel.resharding.transfer import Link, Transfer
 from gpt4d.parallel.shared_memory import Combine, SharedMemory, SharedMemoryCollective
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
 _MAX_LATE_SHARE = 0.05  # of the elapsed time; if the host is late for longer, the processor was the bottleneck
 
 
@@ -193,7 +194,7 @@ class Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if FakeTensor in types:  # DTensor's, which computes shapes with them
             return func(*args, **kwargs)
-        if any(kind is not torch.Tensor for kind in types):  # a DTensor issues operations on plain tensors
+        if not all(kind in _PLAIN for kind in types):  # a DTensor issues operations on plain tensors
             return NotImplemented
         if "c10d" in func.namespace:
             return self._communicate(func, args, kwargs)

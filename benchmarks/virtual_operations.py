@@ -115,7 +115,7 @@ def _moved_bytes(func, tensors: list[torch.Tensor], args: tuple, kwargs: dict, n
     """Return the bytes that an operation on ``tensors`` reads and writes; ``new`` are the tensors that it creates."""
     packet = func.overloadpacket
     if packet in _LOOKUPS | _UPDATES:
-        accessed = new[0] if packet in _LOOKUPS else tensors[-1]
+        accessed = new[0] if new else tensors[-1]
         return sum(map(_nbytes, tensors[1:])) + 2 * _nbytes(accessed)
     names = (argument.name for argument in func._schema.arguments)
     values = dict(zip(names, args, strict=False)) | kwargs

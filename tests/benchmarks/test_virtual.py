@@ -87,6 +87,16 @@ def test_large_tensors_are_not_computed_and_small_ones_are():
     assert device.source.now < device.stream.clock  # the host waits only if it reads a value, and read small ones
 
 
+def test_large_results_serve_as_parameters():
+    parameter = nn.Parameter(torch.empty(LARGE))
+    with virtual_device() as device:
+        parameter.data = torch.ones(LARGE)
+        parameter.data.copy_(torch.ones(LARGE))
+        torch.index_select(torch.ones(4), 0, torch.zeros(1 << 14, dtype=torch.int64), out=parameter.data.view(-1))
+        (parameter @ parameter).sum().backward()
+    assert device.operations.in_zeros(parameter) and parameter.grad.eq(0).all()
+
+
 def test_reading_a_value_waits_for_the_device():
     with virtual_device() as device:
         (torch.ones(LARGE) @ torch.ones(LARGE)).sum().item()
