@@ -6,7 +6,8 @@ stopped (SIGSTOP): blocking on standard input is not enough, since each of gloo'
 second.
 
 The parent writes a contender's name to every rank of its group. The ranks run one step of it, or several if the answer
-contains ``steps``; rank 0 answers with one line of JSON. A worker module ends by calling ``serve(contenders)``.
+contains ``steps``; rank 0 answers with one line of JSON. A worker module ends by calling ``serve(contenders)``. The
+answer of ranks with virtual devices contains times only, since values computed there are meaningless.
 """
 
 import importlib.util
@@ -19,11 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, LocalHost
+
+if TYPE_CHECKING:
+    from benchmarks.virtual import VirtualDevice
 
 ContenderStep = Callable[[], Callable[[], dict]]
 """One step of a contender. The call is timed; the function it returns is called afterwards and returns the rest of
@@ -135,8 +140,11 @@ def interleave(
     return [report.row(family, name, measured) for (family, name), measured in answers.items()]
 
 
-def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO) -> None:
-    """Run the steps requested on standard input until it ends, on every rank. Needs a process group."""
+def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO, device: "VirtualDevice | None" = None) -> None:
+    """Run the steps requested on standard input until it ends, on every rank. Needs a process group.
+
+    ``device``: what this rank computes on during a turn; None for a core of this machine.
+    """
     import torch.distributed as dist
 
     def send_answer(answer: dict) -> None:
@@ -149,11 +157,33 @@ def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO) -> None:
         step = contenders[line.strip()]
         dist.barrier()
         start = time.perf_counter()
-        collect_results = step()
-        dist.barrier()  # so that the time is that of the slowest rank
+        with device or nullcontext():
+            collect_results = step()
+            if device:
+                device.synchronize()
+            dist.barrier()  # so that the time is that of the slowest rank
         seconds = time.perf_counter() - start
         answer = collect_results()
-        send_answer({"seconds": seconds / answer.pop("steps", 1), **answer})
+        steps = answer.pop("steps", 1)
+        if device:
+            answer = _virtual_results(answer, device.report(), steps)
+        send_answer({"seconds": seconds / steps, **answer})
+
+
+def _virtual_results(answer: dict, device_report: dict, steps: int) -> dict:
+    """Return what has a meaning on virtual devices: waits, and the largest figures of all ranks' reports.
+
+    ``cpu_bound``: the processor was the bottleneck on a rank. Every rank calls it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    busy_s, late_s = device_report["busy_s"] / steps, device_report["host_late_s"]
+    figures = torch.tensor([busy_s, late_s / device_report["seconds"], device_report["cpu_bound"]])
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    busy_s, late_share, cpu_bound = figures.tolist()
+    results = {"busy_s": busy_s, "host_late_share": late_share, "cpu_bound": bool(cpu_bound)}
+    return results | {key: value for key, value in answer.items() if key == "exposed_s"}
 
 
 def share_process_groups() -> None:

@@ -1,10 +1,11 @@
 """Time saved by each communication overlap (4D paper, Fig. 3) on an emulated cluster, ours and AxoNN's.
 
-    python -m benchmarks.overlap [mbit=400] [repeats=5] [out=docs/overlap]
+    python -m benchmarks.overlap [grid=2x2x2] [mbit=400] [repeats=5] [virtual=true] [out=docs/overlap]
 
-Runs the forward and backward of transformer blocks on a 2×2×2 grid of two hosts with four ranks each, in float32 with
+Runs the forward and backward of transformer blocks on a grid x·y·z of two hosts with four ranks each, in float32 with
 full activation checkpointing. All settings alternate step by step in one run. AxoNN's blocks take part if it is
-installed. Writes the figures to ``out``.json and draws them in ``out``.png.
+installed. Writes the figures to ``out``.json and draws them in ``out``.png. ``benchmarks.settings`` explains
+``virtual`` and its settings.
 """
 
 import sys
@@ -12,34 +13,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
+from benchmarks.cluster import EmulatedCluster
 from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.workers.blocks import BATCH, HIDDEN, LAYERS, LENGTH, SIZES
-from gpt4d.config import from_arguments
+from benchmarks.settings import DeviceConfig, parse_grids, read_arguments
+from benchmarks.workers.blocks import workload
 from gpt4d.runtime.errors import one_line_errors
 
 
 @dataclass
-class OverlapBenchmark:
-    mbit: float = 400.0
-    repeats: int = 5
+class OverlapBenchmark(DeviceConfig):
+    grid: str = "2x2x2"  # x·y·z
     out: str = "docs/overlap"
 
 
 def main(arguments: list[str]) -> None:
-    config = from_arguments(OverlapBenchmark, arguments)
+    config = read_arguments(OverlapBenchmark, arguments)
+    grid = parse_grids(f"{config.grid}x1", config.hosts * config.ranks)
+    model, batch, _ = workload(config.virtual)
     specs = [
-        WorkerSpec("ours", "benchmarks.workers.blocks_ours"),
-        WorkerSpec("AxoNN", "benchmarks.workers.blocks_axonn", needs="axonn"),
+        WorkerSpec("ours", "benchmarks.workers.blocks_ours", arguments=config.worker_arguments(grid)),
+        WorkerSpec("AxoNN", "benchmarks.workers.blocks_axonn", "axonn", config.worker_arguments(grid)),
     ]
-    with EmulatedCluster(EmulatedClusterConfig(hosts=2, ranks=4, mbit=config.mbit)) as cluster:
-        rows = interleave(cluster, specs, config.repeats)
+    with EmulatedCluster(config) as cluster:
+        rows = interleave(cluster, specs, config.repeats, config.warm_up)
     for row in rows:
         print(report.line(row))
-    settings = {"uplink_mbit_per_s": config.mbit, "grid": str(SIZES), "batch": BATCH, "length": LENGTH}
+    settings = {**config.description(), "grid": grid[0], "batch": batch, "length": model.max_positions}
     out, command = Path(config.out), "python -m benchmarks.overlap " + " ".join(arguments)
     report.write(out, command.strip(), report.machine("torch", "axonn"), rows, **settings)
-    report.bars(rows, out, f"{LAYERS} blocks of {HIDDEN}, grid {SIZES}, activation checkpointing")
+    report.bars(rows, out, f"{model.layers} blocks of {model.hidden}, grid {grid[0]}, activation checkpointing")
 
 
 if __name__ == "__main__":

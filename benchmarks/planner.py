@@ -1,60 +1,89 @@
 """Measured step time of a small GPT on every grid, and the planner's predictions (4D paper, Fig. 7).
 
     python -m benchmarks.planner [mbit=400] [repeats=5] [cluster=FILE] [measured=FILE] [out=docs/planner]
+    python -m benchmarks.planner virtual=true [hosts=2] [ranks=4] [grids=4x1x2x1,2x2x2x1] [mbit=200] [repeats=3]
 
 Calibrates the planner on an emulated cluster of two hosts with four ranks each, then measures all grids of eight
-devices, alternating step by step. Compares the measured times with the orders that three cost models give: the
-planner's own, and the 4D paper's placement-aware and placement-agnostic ones. Writes ``out``.json and ``out``.png.
+devices, alternating step by step. With ``virtual`` (``benchmarks.settings``) the planner is not calibrated: it is given
+the rates of the links and of the devices. Of more than twenty grids, twelve are measured. Compares the measured times
+with the orders that three cost models give: the planner's own, and the 4D paper's placement-aware and
+placement-agnostic ones. Writes ``out``.json and ``out``.png.
 """
 
 import json
+import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from omegaconf import OmegaConf
+
 from benchmarks import report
-from benchmarks.cluster import EmulatedCluster, EmulatedClusterConfig
+from benchmarks.cluster import EmulatedCluster
 from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.workers.training import BATCH, MODEL
-from gpt4d.config import Config, ParallelConfig, TrainConfig, from_arguments, read_cluster
+from benchmarks.settings import DeviceConfig, parse_grids, read_arguments
+from benchmarks.workers.training import workload
+from gpt4d.config import ClusterConfig, Config, LevelConfig, ParallelConfig, TrainConfig, read_cluster
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
 from gpt4d.runtime.errors import one_line_errors
 
-_HOSTS, _RANKS = 2, 4
 _GRIDS_PER_GROUP = 5  # a worker group holds a model and process groups for each of its grids
 _COSTS = {"ours": "gpt4d", "aware": "placement-aware, Eq. 1-10", "agnostic": "placement-agnostic, Eq. 1-9"}
 _NUM_FAST = 5  # the paper's "efficient" configurations
+_MAX_MEASURED = 20  # grids; of more, the planner's first and as many spread over the rest are measured
+_NUM_FIRST = 6
 
 
 @dataclass
-class PlannerBenchmark:
-    mbit: float = 400.0
-    repeats: int = 5
-    cluster: str | None = None  # an existing calibration; null: calibrate first
+class PlannerBenchmark(DeviceConfig):
+    grids: str | None = None  # to measure, separated by commas; null: all, or a selection of many
+    cluster: str | None = None  # an existing calibration; null: calibrate first, or the rates of virtual devices
     measured: str | None = None  # the .json of an earlier run, to use its step times; null: measure
     out: str = "docs/planner"
 
 
-def rank_grids(path: Path) -> dict[str, list[Plan]]:
+def plain_rates(config: DeviceConfig) -> ClusterConfig:
+    """Return the emulated cluster with virtual devices as the planner's machine, with the rates that it is given."""
+    intra_host_gb_s = config.intra_host_mb_s / 1000 if config.intra_host_mb_s else math.inf
+    return ClusterConfig(
+        name="virtual",
+        matmul_tflops=config.flops / 1e12,
+        memory_gb_s=config.memory_gb_s,
+        operation_us=config.launch_us,
+        levels=[LevelConfig(config.hosts, config.mbit / 8000), LevelConfig(config.ranks, intra_host_gb_s)],
+    )
+
+
+def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
     """Return each cost model's plans, best first, for the training of ``peers`` on the cluster in the file ``path``."""
-    config = Config(
-        model=MODEL,
-        train=TrainConfig(seq_len=MODEL.max_positions, batch_size=BATCH),
+    model, batch, _ = workload(config.virtual)
+    training = Config(
+        model=model,
+        train=TrainConfig(seq_len=model.max_positions, batch_size=batch),
         parallel=ParallelConfig(cache_layers="all"),
         cluster=read_cluster(path),
     )
-    return {cost: rank(config, _HOSTS * _RANKS, cost=cost).plans for cost in _COSTS}
+    return {cost: rank(training, config.hosts * config.ranks, cost=cost).plans for cost in _COSTS}
 
 
-def measure_grids(cluster: EmulatedCluster, names: list[str], repeats: int) -> list[dict]:
+def select_grids(order: list[str]) -> list[str]:
+    """Return the grids to measure of the planner's ``order``: all, or its first and some spread over the rest."""
+    if len(order) <= _MAX_MEASURED:
+        return order
+    rest = order[_NUM_FIRST:]
+    return order[:_NUM_FIRST] + [rest[n * (len(rest) - 1) // (_NUM_FIRST - 1)] for n in range(_NUM_FIRST)]
+
+
+def measure_grids(cluster: EmulatedCluster, names: Sequence[str], config: DeviceConfig) -> list[dict]:
     """Return one row per grid. Neighbors in ``names`` go to different worker groups, so all have a similar load."""
     groups = -(-len(names) // _GRIDS_PER_GROUP)
-    shares = [tuple(names[group::groups]) for group in range(groups)]
+    shares = [config.worker_arguments(names[group::groups]) for group in range(groups)]
     specs = [WorkerSpec("ours", "benchmarks.workers.train_ours", arguments=share) for share in shares]
-    return interleave(cluster, specs, repeats)
+    return interleave(cluster, specs, config.repeats, config.warm_up)
 
 
 def compare_order(plans: list[Plan], seconds: dict[str, float]) -> dict:
@@ -98,19 +127,25 @@ def plot(comparisons: dict[str, dict], seconds: dict[str, float], predicted: dic
 
 
 def main(arguments: list[str]) -> None:
-    config = from_arguments(PlannerBenchmark, arguments)
-    out, emulated = Path(config.out), EmulatedClusterConfig(_HOSTS, _RANKS, config.mbit)
-    with TemporaryDirectory() as directory, EmulatedCluster(emulated) as cluster:
-        path = Path(config.cluster or f"{directory}/measured.yaml")
-        if not config.cluster:
+    config = read_arguments(PlannerBenchmark, arguments)
+    grids = config.grids and parse_grids(config.grids, config.hosts * config.ranks)
+    out = Path(config.out)
+    with TemporaryDirectory() as directory, EmulatedCluster(config) as cluster:
+        path = Path(config.cluster or f"{directory}/cluster.yaml")
+        if not config.cluster and config.virtual:
+            OmegaConf.save(plain_rates(config), path)
+        elif not config.cluster:
             outputs = cluster.run([sys.executable, "-m", "gpt4d.planner.calibrate", f"out={path}"], timeout_s=1200)
             print(outputs[0], end="")
-        plans, calibration = rank_grids(path), path.read_text()
+        plans, calibration = rank_grids(path, config), path.read_text()
         if config.measured:
             rows = json.loads(Path(config.measured).read_text())["rows"]
         else:
-            rows = measure_grids(cluster, [str(plan.sizes) for plan in plans["ours"]], config.repeats)
-    seconds = {row["name"]: row["median_s"] for row in rows}
+            rows = measure_grids(cluster, grids or select_grids([str(p.sizes) for p in plans["ours"]]), config)
+    for row in rows:
+        print(report.line(row))
+    seconds = {row["name"]: row["median_s"] for row in report.counting(rows)}
+    plans = {cost: [plan for plan in ranked if str(plan.sizes) in seconds] for cost, ranked in plans.items()}
     comparisons = {cost: compare_order(plans[cost], seconds) for cost in _COSTS}
     predicted = {str(plan.sizes): plan.step_time_s for plan in plans["ours"]}
     errors = relative_errors(plans["ours"], seconds)
@@ -125,7 +160,7 @@ def main(arguments: list[str]) -> None:
         command.strip(),
         report.machine("torch"),
         rows,
-        uplink_mbit_per_s=config.mbit,
+        **config.description(),
         predicted_s=predicted,
         prediction_error=errors,
         models=comparisons,

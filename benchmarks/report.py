@@ -14,25 +14,36 @@ _WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd
 def row(family: str, name: str, answers: list[dict]) -> dict:
     """Return one contender's median step time, minimum, maximum, every repeat, and the other keys of its answers.
 
-    ``exposed_s`` is the median wait per axis, a key ending in ``_s`` its median, any other key the last step's value.
+    ``exposed_s`` is the median wait per axis, a key ending in ``_s`` or ``_share`` its median, any other key the last
+    step's value. Turns on virtual devices in which the processor was the bottleneck do not count: ``not_counted`` is
+    their number. If none counts, the row has no figures.
     """
-    seconds = [answer["seconds"] for answer in answers]
-    result = {
-        "family": family,
-        "name": name,
+    result: dict = {"family": family, "name": name}
+    counted = [answer for answer in answers if not answer.get("cpu_bound")]
+    if "cpu_bound" in answers[-1]:
+        result["not_counted"] = len(answers) - len(counted)
+    if not counted:
+        return result
+    seconds = [answer["seconds"] for answer in counted]
+    result |= {
         "median_s": statistics.median(seconds),
         "min_s": min(seconds),
         "max_s": max(seconds),
         "seconds": seconds,
     }
-    for key, last in answers[-1].items():
+    for key, last in counted[-1].items():
         if key == "exposed_s":
-            result[key] = {axis: statistics.median(a[key][axis] for a in answers) for axis in last}
-        elif key.endswith("_s"):
-            result[key] = statistics.median(a[key] for a in answers)
-        elif key != "seconds":
+            result[key] = {axis: statistics.median(a[key][axis] for a in counted) for axis in last}
+        elif key.endswith(("_s", "_share")):
+            result[key] = statistics.median(a[key] for a in counted)
+        elif key not in ("seconds", "cpu_bound"):
             result[key] = last
     return result
+
+
+def counting(rows: list[dict]) -> list[dict]:
+    """Return the rows that have figures."""
+    return [row for row in rows if "median_s" in row]
 
 
 def machine(*packages: str) -> dict:
@@ -55,19 +66,30 @@ def write(out: Path, command: str, machine_info: dict, rows: list[dict], **setti
 
 def line(row: dict) -> str:
     """Format a row as one line of text."""
-    text = f"{row['family']:13} {row['name']:28} {row['median_s']:.3f} s ({row['min_s']:.3f}–{row['max_s']:.3f})"
+    text = f"{row['family']:13} {row['name']:28} "
+    if "median_s" not in row:
+        return f"{text}no turn counts: the processor was the bottleneck in all {row['not_counted']}"
+    text += f"{row['median_s']:.3f} s ({row['min_s']:.3f}–{row['max_s']:.3f})"
     if "loss" in row:
         text += f"  loss {row['loss']:.6f}"
     if row.get("exposed_s"):
         text += "  waiting: " + ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in row["exposed_s"].items())
+    if "busy_s" in row:
+        text += f"  computing: {row['busy_s']:.2f}, host late {row['host_late_share']:.1%}"
+    if row.get("not_counted"):
+        text += f"  turns not counted: {row['not_counted']}"
     return text
 
 
 def bars(rows: list[dict], out: Path, title: str) -> None:
-    """Draw ``out``.png: a bar and its spread per row; the waits per axis, if known, are stacked inside the bar."""
+    """Draw ``out``.png: a bar and its spread per row; the waits per axis, if known, are stacked inside the bar.
+
+    Rows without figures are left out.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    rows = counting(rows)
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(rows))

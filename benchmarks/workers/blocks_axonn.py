@@ -1,4 +1,4 @@
-"""AxoNN's blocks (axonn 0.2.0) on its own 2×2×2 grid, with its overlaps all off and all on.
+"""AxoNN's blocks (axonn 0.2.0) on its own grid, with its overlaps all off and all on.
 
 Uses its linear layers unmodified, in expert mode: activations stay split between layers, as ours do. AxoNN has no layer
 norm for split activations. With our layer norm it computes the same function as our blocks. The code that its authors
@@ -8,6 +8,7 @@ function; it is included to show the effect on the time.
 Checkpointing is torch's reentrant variant: with the other one, AxoNN loses its weights' gradients.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,9 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
+from benchmarks.settings import WorkerConfig, parse_sizes
 from benchmarks.workers import blocks
-from benchmarks.workers.blocks import HEADS, HIDDEN, LAYERS, MODEL, SIZES
-from benchmarks.workers.training import initial_weights
+from benchmarks.workers.training import Workload, initial_weights
+from gpt4d.config import GridSizes, from_arguments
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.weights import WeightStream
@@ -53,21 +56,22 @@ def without_cuda() -> None:
 
 
 class AxonnBlock(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]):
+    def __init__(self, model: GPT2Config, sizes: GridSizes, norm: Callable[[], nn.Module]):
         super().__init__()
         from axonn.intra_layer import Linear
 
+        self.sizes, self.local_heads, hidden = sizes, model.heads // sizes.x, model.hidden
         # AxoNN prefetches in the order of construction, so this is the order of use.
         self.attention_norm = norm()
-        self.qkv = Linear(HIDDEN, 3 * HIDDEN, expert_mode=True)
-        self.output = Linear(HIDDEN, HIDDEN, expert_mode=True, transpose=True)
+        self.qkv = Linear(hidden, 3 * hidden, expert_mode=True)
+        self.output = Linear(hidden, hidden, expert_mode=True, transpose=True)
         self.mlp_norm = norm()
-        self.up = Linear(HIDDEN, 4 * HIDDEN, expert_mode=True)
-        self.down = Linear(4 * HIDDEN, HIDDEN, expert_mode=True, transpose=True)
+        self.up = Linear(hidden, 4 * hidden, expert_mode=True)
+        self.down = Linear(4 * hidden, hidden, expert_mode=True, transpose=True)
 
     def forward(self, x: torch.Tensor, cache: bool) -> torch.Tensor:
         qkv = self.qkv(self.attention_norm(x), cache)
-        q, k, v = qkv.unflatten(-1, (3, HEADS // SIZES.x, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unflatten(-1, (3, self.local_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.output(mixed.transpose(1, 2).flatten(2), cache)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x), cache), approximate="tanh"), cache)
@@ -79,7 +83,7 @@ class AxonnBlock(nn.Module):
         """
 
         def group_by_rank(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.unflatten(-1, (SIZES.x, -1)).movedim(-2, -3).flatten(-3)
+            return tensor.unflatten(-1, (self.sizes.x, -1)).movedim(-2, -3).flatten(-3)
 
         for theirs, ours in (
             (self.qkv, "attention.qkv"),
@@ -94,13 +98,19 @@ class AxonnBlock(nn.Module):
 
 
 class AxonnBlocks:
-    def __init__(self, grid: Grid, weights: dict[str, torch.Tensor], overlapping: bool, norm: Callable[[], nn.Module]):
-        self.overlapping = overlapping
-        self.blocks = nn.ModuleList(AxonnBlock(norm) for _ in range(LAYERS))
+    def __init__(
+        self,
+        grid: Grid,
+        work: Workload,
+        weights: dict[str, torch.Tensor],
+        overlapping: bool,
+        norm: Callable[[], nn.Module],
+    ):
+        self.grid, self.overlapping = grid, overlapping
+        self.blocks = nn.ModuleList(AxonnBlock(work.model, grid.sizes, norm) for _ in range(work.model.layers))
         for index, block in enumerate(self.blocks):
             block.load(index, weights)
-        self.inputs, self.upstream = blocks.inputs_and_upstream(grid.z.index, grid.y.index)
-        self.norms_axis = grid.y
+        self.inputs, self.upstream = blocks.inputs_and_upstream(work, grid.sizes, grid.z.index, grid.y.index)
 
     def step(self) -> Callable[[], dict]:
         from axonn.intra_layer import optimize_communication
@@ -122,35 +132,42 @@ class AxonnBlocks:
         return self.collect_results
 
     def collect_results(self) -> dict:
-        self.norms_axis.traffic.read()
+        self.grid.y.traffic.read()
         matrices = [p for name, p in self.blocks.named_parameters() if name.endswith("weight") and "norm" not in name]
-        norms = blocks.take_gradient_norms(self.inputs, matrices)
+        norms = blocks.take_gradient_norms(self.inputs, matrices, self.grid.sizes)
         self.blocks.zero_grad(set_to_none=True)
         return norms
 
 
+def build_contenders(grid: Grid, work: Workload) -> dict[str, AxonnBlocks]:
+    build = partial(AxonnBlocks, grid, work, initial_weights(work.model))
+    global_norm = partial(LayerNorm, WeightStream(grid), work.model.hidden)
+    shard_norm = partial(nn.LayerNorm, work.model.hidden // grid.sizes.y)
+    contenders = {
+        "none": build(False, global_norm),
+        "all": build(True, global_norm),
+        "all, norms of parts": build(True, shard_norm),
+    }
+    for contender in contenders.values():  # our LayerNorm does not initialize its parameters
+        for name, parameter in contender.blocks.named_parameters():
+            if "norm" in name:
+                nn.init.constant_(parameter, float(name.endswith("weight")))
+    return contenders
+
+
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    weights = initial_weights(MODEL)
-    launch = Launch.from_environment()
+    config, launch = from_arguments(WorkerConfig, sys.argv[1:]), Launch.from_environment()
+    device, sizes = config.virtual_device(), parse_sizes(config.grids)
     with process_group(launch, torch.device("cpu")):
         share_process_groups()
-        grid = Grid(SIZES)
         # The axis that splits the residual stream's features is AxoNN's innermost, but our second.
-        grid.x, grid.y = grid.y, grid.x
+        grid = Grid(GridSizes(sizes.y, sizes.x, sizes.z))
+        grid.x, grid.y, grid.sizes = grid.y, grid.x, sizes
         without_cuda()
         from axonn import axonn
 
-        axonn.init(G_intra_r=SIZES.x, G_intra_c=SIZES.y, G_intra_d=SIZES.z, gpus_per_node=launch.local_world_size)
-        global_norm = partial(LayerNorm, WeightStream(grid), HIDDEN)
-        shard_norm = partial(nn.LayerNorm, HIDDEN // SIZES.y)
-        contenders = {
-            "none": AxonnBlocks(grid, weights, False, global_norm),
-            "all": AxonnBlocks(grid, weights, True, global_norm),
-            "all, norms of parts": AxonnBlocks(grid, weights, True, shard_norm),
-        }
-        for contender in contenders.values():  # our LayerNorm does not initialize its parameters
-            for name, parameter in contender.blocks.named_parameters():
-                if "norm" in name:
-                    nn.init.constant_(parameter, float(name.endswith("weight")))
-        serve({name: contender.step for name, contender in contenders.items()}, answers)
+        axonn.init(G_intra_r=sizes.x, G_intra_c=sizes.y, G_intra_d=sizes.z, gpus_per_node=launch.local_world_size)
+        with device or nullcontext():
+            contenders = build_contenders(grid, blocks.workload(config.virtual))
+        serve({name: contender.step for name, contender in contenders.items()}, answers, device)

@@ -5,6 +5,7 @@ gradients are CUDA tensors. Without Apex it wraps torch's AdamW, which is called
 computed as megatron does (each shard once, summed over the tensor-parallel group).
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,8 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
+from benchmarks.settings import WorkerConfig
 from benchmarks.workers.torch_gpt import adamw, torch_state_dict
-from benchmarks.workers.training import MODEL, OPTIM, initial_weights, repeat_step, sequences
+from benchmarks.workers.training import OPTIM, Workload, initial_weights, repeat_step, sequences, workload
+from gpt4d.config import from_arguments
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
@@ -78,12 +81,12 @@ class MegatronGroups:
 
 
 class MegatronTraining:
-    def __init__(self, tensor: int, overlapping: bool, weights: dict[str, torch.Tensor]):
+    def __init__(self, tensor: int, overlapping: bool, work: Workload, weights: dict[str, torch.Tensor]):
         self.state = MegatronGroups(tensor)
         with self.state.current():
-            self._build(overlapping, weights)
+            self._build(overlapping, work, weights)
 
-    def _build(self, overlapping: bool, weights: dict[str, torch.Tensor]) -> None:
+    def _build(self, overlapping: bool, work: Workload, weights: dict[str, torch.Tensor]) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
@@ -91,13 +94,14 @@ class MegatronTraining:
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
         from megatron.core.transformer import TransformerConfig
 
+        sizes = work.model
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.replicas = parallel_state.get_data_parallel_group()
         config = TransformerConfig(
-            num_layers=MODEL.layers,
-            hidden_size=MODEL.hidden,
-            num_attention_heads=MODEL.heads,
-            layernorm_epsilon=MODEL.norm_epsilon,
+            num_layers=sizes.layers,
+            hidden_size=sizes.hidden,
+            num_attention_heads=sizes.heads,
+            layernorm_epsilon=sizes.norm_epsilon,
             activation_func=partial(F.gelu, approximate="tanh"),
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -111,25 +115,25 @@ class MegatronTraining:
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(normalization="LayerNorm"),
-            vocab_size=MODEL.padded_vocab_size,
-            max_sequence_length=MODEL.max_positions,
+            vocab_size=sizes.padded_vocab_size,
+            max_sequence_length=sizes.max_positions,
             share_embeddings_and_output_weights=True,
         )
-        self._load(model, weights)
+        self._load(model, torch_state_dict(weights, sizes))
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlapping, bucket_size=BUCKET_PARAMETERS)
         self.model = DistributedDataParallel(config, ddp_config, model)
         self.parameters = list(model.parameters())
         self.counted = [p for p in self.parameters if param_is_not_tensor_parallel_duplicate(p, self.group)]
         self.optimizer = adamw(self.parameters)
-        self.ids, self.targets = sequences(self.replicas.rank(), self.replicas.size())
-        self.positions = torch.arange(MODEL.max_positions).expand_as(self.ids)
-        future = torch.ones(MODEL.max_positions, MODEL.max_positions, dtype=torch.bool).triu_(1)
+        self.ids, self.targets = sequences(self.replicas.rank(), self.replicas.size(), sizes, work.batch)
+        self.positions = torch.arange(sizes.max_positions).expand_as(self.ids)
+        future = torch.ones(sizes.max_positions, sizes.max_positions, dtype=torch.bool).triu_(1)
         self.mask = future[None, None]  # megatron would create its own on CUDA
 
-    def _load(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-        """Load our weights. As in ``TorchGPT``, each head's query, key and value are adjacent."""
+    def _load(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Load a state dict of ``TorchGPT``. As in ``TorchGPT``, each head's query, key and value are adjacent."""
         index, parameters = self.group.rank(), dict(model.named_parameters())
-        for name, tensor in torch_state_dict(weights, MODEL).items():
+        for name, tensor in state.items():
             if name == "head.weight":  # tied
                 continue
             parameter = parameters.pop(_megatron_name(name))
@@ -178,9 +182,13 @@ def _megatron_name(name: str) -> str:
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    weights = initial_weights()
+    config = from_arguments(WorkerConfig, sys.argv[1:])
+    device, work = config.virtual_device(), workload(config.virtual)
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()
         without_cuda()
-        contenders = {name: MegatronTraining(*setting, weights) for name, setting in SETTINGS.items()}
-        serve({name: repeat_step(contender.step) for name, contender in contenders.items()}, answers)
+        with device or nullcontext():
+            weights = initial_weights(work.model)
+            contenders = {name: MegatronTraining(*setting, work, weights) for name, setting in SETTINGS.items()}
+        steps = {name: repeat_step(contender.step, work.steps) for name, contender in contenders.items()}
+        serve(steps, answers, device)

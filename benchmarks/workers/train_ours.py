@@ -1,17 +1,19 @@
-"""Our training step on the grids given as arguments.
+"""Our training step on the grids of ``WorkerConfig``.
 
 ``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states.
 """
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
-from benchmarks.workers.training import BATCH, MODEL, OPTIM, our_stage, repeat_step, sequences
-from gpt4d.config import GridSizes
+from benchmarks.settings import WorkerConfig, parse_sizes
+from benchmarks.workers.training import OPTIM, our_stage, repeat_step, sequences, workload
+from gpt4d.config import GridSizes, from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.job import process_group
@@ -22,7 +24,7 @@ from gpt4d.step import TrainStep
 class Gpt4dTraining:
     """The trainer's optimizer step on one grid, with this rank's share of the batch as one microbatch."""
 
-    def __init__(self, sizes: GridSizes, model: GPT2Config = MODEL, batch: int = BATCH, shard: bool = False):
+    def __init__(self, sizes: GridSizes, model: GPT2Config, batch: int, shard: bool = False):
         self.grid, self.tokens = Grid(sizes), batch * model.max_positions
         self.train_step = TrainStep(
             our_stage(self.grid, model),
@@ -44,11 +46,14 @@ class Gpt4dTraining:
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
+    config = from_arguments(WorkerConfig, sys.argv[1:])
+    device, (model, batch, steps) = config.virtual_device(), workload(config.virtual)
+    contenders = {}
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()
-        contenders = {}
-        for name in sys.argv[1:]:
-            grid, _, sharded = name.partition("/")
-            contenders[name] = Gpt4dTraining(GridSizes(*map(int, grid.split("x"))), shard=bool(sharded))
-        steps = {name: repeat_step(c.step, c.train_step.reducer.wait_params) for name, c in contenders.items()}
-        serve(steps, answers)
+        with device or nullcontext():
+            for name in config.grids.split(","):
+                grid, _, sharded = name.partition("/")
+                training = Gpt4dTraining(parse_sizes(grid), model, batch, shard=bool(sharded))
+                contenders[name] = repeat_step(training.step, steps, training.train_step.reducer.wait_params)
+        serve(contenders, answers, device)

@@ -1,5 +1,6 @@
 """torch's own parallelism on ``TorchGPT``: DDP, FSDP2, and tensor parallelism inside FSDP2."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
+from benchmarks.settings import WorkerConfig
 from benchmarks.workers.torch_gpt import TorchGPT, adamw, build_torch_gpt
-from benchmarks.workers.training import MODEL, OPTIM, initial_weights, repeat_step, sequences
+from benchmarks.workers.training import OPTIM, initial_weights, repeat_step, sequences, workload
+from gpt4d.config import from_arguments
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
@@ -83,31 +86,41 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def build_contenders(weights: dict[str, torch.Tensor]) -> dict[str, Callable]:
+def build_contenders(config: WorkerConfig) -> dict[str, Callable]:
     rank, world = dist.get_rank(), dist.get_world_size()
+    model, batch, steps = workload(config.virtual)
+    weights = initial_weights(model)
 
-    # Among buckets of 2 to 25 MB (the default), the smallest were the fastest here, by a few percent.
-    replicated = DistributedDataParallel(build_torch_gpt(weights, MODEL), bucket_cap_mb=2, gradient_as_bucket_view=True)
-    sharded = build_torch_gpt(weights, MODEL)
+    def shares(share: int, shares: int) -> tuple[torch.Tensor, ...]:
+        return sequences(share, shares, model, batch)
+
+    # Among buckets of 2 to 25 MB (the default), the smallest were the fastest on cores, by a few percent. The default
+    # is an eighth of the larger model's gradients.
+    replicated = DistributedDataParallel(
+        build_torch_gpt(weights, model), bucket_cap_mb=None if config.virtual else 2, gradient_as_bucket_view=True
+    )
+    sharded = build_torch_gpt(weights, model)
     apply_fsdp(sharded, init_device_mesh("cpu", (world,)))
-    batch = sequences(rank, world)
     trainings = {
-        f"DDP{world}": TorchTraining(replicated, batch),
-        f"FSDP2 {world}": TorchTraining(sharded, batch),
+        f"DDP{world}": TorchTraining(replicated, shares(rank, world)),
+        f"FSDP2 {world}": TorchTraining(sharded, shares(rank, world)),
     }
     for tensor in (4, 2):
         mesh = init_device_mesh("cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor"))
-        model = build_torch_gpt(weights, MODEL)
-        apply_tensor_parallelism(model, mesh["tensor"])
-        apply_fsdp(model, mesh["data"])
-        batch = sequences(rank // tensor, world // tensor)
-        trainings[f"TP{tensor} × FSDP2 {world // tensor}"] = TorchTraining(model, batch, split_logits=True)
-    return {name: repeat_step(training.step) for name, training in trainings.items()}
+        split = build_torch_gpt(weights, model)
+        apply_tensor_parallelism(split, mesh["tensor"])
+        apply_fsdp(split, mesh["data"])
+        training = TorchTraining(split, shares(rank // tensor, world // tensor), split_logits=True)
+        trainings[f"TP{tensor} × FSDP2 {world // tensor}"] = training
+    return {name: repeat_step(training.step, steps) for name, training in trainings.items()}
 
 
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
-    weights = initial_weights()
+    config = from_arguments(WorkerConfig, sys.argv[1:])
+    device = config.virtual_device()
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()
-        serve(build_contenders(weights), answers)
+        with device or nullcontext():
+            contenders = build_contenders(config)
+        serve(contenders, answers, device)

@@ -1,6 +1,7 @@
 """The workload of ``benchmarks.peers``, equal for all workers: a GPT-2, its initial weights, tokens and AdamW."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -11,41 +12,53 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import build_stage
 
-MODEL = GPT2Config("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
-BATCH = 8  # sequences per step, over all ranks
-STEPS = 3  # consecutive steps per turn, so that work that a step defers to the next one is measured
 OPTIM = OptimConfig()  # used with a constant learning rate and gradient clipping
 
 
-def repeat_step(step: ContenderStep, finish: Callable[[], None] = lambda: None) -> ContenderStep:
-    """Return a turn of ``STEPS`` steps; ``finish`` waits for what the last one left in flight."""
+class Workload(NamedTuple):
+    model: GPT2Config
+    batch: int  # sequences per step, over all ranks
+    steps: int  # consecutive steps per turn, so that work that a step defers to the next one is measured
+
+
+def workload(virtual: bool) -> Workload:
+    """Return the work of ranks that share this machine's cores, or that have virtual devices."""
+    if virtual:
+        model = GPT2Config("benchmark", layers=4, hidden=1024, heads=16, vocab_size=512, max_positions=256)
+        return Workload(model, batch=16, steps=2)
+    model = GPT2Config("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
+    return Workload(model, batch=8, steps=3)
+
+
+def repeat_step(step: ContenderStep, steps: int, finish: Callable[[], None] = lambda: None) -> ContenderStep:
+    """Return a turn of ``steps`` steps; ``finish`` waits for what the last one left in flight."""
 
     def turn() -> Callable[[], dict]:
-        for _ in range(STEPS):
+        for _ in range(steps):
             collect_results = step()
         finish()
-        return lambda: _per_step(collect_results())
+        return lambda: _per_step(collect_results(), steps)
 
     return turn
 
 
-def _per_step(answer: dict) -> dict:
-    exposed = {axis: seconds / STEPS for axis, seconds in answer.get("exposed_s", {}).items()}
-    return {**answer, "steps": STEPS} | ({"exposed_s": exposed} if exposed else {})
+def _per_step(answer: dict, steps: int) -> dict:
+    exposed = {axis: seconds / steps for axis, seconds in answer.get("exposed_s", {}).items()}
+    return {**answer, "steps": steps} | ({"exposed_s": exposed} if exposed else {})
 
 
-def our_stage(grid: Grid, model: GPT2Config = MODEL) -> Stage:
+def our_stage(grid: Grid, model: GPT2Config) -> Stage:
     """Return our model on ``grid``. As in the other workers, gathered weights stay until the backward."""
     config = Config(model=model, parallel=ParallelConfig(cache_layers="all"))
     return build_stage(config, grid, torch.device("cpu"))
 
 
-def initial_weights(model: GPT2Config = MODEL) -> dict[str, torch.Tensor]:
+def initial_weights(model: GPT2Config) -> dict[str, torch.Tensor]:
     """Return the global tensors with which all workers start."""
     return {name: p.detach() for name, p in our_stage(Grid.single_device(), model).module.named_parameters()}
 
 
-def sequences(share: int, shares: int, config: GPT2Config = MODEL, batch: int = BATCH) -> tuple[torch.Tensor, ...]:
+def sequences(share: int, shares: int, config: GPT2Config, batch: int) -> tuple[torch.Tensor, ...]:
     """Return token ids and targets [batch / shares, positions]: share number ``share`` of the batch.
 
     The tokens are random and the same in each step: the model memorizes them, and the loss falls fast enough to show

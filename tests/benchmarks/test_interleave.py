@@ -1,9 +1,16 @@
+import io
+import json
 import subprocess
 import sys
+import time
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.interleave import WorkerSpec, interleave, serve
+from benchmarks.virtual import VirtualDevice
 
 # A worker without a framework: it logs each turn to a file and answers like a real one.
 WORKER = """
@@ -62,6 +69,33 @@ def test_a_spec_whose_package_is_missing_is_skipped_with_one_line(tmp_path, caps
     rows = interleave(TwoRanks(tmp_path / "log"), specs, repeats=1, warm_up=0)
     assert {row["family"] for row in rows} == {"One"}
     assert capsys.readouterr().out == "Absent: no_such_package is not installed; skipped\n"
+
+
+def serve_a_turn() -> list[dict]:
+    """Serve a turn of two steps on virtual devices, in which rank 1 computes longer and its host is late."""
+    weight, answers = torch.ones(128, 128), io.StringIO()
+    product_s = 0.01
+
+    def turn():
+        for _ in range(2):
+            time.sleep(0.05 * dist.get_rank())
+            for _ in range(1 + dist.get_rank()):
+                weight @ weight
+        return lambda: {"steps": 2, "loss": 1.0, "exposed_s": {"x": 0.1}}
+
+    device = VirtualDevice(flops=2 * 128**3 / product_s, memory_gb_s=1e6, launch_us=0)
+    with patch.object(sys, "stdin", io.StringIO("turn\n")):
+        serve({"turn": turn}, answers, device)
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
+
+
+def test_a_turn_on_virtual_devices_is_timed_and_reported_for_all_ranks(ranks):
+    answers, of_rank_1 = ranks.run(2, serve_a_turn)
+    assert answers[0] == {"contenders": ["turn"]} and of_rank_1 == []
+    turn = answers[1]
+    assert turn.keys() == {"seconds", "busy_s", "host_late_share", "cpu_bound", "exposed_s"}  # values mean nothing
+    assert turn["busy_s"] == pytest.approx(0.02)  # of rank 1, per step
+    assert turn["seconds"] >= 0.05 and turn["cpu_bound"] is True and turn["exposed_s"] == {"x": 0.1}
 
 
 def test_answers_are_separate_from_other_output():

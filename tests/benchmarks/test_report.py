@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.overhead import ratio
-from benchmarks.peers import parse_grids
+from benchmarks.settings import parse_grids
 from gpt4d.config import ConfigError
 
 ANSWERS = [
@@ -27,6 +27,31 @@ def test_a_row_contains_median_spread_repeats_and_last_loss():
     }
 
 
+def virtual_answer(seconds: float, cpu_bound: bool) -> dict:
+    return {"seconds": seconds, "busy_s": 0.5, "host_late_share": 0.01 * seconds, "cpu_bound": cpu_bound}
+
+
+def test_turns_in_which_the_processor_was_the_bottleneck_do_not_count(tmp_path):
+    answers = [virtual_answer(1.0, False), virtual_answer(9.0, True), virtual_answer(2.0, False)]
+    some = report.row("ours", "2x1x1x1", answers)
+    assert some == {
+        "family": "ours",
+        "name": "2x1x1x1",
+        "not_counted": 1,
+        "median_s": 1.5,
+        "min_s": 1.0,
+        "max_s": 2.0,
+        "seconds": [1.0, 2.0],
+        "busy_s": 0.5,
+        "host_late_share": 0.015,
+    }
+    none = report.row("torch", "DDP2", [virtual_answer(9.0, True)])
+    assert none == {"family": "torch", "name": "DDP2", "not_counted": 1}
+    assert report.counting([some, none]) == [some]
+    assert "turns not counted: 1" in report.line(some) and "no turn counts" in report.line(none)
+    report.bars([some, none], tmp_path / "bars", "title")  # the second has no bar
+
+
 def test_ratio_compares_steps_of_the_same_turn():
     # A machine that slows to a third midway changes both medians but not the ratio.
     assert ratio({"seconds": [1.1, 1.1, 3.3]}, {"seconds": [1.0, 1.0, 3.0]}) == pytest.approx(1.1)
@@ -44,7 +69,7 @@ def test_written_json_contains_command_machine_and_settings(tmp_path):
 
 
 def test_a_grid_that_does_not_use_all_ranks_is_rejected():
-    assert parse_grids("4x1x1x2,1x1x8x1") == ("4x1x1x2", "1x1x8x1")
+    assert parse_grids("4x1x1x2,1x1x8x1", devices=8) == ("4x1x1x2", "1x1x8x1")
     for wrong in ("4x1x1x1", "2x2x2", "axbxcxd", ""):
         with pytest.raises(ConfigError, match="grids="):
-            parse_grids(wrong)
+            parse_grids(wrong, devices=8)

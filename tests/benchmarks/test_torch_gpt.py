@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from benchmarks.virtual import VirtualDevice
 from benchmarks.workers.torch_gpt import build_torch_gpt
 from benchmarks.workers.train_ours import Gpt4dTraining
 from benchmarks.workers.train_torch import TorchTraining
@@ -17,6 +19,23 @@ def test_torch_gpt_trains_like_our_model():
         ours.step()
         theirs.step()
         torch.testing.assert_close(ours.loss.float(), theirs.loss)
+
+
+def busy_s(build) -> float:
+    """The time for which a virtual device computes a step of a trainer that ``build`` returns."""
+    with VirtualDevice(flops=1e12, memory_gb_s=1e6, launch_us=0) as device:
+        training = build()
+        before = device.stream.busy_s
+        training.step()
+        return device.stream.busy_s - before
+
+
+def test_torch_gpt_computes_as_long_as_our_model_on_a_virtual_device():
+    config = GPT2Config("small", layers=2, hidden=128, heads=4, vocab_size=256, max_positions=32)
+    ours = busy_s(lambda: Gpt4dTraining(GridSizes(), config, batch=4))
+    batch = sequences(0, 1, config, batch=4)
+    theirs = busy_s(lambda: TorchTraining(build_torch_gpt(initial_weights(config), config), batch))
+    assert theirs == pytest.approx(ours, rel=0.02)
 
 
 def test_shares_of_the_sequences_form_the_batch():

@@ -1,0 +1,84 @@
+"""Settings that the benchmarks on an emulated cluster share with their workers, and the devices of the ranks."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from benchmarks.cluster import EmulatedClusterConfig
+from benchmarks.virtual import VirtualDevice
+from gpt4d.config import ConfigError, GridSizes, from_arguments
+
+# Steps on virtual devices take about ten seconds, and differ little from each other.
+_VIRTUAL_DEFAULTS = ("mbit=200", "repeats=3", "warm_up=1")
+
+
+@dataclass
+class DeviceConfig(EmulatedClusterConfig):
+    """Emulated cluster, and the devices on which its ranks compute: this machine's cores, or virtual devices.
+
+    On a virtual device (``benchmarks.virtual``) only products, attention and launches take time by default. Its memory
+    is too fast to matter, because the trainers are compared in their communication, not in their elementwise kernels.
+    """
+
+    repeats: int = 5  # measured turns of each contender
+    warm_up: int = 2  # turns of each contender before those that are measured
+    virtual: bool = False  # ranks compute on virtual devices, and the workload is larger
+    flops: float = 2e10  # FLOP/s of a virtual device
+    memory_gb_s: float = 1000.0  # of a virtual device
+    launch_us: float = 20.0  # least time of an operation on a virtual device
+    # Rate at which a rank sends inside its host, relative to its share of the uplink; 0: no limit. The default is that
+    # of Perlmutter: 300 GB/s of NVLink and 25 GB/s of network per GPU.
+    intra_host_ratio: float = 12.0
+
+    @property
+    def intra_host_mb_s(self) -> float | None:
+        return self.intra_host_ratio * self.mbit / 8 / self.ranks or None
+
+    def virtual_device(self) -> VirtualDevice | None:
+        """Return the device of this rank; None if it computes on this machine's cores."""
+        if not self.virtual:
+            return None
+        return VirtualDevice(self.flops, self.memory_gb_s, self.launch_us, self.intra_host_mb_s, self.ranks)
+
+    def description(self) -> dict:
+        """Return what the results say about network and devices."""
+        device = {"flops": self.flops, "memory_gb_s": self.memory_gb_s, "launch_us": self.launch_us}
+        device |= {"intra_host_mb_s": self.intra_host_mb_s}
+        return {"uplink_mbit_per_s": self.mbit} | ({"virtual_device": device} if self.virtual else {})
+
+    def worker_arguments(self, grids: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the command-line arguments from which a worker reads its ``WorkerConfig``."""
+        settings = (f"{field.name}={getattr(self, field.name)}" for field in fields(DeviceConfig))
+        return *settings, f"grids={','.join(grids)}"
+
+
+@dataclass
+class WorkerConfig(DeviceConfig):
+    grids: str = ""  # that the worker runs, separated by commas
+
+
+def read_arguments(schema: type[DeviceConfig], arguments: list[str]) -> Any:
+    """Return an instance of ``schema`` from ``key=value`` arguments; ``virtual=true`` has other defaults."""
+    config = from_arguments(schema, arguments)
+    if not config.virtual:
+        return config
+    return from_arguments(schema, [*_VIRTUAL_DEFAULTS, f"out={schema.out}_virtual", *arguments])
+
+
+def parse_grids(text: str, devices: int) -> tuple[str, ...]:
+    """Split a list of grids such as ``4x1x1x2,2x2x1x2``. Raises ConfigError if one does not use all devices."""
+    grids = tuple(text.split(","))
+    for grid in grids:
+        sizes = re.fullmatch(r"(\d+(?:x\d+){3})(/sharded)?", grid)
+        if not sizes or parse_sizes(sizes[1]).devices != devices:
+            raise ConfigError(
+                f"grids={grid}: not a grid gx·gy·gz·gdata of {devices} ranks; "
+                "use grids such as 2x2x1x2 or 4x1x1x2/sharded"
+            )
+    return grids
+
+
+def parse_sizes(grid: str) -> GridSizes:
+    """Return the sizes of a grid such as ``2x2x1x2``."""
+    return GridSizes(*map(int, grid.split("x")))

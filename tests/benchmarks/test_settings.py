@@ -1,0 +1,55 @@
+import math
+
+import pytest
+from omegaconf import OmegaConf
+
+from benchmarks.overlap import OverlapBenchmark
+from benchmarks.peers import PeersBenchmark
+from benchmarks.planner import PlannerBenchmark, plain_rates, rank_grids, select_grids
+from benchmarks.settings import DeviceConfig, WorkerConfig, read_arguments
+from gpt4d.config import GridSizes, from_arguments, read_cluster
+from gpt4d.planner.device import Links
+
+
+@pytest.mark.parametrize("schema", [OverlapBenchmark, PeersBenchmark, PlannerBenchmark])
+def test_virtual_devices_have_other_defaults_which_arguments_override(schema):
+    cores, virtual = read_arguments(schema, []), read_arguments(schema, ["virtual=true"])
+    assert (cores.mbit, cores.repeats, cores.out, cores.virtual_device()) == (400, 5, schema.out, None)
+    assert (virtual.mbit, virtual.repeats, virtual.warm_up, virtual.out) == (200, 3, 1, f"{schema.out}_virtual")
+    chosen = read_arguments(schema, ["virtual=true", "mbit=1000", "repeats=1", "out=here"])
+    assert (chosen.mbit, chosen.repeats, chosen.out) == (1000, 1, "here")
+
+
+def test_a_worker_reads_the_settings_of_its_benchmark():
+    config = read_arguments(PeersBenchmark, ["virtual=true", "flops=1e9", "launch_us=7", "ranks=2"])
+    worker = from_arguments(WorkerConfig, list(config.worker_arguments(["4x1x1x1", "1x1x1x4/sharded"])))
+    assert worker.grids == "4x1x1x1,1x1x1x4/sharded"
+    device, expected = worker.virtual_device(), config.virtual_device()
+    for part in ("operations", "links"):
+        simple = {k: v for k, v in vars(getattr(expected, part)).items() if isinstance(v, (int, float))}
+        assert simple and simple.items() <= vars(getattr(device, part)).items()
+    assert device.operations.flops == 1e9 and device.operations.launch_s == 7e-6 and device.links.ranks_per_host == 2
+
+
+def test_ranks_send_inside_a_host_at_a_multiple_of_their_share_of_the_uplink():
+    assert DeviceConfig(mbit=200, ranks=4).intra_host_mb_s == 75
+    assert DeviceConfig(intra_host_ratio=0).intra_host_mb_s is None
+
+
+@pytest.mark.parametrize("ratio, inside", [(12, 75e6), (0, math.inf)])
+def test_the_planner_is_given_the_rates_of_links_and_devices(tmp_path, ratio, inside):
+    config = PlannerBenchmark(virtual=True, mbit=200, intra_host_ratio=ratio)
+    OmegaConf.save(plain_rates(config), path := tmp_path / "cluster.yaml")
+    cluster = read_cluster(path)
+    speeds = Links(cluster, GridSizes(4, 1, 2, 1)).speeds
+    assert 1 / speeds["all_gather", "z"].s_per_byte == pytest.approx(25e6 / 4)  # four groups share an uplink
+    assert speeds["all_reduce", "x"].s_per_byte == pytest.approx(1 / inside)
+    assert (cluster.matmul_tflops, cluster.memory_gb_s, cluster.operation_us) == (0.02, 1000, 20)
+    assert len(rank_grids(path, config)["ours"]) == 20
+
+
+def test_many_grids_are_represented_by_the_first_six_and_six_of_the_rest():
+    assert select_grids(few := [str(n) for n in range(20)]) == few
+    selected = select_grids([str(n) for n in range(35)])
+    assert selected[:6] == [str(n) for n in range(6)]
+    assert len(set(selected)) == 12 and selected[6] == "6" and selected[-1] == "34"
