@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.virtual import VirtualDevice
-from benchmarks.virtual_streams import intra_host_bytes
+from benchmarks.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis, Grid
@@ -189,6 +189,14 @@ def test_work_after_a_wait_starts_when_the_wait_returns():
         weight @ weight
     assert device.stream.clock == 5 + device.stream.busy_s
     assert device.report()["host_late_s"] == 0
+
+
+def test_an_operation_launched_by_a_wait_is_not_late():
+    stream = Stream(FakeTime(), clock=0)
+    with stream.waiting():
+        stream.source.sleep(5)
+        stream.launch(1)
+    assert (stream.clock, stream.late_s) == (6, 0)
 
 
 @pytest.mark.parametrize(
