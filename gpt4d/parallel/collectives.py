@@ -15,13 +15,14 @@ from torch import nn
 from gpt4d.parallel import shared_memory
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.shared_memory import SharedMemory
-from gpt4d.parallel.traffic import InFlightCollective
+from gpt4d.parallel.traffic import InFlightCollective, Works
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _COMBINE: dict[object, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+_MESSAGE_BYTES, _MOST_MESSAGES = 1 << 18, 32  # of a reduce-scatter to one peer
 _PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
@@ -33,10 +34,10 @@ class Pending:
         result: torch.Tensor,
         run: InFlightCollective | None = None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        source: torch.Tensor | None = None,
+        source: torch.Tensor | list[torch.Tensor] | None = None,
     ):
         self.result, self.run, self.finish = result, run, finish
-        self.source = source  # the sent tensor must stay in memory until then
+        self.source = source  # what is sent must stay in memory until then
 
     @property
     def done(self) -> bool:
@@ -130,15 +131,22 @@ def _start_exchange_and_add(
 ) -> Pending:
     """Start a reduce-scatter over ``group``, which gloo implements as an all-reduce, of twice the bytes.
 
-    Here the ranks exchange the parts and add them up themselves.
+    Here the ranks exchange the parts and add them up themselves. They exchange them in short messages: gloo transfers
+    long ones to and from a peer at little more than half the rate of the link.
     """
-    parts = torch.empty_like(full)
-    work = dist.all_to_all_single(parts, full, group=group, async_op=True)
+    parts = full.view(size, -1)
+    count = min(max(1, parts[0].nbytes // _MESSAGE_BYTES), _MOST_MESSAGES)
+    sent = [columns.contiguous() for columns in parts.chunk(count, 1)]
+    received = [torch.empty_like(columns) for columns in sent]
+    works = [
+        dist.all_to_all_single(to, columns, group=group, async_op=True)
+        for to, columns in zip(received, sent, strict=True)
+    ]
 
-    def add(parts: torch.Tensor) -> torch.Tensor:
-        return parts.view(size, -1, *parts.shape[1:]).sum(0)
+    def add(_) -> torch.Tensor:
+        return torch.cat([columns.sum(0) for columns in received]).view(-1, *full.shape[1:])
 
-    return Pending(parts, InFlightCollective(axis.traffic, work, full.device, sent_bytes), add, source=full)
+    return Pending(full, InFlightCollective(axis.traffic, Works(works), full.device, sent_bytes), add, source=sent)
 
 
 def _shared(tensor: torch.Tensor, axis: Axis) -> bool:

@@ -77,12 +77,14 @@ def weights_ahead(
 ) -> Iterator[str]:
     """Yield the weights of the ``count`` uses after ``position``, the ones to gather while that one computes.
 
-    Uses of weights in ``never_gathered`` do not count. A microbatch's first weights are not gathered behind the
-    backward of the one before.
+    While weights in ``never_gathered`` are used, links have time for more: each use of one adds another weight. A
+    microbatch's first weights are not gathered behind the backward of the one before.
     """
     for index in range(position + 1, len(order)):
         if count == 0 or (order[index - 1].phase == BACKWARD and order[index].phase == FORWARD):
             return
-        if order[index].weight not in never_gathered:
+        if order[index].weight in never_gathered:
+            count += 1
+        else:
             count -= 1
             yield order[index].weight

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -127,6 +127,20 @@ class PeerLost(RuntimeError):
     """A collective failed here, most likely because another rank has ended."""
 
 
+class Works:
+    """Messages on CPUs that are one collective together."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return torch.futures.collect_all([work.get_future() for work in self.works])
+
+
 class InFlightCollective:
     """One collective in flight: records on its axis when it ran and how long the computation waited for it.
 
@@ -134,7 +148,11 @@ class InFlightCollective:
     """
 
     def __init__(
-        self, traffic: Traffic, work: dist.Work | SharedMemoryCollective, device: torch.device, sent_bytes: float
+        self,
+        traffic: Traffic,
+        work: dist.Work | Works | SharedMemoryCollective,
+        device: torch.device,
+        sent_bytes: float,
     ):
         assert traffic.current_wait
         self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
@@ -146,7 +164,7 @@ class InFlightCollective:
             assert isinstance(work, dist.Work)
             self.end = traffic.record_end(work, device)
             traffic.watch(self.collective, self.end)
-        elif isinstance(work, dist.Work) and started is not None:
+        elif not isinstance(work, SharedMemoryCollective) and started is not None:
             work.get_future().add_done_callback(lambda _: runs.append((started, time.perf_counter())))
 
     def wait(self) -> None:
@@ -161,7 +179,7 @@ class InFlightCollective:
             return
         if self.end is not None:
             traffic.run_intervals.append((self.started, self.end))
-        elif not isinstance(self.work, dist.Work):  # through shared memory: it runs until it is waited for
+        elif isinstance(self.work, SharedMemoryCollective):  # through shared memory: it runs until it is waited for
             traffic.run_intervals.append((self.started, time.perf_counter()))
 
 
