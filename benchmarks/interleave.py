@@ -140,10 +140,19 @@ def interleave(
     return [report.row(family, name, measured) for (family, name), measured in answers.items()]
 
 
-def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO, device: "VirtualDevice | None" = None) -> None:
+def serve(
+    contenders: Mapping[str, ContenderStep],
+    answers_to: TextIO,
+    device: "VirtualDevice | None" = None,
+    lead_ins: Mapping[str, ContenderStep] | None = None,
+) -> None:
     """Run the steps requested on standard input until it ends, on every rank. Needs a process group.
 
-    ``device``: what this rank computes on during a turn; None for a core of this machine.
+    Args:
+        contenders: the turn of each contender.
+        answers_to: where rank 0 writes the results of each turn, a line of JSON.
+        device: what this rank computes on during a turn; None for a core of this machine.
+        lead_ins: on virtual devices, whose turns are short, what precedes a contender's turn and is not measured.
     """
     import torch.distributed as dist
 
@@ -154,7 +163,12 @@ def serve(contenders: Mapping[str, ContenderStep], answers_to: TextIO, device: "
     dist.barrier()
     send_answer({"contenders": list(contenders)})
     for line in sys.stdin:
-        step = contenders[line.strip()]
+        step, lead_in = contenders[line.strip()], (lead_ins or {}).get(line.strip())
+        if device and lead_in:
+            with device:
+                collect_results = lead_in()
+                device.synchronize()
+            collect_results()
         dist.barrier()
         start = time.perf_counter()
         with device or nullcontext():

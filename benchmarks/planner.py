@@ -26,7 +26,17 @@ from benchmarks.cluster import EmulatedCluster
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.settings import DeviceConfig, parse_grids, read_arguments
 from benchmarks.workers.training import workload
-from gpt4d.config import ClusterConfig, Config, LevelConfig, ParallelConfig, TrainConfig, read_cluster
+from gpt4d.config import (
+    ClusterConfig,
+    Config,
+    LevelConfig,
+    MeasuredConfig,
+    ParallelConfig,
+    TrainConfig,
+    divisors,
+    read_cluster,
+)
+from gpt4d.planner.device import KINDS
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
 from gpt4d.runtime.errors import one_line_errors
@@ -49,12 +59,20 @@ class PlannerBenchmark(DeviceConfig):
 def plain_rates(config: DeviceConfig) -> ClusterConfig:
     """Return the emulated cluster with virtual devices as the planner's machine, with the rates that it is given."""
     intra_host_gb_s = config.intra_host_mb_s / 1000 if config.intra_host_mb_s else math.inf
+    # On this machine's cores, ranks of a host copy and add up themselves; virtual devices have links that do it.
+    inside = [
+        MeasuredConfig(kind, local, nodes=1, sharing=1, latency_us=0.0, gb_s=intra_host_gb_s)
+        for kind in KINDS
+        for local in divisors(config.ranks)[1:]
+    ]
     return ClusterConfig(
         name="virtual",
         matmul_tflops=config.flops / 1e12,
         memory_gb_s=config.memory_gb_s,
         operation_us=config.launch_us,
+        hidden=1.0,
         levels=[LevelConfig(config.hosts, config.mbit / 8000), LevelConfig(config.ranks, intra_host_gb_s)],
+        measured=inside,
     )
 
 
@@ -68,6 +86,12 @@ def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
         cluster=read_cluster(path),
     )
     return {cost: rank(training, config.hosts * config.ranks, cost=cost).plans for cost in _COSTS}
+
+
+def plan_name(plan: Plan) -> str:
+    """Return a plan's grid and settings as ``benchmarks.settings.parse_grids`` reads them."""
+    whole = plan.choice.get("whole_layers")
+    return f"{plan.sizes}/whole={whole}" if whole else str(plan.sizes)
 
 
 def select_grids(order: list[str]) -> list[str]:
@@ -141,10 +165,10 @@ def main(arguments: list[str]) -> None:
         if config.measured:
             rows = json.loads(Path(config.measured).read_text())["rows"]
         else:
-            rows = measure_grids(cluster, grids or select_grids([str(p.sizes) for p in plans["ours"]]), config)
+            rows = measure_grids(cluster, grids or select_grids([plan_name(p) for p in plans["ours"]]), config)
     for row in rows:
         print(report.line(row))
-    seconds = {row["name"]: row["median_s"] for row in report.counting(rows)}
+    seconds = {row["name"].partition("/")[0]: row["median_s"] for row in report.counting(rows)}
     plans = {cost: [plan for plan in ranked if str(plan.sizes) in seconds] for cost, ranked in plans.items()}
     comparisons = {cost: compare_order(plans[cost], seconds) for cost in _COSTS}
     predicted = {str(plan.sizes): plan.step_time_s for plan in plans["ours"]}

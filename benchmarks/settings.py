@@ -70,11 +70,11 @@ def parse_grids(text: str, devices: int) -> tuple[str, ...]:
     """Split a list of grids such as ``4x1x1x2,2x2x1x2``. Raises ConfigError if one does not use all devices."""
     grids = tuple(text.split(","))
     for grid in grids:
-        sizes = re.fullmatch(r"(\d+(?:x\d+){3})(/sharded)?", grid)
+        sizes = re.fullmatch(r"(\d+(?:x\d+){3})(/sharded|/whole=\d+)*", grid)
         if not sizes or parse_sizes(sizes[1]).devices != devices:
             raise ConfigError(
                 f"grids={grid}: not a grid gx·gy·gz·gdata of {devices} ranks; "
-                "use grids such as 2x2x1x2 or 4x1x1x2/sharded"
+                "use grids such as 2x2x1x2, 4x1x1x2/sharded or 4x1x2x1/whole=1"
             )
     return grids
 

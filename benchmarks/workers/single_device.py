@@ -62,10 +62,10 @@ if __name__ == "__main__":
     with process_group(Launch.from_environment(), torch.device("cpu")):
         if dist.get_world_size() == 1:
             plain = train_torch.TorchTraining(build_torch_gpt(weights, config), sequences(0, 1, config, batch))
-            ours = train_ours.Gpt4dTraining(GridSizes(), config, batch)
+            ours = train_ours.Gpt4dTraining("1x1x1x1", config, batch)
             contenders = {"ours": ours.step, "plain torch": plain.step}
         else:
             # The y axis has the most collectives: those of the linear layers, and two small ones per norm.
             sizes = GridSizes(y=dist.get_world_size())
-            contenders = with_and_without_counting(train_ours.Gpt4dTraining(sizes, config, batch))
+            contenders = with_and_without_counting(train_ours.Gpt4dTraining(str(sizes), config, batch))
         serve(contenders, answers)

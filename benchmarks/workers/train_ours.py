@@ -1,6 +1,7 @@
 """Our training step on the grids of ``WorkerConfig``.
 
-``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states.
+``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states, and ``4x1x2x1/whole=1`` stores the
+weights of one block whole along z.
 """
 
 import sys
@@ -13,7 +14,7 @@ import torch
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.settings import WorkerConfig, parse_sizes
 from benchmarks.workers.training import OPTIM, our_stage, repeat_step, sequences, workload
-from gpt4d.config import GridSizes, from_arguments
+from gpt4d.config import from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.job import process_group
@@ -22,14 +23,17 @@ from gpt4d.step import TrainStep
 
 
 class Gpt4dTraining:
-    """The trainer's optimizer step on one grid, with this rank's share of the batch as one microbatch."""
+    """The trainer's optimizer step on a grid such as ``4x1x2x1/whole=1``, with a rank's share of the batch at once."""
 
-    def __init__(self, sizes: GridSizes, model: GPT2Config, batch: int, shard: bool = False):
+    def __init__(self, name: str, model: GPT2Config, batch: int):
+        grid, *settings = name.split("/")
+        whole = sum(int(setting.removeprefix("whole=")) for setting in settings if setting != "sharded")
+        sizes = parse_sizes(grid)
         self.grid, self.tokens = Grid(sizes), batch * model.max_positions
         self.train_step = TrainStep(
-            our_stage(self.grid, model),
+            our_stage(self.grid, model, whole),
             lambda module, batch: module.loss_sum(*batch),
-            replace(OPTIM, shard_states=shard),
+            replace(OPTIM, shard_states="sharded" in settings),
         )
         ids, targets = sequences(self.grid.batch_shard, sizes.batch_shards, model, batch)
         self.microbatch = ids, targets, torch.arange(len(ids))
@@ -48,12 +52,15 @@ if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
     config = from_arguments(WorkerConfig, sys.argv[1:])
     device, (model, batch, steps) = config.virtual_device(), workload(config.virtual)
-    contenders = {}
+    contenders, trainings = {}, {}
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()
         with device or nullcontext():
             for name in config.grids.split(","):
-                grid, _, sharded = name.partition("/")
-                training = Gpt4dTraining(parse_sizes(grid), model, batch, shard=bool(sharded))
-                contenders[name] = repeat_step(training.step, steps, training.train_step.reducer.wait_params)
-        serve(contenders, answers, device)
+                training = trainings[name] = Gpt4dTraining(name, model, batch)
+                finish = training.train_step.reducer.wait_params
+                contenders[name] = repeat_step(training.step, steps, *([] if device else [finish]))
+        # A step leaves gathers of updated weights to the next one. On virtual devices the first measured step has them
+        # from the lead-in, and the last one leaves them to the next turn.
+        lead_ins = {name: training.step for name, training in trainings.items()}
+        serve(contenders, answers, device, lead_ins)

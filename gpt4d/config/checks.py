@@ -190,6 +190,11 @@ def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
         raise ConfigError(f"parallel.whole_layers={whole}: not a number of blocks; use 0 to {blocks}")
 
 
+def _check_share(key: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value}: not a share; use 0 to 1")
+
+
 def check_cluster(cluster: ClusterConfig) -> None:
     """Check the description of a machine. Raises ConfigError for an invalid value."""
     check_choice("cluster.device", cluster.device, ("cpu", "cuda"))
@@ -197,6 +202,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         check_above_0(f"cluster.{key}", getattr(cluster, key))
     for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
         check_at_least(f"cluster.{key}", getattr(cluster, key), 0)
+    _check_share("cluster.hidden", cluster.hidden)
     if not cluster.levels:
         raise ConfigError("cluster.levels=[]: a machine needs a level of links; use [{group_gb_s: 1}], for example")
     for number, level in enumerate(cluster.levels):
@@ -215,7 +221,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         check_at_least(f"{name}.local·nodes", entry.local * entry.nodes, 2)
         check_above_0(f"{name}.gb_s", entry.gb_s)
         check_at_least(f"{name}.latency_us", entry.latency_us, 0)
-        check_at_least(f"{name}.hidden", entry.hidden, 0)
+        _check_share(f"{name}.hidden", entry.hidden)
     if cluster.atp_gb_s is not None and not _are_bandwidths(cluster.atp_gb_s):
         raise ConfigError(
             f"cluster.atp_gb_s={cluster.atp_gb_s}: not a map of meshes to two bandwidths; use values above 0, and null "

@@ -111,6 +111,7 @@ class ClusterConfig:
     matmul_tflops: float = 0.05  # reached by a device in a large product
     memory_gb_s: float = 5.0  # rate at which elementwise operations read and write
     operation_us: float = 20.0  # minimum time of an operation
+    hidden: float = 0.9  # share of an unmeasured collective's time that overlaps computation; not inside a node of CPUs
     skew_us: float = 0.0  # delay with which the last rank of a group enters a collective
     levels: list[LevelConfig] = field(default_factory=lambda: [LevelConfig()])  # outermost first
     measured: list[MeasuredConfig] = field(default_factory=list)  # takes precedence over levels

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
 
 _ALL = sys.maxsize  # devices of a node where there is one level of links
-_HIDDEN = 0.9  # hidden share of an unmeasured collective; running it occupies the device for the rest
 
 
 class RankSpan(NamedTuple):
@@ -148,8 +147,9 @@ def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed
         return Speed(latency_s, _s_per_byte(levels), 0.0, False)  # the ranks themselves copy and add up
     if cluster.device == "cpu" and len(levels) > 1 and local * nodes == span.size:
         *inside, between = levels
-        return _speed_by_hosts(kind, local, nodes, _s_per_byte(inside), _s_per_byte([between]), latency_s)
-    return Speed(latency_s, _s_per_byte(levels), _HIDDEN, nodes > 1)
+        by_hosts = _speed_by_hosts(kind, local, nodes, _s_per_byte(inside), _s_per_byte([between]), latency_s)
+        return by_hosts._replace(hidden=cluster.hidden)
+    return Speed(latency_s, _s_per_byte(levels), cluster.hidden, nodes > 1)
 
 
 def _s_per_byte(levels: list[CrossedLevel]) -> float:
@@ -175,7 +175,7 @@ def _speed_by_hosts(kind: str, local: int, hosts: int, inside: float, between: f
     inside *= hosts * (local - 1) / ring
     before = {"all_reduce": 0.5, "reduce_scatter": 1.0, "all_gather": 0.0}[kind]
     s_per_byte = between * local * (hosts - 1) / ring
-    return Speed(latency_s, s_per_byte, _HIDDEN, True, before * inside, (1 - before) * inside)
+    return Speed(latency_s, s_per_byte, 1.0, True, before * inside, (1 - before) * inside)
 
 
 def _messages(kind: str, members: int) -> int:
