@@ -1,12 +1,14 @@
 """Overlaps and caches change when weights and gradients travel, never what arrives; and nothing travels twice."""
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import collectives
+from gpt4d.parallel import collectives, shared_memory
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.order import weight_order
@@ -208,6 +210,27 @@ def three_collectives_at_once():
 
 def test_collectives_in_flight_do_not_disturb_each_other(ranks):
     ranks.run(4, three_collectives_at_once)
+
+
+def exchanged_in_messages(message_bytes):
+    """The number of messages of a reduce-scatter through the network, and this rank's part of the sum."""
+    exchange, sent = dist.all_to_all_single, []
+    with (
+        patch.object(shared_memory, "connect", lambda group: (None, None)),
+        patch.object(collectives, "_MESSAGE_BYTES", message_bytes),
+        patch.object(dist, "all_to_all_single", lambda *args, **options: sent.append(1) or exchange(*args, **options)),
+    ):
+        grid = Grid(GridSizes(1, 1, 4, 1))
+        full = torch.arange(4 * 3 * 7.0).view(12, 7) * (grid.z.index + 1)
+        part = collectives.start_reduce_scatter(full, grid.z).wait()
+    return len(sent), part
+
+
+@pytest.mark.parametrize(("message_bytes", "messages"), [(1 << 18, 1), (20, 4)])
+def test_short_messages_add_up_to_the_same_sum(ranks, message_bytes, messages):
+    answers = ranks.run(4, exchanged_in_messages, message_bytes)
+    assert {count for count, _ in answers} == {messages}
+    assert torch.equal(torch.cat([part for _, part in answers]), torch.arange(84.0).view(12, 7) * 10)
 
 
 def test_a_recomputation_omits_the_last_product_of_each_block(monkeypatch, ranks):
