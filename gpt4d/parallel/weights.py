@@ -217,6 +217,7 @@ class WeightStream:
             pending.wait()  # a collective that was started must end before its memory is used again
         self._gathered.clear()
         assert not self._accumulated, "a gradient has fewer terms than its description says"
+        self._missing = {}
         remaining = self._order[self._position + 1 :]
         self._order, self._kept, self._position = (), [], -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"
