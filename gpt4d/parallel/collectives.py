@@ -39,11 +39,6 @@ class Pending:
         self.result, self.run, self.finish = result, run, finish
         self.source = source  # what is sent must stay in memory until then
 
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` has nothing to wait for."""
-        return self.run is None
-
     def wait(self) -> torch.Tensor:
         if self.run is not None:
             self.run.wait()

@@ -3,8 +3,9 @@
 The weight stream and the planner decide by it alone when a weight is gathered and how long it is kept.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from gpt4d.parallel.pipeline.schedule import Action
@@ -73,18 +74,25 @@ def kept_after_use(
 
 
 def weights_ahead(
-    order: Sequence[WeightUse], position: int, count: int, never_gathered: Collection[str] = ()
-) -> Iterator[str]:
-    """Yield the weights of the ``count`` uses after ``position``, the ones to gather while that one computes.
+    order: Sequence[WeightUse], count: int, never_gathered: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    """Return for each use the weights of the ``count`` uses that follow: those to gather while it computes.
 
-    While weights in ``never_gathered`` are used, links have time for more: each use of one adds another weight. A
-    microbatch's first weights are not gathered behind the backward of the one before.
+    Uses of weights in ``never_gathered`` do not count. Links would be idle during them, so a use that they follow
+    directly has as many more weights. A microbatch's first weights are not gathered behind the backward of the one
+    before.
     """
-    for index in range(position + 1, len(order)):
-        if count == 0 or (order[index - 1].phase == BACKWARD and order[index].phase == FORWARD):
-            return
-        if order[index].weight in never_gathered:
-            count += 1
-        else:
-            count -= 1
-            yield order[index].weight
+    ahead: list[tuple[str, ...]] = []
+    upcoming: deque[str] = deque()  # weights to gather, up to the next microbatch's forward
+    idle = 0  # uses before the first of them that gather nothing
+    for use, following in zip(reversed(order), [None, *reversed(order)], strict=False):
+        if following is not None and following.weight in never_gathered:
+            idle += 1
+        elif following is not None:
+            upcoming.appendleft(following.weight)
+            idle = 0
+        if following is not None and use.phase == BACKWARD and following.phase == FORWARD:
+            upcoming.clear()
+            idle = 0
+        ahead.append(tuple(islice(upcoming, count + idle if count else 0)))
+    return ahead[::-1]

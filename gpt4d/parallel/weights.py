@@ -71,6 +71,7 @@ class WeightStream:
         self._names: dict[nn.Parameter, str] = {}
         self._order: Sequence[WeightUse] = ()
         self._kept: list[bool] = []
+        self._ahead: list[tuple[str, ...]] = []
         self._position = -1  # of the last use in the order
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
@@ -111,6 +112,8 @@ class WeightStream:
         assert self._position == len(self._order) - 1, "the last order was not finished"
         cached_for_step = cached_for_step or {}
         self._order, self._kept, self._position = order, kept_after_use(order, cached, cached_for_step), -1
+        prefetches = self.overlap.all_gather and self.grid.z.size > 1
+        self._ahead = weights_ahead(order, self.overlap.prefetch if prefetches else 0, self._whole)
         self._missing = {self._parameters[name]: terms for name, terms in cached_for_step.items()}
 
     # ------------------------------------------------------------------------------------------ gathering
@@ -152,11 +155,10 @@ class WeightStream:
         weight = (self._gathered.pop(shard, None) or self._start_gather(shard)).wait()
         if keep:
             self._gathered[shard] = Pending(weight)
-        if self.overlap.all_gather and self.grid.z.size > 1:
-            for name in weights_ahead(self._order, self._position, self.overlap.prefetch, self._whole):
-                following = self._parameters[name]
-                if following not in self._gathered:
-                    self._gathered[following] = self._start_gather(following)
+        for name in self._ahead[self._position] if self._order else ():
+            following = self._parameters[name]
+            if following not in self._gathered:
+                self._gathered[following] = self._start_gather(following)
         return weight
 
     def _check(self, phase: str, shard: nn.Parameter) -> None:
@@ -195,8 +197,9 @@ class WeightStream:
             if self._missing[shard]:
                 self._accumulated[shard] = gradient
                 return
-        pending = collectives.start_reduce_scatter(gradient, self._axis(shard), parameter=shard)
-        if pending.done:
+        axis = self._axis(shard)
+        pending = collectives.start_reduce_scatter(gradient, axis, parameter=shard)
+        if axis.size == 1:
             self._add_gradient(shard, pending)
             return
         self._scattering.append((shard, pending))
@@ -219,7 +222,7 @@ class WeightStream:
         assert not self._accumulated, "a gradient has fewer terms than its description says"
         self._missing = {}
         remaining = self._order[self._position + 1 :]
-        self._order, self._kept, self._position = (), [], -1
+        self._order, self._kept, self._ahead, self._position = (), [], [], -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"
 
 

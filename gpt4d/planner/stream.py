@@ -51,7 +51,7 @@ class PlannedStream:
         self.missing = dict(cached_for_step)
         self.accumulated = set(cached_for_step if continued else ())
         self.gz = device.links.sizes["z"]
-        self.ahead = overlap.prefetch if overlap.all_gather and self.gz > 1 else 0
+        self.ahead = weights_ahead(order, overlap.prefetch if overlap.all_gather and self.gz > 1 else 0, whole)
         self.max_inflight = limits.MAX_INFLIGHT_REDUCE_SCATTERS if overlap.reduce_scatter else 0
         self.compute_bytes, self.gradients = compute_bytes, gradients
         self.gathered: dict[str, PendingCollective | None] = dict.fromkeys(self.accumulated)
@@ -67,7 +67,7 @@ class PlannedStream:
         self.device.wait(pending)
         if self.kept[self.position]:
             self.gathered[name] = None
-        for later in weights_ahead(self.order, self.position, self.ahead, self.whole):
+        for later in self.ahead[self.position]:
             if later not in self.gathered:
                 self.gathered[later] = self._start(later)
 

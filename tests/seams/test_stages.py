@@ -199,4 +199,19 @@ def check_ahead(seed: int) -> None:
                 break
             expected.append(use.weight)
             previous = use
-        assert list(weights_ahead(order, position, count)) == expected
+        assert list(weights_ahead(order, count)[position]) == expected
+
+
+def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
+    """Every other block is whole: the window does not grow from one whole block to the next."""
+    blocks = [LayerWeights(tuple(f"{block}.{weight}" for weight in range(4))) for block in range(6)]
+    order = weight_order([Action("F", 0)], blocks)
+    whole = {name for block in blocks[1::2] for name in block.forward}
+    ahead = weights_ahead(order, 2, whole)
+    assert ahead[0] == ("0.1", "0.2")
+    assert ahead[2] == ("0.3", "2.0")
+    assert ahead[3] == ("2.0", "2.1", "2.2", "2.3", "4.0", "4.1")  # behind the four uses of block 1
+    assert ahead[7] == ("2.0", "2.1")
+    assert ahead[19] == ()
+    assert all(names == () for names in weights_ahead(order, 0, whole))
+    assert all(names == () for names in weights_ahead(order, 2, {use.weight for use in order}))
