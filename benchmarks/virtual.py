@@ -14,14 +14,15 @@ Values computed under the device are meaningless. Its model:
 - An operation whose tensors are all small (losses, counters, token ids) is computed by the processor and takes no time
   of the device. Views and uninitialized tensors take none either. The host waits for the device where a value is read.
 - A collective, or a message to another rank, starts when the device has finished all work before it. It moves its
-  bytes, beside later work. Work after a wait starts when the wait has returned. A thread of gpt4d's resharding links is
-  a stream of its own, which starts a transfer when the device has computed it.
+  bytes, beside later work. Work after a wait starts when the wait has returned. A thread in which gpt4d communicates is
+  a stream of its own, which starts a task when the device has executed what was launched before the task.
 - With ``intra_host_mb_s``, a rank sends to the other ranks of its host at this rate, through sockets or gpt4d's shared
   memory: a result is not available before the rank has sent its bytes (``benchmarks.virtual_streams.intra_host_bytes``)
   at this rate, and the transfers of a rank follow each other. They start when this rank does, so a rank waits for a
   peer that starts later, but not for the peer's transfer. Links between hosts stay those of the network.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.virtual_operations import Operations, has_kernel, host_reads, tensors_in
 from benchmarks.virtual_streams import HostLinks, Stream
 from gpt4d.parallel import traffic
-from gpt4d.parallel.resharding.transfer import Link, Transfer
 from gpt4d.parallel.shared_memory import Combine, SharedMemory, SharedMemoryCollective
+from gpt4d.parallel.worker import Task, Worker
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _MAX_LATE_SHARE = 0.05  # of the elapsed time; if the host is late for longer, the processor was the bottleneck
@@ -73,18 +74,19 @@ class VirtualDevice:
     def __enter__(self) -> "VirtualDevice":
         self._entered, self._entered_cpu = self.source.perf_counter(), self.source.process_time()
         self.stream = Stream(self.source, self._entered)
-        self._dispatch = Dispatch(self, self.stream)
+        self._thread = threading.local()
+        dispatch = self._thread.dispatch = Dispatch(self, self.stream)
         self._context = ExitStack()
         for owner, name, replacement in (
             (dist.Work, "wait", self._wait),
             (SharedMemory, "post", self._post),
             (SharedMemoryCollective, "wait", self._wait_in_host),
-            (Link, "submit", self._submit),
-            (Transfer, "wait", self._wait_for_transfer),
+            (Worker, "submit", self._submit),
+            (Task, "wait", self._wait_for_task),
             (traffic, "now", self._now),
         ):
             self._context.enter_context(patch.object(owner, name, replacement(getattr(owner, name))))
-        self._context.enter_context(self._dispatch)
+        self._context.enter_context(dispatch)
         return self
 
     def __exit__(self, *error) -> None:
@@ -126,7 +128,7 @@ class VirtualDevice:
 
     def _post(self, original: Callable) -> Callable:
         def post(memory: SharedMemory, tensor: torch.Tensor, combine: Combine) -> SharedMemoryCollective:
-            self.stream.synchronize()
+            self._current_stream.synchronize()
             started = self.source.perf_counter()
             with self._copying_in_host():
                 collective = original(memory, tensor, combine)
@@ -145,7 +147,7 @@ class VirtualDevice:
                 # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
                 passes = 2 if result.nbytes == nbytes else 1
                 sent = passes * (size - 1) / size * max(nbytes, result.nbytes)
-                self.stream.sleep_until(self.links.reserve(collective.started, sent))
+                self._current_stream.sleep_until(self.links.reserve(collective.started, sent))
             return result
 
         return wait
@@ -153,34 +155,41 @@ class VirtualDevice:
     @contextmanager
     def _copying_in_host(self) -> Iterator[None]:
         """Wait for other ranks. Copies and sums of shared memory take no time of the device, as ``links`` counts it."""
-        outer, self._dispatch.free = self._dispatch.free, True
-        with self.stream.waiting():
+        dispatch = self._thread.dispatch
+        outer, dispatch.free = dispatch.free, True
+        with dispatch.stream.waiting():
             yield
-        self._dispatch.free = outer
+        dispatch.free = outer
+
+    @property
+    def _current_stream(self) -> Stream:
+        return self._thread.dispatch.stream
 
     def _submit(self, original: Callable) -> Callable:
-        def submit(link: Link, task: Callable[[], None]) -> None:
-            stream = Stream(self.source, self.stream.clock)
+        def submit(worker: Worker, function: Callable[[], Any]) -> Task:
+            stream = Stream(self.source, self._current_stream.clock)
 
-            def run() -> None:
+            def run() -> Any:
                 stream.synchronize()
-                with Dispatch(self, stream):
-                    task()
+                with Dispatch(self, stream) as self._thread.dispatch:
+                    result = function()
+                    stream.synchronize()
+                return result
 
-            original(link, run)
+            return original(worker, run)
 
         return submit
 
-    def _wait_for_transfer(self, original: Callable) -> Callable:
-        def wait(transfer: Transfer) -> torch.Tensor | None:
-            with self.stream.waiting():
-                return original(transfer)
+    def _wait_for_task(self, original: Callable) -> Callable:
+        def wait(task: Task) -> Any:
+            with self._current_stream.waiting():
+                return original(task)
 
         return wait
 
     def _now(self, original: Callable) -> Callable:
         # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
-        return lambda device: max(self.source.perf_counter(), self.stream.clock)
+        return lambda device: max(self.source.perf_counter(), self._current_stream.clock)
 
 
 class Dispatch(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Streams of a virtual device, and the links inside its host."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class InFlight:
 
 
 class HostLinks:
-    """Links of this rank to the other ranks of its host, and its collectives in flight.
+    """Links of this rank to the other ranks of its host, and its collectives in flight. All threads may use them.
 
     Args:
         mb_s: MB/s in each direction; None: transfers take no more than their real time.
@@ -80,6 +81,7 @@ class HostLinks:
     def __init__(self, mb_s: float | None, ranks_per_host: int):
         self.s_per_byte = 0.0 if mb_s is None else 1e-6 / mb_s
         self.ranks_per_host = ranks_per_host
+        self._lock = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
@@ -95,8 +97,9 @@ class HostLinks:
         """Return when ``nbytes``, which may be sent from ``started`` on after all earlier ones, are sent."""
         if nbytes * self.s_per_byte == 0:
             return started
-        self._free = max(self._free, started) + nbytes * self.s_per_byte
-        return self._free
+        with self._lock:
+            self._free = max(self._free, started) + nbytes * self.s_per_byte
+            return self._free
 
     def track(
         self,
@@ -120,9 +123,10 @@ class HostLinks:
         work = dist.Work.unbox(last) if isinstance(last, torch.ScriptObject) else None
         addresses = [tensor.data_ptr() for tensor in tensors]
         in_flight = InFlight(stream, self.reserve(started, sent), work, addresses)
-        self._results |= dict.fromkeys(addresses, in_flight)
-        if work is not None:
-            self._works[work] = in_flight
+        with self._lock:
+            self._results |= dict.fromkeys(addresses, in_flight)
+            if work is not None:
+                self._works[work] = in_flight
 
     def pop_work(self, work: dist.Work) -> InFlight | None:
         """Forget the collective of a handle and return it."""
@@ -134,9 +138,10 @@ class HostLinks:
 
     def _forget(self, in_flight: InFlight | None) -> InFlight | None:
         if in_flight is not None:
-            self._works.pop(in_flight.work, None)
-            for address in in_flight.results:
-                self._results.pop(address, None)
+            with self._lock:
+                self._works.pop(in_flight.work, None)
+                for address in in_flight.results:
+                    self._results.pop(address, None)
         return in_flight
 
 

@@ -14,8 +14,10 @@ from torch import nn
 
 from gpt4d.parallel import shared_memory
 from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.hosts import Hosts
 from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import InFlightCollective, Works
+from gpt4d.parallel.worker import Task
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +36,7 @@ class Pending:
         result: torch.Tensor,
         run: InFlightCollective | None = None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        source: torch.Tensor | list[torch.Tensor] | None = None,
+        source: torch.Tensor | None = None,
     ):
         self.result, self.run, self.finish = result, run, finish
         self.source = source  # what is sent must stay in memory until then
@@ -80,9 +82,9 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
             return tensor
 
         return _through_memory(tensor, axis, sent_bytes, reduce)
-    shm = _shm_of_hosts(tensor.nbytes, axis)
-    if shm is not None and op == dist.ReduceOp.SUM and tensor.numel() % shm.size == 0:
-        return _start_all_reduce_by_hosts(tensor, axis, shm, sent_bytes)
+    hosts = _hosts(tensor.nbytes, axis)
+    if hosts is not None and op == dist.ReduceOp.SUM and tensor.numel() % hosts.local_size == 0:
+        return _start_all_reduce_by_hosts(tensor, axis, hosts, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
 
@@ -96,8 +98,8 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) * shard.nbytes
     if _shared(shard, axis):
         return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
-    if (shm := _shm_of_hosts(axis.size * shard.nbytes, axis)) is not None:
-        return _start_all_gather_by_hosts(shard, axis, shm, sent_bytes)
+    if (hosts := _hosts(axis.size * shard.nbytes, axis)) is not None:
+        return _start_all_gather_by_hosts(shard, axis, hosts, sent_bytes)
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
     return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
@@ -112,110 +114,110 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
     if _shared(full, axis):
         return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
-    if (shm := _shm_of_hosts(full.nbytes, axis)) is not None:
-        return _start_reduce_scatter_by_hosts(full, axis, shm, sent_bytes)
+    if (hosts := _hosts(full.nbytes, axis)) is not None:
+        return _start_reduce_scatter_by_hosts(full, axis, hosts, sent_bytes)
     if not full.is_cpu:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
         return Pending(shard, InFlightCollective(axis.traffic, work, full.device, sent_bytes), source=full)
-    return _start_exchange_and_add(full, axis, axis.group, axis.size, sent_bytes)
+    works, received = _exchange_parts(full, axis.group, axis.size)
+    run = InFlightCollective(axis.traffic, works, full.device, sent_bytes)
+    return Pending(full, run, lambda _: _add_parts(received, full), source=full)
 
 
-def _start_exchange_and_add(
-    full: torch.Tensor, axis: Axis, group: dist.ProcessGroup | None, size: int, sent_bytes: float
-) -> Pending:
-    """Start a reduce-scatter over ``group``, which gloo implements as an all-reduce, of twice the bytes.
+def _exchange_parts(full: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> tuple[Works, list[torch.Tensor]]:
+    """Start to send each rank of a group its part of ``full`` along dim 0. Return the handle and the received parts.
 
-    Here the ranks exchange the parts and add them up themselves. They exchange them in short messages: gloo transfers
-    long ones to and from a peer at little more than half the rate of the link.
+    They are the first half of a reduce-scatter, which gloo would implement as an all-reduce of twice the bytes. Each
+    part is sent in short messages: gloo transfers long ones to and from a peer at little more than half the link's
+    rate.
     """
     parts = full.view(size, -1)
     count = min(max(1, parts[0].nbytes // _MESSAGE_BYTES), _MOST_MESSAGES)
     sent = [columns.contiguous() for columns in parts.chunk(count, 1)]
     received = [torch.empty_like(columns) for columns in sent]
-    works = [
-        dist.all_to_all_single(to, columns, group=group, async_op=True)
-        for to, columns in zip(received, sent, strict=True)
-    ]
+    exchange = partial(dist.all_to_all_single, group=group, async_op=True)
+    return Works(list(map(exchange, received, sent)), sent), received
 
-    def add(_) -> torch.Tensor:
-        return torch.cat([columns.sum(0) for columns in received]).view(-1, *full.shape[1:])
 
-    return Pending(full, InFlightCollective(axis.traffic, Works(works), full.device, sent_bytes), add, source=sent)
+def _add_parts(received: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the parts that the ranks of a group sent: a part of ``full`` along dim 0."""
+    return torch.cat([columns.sum(0) for columns in received]).view(-1, *full.shape[1:])
 
 
 def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
     """Return whether the ranks of the axis exchange ``tensor`` through shared memory alone."""
-    return axis.shm is not None and axis.inter_host_group is None and tensor.nbytes <= shared_memory.SLOT_BYTES
+    return isinstance(axis.transport, SharedMemory) and tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
-def _shm_of_hosts(nbytes: int, axis: Axis) -> SharedMemory | None:
-    """Return the memory of this host's ranks if the axis spans hosts and the memory has room for ``nbytes``."""
-    return axis.shm if axis.inter_host_group is not None and nbytes <= shared_memory.SLOT_BYTES else None
+def _hosts(nbytes: int, axis: Axis) -> Hosts | None:
+    """Return the hosts of the axis if it spans several and their memory has room for ``nbytes``."""
+    return axis.transport if isinstance(axis.transport, Hosts) and nbytes <= shared_memory.SLOT_BYTES else None
 
 
-def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, shm: SharedMemory, sent_bytes: float) -> Pending:
+def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, hosts: Hosts, sent_bytes: float) -> Pending:
     """Start an all-reduce that sends each element over a host's link once each way; a ring sends it nearly twice.
 
-    Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host. Only
-    the sum over the hosts overlaps the computation.
+    Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host.
     """
-    with axis.traffic.time_wait(tensor.device):
-        part = shm.post(tensor.view(-1), lambda slots: slots.chunk(shm.size, 1)[shm.index].sum(0)).wait()
-    work = dist.all_reduce(part, group=axis.inter_host_group, async_op=True)
+    part = tensor.new_empty(tensor.numel() // hosts.local_size)
 
-    def share(_) -> torch.Tensor:
-        with axis.traffic.time_wait(tensor.device):
-            shm.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape))).wait()
-        return tensor
+    def exchange() -> dist.Work:
+        flat = tensor.view(-1)
+        hosts.before.post(flat, lambda slots: part.copy_(slots.chunk(hosts.local_size, 1)[hosts.index].sum(0))).wait()
+        return dist.all_reduce(part, group=hosts.group, async_op=True)
 
-    return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes), share)
+    def share() -> torch.Tensor:
+        return hosts.after.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape))).wait()
+
+    return _by_hosts(tensor, axis, hosts.start(exchange, share), sent_bytes)
 
 
-def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, shm: SharedMemory, sent_bytes: float) -> Pending:
-    """Start a reduce-scatter whose parts are summed inside each host first, so that each leaves a host once.
-
-    Only the exchange between the hosts overlaps the computation.
-    """
-    column = shm.columns[shm.index]
+def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, hosts: Hosts, sent_bytes: float) -> Pending:
+    """Start a reduce-scatter whose parts are summed inside each host first, so that each leaves a host once."""
+    column = hosts.columns[hosts.index]
+    received: list[torch.Tensor] = []
 
     def reduce(slots: torch.Tensor) -> torch.Tensor:
         parts = slots.unflatten(1, (axis.size, -1))
         return torch.cat([parts[:, index].sum(0) for index in column])
 
-    with axis.traffic.time_wait(full.device):
-        sums = shm.post(full, reduce).wait()
-    return _start_exchange_and_add(sums, axis, axis.inter_host_group, len(column), sent_bytes)
+    def exchange() -> Works:
+        works, parts = _exchange_parts(hosts.before.post(full, reduce).wait(), hosts.group, hosts.size)
+        received.extend(parts)
+        return works
+
+    return _by_hosts(full, axis, hosts.start(exchange, lambda: _add_parts(received, full)), sent_bytes)
 
 
-def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, shm: SharedMemory, sent_bytes: float) -> Pending:
-    """Start an all-gather in which each shard enters a host once; its ranks then share what they have received.
-
-    Only the exchange between the hosts overlaps the computation.
-    """
-    hosts = len(shm.columns[shm.index])
-    received = shard.new_empty((hosts * shard.shape[0], *shard.shape[1:]))
-    work = _all_gather(received, shard, group=axis.inter_host_group, async_op=True)
+def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, hosts: Hosts, sent_bytes: float) -> Pending:
+    """Start an all-gather in which each shard enters a host once; its ranks then share what they have received."""
+    received = shard.new_empty((hosts.size * shard.shape[0], *shard.shape[1:]))
 
     def assemble(slots: torch.Tensor) -> torch.Tensor:
         full = slots.new_empty((axis.size, *shard.shape))
-        for column, shards in zip(shm.columns, slots.unflatten(1, (hosts, -1)), strict=True):
+        for column, shards in zip(hosts.columns, slots.unflatten(1, (hosts.size, -1)), strict=True):
             for index, part in zip(column, shards, strict=True):
                 full[index].copy_(part)
         return full.flatten(0, 1)
 
-    def share(received: torch.Tensor) -> torch.Tensor:
-        with axis.traffic.time_wait(shard.device):
-            return shm.post(received, assemble).wait()
+    task = hosts.start(
+        lambda: _all_gather(received, shard, group=hosts.group, async_op=True),
+        lambda: hosts.after.post(received, assemble).wait(),
+    )
+    return _by_hosts(shard, axis, task, sent_bytes)
 
-    return Pending(received, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), share, source=shard)
+
+def _by_hosts(tensor: torch.Tensor, axis: Axis, task: Task, sent_bytes: float) -> Pending:
+    run = InFlightCollective(axis.traffic, task, tensor.device, sent_bytes)
+    return Pending(tensor, run, lambda _: task.wait())
 
 
 def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine: shared_memory.Combine) -> Pending:
     """Start a collective inside one host. This thread copies and combines, so that time is exposed."""
-    assert axis.shm is not None
+    assert isinstance(axis.transport, SharedMemory)
     with axis.traffic.time_wait(tensor.device):
-        message = axis.shm.post(tensor, combine)
+        message = axis.transport.post(tensor, combine)
     run = InFlightCollective(axis.traffic, message, tensor.device, sent_bytes)
     return Pending(tensor, run, lambda _: message.wait())
 

@@ -7,7 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import shared_memory
+from gpt4d.parallel import hosts
+from gpt4d.parallel.hosts import Hosts
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import Traffic
@@ -23,8 +24,7 @@ class Axis:
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
-    shm: SharedMemory | None = None  # of the ranks on this host, if they compute on its CPUs
-    inter_host_group: dist.ProcessGroup | None = None  # ranks with this rank's place on each of several hosts
+    transport: SharedMemory | Hosts | None = None  # between CPUs; None if that of the group serves all collectives
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -85,8 +85,8 @@ class Grid:
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         backend = backends[self.device_type]
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
-        near = shared_memory.connect(group) if self.device_type == "cpu" and name != "stage" else (None, None)
-        return Axis(name, len(members), index, group, *near)
+        transport = hosts.connect(group) if self.device_type == "cpu" and name != "stage" else None
+        return Axis(name, len(members), index, group, transport)
 
     @classmethod
     def single_device(cls) -> "Grid":

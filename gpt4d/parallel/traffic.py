@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.shared_memory import SharedMemoryCollective
+from gpt4d.parallel.worker import Task
 
 
 class StartedCollective(NamedTuple):
@@ -128,10 +129,10 @@ class PeerLost(RuntimeError):
 
 
 class Works:
-    """Messages on CPUs that are one collective together."""
+    """Messages on CPUs that are one collective together. ``sent`` must stay in memory until they are complete."""
 
-    def __init__(self, works: Sequence[dist.Work]):
-        self.works = works
+    def __init__(self, works: Sequence[dist.Work], sent: Sequence[torch.Tensor]):
+        self.works, self.sent = works, sent
 
     def wait(self) -> None:
         for work in self.works:
@@ -150,7 +151,7 @@ class InFlightCollective:
     def __init__(
         self,
         traffic: Traffic,
-        work: dist.Work | Works | SharedMemoryCollective,
+        work: dist.Work | Works | Task | SharedMemoryCollective,
         device: torch.device,
         sent_bytes: float,
     ):
@@ -164,7 +165,7 @@ class InFlightCollective:
             assert isinstance(work, dist.Work)
             self.end = traffic.record_end(work, device)
             traffic.watch(self.collective, self.end)
-        elif not isinstance(work, SharedMemoryCollective) and started is not None:
+        elif not isinstance(work, (Task, SharedMemoryCollective)) and started is not None:
             work.get_future().add_done_callback(lambda _: runs.append((started, time.perf_counter())))
 
     def wait(self) -> None:
@@ -179,6 +180,8 @@ class InFlightCollective:
             return
         if self.end is not None:
             traffic.run_intervals.append((self.started, self.end))
+        elif isinstance(self.work, Task):
+            traffic.run_intervals.append((self.started, self.work.stopped))
         elif isinstance(self.work, SharedMemoryCollective):  # through shared memory: it runs until it is waited for
             traffic.run_intervals.append((self.started, time.perf_counter()))
 

@@ -12,8 +12,8 @@ from benchmarks.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis, Grid
-from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.parallel.shared_memory import SLOT_BYTES, SharedMemory
+from gpt4d.parallel.worker import Worker
 from tests.fake_time import FakeTime
 
 FLOPS, MEMORY_GB_S, LAUNCH_US = 1e6, 1e-3, 100.0
@@ -146,7 +146,7 @@ class LatePeer:
         return b"\0"
 
     def memory(self) -> SharedMemory:
-        return SharedMemory(0, mmap.mmap(-1, 8 * SLOT_BYTES), {1: self}, [])
+        return SharedMemory(0, mmap.mmap(-1, 8 * SLOT_BYTES), {1: self})
 
 
 def test_shared_memory_is_written_when_the_device_has_computed():
@@ -161,24 +161,27 @@ def test_shared_memory_is_written_when_the_device_has_computed():
     assert device.stream.busy_s == clock  # copies and sums take no time of the device
 
 
-def test_link_starts_a_transfer_when_the_device_has_computed_it(process_group):
-    weight, device, started = torch.ones(LARGE), virtual_device(), []
-    link = Link("link", dist.group.WORLD, torch.device("cpu"))
+def test_a_worker_starts_a_task_when_the_device_has_computed_its_input():
+    weight, device, worker = torch.ones(LARGE), virtual_device(), Worker("communication")
     with device:
         weight @ weight
         clock = device.stream.clock
-        link.submit(lambda: started.append(device.source.now))
-        link.close()
-    assert started == [clock] and clock > 0
+        started = worker.submit(device.source.perf_counter)
+        weight @ weight
+        assert started.wait() == clock > 0
 
 
-def test_thread_of_a_link_is_a_stream_of_its_own(process_group):
-    weight, device = torch.ones(LARGE), virtual_device()
-    link = Link("link", dist.group.WORLD, torch.device("cpu"))
+def test_a_worker_computes_beside_the_device():
+    weight, device, worker = torch.ones(LARGE), virtual_device(), Worker("communication")
     with device:
-        link.submit(lambda: weight @ weight)
-        link.close()
-    assert device.report()["busy_s"] == 0
+        weight @ weight
+        busy_s = device.stream.busy_s
+        task = worker.submit(lambda: (weight @ weight).sum())
+        weight @ weight
+        assert device.stream.clock == device.stream.busy_s == 2 * busy_s
+        task.wait()
+        complete = device.stream.clock
+    assert complete == device.source.now > 2 * busy_s  # and work after the wait starts when the task is complete
 
 
 def test_work_after_a_wait_starts_when_the_wait_returns():

@@ -9,9 +9,10 @@ from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.parallel import collectives, shared_memory
+from gpt4d.parallel import collectives, hosts
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear
+from gpt4d.parallel.traffic import Works
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
@@ -34,14 +35,15 @@ def rank_0(monkeypatch):
     def start_process_group(world_size: int) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
-    def scatter(full, axis, group, size, sent_bytes):
-        return collectives.Pending(full.chunk(size)[0])
+    def exchange(full, group, size):
+        return Works([], []), full.chunk(size)[:1]
 
     def multiply(a, b, dtype):
         return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
 
-    monkeypatch.setattr(shared_memory, "connect", lambda group: (None, None))
-    monkeypatch.setattr(collectives, "_start_exchange_and_add", scatter)
+    monkeypatch.setattr(hosts, "connect", lambda group: None)
+    monkeypatch.setattr(collectives, "_exchange_parts", exchange)
+    monkeypatch.setattr(collectives, "_add_parts", lambda received, full: received[0])
     monkeypatch.setattr(linear, "product", multiply)
     yield start_process_group
     dist.destroy_process_group()

@@ -7,18 +7,19 @@ import torch.distributed as dist
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.hosts import Hosts
 from tests.rank_pool import RankFailure
 
 
 def compute_with_both(dtype):
     """Return the results through shared memory and through gloo, and the number of shared-memory collectives."""
     grid = Grid(GridSizes(x=3))
-    memory = grid.x.shm
+    memory = grid.x.transport
     assert memory is not None, "ranks of one host have no shared memory"
     generator = torch.Generator().manual_seed(grid.x.index)
     tensors = [torch.randn(6, 5, generator=generator).to(dtype) for _ in range(9)]
     both = []
-    for grid.x.shm in (memory, None):
+    for grid.x.transport in (memory, None):
         results = [
             [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
             [collectives.start_all_reduce(t.clone(), grid.x, dist.ReduceOp.MAX) for t in tensors],
@@ -49,7 +50,7 @@ def test_results_agree_with_gloo_and_sums_are_bit_equal_on_all_ranks(ranks, dtyp
 def exit_of_one_rank():
     grid = Grid(GridSizes(x=3))
     if grid.x.index == 1:
-        for peer in grid.x.shm.peers.values():
+        for peer in grid.x.transport.peers.values():
             peer.close()
         return
     collectives.all_reduce(torch.ones(4), grid.x)
@@ -75,21 +76,20 @@ def test_a_result_is_not_overwritten_by_later_collectives(ranks):
 
 def axis_across_hosts(hosts: list[int]) -> Axis:
     """Return the axis of all ranks as if each rank were on the host that the list names."""
-    from gpt4d.parallel import shared_memory
+    from gpt4d.parallel import hosts as hosts_module
 
-    listen = shared_memory._listen
+    listen = hosts_module._listen
 
     def listen_on_fake_host(backlog):
         listener, (host, address) = listen(backlog)
         return listener, ((*host, hosts[dist.get_rank()]), address)
 
-    shared_memory._listen = listen_on_fake_host
+    hosts_module._listen = listen_on_fake_host
     try:
         axis = Grid(GridSizes(data=len(hosts))).data
     finally:
-        shared_memory._listen = listen
-    num_hosts = len(set(hosts))
-    assert axis.shm.size == len(hosts) // num_hosts and dist.get_world_size(axis.inter_host_group) == num_hosts
+        hosts_module._listen = listen
+    assert isinstance(axis.transport, Hosts) and axis.transport.size == len(set(hosts))
     return axis
 
 

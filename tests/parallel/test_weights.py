@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import collectives, shared_memory
+from gpt4d.parallel import collectives, hosts
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.order import weight_order
@@ -216,7 +216,7 @@ def exchanged_in_messages(message_bytes):
     """The number of messages of a reduce-scatter through the network, and this rank's part of the sum."""
     exchange, sent = dist.all_to_all_single, []
     with (
-        patch.object(shared_memory, "connect", lambda group: (None, None)),
+        patch.object(hosts, "connect", lambda group: None),
         patch.object(collectives, "_MESSAGE_BYTES", message_bytes),
         patch.object(dist, "all_to_all_single", lambda *args, **options: sent.append(1) or exchange(*args, **options)),
     ):

@@ -12,10 +12,8 @@ been tested, this holds only as far as NCCL lets two communicators make progress
 """
 
 import math
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,6 +24,7 @@ from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.resharding.planning import ReshardingPlan
 from gpt4d.parallel.resharding.program import PeerMessage, SendStep, rank_program
 from gpt4d.parallel.traffic import now
+from gpt4d.parallel.worker import Worker
 
 # Receives posted beyond the one that is waited for. With none, gloo's sender would wait between any two messages for
 # this rank to wake up. With many, the next sender would take its half of the link that much too early.
@@ -47,9 +46,7 @@ class Link:
         all_reduce(torch.zeros(1, device=device), self.axis)
         self.axis.traffic.read()
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=name, daemon=True)
-        self._thread.start()
+        self.worker = Worker(name)
 
     def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
         """Allocate what is needed to execute ``plan`` any number of times."""
@@ -59,19 +56,9 @@ class Link:
     def on_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def submit(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
     def close(self) -> None:
-        """Stop the thread after all submitted transfers."""
-        self._tasks.put(None)
-        self._thread.join()
-
-
-def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while task := tasks.get():
-        task()
-        del task  # otherwise the tensors of the last transfer would live until the next one
+        """End the thread after all transfers that were started."""
+        self.worker.close()
 
 
 class Resharding:
@@ -194,31 +181,25 @@ class Transfer:
     def __init__(self, resharding: Resharding, local: torch.Tensor):
         link = resharding.link
         self.resharding, self.link, self.local = resharding, link, local
-        self.error: BaseException | None = None
         traffic = link.axis.traffic
         traffic.bytes += resharding.sent_bytes
         self.collective = traffic.start(f"reshard {link.axis.name}")
         self.started = now(link.device)  # on a GPU, an event after the source's computation
         if link.stream is not None:
             local.record_stream(link.stream)
-        self.finished = threading.Event()  # on a GPU, set when everything is queued
-        link.submit(self._run)
+        self.task = link.worker.submit(self._run)  # on a GPU, complete when everything is queued
 
     def _run(self) -> None:
         link, traffic = self.link, self.link.axis.traffic
-        try:
-            with torch.no_grad(), link.on_stream():
-                if link.stream is not None:
-                    link.stream.wait_event(self.started)
-                self.resharding.run(self.local)
-                self.stopped = now(link.device)
+        with link.on_stream():
             if link.stream is not None:
-                traffic.watch(self.collective, self.stopped)
-            if traffic.timed:
-                traffic.run_intervals.append((self.started, self.stopped))
-        except BaseException as error:  # ``wait`` raises it
-            self.error = error
-        self.finished.set()
+                link.stream.wait_event(self.started)
+            self.resharding.run(self.local)
+            self.stopped = now(link.device)
+        if link.stream is not None:
+            traffic.watch(self.collective, self.stopped)
+        if traffic.timed:
+            traffic.run_intervals.append((self.started, self.stopped))
 
     def wait(self) -> torch.Tensor | None:
         """Wait until the transfer is complete; return this rank's local tensor, or None on a source.
@@ -231,9 +212,7 @@ class Transfer:
             traffic.track_wait(self.collective),
             traffic.time_wait(link.device),
         ):
-            self.finished.wait()
-            if self.error is not None:
-                raise self.error
+            self.task.wait()
             if link.stream is not None:
                 torch.cuda.current_stream(link.device).wait_event(self.stopped)
         return self.local if self.resharding.program.receives else None

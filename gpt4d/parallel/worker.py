@@ -1,0 +1,60 @@
+"""Threads that communicate beside the computation."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+
+class Task(Future):
+    """A task of a worker. ``stopped``: time.perf_counter when it was complete."""
+
+    stopped: float
+
+    def wait(self) -> Any:
+        """Wait until the task is complete; return its result or raise its error."""
+        return self.result()
+
+
+class Worker:
+    """A thread that executes tasks in the order in which they were submitted, without recording for autograd.
+
+    The thread ends with the process, whatever it waits for.
+    """
+
+    def __init__(self, name: str):
+        self._tasks: queue.SimpleQueue[tuple[Task, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_execute, args=(self._tasks,), name=name, daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, self._tasks.put, None)  # the thread has no reference to the worker
+
+    def submit(self, function: Callable[[], Any]) -> Task:
+        task = Task()
+        self._tasks.put((task, function))
+        return task
+
+    def close(self) -> None:
+        """End the thread after all submitted tasks."""
+        self._stop()
+        self._thread.join()
+
+
+def _execute(tasks: "queue.SimpleQueue[tuple[Task, Callable[[], Any]] | None]") -> None:
+    with torch.no_grad():
+        while item := tasks.get():
+            task, function = item
+            try:
+                result = function()
+            except BaseException as error:  # ``Task.wait`` raises it
+                task.stopped = time.perf_counter()
+                task.set_exception(error)
+            else:
+                task.stopped = time.perf_counter()
+                task.set_result(result)
+                del result
+            del item, task, function  # or the tensors of the last task would live until the next one
