@@ -70,11 +70,11 @@ class VirtualDevice:
         self.operations = Operations(flops, memory_gb_s, launch_us, small)
         self.links = HostLinks(intra_host_mb_s, ranks_per_host)
         self.source = source
+        self._thread = threading.local()  # a task may outlast the context that submitted it
 
     def __enter__(self) -> "VirtualDevice":
         self._entered, self._entered_cpu = self.source.perf_counter(), self.source.process_time()
         self.stream = Stream(self.source, self._entered)
-        self._thread = threading.local()
         dispatch = self._thread.dispatch = Dispatch(self, self.stream)
         self._context = ExitStack()
         for owner, name, replacement in (

@@ -5,26 +5,24 @@ wait. All ranks of an axis start the same collectives in the same order. On an a
 returns its input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.parallel import shared_memory
+from gpt4d.parallel import limits, shared_memory
 from gpt4d.parallel.grid import Axis, Grid
-from gpt4d.parallel.hosts import Hosts
+from gpt4d.parallel.hosts import Hosts, Piece
 from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import InFlightCollective, Works
-from gpt4d.parallel.worker import Task
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _COMBINE: dict[object, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-_MESSAGE_BYTES, _MOST_MESSAGES = 1 << 18, 32  # of a reduce-scatter to one peer
 _PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
@@ -128,13 +126,9 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
 def _exchange_parts(full: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> tuple[Works, list[torch.Tensor]]:
     """Start to send each rank of a group its part of ``full`` along dim 0. Return the handle and the received parts.
 
-    They are the first half of a reduce-scatter, which gloo would implement as an all-reduce of twice the bytes. Each
-    part is sent in short messages: gloo transfers long ones to and from a peer at little more than half the link's
-    rate.
+    It is the first half of a reduce-scatter, which gloo would implement as an all-reduce of twice the bytes.
     """
-    parts = full.view(size, -1)
-    count = min(max(1, parts[0].nbytes // _MESSAGE_BYTES), _MOST_MESSAGES)
-    sent = [columns.contiguous() for columns in parts.chunk(count, 1)]
+    sent = [columns.contiguous() for columns in _pieces(full.view(size, -1))]
     received = [torch.empty_like(columns) for columns in sent]
     exchange = partial(dist.all_to_all_single, group=group, async_op=True)
     return Works(list(map(exchange, received, sent)), sent), received
@@ -143,6 +137,11 @@ def _exchange_parts(full: torch.Tensor, group: dist.ProcessGroup | None, size: i
 def _add_parts(received: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor:
     """Return the sum of the parts that the ranks of a group sent: a part of ``full`` along dim 0."""
     return torch.cat([columns.sum(0) for columns in received]).view(-1, *full.shape[1:])
+
+
+def _pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split rows along dim 1 into the pieces in which each is sent."""
+    return rows.chunk(limits.num_pieces(rows[0].nbytes), 1)
 
 
 def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
@@ -160,57 +159,66 @@ def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, hosts: Hosts, s
 
     Each rank sums its part over the ranks of its host, then over the hosts, and gives it to the ranks of its host.
     """
-    part = tensor.new_empty(tensor.numel() // hosts.local_size)
 
-    def exchange() -> dist.Work:
-        flat = tensor.view(-1)
-        hosts.before.post(flat, lambda slots: part.copy_(slots.chunk(hosts.local_size, 1)[hosts.index].sum(0))).wait()
-        return dist.all_reduce(part, group=hosts.group, async_op=True)
+    def piece(of_all: torch.Tensor) -> Piece:
+        part = of_all.new_empty(of_all.shape[1])
 
-    def share() -> torch.Tensor:
-        return hosts.after.post(part, lambda slots: tensor.copy_(slots.reshape(tensor.shape))).wait()
+        def exchange() -> dist.Work:
+            hosts.before.post(of_all, lambda slots: torch.sum(slots[:, hosts.index], 0, out=part)).wait()
+            return dist.all_reduce(part, group=hosts.group, async_op=True)
 
-    return _by_hosts(tensor, axis, hosts.start(exchange, share), sent_bytes)
+        return exchange, lambda: hosts.after.post(part, of_all.copy_).wait()
+
+    return _by_hosts(tensor, axis, hosts, map(piece, _pieces(tensor.view(hosts.local_size, -1))), sent_bytes)
 
 
 def _start_reduce_scatter_by_hosts(full: torch.Tensor, axis: Axis, hosts: Hosts, sent_bytes: float) -> Pending:
     """Start a reduce-scatter whose parts are summed inside each host first, so that each leaves a host once."""
     column = hosts.columns[hosts.index]
-    received: list[torch.Tensor] = []
+    result = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
 
-    def reduce(slots: torch.Tensor) -> torch.Tensor:
-        parts = slots.unflatten(1, (axis.size, -1))
-        return torch.cat([parts[:, index].sum(0) for index in column])
+    def piece(of_all: torch.Tensor, of_result: torch.Tensor) -> Piece:
+        sums, received = of_all.new_empty((2, hosts.size, of_all.shape[1]))
 
-    def exchange() -> Works:
-        works, parts = _exchange_parts(hosts.before.post(full, reduce).wait(), hosts.group, hosts.size)
-        received.extend(parts)
-        return works
+        def sum_in_host(slots: torch.Tensor) -> torch.Tensor:
+            for index, total in zip(column, sums, strict=True):
+                torch.sum(slots[:, index], 0, out=total)
+            return sums
 
-    return _by_hosts(full, axis, hosts.start(exchange, lambda: _add_parts(received, full)), sent_bytes)
+        def exchange() -> dist.Work:
+            hosts.before.post(of_all, sum_in_host).wait()
+            return dist.all_to_all_single(received, sums, group=hosts.group, async_op=True)
+
+        return exchange, lambda: torch.sum(received, 0, out=of_result)
+
+    pieces = map(piece, _pieces(full.view(axis.size, -1)), (of_result[0] for of_result in _pieces(result.view(1, -1))))
+    return _by_hosts(result, axis, hosts, pieces, sent_bytes)
 
 
 def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, hosts: Hosts, sent_bytes: float) -> Pending:
     """Start an all-gather in which each shard enters a host once; its ranks then share what they have received."""
-    received = shard.new_empty((hosts.size * shard.shape[0], *shard.shape[1:]))
+    full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
 
-    def assemble(slots: torch.Tensor) -> torch.Tensor:
-        full = slots.new_empty((axis.size, *shard.shape))
-        for column, shards in zip(hosts.columns, slots.unflatten(1, (hosts.size, -1)), strict=True):
-            for index, part in zip(column, shards, strict=True):
-                full[index].copy_(part)
-        return full.flatten(0, 1)
+    def piece(of_shard: torch.Tensor, of_full: torch.Tensor) -> Piece:
+        received = of_shard.new_empty((hosts.size, of_shard.shape[1]))
 
-    task = hosts.start(
-        lambda: _all_gather(received, shard, group=hosts.group, async_op=True),
-        lambda: hosts.after.post(received, assemble).wait(),
-    )
-    return _by_hosts(shard, axis, task, sent_bytes)
+        def exchange() -> dist.Work:
+            return _all_gather(received, of_shard, group=hosts.group, async_op=True)
+
+        def share(slots: torch.Tensor) -> torch.Tensor:
+            for column, parts in zip(hosts.columns, slots, strict=True):
+                for index, part in zip(column, parts, strict=True):
+                    of_full[index].copy_(part)
+            return of_full
+
+        return exchange, lambda: hosts.after.post(received, share).wait()
+
+    pieces = map(piece, _pieces(shard.view(1, -1)), _pieces(full.view(axis.size, -1)))
+    return _by_hosts(full, axis, hosts, pieces, sent_bytes)
 
 
-def _by_hosts(tensor: torch.Tensor, axis: Axis, task: Task, sent_bytes: float) -> Pending:
-    run = InFlightCollective(axis.traffic, task, tensor.device, sent_bytes)
-    return Pending(tensor, run, lambda _: task.wait())
+def _by_hosts(result: torch.Tensor, axis: Axis, hosts: Hosts, pieces: Iterable[Piece], sent_bytes: float) -> Pending:
+    return Pending(result, InFlightCollective(axis.traffic, hosts.start(pieces), result.device, sent_bytes))
 
 
 def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine: shared_memory.Combine) -> Pending:

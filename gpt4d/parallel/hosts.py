@@ -8,15 +8,16 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
-import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.shared_memory import SharedMemory, share_memory
-from gpt4d.parallel.traffic import Works
 from gpt4d.parallel.worker import Task, Worker
+
+# The parts of a piece of a collective: one starts the exchange between hosts and returns the handle, one finishes.
+Piece = tuple[Callable[[], dist.Work], Callable[[], object]]
 
 _CONNECT_S = 60.0  # timeout for the ranks of a host to connect
 
@@ -41,18 +42,27 @@ class Hosts:
         self.index, self.local_size, self.size = before.index, before.size, len(columns[0])
         self._first, self._second = Worker("before exchange"), Worker("after exchange")
 
-    def start(self, exchange: Callable[[], dist.Work | Works], finish: Callable[[], torch.Tensor]) -> Task:
-        """Start a collective.
+    def start(self, pieces: Iterable[Piece]) -> Task:
+        """Start a collective whose pieces follow each other through the parts. The task's result is None.
 
         Args:
-            exchange: uses ``before``, starts to communicate in ``group`` and returns the handle.
-            finish: uses ``after`` when that is complete, and returns the collective's result.
+            pieces: the first function of each uses ``before`` and ``group``. The second one uses ``after``, when the
+                exchange that the first has started is complete.
         """
-        exchanging = self._first.submit(exchange)
+        task = None
+        for piece in pieces:
+            task = self._start_piece(*piece, task)
+        assert task
+        return task
 
-        def wait_and_finish() -> torch.Tensor:
-            exchanging.wait().wait()
-            return finish()
+    def _start_piece(self, start: Callable[[], dist.Work], finish: Callable[[], object], previous: Task | None) -> Task:
+        exchange = self._first.submit(start)
+
+        def wait_and_finish() -> None:
+            if previous:
+                previous.wait()  # it is complete: this raises its error
+            exchange.wait().wait()
+            finish()
 
         return self._second.submit(wait_and_finish)
 

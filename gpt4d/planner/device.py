@@ -1,13 +1,14 @@
 """Simulated clock, traffic and memory of one device during a step.
 
-The device computes sequentially. Collectives between nodes and those inside a node each have their own channel, which
-runs them one after another, overlapped with the computation as far as ``hidden`` allows.
+The device computes sequentially. Channels between nodes and inside a node each run their parts of collectives one after
+another, overlapped with the computation as far as ``hidden`` allows.
 """
 
 from collections import defaultdict
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
+from gpt4d.parallel import limits
 from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
@@ -40,7 +41,6 @@ class PendingCollective(NamedTuple):
 
     axis: str
     ends: float
-    after_s: float  # in which the device is occupied once it has waited
 
 
 class Device:
@@ -54,7 +54,8 @@ class Device:
         self.skew_s = cluster.skew_us / 1e6
         self.now = 0.0
         self.compute_s = 0.0
-        self.channel_free = [0.0, 0.0]  # times at which the channels inside and between nodes become free
+        # Times at which the channels become free: before the part between nodes, between nodes, and after it.
+        self.channel_free = [0.0, 0.0, 0.0]
         self.bytes: defaultdict[str, float] = defaultdict(float)
         self.time_s: defaultdict[str, float] = defaultdict(float)  # collectives, hidden or exposed
         self.exposed_s: defaultdict[str, float] = defaultdict(float)
@@ -83,16 +84,20 @@ class Device:
             return None
         sent = sent_bytes(kind, size, nbytes)
         speed = self.links.speeds[kind, axis]
-        before_s, after_s = sent * speed.before_s_per_byte, sent * speed.after_s_per_byte
-        self._occupy(axis, before_s)
-        seconds = speed.latency_s + sent * speed.s_per_byte
+        rows = {"all_gather": 1, "reduce_scatter": size, "all_reduce": speed.local}[kind]
+        pieces = limits.num_pieces(nbytes / rows)
+        parts = speed.parts(sent)
+        ready = ends = self.now + self.skew_s  # times at which a part's first piece is ready, and its last one
+        for channel, part_s in enumerate(parts):
+            if part_s:
+                begins = max(ready, self.channel_free[channel])
+                ends = self.channel_free[channel] = max(begins + part_s, ends + part_s / pieces)
+                ready = begins + part_s / pieces
+        seconds = sum(parts)
         self.bytes[axis] += sent
-        self.time_s[axis] += before_s + seconds + after_s
-        ends = max(self.now + self.skew_s, self.channel_free[speed.across]) + seconds
-        self.channel_free[speed.across] = ends
-        # The share that cannot overlap occupies the device itself.
-        self._occupy(axis, seconds * (1 - speed.hidden))
-        return PendingCollective(axis, ends, after_s)
+        self.time_s[axis] += seconds
+        self._occupy(axis, seconds * (1 - speed.hidden))  # the share that cannot overlap
+        return PendingCollective(axis, ends)
 
     def _occupy(self, axis: str, seconds: float) -> None:
         self.now += seconds
@@ -100,7 +105,7 @@ class Device:
 
     def wait(self, collective: object) -> None:
         if isinstance(collective, PendingCollective):
-            self._occupy(collective.axis, max(0.0, collective.ends - self.now) + collective.after_s)
+            self._occupy(collective.axis, max(0.0, collective.ends - self.now))
 
     def do(self, kind: str, axis: str, nbytes: float) -> None:
         self.wait(self.start(kind, axis, nbytes))

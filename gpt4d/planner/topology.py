@@ -101,7 +101,8 @@ class Speed(NamedTuple):
     """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``, of which the share ``hidden`` can overlap.
 
     ``before_s_per_byte`` and ``after_s_per_byte``: the parts inside a node that precede and follow the part between
-    nodes, in seconds per byte of the whole collective. They occupy the device.
+    nodes, in seconds per byte of the whole collective. A long one has pieces that follow each other through its parts.
+    ``local``: ranks per node that take part in these.
     """
 
     latency_s: float
@@ -110,6 +111,14 @@ class Speed(NamedTuple):
     across: bool  # between nodes
     before_s_per_byte: float = 0.0
     after_s_per_byte: float = 0.0
+    local: int = 1
+
+    def parts(self, sent: float) -> tuple[float, float, float]:
+        """Return the seconds of the parts that send ``sent`` bytes: inside a node, between nodes, inside a node."""
+        seconds = self.latency_s + sent * self.s_per_byte
+        if not self.across:
+            return seconds, 0.0, 0.0
+        return sent * self.before_s_per_byte, seconds, sent * self.after_s_per_byte
 
 
 NO_TIME = Speed(0.0, 0.0, 1.0, False)
@@ -175,7 +184,7 @@ def _speed_by_hosts(kind: str, local: int, hosts: int, inside: float, between: f
     inside *= hosts * (local - 1) / ring
     before = {"all_reduce": 0.5, "reduce_scatter": 1.0, "all_gather": 0.0}[kind]
     s_per_byte = between * local * (hosts - 1) / ring
-    return Speed(latency_s, s_per_byte, 1.0, True, before * inside, (1 - before) * inside)
+    return Speed(latency_s, s_per_byte, 1.0, True, before * inside, (1 - before) * inside, local)
 
 
 def _messages(kind: str, members: int) -> int:

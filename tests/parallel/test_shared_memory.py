@@ -1,11 +1,13 @@
 """Shared-memory collectives agree with gloo in any order of waits, and fail when a rank exits."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import collectives
+from gpt4d.parallel import collectives, limits
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.hosts import Hosts
 from tests.rank_pool import RankFailure
@@ -93,27 +95,29 @@ def axis_across_hosts(hosts: list[int]) -> Axis:
     return axis
 
 
-def reduce_across_hosts(hosts):
+def reduce_across_hosts(hosts, piece_bytes):
     """Return sums on an axis across hosts, and the same sums by gloo."""
     axis, rank = axis_across_hosts(hosts), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
-    pending = [collectives.start_all_reduce(t.clone(), axis) for t in tensors]
+    with patch.object(limits, "_PIECE_BYTES", piece_bytes):
+        pending = [collectives.start_all_reduce(t.clone(), axis) for t in tensors]
     sums = [p.wait() for p in pending]
     for tensor in tensors:
         dist.all_reduce(tensor)
     return sums, tensors
 
 
-def test_an_all_reduce_across_hosts_is_right_and_bit_equal_on_all_ranks(ranks):
-    results = ranks.run(4, reduce_across_hosts, [0, 0, 1, 1])
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 18], ids=["several pieces", "one piece"])
+def test_an_all_reduce_across_hosts_is_right_and_bit_equal_on_all_ranks(ranks, piece_bytes):
+    results = ranks.run(4, reduce_across_hosts, [0, 0, 1, 1], piece_bytes)
     for sums, expected in results:
         for one, other, first in zip(sums, expected, results[0][0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
             assert torch.equal(one, first)
 
 
-def scatter_and_gather_across_hosts(hosts):
+def scatter_and_gather_across_hosts(hosts, piece_bytes):
     """Check results across hosts against gloo's; return the number of elements that this rank sends to other hosts."""
     axis, rank = axis_across_hosts(hosts), dist.get_rank()
     generator, elements = torch.Generator().manual_seed(rank), []
@@ -129,13 +133,14 @@ def scatter_and_gather_across_hosts(hosts):
 
     size = len(hosts)
     tensors = [torch.randn(size * n, 3, dtype=torch.float64, generator=generator) for n in (1, 2, 5)]
-    dist.all_to_all_single, collectives._all_gather = count_exchange, count_gather
-    try:
+    with (
+        patch.object(limits, "_PIECE_BYTES", piece_bytes),
+        patch.object(dist, "all_to_all_single", count_exchange),
+        patch.object(collectives, "_all_gather", count_gather),
+    ):
         scattered = [collectives.start_reduce_scatter(t.clone(), axis) for t in tensors]
         gathered = [collectives.start_all_gather(t, axis) for t in tensors]
         ours = [pending.wait() for pending in (*scattered, *gathered)]
-    finally:
-        dist.all_to_all_single, collectives._all_gather = exchange, gather
     expected = []
     for tensor in tensors:
         whole = tensor.clone()
@@ -151,12 +156,36 @@ def scatter_and_gather_across_hosts(hosts):
 
 
 @pytest.mark.parametrize(
-    "hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1]], ids=str
+    "hosts, piece_bytes",
+    [
+        ([0, 0, 1, 1], 1 << 18),
+        ([0, 0, 1, 1], 32),
+        ([0, 1, 0, 1], 1 << 18),
+        ([0, 1, 1, 0], 32),
+        ([0, 0, 1, 1, 2, 2], 32),
+        ([0, 0, 0, 1, 1, 1], 1 << 18),
+    ],
+    ids=str,
 )
-def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ranks, hosts):
+def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ranks, hosts, piece_bytes):
     size, num_hosts = len(hosts), len(set(hosts))
     scattered = sum(size * n * 3 for n in (1, 2, 5)) * size  # elements of all ranks' tensors, and of all gathered ones
-    sent = sum(ranks.run(size, scatter_and_gather_across_hosts, hosts))
+    sent = sum(ranks.run(size, scatter_and_gather_across_hosts, hosts, piece_bytes))
     local = size // num_hosts
     # A host's sums leave it for the other hosts once; each shard enters every other host once.
     assert sent == scattered * (num_hosts - 1) / num_hosts / local + scattered * (num_hosts - 1)
+
+
+def exit_of_one_host():
+    axis = axis_across_hosts([0, 0, 1, 1])
+    if dist.get_rank() == 1:
+        for peer in (*axis.transport.before.peers.values(), *axis.transport.after.peers.values()):
+            peer.close()
+        return
+    if dist.get_rank() == 0:
+        collectives.all_reduce(torch.ones(4), axis)
+
+
+def test_a_collective_by_hosts_raises_if_a_rank_of_the_host_exits(ranks):
+    with pytest.raises(RankFailure, match="all_reduce data: the rank at index 1 of this host's group has exited"):
+        ranks.run(4, exit_of_one_host)

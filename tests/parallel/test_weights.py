@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import collectives, hosts
+from gpt4d.parallel import collectives, hosts, limits
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.order import weight_order
@@ -217,7 +217,7 @@ def exchanged_in_messages(message_bytes):
     exchange, sent = dist.all_to_all_single, []
     with (
         patch.object(hosts, "connect", lambda group: None),
-        patch.object(collectives, "_MESSAGE_BYTES", message_bytes),
+        patch.object(limits, "_PIECE_BYTES", message_bytes),
         patch.object(dist, "all_to_all_single", lambda *args, **options: sent.append(1) or exchange(*args, **options)),
     ):
         grid = Grid(GridSizes(1, 1, 4, 1))

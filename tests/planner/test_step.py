@@ -6,6 +6,7 @@ import pytest
 
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig, compose
 from gpt4d.model import registry
+from gpt4d.parallel import limits
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
@@ -112,18 +113,33 @@ def test_what_cannot_pass_beside_a_computation_is_exposed():
     assert device.now == pytest.approx(8.0) and device.exposed_s["z"] == pytest.approx(3.0)
 
 
-def test_parts_of_a_collective_inside_a_host_are_exposed():
-    """An all-reduce of two hosts of two ranks: 1 s inside a host, 2 s between hosts and 1 s inside."""
+def seconds_of_pieces(parts: tuple[float, ...], pieces: int, collectives: int) -> list[float]:
+    """Return the time at which each of some equal collectives is complete, simulated piece by piece."""
+    free, complete = [0.0] * len(parts), []
+    for _ in range(collectives):
+        for _ in range(pieces):
+            ready = 0.0
+            for part, part_s in enumerate(parts):
+                ready = free[part] = max(ready, free[part]) + part_s / pieces
+        complete.append(free[-1])
+    return complete
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_pieces_of_collectives_follow_each_other_through_their_parts(pieces, monkeypatch):
+    """All-reduces of two hosts of two ranks: 1 s inside a host, 2 s between hosts and 1 s inside."""
     machine = replace(LINKS, device="cpu", levels=[LevelConfig(None, 1.0, None, 0.0), LevelConfig(2, 1.0, None, 0.0)])
     links = Links(machine, GridSizes(4))
     links.speeds = {key: speed._replace(hidden=1.0) for key, speed in links.speeds.items()}
+    monkeypatch.setattr(limits, "num_pieces", lambda nbytes: pieces if nbytes == 1e9 else 0)  # a rank's part
     device = Device(machine, links)
-    reduction = device.start("all_reduce", "x", 2e9)
-    assert device.now == pytest.approx(1.0)
-    device.now += 1.5
-    device.wait(reduction)
-    assert device.now == pytest.approx(4.0) and device.exposed_s["x"] == pytest.approx(2.5)
-    assert device.time_s["x"] == pytest.approx(4.0) and device.bytes["x"] == 3e9
+    reductions = [device.start("all_reduce", "x", 2e9) for _ in range(3)]
+    assert device.now == 0
+    device.now = 1.5  # of computation
+    for reduction, complete in zip(reductions, seconds_of_pieces((1.0, 2.0, 1.0), pieces, 3), strict=True):
+        device.wait(reduction)
+        assert device.now == pytest.approx(complete)
+    assert device.exposed_s["x"] == pytest.approx(device.now - 1.5)
 
 
 def test_inner_and_outer_links_carry_at_once_and_late_ranks_are_waited_for():
