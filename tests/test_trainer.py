@@ -106,6 +106,12 @@ def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_
         ("train.deterministic=true",),
         pytest.param(("optim.shard_states=true",), marks=pytest.mark.full),
         ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
+        (
+            "parallel.whole_layers=1",
+            "parallel.cache_layers=all",
+            "parallel.cache_scope=step",
+            "train.micro_batch_size=1",
+        ),
     ],
     ids="+".join,
 )
@@ -130,6 +136,8 @@ def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_r
             "parallel.cache_scope=step",
             "parallel.whole_layers=1",
             "train.micro_batch_size=1",
+            "train.activation_checkpointing=full",
+            "model.dropout=0.1",
         ),
         ("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full"),
     ],
