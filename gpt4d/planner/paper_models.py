@@ -10,8 +10,9 @@ from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
-from gpt4d.model.costs import MASTER_BYTES, LinearCost, ResidualBlock
+from gpt4d.model.costs import MASTER_BYTES, LinearCost
 from gpt4d.model.description import Description
+from gpt4d.model.residual import ResidualBlock
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
-from gpt4d.model.costs import ActivationCost, LinearCost, ResidualBlock
+from gpt4d.model.costs import ActivationCost, LinearCost
 from gpt4d.model.description import Description, Unit, Walk
 from gpt4d.model.family import Family
+from gpt4d.model.residual import ResidualBlock
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 from gpt4d.task import registry as tasks

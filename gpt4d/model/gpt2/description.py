@@ -8,11 +8,11 @@ from gpt4d.model.costs import (
     LayerNormCost,
     LinearCost,
     PositionEmbeddingCost,
-    ResidualBlock,
     TokenEmbeddingCost,
 )
 from gpt4d.model.description import Description, Unit
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.residual import ResidualBlock
 from gpt4d.parallel.layout import Layout
 
 
