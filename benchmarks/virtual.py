@@ -139,15 +139,16 @@ class VirtualDevice:
 
     def _wait_in_host(self, original: Callable) -> Callable:
         def wait(collective: SharedMemoryCollective) -> torch.Tensor:
-            if collective.result is not None:
-                return collective.result
+            started = getattr(collective, "started", None)
+            if started is None or collective.result is not None:  # posted outside of this context, or waited for before
+                return original(collective)
             nbytes, size = collective.like.nbytes, collective.memory.size
             with self._copying_in_host():
                 result = original(collective)
                 # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
                 passes = 2 if result.nbytes == nbytes else 1
                 sent = passes * (size - 1) / size * max(nbytes, result.nbytes)
-                self._current_stream.sleep_until(self.links.reserve(collective.started, sent))
+                self._current_stream.sleep_until(self.links.reserve(started, sent))
             return result
 
         return wait

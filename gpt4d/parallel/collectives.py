@@ -80,8 +80,12 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
             return tensor
 
         return _through_memory(tensor, axis, sent_bytes, reduce)
-    hosts = _hosts(tensor.nbytes, axis)
-    if hosts is not None and op == dist.ReduceOp.SUM and tensor.numel() % hosts.local_size == 0:
+    if (
+        isinstance(hosts := axis.transport, Hosts)
+        and op == dist.ReduceOp.SUM
+        and tensor.numel() % hosts.local_size == 0
+        and _fits(tensor.view(hosts.local_size, -1))
+    ):
         return _start_all_reduce_by_hosts(tensor, axis, hosts, sent_bytes)
     work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
@@ -96,7 +100,7 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) * shard.nbytes
     if _shared(shard, axis):
         return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
-    if (hosts := _hosts(axis.size * shard.nbytes, axis)) is not None:
+    if isinstance(hosts := axis.transport, Hosts) and _fits(shard.view(1, -1).expand(hosts.size, -1)):
         return _start_all_gather_by_hosts(shard, axis, hosts, sent_bytes)
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
     work = _all_gather(full, shard, group=axis.group, async_op=True)
@@ -112,7 +116,7 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
     sent_bytes = (axis.size - 1) / axis.size * full.nbytes
     if _shared(full, axis):
         return _through_memory(full, axis, sent_bytes, lambda slots: slots.chunk(axis.size, 1)[axis.index].sum(0))
-    if (hosts := _hosts(full.nbytes, axis)) is not None:
+    if isinstance(hosts := axis.transport, Hosts) and _fits(full.view(axis.size, -1)):
         return _start_reduce_scatter_by_hosts(full, axis, hosts, sent_bytes)
     if not full.is_cpu:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
@@ -149,9 +153,9 @@ def _shared(tensor: torch.Tensor, axis: Axis) -> bool:
     return isinstance(axis.transport, SharedMemory) and tensor.nbytes <= shared_memory.SLOT_BYTES
 
 
-def _hosts(nbytes: int, axis: Axis) -> Hosts | None:
-    """Return the hosts of the axis if it spans several and their memory has room for ``nbytes``."""
-    return axis.transport if isinstance(axis.transport, Hosts) and nbytes <= shared_memory.SLOT_BYTES else None
+def _fits(rows: torch.Tensor) -> bool:
+    """Return whether the memory of a host has room for a piece of ``rows``."""
+    return _pieces(rows)[0].nbytes <= shared_memory.SLOT_BYTES
 
 
 def _start_all_reduce_by_hosts(tensor: torch.Tensor, axis: Axis, hosts: Hosts, sent_bytes: float) -> Pending:

@@ -49,18 +49,18 @@ class Hosts:
             pieces: the first function of each uses ``before`` and ``group``. The second one uses ``after``, when the
                 exchange that the first has started is complete.
         """
-        task = None
-        for piece in pieces:
-            task = self._start_piece(*piece, task)
-        assert task
-        return task
+        tasks = [self._start_piece(*piece) for piece in pieces]
 
-    def _start_piece(self, start: Callable[[], dist.Work], finish: Callable[[], object], previous: Task | None) -> Task:
+        def check() -> None:
+            for task in tasks:
+                task.wait()  # it is complete: this raises its error
+
+        return self._second.submit(check)
+
+    def _start_piece(self, start: Callable[[], dist.Work], finish: Callable[[], object]) -> Task:
         exchange = self._first.submit(start)
 
         def wait_and_finish() -> None:
-            if previous:
-                previous.wait()  # it is complete: this raises its error
             exchange.wait().wait()
             finish()
 

@@ -184,6 +184,17 @@ def test_a_worker_computes_beside_the_device():
     assert complete == device.source.now > 2 * busy_s  # and work after the wait starts when the task is complete
 
 
+def test_a_collective_posted_outside_of_the_device_takes_no_time_of_its_links():
+    device = virtual_device(intra_host_mb_s=1)
+    memory = LatePeer(device.source, 0).memory()
+    posted = memory.post(torch.ones(LARGE), lambda slots: slots[0])
+    with device:
+        posted.wait()
+        assert device.source.now == 0
+        memory.post(torch.ones(LARGE), lambda slots: slots[0]).wait()
+        assert device.source.now > 0
+
+
 def test_work_after_a_wait_starts_when_the_wait_returns():
     weight, device = torch.ones(LARGE), virtual_device()
     memory = LatePeer(device.source, late_s=5).memory()

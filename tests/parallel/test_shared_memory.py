@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import collectives, limits
+from gpt4d.parallel import collectives, limits, shared_memory
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.hosts import Hosts
 from tests.rank_pool import RankFailure
@@ -174,6 +174,21 @@ def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ra
     local = size // num_hosts
     # A host's sums leave it for the other hosts once; each shard enters every other host once.
     assert sent == scattered * (num_hosts - 1) / num_hosts / local + scattered * (num_hosts - 1)
+
+
+def scatter_more_than_the_memory_holds():
+    with patch.object(shared_memory, "SLOT_BYTES", 512), patch.object(limits, "_PIECE_BYTES", 64):
+        axis = axis_across_hosts([0, 0, 1, 1])
+        full = torch.arange(4 * 100.0).view(4, 100)  # 1600 bytes, in pieces of 4 · 64
+        scattered = collectives.start_reduce_scatter(full.clone(), axis).wait()
+        gathered = collectives.all_gather(scattered, axis)
+        total = collectives.all_reduce(full.clone(), axis)
+    assert torch.equal(gathered, 4 * full) and torch.equal(total, 4 * full)
+    return axis.transport.before.posted, axis.transport.after.posted
+
+
+def test_the_memory_of_a_host_has_room_for_pieces_of_long_tensors(ranks):
+    assert ranks.run(4, scatter_more_than_the_memory_holds) == 4 * [(6 + 12, 6 + 12)]
 
 
 def exit_of_one_host():
