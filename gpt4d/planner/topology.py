@@ -156,8 +156,8 @@ def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed
         return Speed(latency_s, _s_per_byte(levels), 0.0, False)  # the ranks themselves copy and add up
     if cluster.device == "cpu" and len(levels) > 1 and local * nodes == span.size:
         *inside, between = levels
-        by_hosts = _speed_by_hosts(kind, local, nodes, _s_per_byte(inside), _s_per_byte([between]), latency_s)
-        return by_hosts._replace(hidden=cluster.hidden)
+        inside_s, between_s = _s_per_byte(inside), _s_per_byte([between])
+        return _speed_by_hosts(kind, local, nodes, inside_s, between_s, latency_s, cluster.hidden)
     return Speed(latency_s, _s_per_byte(levels), cluster.hidden, nodes > 1)
 
 
@@ -165,7 +165,9 @@ def _s_per_byte(levels: list[CrossedLevel]) -> float:
     return 1e-9 / min(group_bandwidth(c.level, c.members) / c.sharing for c in levels)
 
 
-def _speed_by_hosts(kind: str, local: int, hosts: int, inside: float, between: float, latency_s: float) -> Speed:
+def _speed_by_hosts(
+    kind: str, local: int, hosts: int, inside: float, between: float, latency_s: float, hidden: float
+) -> Speed:
     """Return the speed of a collective of ``local`` ranks on each of several hosts that is split into parts.
 
     A ring of all ranks sends (local·hosts - 1) / (local·hosts) of the tensor over each host's link, once or, for an
@@ -179,12 +181,13 @@ def _speed_by_hosts(kind: str, local: int, hosts: int, inside: float, between: f
         inside: seconds per byte inside a host.
         between: seconds per byte of a ring that crosses the hosts' links.
         latency_s: of the collective.
+        hidden: share of the collective that can overlap.
     """
     ring = local * hosts - 1
     inside *= hosts * (local - 1) / ring
     before = {"all_reduce": 0.5, "reduce_scatter": 1.0, "all_gather": 0.0}[kind]
     s_per_byte = between * local * (hosts - 1) / ring
-    return Speed(latency_s, s_per_byte, 1.0, True, before * inside, (1 - before) * inside, local)
+    return Speed(latency_s, s_per_byte, hidden, True, before * inside, (1 - before) * inside, local)
 
 
 def _messages(kind: str, members: int) -> int:
