@@ -1,4 +1,5 @@
 import mmap
+import threading
 
 import pytest
 import torch
@@ -173,12 +174,19 @@ def test_a_worker_starts_a_task_when_the_device_has_computed_its_input():
 
 def test_a_worker_computes_beside_the_device():
     weight, device, worker = torch.ones(LARGE), virtual_device(), Worker("communication")
+    launched = threading.Event()
+
+    def work() -> torch.Tensor:
+        launched.wait()  # the threads share a clock that a sleep of either one moves
+        return (weight @ weight).sum()
+
     with device:
         weight @ weight
         busy_s = device.stream.busy_s
-        task = worker.submit(lambda: (weight @ weight).sum())
+        task = worker.submit(work)
         weight @ weight
         assert device.stream.clock == device.stream.busy_s == 2 * busy_s
+        launched.set()
         task.wait()
         complete = device.stream.clock
     assert complete == device.source.now > 2 * busy_s  # and work after the wait starts when the task is complete
