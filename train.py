@@ -33,7 +33,8 @@ def train(config: Config) -> None:
     candidates = checkpoint_dir.resume_candidates(config.checkpoint.resume, Path(config.run.dir))
     checkpoint_dir.check_newest_fits(candidates, config.model)
     if plan.candidates and not launch.rank:
-        print(f"parallel.mode=auto on {config.cluster.name}: {', then '.join(plan.candidates)}", flush=True)
+        mode, chosen = f"parallel.mode={config.parallel.mode} on {config.cluster.name}", ", then ".join(plan.candidates)
+        print(f"{mode}: {chosen}", flush=True)
 
     with listen_for_signals(announce=not launch.rank) as stop:
         # torch takes seconds to import: only once the configuration is known to be right.

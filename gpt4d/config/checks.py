@@ -154,13 +154,13 @@ def check_values(config: Config, family: ModelFamily) -> None:
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
         "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0,
-        "parallel.timeout_s": 1,
+        "parallel.timeout_s": 1, "parallel.d1": 1, "parallel.d2": 1,
     }  # fmt: skip
     for key, least in at_least.items():
         check_at_least(key, value_of(config, key), least)
     for key in ("optim.beta1", "optim.beta2"):
         check_fraction(key, value_of(config, key))
-    check_choice("parallel.mode", config.parallel.mode, ("4d", "atp", "auto"))
+    _check_mode(config.parallel)
     check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
     check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
     check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
@@ -175,6 +175,24 @@ def check_values(config: Config, family: ModelFamily) -> None:
         raise ConfigError(
             f"checkpoint.resume={resume!r}: no such directory; use auto, never or the path of a checkpoint"
         )
+
+
+def _check_mode(parallel: ParallelConfig) -> None:
+    check_choice("parallel.mode", parallel.mode, ("4d", "atp", "auto"))
+    if parallel.innermost is not None:
+        check_choice("parallel.innermost", parallel.innermost, ("x", "y"))
+    if parallel.mode == "atp":
+        for key, name in (("gx", "d1"), ("gy", "d2")):
+            if (size := getattr(parallel, key)) != 1:
+                raise ConfigError(
+                    f"parallel.{key}={size}: its name in parallel.mode=atp is {name}; use parallel.{name}={size}"
+                )
+    else:
+        for key, name in (("d1", "gx"), ("d2", "gy")):
+            if (size := getattr(parallel, key)) is not None:
+                raise ConfigError(
+                    f"parallel.{key}={size}: belongs to parallel.mode=atp; set that, or use parallel.{name}={size}"
+                )
 
 
 def _check_layers(parallel: ParallelConfig, blocks: int) -> None:

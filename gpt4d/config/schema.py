@@ -62,13 +62,16 @@ class OverlapConfig:
 
 @dataclass
 class ParallelConfig:
-    """Grid of 3-D tensor parallelism (gx, gy, gz) and data parallelism. x is innermost in rank order."""
+    """Grid of 3-D tensor parallelism (gx, gy, gz) and data parallelism."""
 
-    mode: str = "4d"  # auto: the planner chooses the grid for `cluster`; atp: planner only, ranks ATP's meshes
+    mode: str = "4d"  # auto: the planner chooses the grid for `cluster`; atp: DeviceMesh(d1, d2), which is gx and gy
     gx: int = 1
     gy: int = 1
     gz: int = 1
-    gdata: int | None = None  # null: world size / (gx·gy·gz)
+    gdata: int | None = None  # null: world size / (gx·gy·gz); in mode atp without d1 and d2: 1
+    d1: int | None = None  # mode atp; null: the planner's ATP model chooses the mesh for `cluster`
+    d2: int | None = None
+    innermost: str | None = None  # axis whose ranks are neighbors, x or y; null: x, or with atp or auto the faster one
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     timeout_s: float = 120.0  # of a collective, longer in the first steps; then the job ends, naming missing ranks
     cache_layers: Any = 0  # number of last blocks that keep their gathered weights for the backward; or all
@@ -199,7 +202,7 @@ class Config:
 
 
 class GridSizes(NamedTuple):
-    """Devices along each axis of one stage's grid."""
+    """Devices along each axis of one stage's grid, the innermost first unless ``parallel.innermost`` is y."""
 
     x: int = 1
     y: int = 1

@@ -1,8 +1,31 @@
 """The parallel plan: the value that ``parallel.*`` resolves to. No torch here."""
 
 from dataclasses import dataclass
+from itertools import product
 
 from gpt4d.config import Config, GridSizes
+
+
+def strides(sizes: GridSizes, innermost: str | None = None) -> dict[str, int]:
+    """Return the distance in ranks between neighbors along each axis.
+
+    Neighbors along ``innermost`` (``parallel.innermost``), x by default, have consecutive ranks. y in its place is the
+    order of the ATP paper's DeviceMesh(d1, d2), whose d1 is x and whose d2 is y.
+    """
+    inner = ("y", "x") if innermost == "y" else ("x", "y")
+    by_axis, stride = {}, 1
+    for axis in (*inner, "z", "data"):
+        by_axis[axis] = stride
+        stride *= getattr(sizes, axis)
+    return by_axis
+
+
+def ranks_in_grid_order(sizes: GridSizes, innermost: str | None = None) -> tuple[int, ...]:
+    """Return the rank at each place of a grid. Places count x first, then y, z and data, whatever is innermost."""
+    stride = strides(sizes, innermost)
+    places = product(*(range(size) for size in reversed(sizes)))  # data, z, y, x
+    axes = GridSizes._fields[::-1]
+    return tuple(sum(index * stride[axis] for index, axis in zip(place, axes, strict=True)) for place in places)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The ATP paper's choice of a mesh (§3.3-3.5): all-reduce times from the hierarchical communication matrix.
 
-DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1.
+DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1. In our
+order of ranks, the devices along d1 are the neighbors: ``innermost`` is x; it is y in the paper's.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.paper_models import linear_layers
 from gpt4d.planner.search import check_machine, largest_micro_batch
-from gpt4d.planner.topology import RankSpan, crossed_levels, group_bandwidth
+from gpt4d.planner.topology import RankSpan, crossed_levels, group_bandwidth, spans
 from gpt4d.planner.workload import compute_bytes
 
 
@@ -32,7 +33,7 @@ def meshes(devices: int) -> list[AtpMesh]:
     return [AtpMesh(devices // d2, d2) for d2 in divisors(devices)]
 
 
-def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh) -> tuple[float | None, float | None]:
+def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y") -> tuple[float | None, float | None]:
     """Return B1' and B2' in GB/s (Eq. 3); None for a dimension of one device.
 
     Each is the bandwidth of the slowest level that the dimension crosses. Groups of the first dimension share a
@@ -44,15 +45,18 @@ def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh) -> tuple[float | None
         levels = crossed_levels(cluster, span)
         return min((group_bandwidth(c.level, c.members) / c.sharing for c in levels), default=None)
 
-    return slowest(RankSpan(mesh.d2, mesh.d1)), slowest(RankSpan(1, mesh.d2))
+    by_axis = spans(GridSizes(mesh.d1, mesh.d2), innermost)
+    return slowest(by_axis["x"]), slowest(by_axis["y"])
 
 
-def all_reduce_bandwidths(cluster: ClusterConfig, mesh: AtpMesh) -> tuple[float | None, float | None]:
-    """Return B1 and B2 in GB/s: measured (``cluster.atp_gb_s``), or else by Eq. 4."""
+def all_reduce_bandwidths(
+    cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y"
+) -> tuple[float | None, float | None]:
+    """Return B1 and B2 in GB/s: measured in the paper's order (``cluster.atp_gb_s``), or else by Eq. 4."""
     measured = (cluster.atp_gb_s or {}).get(str(mesh))
-    if measured:
+    if measured and innermost == "y":
         return tuple(measured)
-    links = link_bandwidths(cluster, mesh)
+    links = link_bandwidths(cluster, mesh, innermost)
     first, second = (
         None if bandwidth is None else d / (2 * (d - 1)) * bandwidth for d, bandwidth in zip(mesh, links, strict=True)
     )
@@ -72,13 +76,19 @@ def all_reduced_elements(description: Description, samples: int, length: int) ->
 
 
 def communication(
-    description: Description, cluster: ClusterConfig, mesh: AtpMesh, samples: int, length: int, element: int
+    description: Description,
+    cluster: ClusterConfig,
+    mesh: AtpMesh,
+    samples: int,
+    length: int,
+    element: int,
+    innermost: str = "y",
 ) -> tuple[float, float]:
     """Return T_comm in seconds (Eq. 2), forward and backward: along the first dimension and along the second.
 
     ``element``: bytes per element of an activation.
     """
-    bandwidths = all_reduce_bandwidths(cluster, mesh)
+    bandwidths = all_reduce_bandwidths(cluster, mesh, innermost)
     elements = all_reduced_elements(description, samples, length)
     first, second = (
         count * element / 1e9 / (other * bandwidth) if bandwidth else 0.0
@@ -92,6 +102,7 @@ class MeshPlan:
     """A mesh and its predicted step; as in the paper, all communication is exposed."""
 
     mesh: AtpMesh
+    innermost: str  # axis whose ranks are neighbors: y in the paper's order, x in ours
     compute_s: float
     comm: dict[str, dict[str, float]]  # by dimension (d1, d2): bytes sent, time_s, exposed_s
     problem: str | None  # why the model cannot be split like this, or does not fit
@@ -101,23 +112,43 @@ class MeshPlan:
     def t_comm_s(self) -> float:
         return sum(dimension["time_s"] for dimension in self.comm.values())
 
+    @property
+    def overrides(self) -> list[str]:
+        mesh = [f"parallel.d1={self.mesh.d1}", f"parallel.d2={self.mesh.d2}"]
+        return ["parallel.mode=atp", *mesh, f"parallel.innermost={self.innermost}"]
 
-def rank(config: Config, devices: int) -> list[MeshPlan]:
-    """Return all meshes by T_comm of a step with the full batch. Raises ConfigError if the machine is too small."""
-    check_machine(config.cluster, devices)
-    return sorted((_plan(config, mesh) for mesh in meshes(devices)), key=lambda plan: plan.t_comm_s)
+    def __str__(self) -> str:
+        mesh = f"DeviceMesh({self.mesh.d1}, {self.mesh.d2})"
+        return mesh if 1 in self.mesh else f"{mesh} with {'d1' if self.innermost == 'x' else 'd2'} innermost"
 
 
-def _plan(config: Config, mesh: AtpMesh) -> MeshPlan:
+def rank(config: Config, devices: int, copies: int = 1) -> list[MeshPlan]:
+    """Return all meshes of ``devices`` devices by T_comm of a step, each in the faster order of ranks.
+
+    The order is ``parallel.innermost`` if that is set, and the paper's if both are equally fast. ``copies``: number of
+    meshes that the batch is split over. Raises ConfigError if the machine is too small.
+    """
+    check_machine(config.cluster, devices * copies)
+    orders = (config.parallel.innermost,) if config.parallel.innermost else ("y", "x")
+
+    def t_comm_s(plan: MeshPlan) -> float:
+        return plan.t_comm_s
+
+    plans = (min((_plan(config, mesh, order, copies) for order in orders), key=t_comm_s) for mesh in meshes(devices))
+    return sorted(plans, key=t_comm_s)
+
+
+def _plan(config: Config, mesh: AtpMesh, innermost: str, copies: int) -> MeshPlan:
     description, train, element = registry.describe(config.model), config.train, compute_bytes(config)
-    times = communication(description, config.cluster, mesh, train.batch_size, train.seq_len, element)
-    first, second = all_reduced_elements(description, train.batch_size, train.seq_len)
+    samples = train.batch_size // copies
+    times = communication(description, config.cluster, mesh, samples, train.seq_len, element, innermost)
+    first, second = all_reduced_elements(description, samples, train.seq_len)
     sent = (
         sent_bytes("all_reduce", mesh.d1, first * element / mesh.d2),
         sent_bytes("all_reduce", mesh.d2, second * element / mesh.d1),
     )
-    flops = description.training_flops(train.batch_size, train.seq_len) / (mesh.d1 * mesh.d2)
-    sizes = GridSizes(mesh.d1, mesh.d2)
+    flops = description.training_flops(samples, train.seq_len) / (mesh.d1 * mesh.d2)
+    sizes = GridSizes(mesh.d1, mesh.d2, config.parallel.gz, copies // config.parallel.gz)
     problem, memory = grid_problem(description.rules, train, sizes), None
     if not problem:
         micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
@@ -125,6 +156,7 @@ def _plan(config: Config, mesh: AtpMesh) -> MeshPlan:
             problem = f"it needs {memory:.1f} GiB of a device's {config.cluster.memory_gib:g} GiB"
     return MeshPlan(
         mesh=mesh,
+        innermost=innermost,
         compute_s=flops / (config.cluster.matmul_tflops * 1e12),
         comm={
             name: {"bytes": nbytes, "time_s": seconds, "exposed_s": seconds}

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,14 @@ class Plan:
     mfu: float | None  # model FLOPs over the peak, without recomputation
     hfu: float | None  # the same with recomputation
     overrides: list[str]
+    innermost: str = "x"  # axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
     published_s: float | None = None  # communication by the paper's model that orders the ranking
+
+    @property
+    def grid(self) -> str:
+        """The grid in a word or two."""
+        return str(self.sizes) + (" y innermost" if self.innermost == "y" else "")
 
     @property
     def memory_gib(self) -> float:
@@ -50,12 +56,27 @@ class Plan:
 
 
 class Estimate:
-    """Cost of a step of one configuration on one grid, for any microbatch."""
+    """Cost of a step of one configuration on one grid, for any microbatch.
 
-    def __init__(self, config: Config, sizes: GridSizes, description: Description | None = None):
+    Args:
+        config: the settings; those of the grid do not count.
+        sizes: the grid.
+        description: the model, if it is known.
+        choice: settings of ``parallel`` in place of those in ``config``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: GridSizes,
+        description: Description | None = None,
+        choice: Mapping[str, Any] | None = None,
+    ):
+        self.choice = choice or {}
+        config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config)
-        self.links = Links(config.cluster, sizes)
+        self.links = Links(config.cluster, sizes, config.parallel.innermost)
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
         self.cached = self.description.cached_units(config.parallel.cache_layers)
@@ -141,6 +162,7 @@ class Estimate:
         overrides = [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
         if config.train.micro_batch_size is None and microbatches > 1:
             overrides.append(f"train.micro_batch_size={micro_batch}")
+        overrides += [f"parallel.{key}={value}" for key, value in self.choice.items()]
         return Plan(
             sizes=self.sizes,
             micro_batch=micro_batch,
@@ -151,6 +173,8 @@ class Estimate:
             mfu=possible and flops / possible,
             hfu=possible and (hardware if train.activation_checkpointing == "full" else flops) / possible,
             overrides=overrides,
+            innermost=config.parallel.innermost or "x",
+            choice=self.choice,
         )
 
     def _further_microbatch(self, micro_batch: int) -> tuple[float, ...]:

@@ -86,11 +86,11 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         if micro_batch is None:
             ranking.too_large[sizes] = needed
             continue
-        candidates[sizes] = estimate, micro_batch
         if cost == "ours":
-            quick[sizes] = estimate.quick_s(micro_batch)
+            estimate, quick[sizes] = _faster_order(estimate, micro_batch)
         else:
             quick[sizes] = sum(paper_models.communication(config, sizes, aware=cost == "aware").values())
+        candidates[sizes] = estimate, micro_batch
     ranking.fitting = len(candidates)
     order = sorted(candidates, key=quick.__getitem__)
     top = len(order) if top is None else top
@@ -107,19 +107,27 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     return ranking
 
 
+def _faster_order(estimate: Estimate, micro_batch: int) -> tuple[Estimate, float]:
+    """Return the estimate for the faster order of ranks, and its seconds: x innermost if both are equally fast."""
+    config, sizes, seconds = estimate.config, estimate.sizes, estimate.quick_s(micro_batch)
+    if config.parallel.innermost is None and sizes.x > 1 and sizes.y > 1:
+        other = Estimate(config, sizes, estimate.description, {"innermost": "y"})
+        if other.links.speeds != estimate.links.speeds and (other_s := other.quick_s(micro_batch)) < seconds:
+            return other, other_s
+    return estimate, seconds
+
+
 def _improve(plan: Plan, config: Config, description: Description) -> Plan:
     """Return the plan with the settings of parallel that make its step fastest and leave it in memory."""
     best = plan
     for choice in _choices(plan, config, len(description.blocks)):
-        chosen = replace(config, parallel=replace(config.parallel, **choice))
-        estimate = Estimate(chosen, plan.sizes)
+        estimate = Estimate(config, plan.sizes, choice={**plan.choice, **choice})
         micro_batch, _ = largest_micro_batch(estimate)
         if micro_batch is None:
             continue
         other = estimate.plan(micro_batch)
         if other.step_time_s < min(best.step_time_s, (1 - _LEAST_GAIN) * plan.step_time_s):
-            overrides = [*other.overrides, *(f"parallel.{key}={value}" for key, value in choice.items())]
-            best = replace(other, overrides=overrides, choice=choice)
+            best = other
     return best
 
 

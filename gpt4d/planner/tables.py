@@ -17,6 +17,7 @@ def as_json(plans: list[Plan]) -> str:
     entries = [
         {
             "grid": plan.sizes._asdict(),
+            "innermost": plan.innermost,
             "overrides": plan.overrides,
             "step_time_s": plan.step_time_s,
             "compute_s": plan.compute_s,
@@ -52,7 +53,7 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         grid_table.add_column("paper", justify="right")
     for plan in ranking.plans:
         exposed = (_seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
-        cells = [str(plan.sizes), str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s), *exposed]
+        cells = [plan.grid, str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s), *exposed]
         cells += [_seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
         grid_table.add_row(*cells, *([] if plan.published_s is None else [_seconds(plan.published_s)]))
@@ -61,11 +62,12 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
 
 
 def meshes_as_json(plans: list[MeshPlan]) -> str:
-    """Return a JSON list, least communication first; overrides use that ATP's layer is the 4D one with x=d1, y=d2."""
+    """Return a JSON list, least communication first."""
     entries = [
         {
             "mesh": list(plan.mesh),
-            "overrides": [f"parallel.gx={plan.mesh.d1}", f"parallel.gy={plan.mesh.d2}"],
+            "innermost": "d1" if plan.innermost == "x" else "d2",
+            "overrides": plan.overrides,
             "t_comm_s": plan.t_comm_s,
             "step_time_s": plan.compute_s + plan.t_comm_s,
             "compute_s": plan.compute_s,
@@ -83,12 +85,12 @@ def mesh_table(config: Config, devices: int, plans: list[MeshPlan]) -> str:
     heading = f"{config.model.name} on {devices} device(s) of {config.cluster.name}: "
     lines = [heading + "the all-reduces of a step (ATP paper, Eq. 2)"]
     for plan in plans:
-        (d1, d2), comm = plan.mesh, plan.comm
+        comm = plan.comm
         times = f"{_seconds(comm['d1']['time_s'])} along d1, {_seconds(comm['d2']['time_s'])} along d2"
-        name = f"ATP-{d2:<4} DeviceMesh({d1}, {d2})"
-        lines.append(f"{name:26} {_seconds(plan.t_comm_s):>10}: {times}")
+        name = f"ATP-{plan.mesh.d2:<4} {plan}"
+        lines.append(f"{name:43} {_seconds(plan.t_comm_s):>10}: {times}")
         if plan.problem:
-            lines.append(f"{'':26} not possible: {plan.problem}")
+            lines.append(f"{'':43} not possible: {plan.problem}")
     return "\n".join(lines)
 
 
@@ -126,7 +128,7 @@ def plot(plans: list[Plan], title: str, path: Path) -> None:
 
     figure = Figure(figsize=(9, 1.6 + 0.34 * len(plans)), layout="constrained")
     panel = figure.add_subplot()
-    names = [str(plan.sizes) for plan in plans]
+    names = [plan.grid for plan in plans]
     panel.barh(names, [plan.compute_s for plan in plans], color="#d9d9d9", label="computation")
     start = [plan.compute_s for plan in plans]
     for axis, color in _COLORS.items():

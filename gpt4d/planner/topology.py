@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
+from gpt4d.parallel.plan import strides
 
 _ALL = sys.maxsize  # devices of a node where there is one level of links
 
@@ -41,13 +42,10 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
     return max(1, min(span.size, devices // span.stride))
 
 
-def spans(sizes: GridSizes) -> dict[str, RankSpan]:
-    """Return the span of each axis, and of all devices as ``world``; x is innermost in rank order."""
-    by_axis, stride = {}, 1
-    for axis, size in sizes._asdict().items():
-        by_axis[axis] = RankSpan(stride, size)
-        stride *= size
-    return by_axis | {"world": RankSpan(1, stride)}
+def spans(sizes: GridSizes, innermost: str | None = None) -> dict[str, RankSpan]:
+    """Return the span of each axis, and of all devices as ``world``; x or ``innermost`` joins neighboring ranks."""
+    by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, innermost).items()}
+    return by_axis | {"world": RankSpan(1, sizes.devices)}
 
 
 def node_size(cluster: ClusterConfig) -> int:

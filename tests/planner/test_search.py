@@ -146,11 +146,6 @@ def test_training_uses_the_grid_that_auto_selects(ranks, tiny):
     assert bytes_sent(config.run.dir) == bytes_planned(plan.config, plan.sizes)
 
 
-def test_training_rejects_parallel_mode_atp(tiny):
-    with pytest.raises(ConfigError, match=r"parallel\.gx=d1 parallel\.gy=d2"):
-        validate(tiny("parallel.mode=atp"), 4)
-
-
 def ask(*arguments: str) -> str:
     """Return the output of the planner's command, in a process that must not import torch."""
     code = (
@@ -204,7 +199,9 @@ def test_without_a_world_size_the_fewest_devices_are_printed():
 
 def test_parallel_mode_atp_ranks_meshes():
     (best, *_) = json.loads(ask("world_size=8", "parallel.mode=atp", "cluster=ic1", "format=json"))
-    assert best["mesh"] == [2, 4] and best["overrides"] == ["parallel.gx=2", "parallel.gy=4"]
+    assert best["mesh"] == [2, 4] and best["innermost"] == "d2"
+    mesh = ["parallel.d1=2", "parallel.d2=4"]
+    assert best["overrides"] == ["parallel.mode=atp", *mesh, "parallel.innermost=y"]
     assert best["step_time_s"] == pytest.approx(best["compute_s"] + best["t_comm_s"]) and best["memory_gib"] > 0
     assert "ATP-1    DeviceMesh(8, 1)" in ask("world_size=8", "parallel.mode=atp", "cluster=ic2").splitlines()[1]
 

@@ -1,0 +1,86 @@
+"""What ``parallel.*`` resolves to: DeviceMesh(d1, d2), the order of ranks, and what is rejected."""
+
+import pytest
+
+from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.parallel.plan import ranks_in_grid_order
+from gpt4d.planner import atp
+from gpt4d.planner.search import rank
+from gpt4d.planner.topology import spans
+from gpt4d.validation import validate
+
+PAIRS = ("cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
+
+
+@pytest.mark.parametrize("innermost", ["x", "y"])
+def test_each_rank_is_as_far_from_its_neighbors_as_the_planner_assumes(innermost):
+    sizes = GridSizes(2, 4, 3, 2)
+    ranks, planned, distance = ranks_in_grid_order(sizes, innermost), spans(sizes, innermost), 1
+    assert sorted(ranks) == list(range(sizes.devices))
+    for axis, size in sizes._asdict().items():  # places count x first, then y, z and data
+        for place, first in enumerate(ranks):
+            if place // distance % size + 1 < size:
+                assert ranks[place + distance] - first == planned[axis].stride
+        distance *= size
+    assert planned[innermost].stride == 1
+
+
+def test_mode_atp_trains_on_the_given_mesh_in_the_faster_order():
+    plan = validate(compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]), 8)
+    assert plan.sizes == GridSizes(4, 2) and plan.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert plan.candidates[0].startswith("DeviceMesh(4, 2) with d2 innermost (") and len(plan.candidates) == 1
+    given = validate(
+        compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2", "parallel.innermost=x"]), 8
+    )
+    assert given.stages[0].ranks == tuple(range(8)) and "d1 innermost" in given.candidates[0]
+
+
+def test_mode_atp_chooses_the_mesh_with_the_least_communication():
+    config = compose([*PAIRS, "parallel.mode=atp"])
+    plan, meshes = validate(config, 8), atp.rank(config, 8)
+    assert plan.sizes == GridSizes(*meshes[0].mesh) and plan.candidates[0].startswith(str(meshes[0]))
+    assert [line.split(" (")[-1] for line in plan.candidates] == [
+        f"{mesh.t_comm_s:.3g} s of all-reduces per step)" for mesh in meshes[:3]
+    ]
+    assert validate(plan.config, 8).stages == plan.stages
+    one_head = validate(compose([*PAIRS, "parallel.mode=atp", "model.heads=1"]), 8)
+    assert one_head.sizes == GridSizes(1, 8), "all other meshes split the heads"
+
+
+def test_mode_atp_leaves_devices_to_z_and_data():
+    words = (*PAIRS, "parallel.mode=atp", "parallel.gz=2")
+    assert validate(compose([*words, "parallel.d1=2", "parallel.d2=1"]), 8).sizes == GridSizes(2, 1, 2, 2)
+    assert validate(compose([*words, "parallel.d1=2"]), 8).sizes == GridSizes(2, 2, 2, 1)
+    assert validate(compose([*words, "parallel.d2=2", "parallel.gdata=2"]), 8).sizes == GridSizes(1, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["parallel.mode=atp", "parallel.gx=2"],
+            "parallel.gx=2: its name in parallel.mode=atp is d1; use parallel.d1=2",
+        ),
+        (["parallel.d2=2"], "parallel.d2=2: belongs to parallel.mode=atp; set that, or use parallel.gy=2"),
+        (["parallel.mode=atp", "parallel.d1=3"], r"d1·d2·gz·gdata=3·\?·1·\? does not fit the 8 process"),
+        (["parallel.mode=atp", "parallel.d1=0"], "parallel.d1=0: use a value of at least 1"),
+        (
+            ["parallel.mode=atp", "parallel.d1=8", "model.heads=4"],
+            "where gx is d1 and gy is d2: parallel.gx=8: does not",
+        ),
+        (["parallel.innermost=z"], "parallel.innermost=z: use one of x, y"),
+    ],
+)
+def test_impossible_meshes_are_rejected_in_one_line(words, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        validate(compose(words), 8)
+    assert "\n" not in str(error.value)
+
+
+def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
+    """A block sums 7h elements over y and 2h over x."""
+    config = compose([*PAIRS, "model.layers=8", "model.hidden=256", "train.batch_size=8", "model.vocab_size=256"])
+    plans = [plan for plan in rank(config, 8).plans if plan.sizes == GridSizes(4, 2)]
+    assert plans[0].choice == {"innermost": "y"} and plans[0].grid == "4x2x1x1 y innermost"
+    chosen = validate(compose([*PAIRS, *plans[0].overrides]), 8)
+    assert chosen.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
