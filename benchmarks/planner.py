@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from benchmarks import report
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.settings import DeviceConfig, parse_grids, read_arguments
+from benchmarks.settings import DeviceConfig, grid_name, parse_grids, read_arguments
 from benchmarks.workers.training import workload
 from gpt4d.config import (
     ClusterConfig,
@@ -90,8 +90,7 @@ def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
 
 def plan_name(plan: Plan) -> str:
     """Return a plan's grid and settings as ``benchmarks.settings.parse_grids`` reads them."""
-    whole = plan.choice.get("whole_layers")
-    return f"{plan.sizes}/whole={whole}" if whole else str(plan.sizes)
+    return grid_name(plan.sizes, plan.choice)
 
 
 def select_grids(order: list[str]) -> list[str]:

@@ -1,9 +1,8 @@
 """Settings that the benchmarks on an emulated cluster share with their workers, and the devices of the ranks."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.cluster import EmulatedClusterConfig
 from benchmarks.virtual import VirtualDevice
@@ -66,12 +65,63 @@ def read_arguments(schema: type[DeviceConfig], arguments: list[str]) -> Any:
     return from_arguments(schema, [*_VIRTUAL_DEFAULTS, f"out={schema.out}_virtual", *arguments])
 
 
+class GridCase(NamedTuple):
+    """A grid and settings with which a worker trains on it."""
+
+    sizes: GridSizes
+    parallel: dict[str, Any]  # fields of ParallelConfig
+    sharded: bool  # optimizer states
+
+
+# What a setting in the name of a grid means.
+_SETTINGS = {
+    "whole=": "whole_layers",
+    "chunks=": "chunks",
+    "tokens": ("sequence_parallel", True),
+    "y-innermost": ("innermost", "y"),
+    "repeated-heads": ("scatter_heads", False),
+}
+
+
+def parse_grid(name: str) -> GridCase:
+    """Return the grid and the settings of a name such as ``4x1x2x1/whole=1`` or ``2x4x1x1/chunks=4/y-innermost``.
+
+    Raises ValueError for another name.
+    """
+    grid, *settings = name.split("/")
+    parallel: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if setting == "sharded":
+            continue
+        elif equals:
+            parallel[_SETTINGS[key + equals]] = int(value)
+        else:
+            field, fixed = _SETTINGS[setting]
+            parallel[field] = fixed
+    return GridCase(parse_sizes(grid), parallel, "sharded" in settings)
+
+
+def grid_name(sizes: GridSizes, parallel: Mapping[str, Any]) -> str:
+    """Return the name of a grid with settings: the inverse of ``parse_grid``."""
+    name = str(sizes)
+    for setting, meaning in _SETTINGS.items():
+        if isinstance(meaning, str) and parallel.get(meaning):
+            name += f"/{setting}{parallel[meaning]}"
+        elif not isinstance(meaning, str) and parallel.get(meaning[0]) == meaning[1]:
+            name += f"/{setting}"
+    return name
+
+
 def parse_grids(text: str, devices: int) -> tuple[str, ...]:
     """Split a list of grids such as ``4x1x1x2,2x2x1x2``. Raises ConfigError if one does not use all devices."""
     grids = tuple(text.split(","))
     for grid in grids:
-        sizes = re.fullmatch(r"(\d+(?:x\d+){3})(/sharded|/whole=\d+)*", grid)
-        if not sizes or parse_sizes(sizes[1]).devices != devices:
+        try:
+            fits = parse_grid(grid).sizes.devices == devices
+        except (ValueError, KeyError, TypeError):
+            fits = False
+        if not fits:
             raise ConfigError(
                 f"grids={grid}: not a grid gx·gy·gz·gdata of {devices} ranks; "
                 "use grids such as 2x2x1x2, 4x1x1x2/sharded or 4x1x2x1/whole=1"
@@ -80,5 +130,6 @@ def parse_grids(text: str, devices: int) -> tuple[str, ...]:
 
 
 def parse_sizes(grid: str) -> GridSizes:
-    """Return the sizes of a grid such as ``2x2x1x2``."""
-    return GridSizes(*map(int, grid.split("x")))
+    """Return the sizes of a grid such as ``2x2x1x2``. Raises ValueError for another name."""
+    x, y, z, data = map(int, grid.split("x"))
+    return GridSizes(x, y, z, data)

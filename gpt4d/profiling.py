@@ -1,6 +1,8 @@
 """``profile.steps``: torch profiler traces of chosen steps on every rank, and a timeline of the last of them."""
 
-from collections.abc import Iterator
+import inspect
+from collections import Counter
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.traffic import now, seconds_between
+from gpt4d.parallel.turns import Turn
 from gpt4d.parallel.weights import WeightStream
 from gpt4d.timeline import LayerSpan
 
@@ -71,7 +74,9 @@ class Profile:
             activities.append(ProfilerActivity.CUDA)
         self.trace = self.recording.enter_context(profile(activities=activities))
         self.recording.enter_context(_name_collectives(self.grid))
-        self.recorder = self.recording.enter_context(_LayerRecorder(self.model, self.optimizer, self.device))
+        chunked = self.config.parallel.chunks > 1
+        recorder = _LayerRecorder(self.model, self.optimizer, self.device, chunked)
+        self.recorder = self.recording.enter_context(recorder)
 
     def _write(self, start, stop) -> None:
         directory = Path(self.config.run.dir) / "traces" / f"steps_{self.first:08d}-{self.last:08d}"
@@ -96,17 +101,23 @@ class _LayerRecorder:
 
     Layers are the outermost modules (``blocks.0``) and the innermost (``blocks.0.mlp.up``). Backwards are observed by
     hooks on nodes of autograd's graph, which are freed with the graph; a module's own backward hooks would add nodes
-    to it.
+    to it. Where chunks take turns, an innermost layer has a span for each turn and for each node. An outermost one
+    lasts from the first chunk to the last; the trace does not name it, since such ranges overlap each other.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.model, self.optimizer, self.device = model, optimizer, device
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, chunked: bool):
+        self.model, self.optimizer, self.device, self.chunked = model, optimizer, device, chunked
         self.spans: list[LayerSpan] = []  # start and stop are results of ``now``
         self.open: dict[tuple[str, str], tuple] = {}  # (name, phase) → (profiler range, start) of unfinished spans
+        self.depth: Counter[tuple[str, str]] = Counter()  # chunks that are inside of one
         self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "_LayerRecorder":
         for name, layer in _layers(self.model):
+            if inspect.iscoroutinefunction(layer.forward):
+                in_turns = self.chunked and not any(layer.children())
+                self.handles.append(layer.register_forward_hook(partial(self._observe, name, in_turns)))
+                continue
             self.handles += [
                 layer.register_forward_pre_hook(partial(self._before_forward, name)),
                 # always_call: activation checkpointing ends a recomputation early with an exception.
@@ -122,15 +133,22 @@ class _LayerRecorder:
     def __exit__(self, *error) -> None:
         for handle in self.handles:
             handle.remove()
+        self.depth.clear()
         for key in reversed(list(self.open)):  # spans that an error interrupted
             self._end(*key)
 
-    def _begin(self, name: str, phase: str) -> None:
-        profiler_range = record_function(f"{name} {phase}")
+    def _begin(self, name: str, phase: str, traced: bool = True) -> None:
+        self.depth[name, phase] += 1
+        if self.depth[name, phase] > 1:
+            return
+        profiler_range = record_function(f"{name} {phase}") if traced else nullcontext()
         profiler_range.__enter__()
         self.open[name, phase] = (profiler_range, now(self.device))
 
     def _end(self, name: str, phase: str) -> None:
+        self.depth[name, phase] -= 1
+        if self.depth[name, phase] > 0:
+            return
         profiler_range, start = self.open.pop((name, phase))
         self.spans.append(LayerSpan(name, phase, start, now(self.device)))
         profiler_range.__exit__(None, None, None)
@@ -145,11 +163,45 @@ class _LayerRecorder:
     def _after_forward(self, name: str, layer: nn.Module, inputs: tuple, output: torch.Tensor | None) -> None:
         phase = self._phase()
         self._end(name, phase)
-        nodes = _nodes(output, inputs) if phase == "forward" and output is not None else None
-        if nodes:
+        if phase == "forward" and output is not None:
+            self._observe_backward(name, inputs, output)
+
+    async def _observe(self, name: str, in_turns: bool, layer: nn.Module, inputs: tuple, forward: Coroutine):
+        """Record a layer's coroutine and return its result; ``in_turns``: each turn by itself."""
+        turns, phase, result = forward.__await__(), self._phase(), None
+        traced = in_turns or not self.chunked
+        self._begin(name, phase, traced)
+        inside = True
+        try:
+            while True:
+                try:
+                    next(turns)
+                except StopIteration as finished:
+                    result = finished.value
+                    break
+                if in_turns:
+                    self._end(name, phase)
+                    inside = False
+                await Turn()
+                if in_turns:
+                    self._begin(name, phase)
+                    inside = True
+        finally:
+            turns.close()
+            if inside:
+                self._end(name, phase)
+        if phase == "forward":
+            self._observe_backward(name, inputs, result, in_turns, traced)
+        return result
+
+    def _observe_backward(
+        self, name: str, inputs: tuple, output: torch.Tensor, in_turns: bool = False, traced: bool = True
+    ) -> None:
+        if nodes := _nodes(output, inputs):
             # The backward runs the node created last first, and the node created first last.
-            nodes[0].register_prehook(lambda *_: self._begin(name, "backward"))
-            nodes[-1].register_hook(lambda *_: self._end(name, "backward"))
+            for first, last in [(node, node) for node in nodes] if in_turns else [(nodes[0], nodes[-1])]:
+                first.register_prehook(lambda *_: self._begin(name, "backward", traced))
+                last.register_hook(lambda *_: self._end(name, "backward"))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -51,6 +51,9 @@ def build_stage(
         device=device,
         overlap=config.parallel.overlap,
         recompute=recompute,
+        num_chunks=config.parallel.chunks,
+        scatter_heads=config.parallel.scatter_heads,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
     module = registry.build(config.model, weights)
     weights.keep_whole(description.whole_weights)
@@ -67,6 +70,7 @@ def build_stage(
         terms=dict(description.contributions),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
+        chunk_terms=description.chunk_terms(config.parallel.chunks),
     )
 
 

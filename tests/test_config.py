@@ -7,7 +7,16 @@ import sys
 import pytest
 import yaml
 
-from gpt4d.config import CONFIG_DIR, ConfigError, GridSizes, TrainConfig, compose, grid_problem, profiled_steps
+from gpt4d.config import (
+    CONFIG_DIR,
+    ConfigError,
+    GridSizes,
+    ParallelConfig,
+    TrainConfig,
+    compose,
+    grid_problem,
+    profiled_steps,
+)
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.validation import validate
@@ -105,7 +114,7 @@ def test_grid_problem_accepts_exactly_the_grids_with_equal_parts():
     model = GPT2Config(layers=1, hidden=24, heads=12, vocab_size=48, vocab_multiple=12, max_positions=8)
     rules, allowed = registry.describe(model).rules, 0
     for sizes in itertools.starmap(GridSizes, itertools.product(range(1, 7), repeat=3)):
-        fits = grid_problem(rules, TrainConfig(batch_size=60, seq_len=8), sizes) is None
+        fits = grid_problem(rules, TrainConfig(batch_size=60, seq_len=8), ParallelConfig(), sizes) is None
         extents = {  # of the split dims: rows of normal and transposed layers, columns, heads, vocabulary
             (24, sizes.y * sizes.z), (24, sizes.x * sizes.z), (96, sizes.x * sizes.z), (24, sizes.y), (24, sizes.x),
             (96, sizes.x), (12, sizes.x), (48, sizes.x * sizes.z), (60, sizes.z),

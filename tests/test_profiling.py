@@ -252,3 +252,24 @@ def test_traffic_since_is_relative_to_its_origin_and_resets_nothing():
     # The wait outlasted its collective by half a second; only the second before the wait was hidden.
     assert since.seconds() == {"exposed_s": 2.5, "hidden_s": 1.0}
     assert traffic.read() == {"bytes": 8.0, "exposed_s": 3.5, "hidden_s": 1.5}
+
+
+@pytest.mark.parametrize("recompute", [(), (RECOMPUTED,)], ids=["plain", "checkpointed"])
+def test_with_chunks_each_turn_of_a_layer_is_named_and_no_ranges_cross(single_device, tiny, recompute):
+    config = tiny("train.steps=1", "parallel.chunks=2", "model.dropout=0.1", "profile.steps=1", *recompute)
+    drawn = []
+    with patch.object(timeline, "draw", lambda path, *values: (path.touch(), drawn.append(values))):
+        trainer(config).run()
+    ((_, _, spans, _),) = drawn
+    assert {"blocks.0", "blocks.1"} <= {span.name for span in spans if span.phase == "backward"}
+    ranges = named_ranges(config, traces(config)[0])
+    names = [name for name, _, _ in ranges]
+    for layer in ("attention.qkv", "mlp.down"):
+        turns = names.count(f"blocks.0.{layer} forward")
+        assert turns >= 4 and turns % 2 == 0, "at least two turns of each of two chunks"
+    open_until = []
+    for name, start, stop in ranges:
+        while open_until and open_until[-1] <= start:
+            open_until.pop()
+        assert not open_until or stop <= open_until[-1] + 1, f"{name} ends after the range it began in"
+        open_until.append(stop)

@@ -112,6 +112,7 @@ def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_
             "parallel.cache_scope=step",
             "train.micro_batch_size=1",
         ),
+        ("parallel.chunks=2", "parallel.sequence_parallel=true", "optim.shard_states=true"),
     ],
     ids="+".join,
 )
@@ -123,6 +124,18 @@ def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_r
     assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
     assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
     assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 1, 2, 2))
+
+
+@pytest.mark.parametrize("order", ["x", "y"])
+def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order):
+    losses, norms = losses_and_norms(serial_run(tiny()))
+    words = ("parallel.d1=2", "parallel.d2=4", f"parallel.innermost={order}", "model.vocab_multiple=16")
+    config = tiny("parallel.mode=atp", "parallel.chunks=2", "parallel.sequence_parallel=true", *words)
+    ranks.run(8, train_in_rank, config)
+    on_the_mesh = losses_and_norms(metric_lines(config.run.dir))
+    assert on_the_mesh[0] == pytest.approx(losses, rel=1e-5)
+    assert on_the_mesh[1] == pytest.approx(norms, rel=1e-5)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +153,8 @@ def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_r
             "model.dropout=0.1",
         ),
         ("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full"),
+        ("parallel.chunks=2", "train.activation_checkpointing=full", "train.precision=bf16", "model.dropout=0.1"),
+        ("parallel.chunks=2", "parallel.scatter_heads=false", "parallel.cache_layers=all", "parallel.cache_scope=step"),
     ],
     ids="+".join,
 )
@@ -241,6 +256,7 @@ def linear_bytes(m, k, n, sizes, itemsize=4):
 def multiply_once(sizes, m, k, n):
     from gpt4d.parallel.grid import Grid
     from gpt4d.parallel.layers.linear import Linear
+    from gpt4d.parallel.turns import run_alone
     from gpt4d.parallel.weights import WeightStream
 
     weights = WeightStream(Grid(sizes))
@@ -248,7 +264,7 @@ def multiply_once(sizes, m, k, n):
     torch.nn.init.zeros_(layer.weight)
     torch.nn.init.zeros_(layer.bias)
     inputs = torch.zeros(m, k // sizes.y, requires_grad=True)
-    layer(inputs).sum().backward()
+    run_alone(layer(inputs)).sum().backward()
     return {axis.name: axis.traffic.read()["bytes"] for axis in weights.grid}
 
 

@@ -20,6 +20,8 @@ from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # norm of the error over the norm of the reference
@@ -64,13 +66,12 @@ class Values:
         shape = self.sizes.batch, self.sizes.length
         return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
 
-    def sample_ids(self) -> torch.Tensor:
-        return torch.arange(self.sizes.batch, device=self.device) + 7
-
-    def documents(self) -> torch.Tensor:
-        """Return documents of different lengths in each sequence."""
-        lengths = torch.arange(self.sizes.batch, device=self.device)[:, None] + self.sizes.length // 3
-        return torch.arange(self.sizes.length, device=self.device) // lengths
+    def tokens(self, with_documents: bool = False) -> Tokens:
+        """Return the tokens of a batch, perhaps with documents of different lengths in each sequence."""
+        samples = torch.arange(self.sizes.batch, device=self.device)
+        places = torch.arange(self.sizes.length, device=self.device)
+        documents = places // (samples[:, None] + self.sizes.length // 3) if with_documents else None
+        return Tokens(samples + 7, self.sizes.length, documents)
 
 
 Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
@@ -82,7 +83,7 @@ def _linear(**options: Any) -> Case:
         s = values.sizes
         layer = Linear(values.weights, s.hidden, 2 * s.hidden, **options)
         x = values.input(s.batch, s.length, s.hidden)
-        return layer, lambda: layer(x)
+        return layer, lambda: run_alone(layer(x))
 
     return case
 
@@ -90,14 +91,15 @@ def _linear(**options: Any) -> Case:
 def _embedding(values: Values):
     layer = TokenEmbedding(values.weights, values.sizes.columns, values.sizes.hidden)
     ids = values.ids(values.sizes.vocabulary)
-    return layer, lambda: layer(ids)
+    return layer, lambda: layer(ids, values.tokens())
 
 
 def _positions(with_documents: bool) -> Case:
     def case(values: Values):
         s = values.sizes
         layer = PositionEmbedding(values.weights, s.length, s.hidden)
-        return layer, lambda: layer(s.batch, s.length, values.documents() if with_documents else None)
+        x = values.input(s.batch * s.length, s.hidden)
+        return layer, lambda: layer(x, values.tokens(with_documents))
 
     return case
 
@@ -112,7 +114,7 @@ def _head(values: Values):
     s = values.sizes
     embedding, head = TokenEmbedding(values.weights, s.columns, s.hidden), Head(values.weights)
     x = values.input(s.batch, s.length, s.hidden)
-    return embedding, lambda: head(x, embedding.weight)
+    return embedding, lambda: run_alone(head(x, embedding.weight))
 
 
 def _cross_entropy(values: Values):
@@ -123,18 +125,18 @@ def _cross_entropy(values: Values):
 
 def _dropout(values: Values):
     s = values.sizes
-    layer, x = Dropout(_DROP, values.weights.grid.y), values.input(s.batch, s.length, s.hidden)
+    layer, x = Dropout(_DROP, values.weights.grid.y), values.input(s.batch * s.length, s.hidden)
     layer.key = _KEY
-    return layer, lambda: layer(x, values.sample_ids())
+    return layer, lambda: layer(x, values.tokens())
 
 
 def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
     def case(values: Values):
         s = values.sizes
-        layer = CausalAttention(s.heads, drop, values.weights.grid.x)
+        layer = CausalAttention(s.heads, drop, [values.weights.grid.x])
         layer.key = _KEY
-        qkv = values.input(s.batch, s.length, 3, s.hidden)
-        return layer, lambda: layer(qkv, values.sample_ids(), values.documents() if with_documents else None)
+        qkv = values.input(s.batch * s.length, 3, s.hidden)
+        return layer, lambda: layer(qkv, values.tokens(with_documents))
 
     return case
 

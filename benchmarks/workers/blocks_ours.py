@@ -13,7 +13,9 @@ from benchmarks.workers import blocks
 from benchmarks.workers.training import Workload
 from gpt4d.config import Config, OverlapConfig, ParallelConfig, TrainConfig, from_arguments
 from gpt4d.model import registry
+from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.runtime.job import process_group
@@ -54,14 +56,12 @@ class Gpt4dBlocks:
         layer_weights = replace(model, units=model.blocks).layer_weights(recompute=True)
         self.order = weight_order(single_stage(microbatches=1), layer_weights)
         self.inputs, self.upstream = blocks.inputs_and_upstream(work, grid.sizes, grid.z.index, grid.y.index)
-        self.sample_ids = torch.arange(len(self.inputs))
+        self.tokens = Tokens(torch.arange(len(self.inputs)), work.model.max_positions)
 
     def step(self) -> Callable[[], dict]:
         self.weights.begin(self.order, self.cached)
-        x = self.inputs
-        for block in self.blocks:
-            x = self.weights.run_block(block, x, self.sample_ids)
-        x.backward(self.upstream)
+        x = run_blocks(self.weights, self.blocks, self.inputs.flatten(0, 1), self.tokens)
+        x.backward(self.upstream.flatten(0, 1))
         self.weights.finish()
         return self.collect_results
 

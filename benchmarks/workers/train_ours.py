@@ -1,7 +1,7 @@
 """Our training step on the grids of ``WorkerConfig``.
 
-``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states, and ``4x1x2x1/whole=1`` stores the
-weights of one block whole along z.
+``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states, ``4x1x2x1/whole=1`` stores the
+weights of one block whole along z, and so on (``benchmarks.settings.parse_grid``).
 """
 
 import sys
@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
-from benchmarks.settings import WorkerConfig, parse_sizes
+from benchmarks.settings import WorkerConfig, parse_grid
 from benchmarks.workers.training import OPTIM, our_stage, repeat_step, sequences, workload
 from gpt4d.config import from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.plan import ranks_in_grid_order
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep
@@ -26,14 +27,13 @@ class Gpt4dTraining:
     """The trainer's optimizer step on a grid such as ``4x1x2x1/whole=1``, with a rank's share of the batch at once."""
 
     def __init__(self, name: str, model: GPT2Config, batch: int):
-        grid, *settings = name.split("/")
-        whole = sum(int(setting.removeprefix("whole=")) for setting in settings if setting != "sharded")
-        sizes = parse_sizes(grid)
-        self.grid, self.tokens = Grid(sizes), batch * model.max_positions
+        sizes, parallel, sharded = parse_grid(name)
+        ranks = ranks_in_grid_order(sizes, parallel.get("innermost"))
+        self.grid, self.tokens = Grid(sizes, ranks=ranks), batch * model.max_positions
         self.train_step = TrainStep(
-            our_stage(self.grid, model, whole),
+            our_stage(self.grid, model, **parallel),
             lambda module, batch: module.loss_sum(*batch),
-            replace(OPTIM, shard_states="sharded" in settings),
+            replace(OPTIM, shard_states=sharded),
         )
         ids, targets = sequences(self.grid.batch_shard, sizes.batch_shards, model, batch)
         self.microbatch = ids, targets, torch.arange(len(ids))

@@ -1,7 +1,7 @@
 """The workload of ``benchmarks.peers``, equal for all workers: a GPT-2, its initial weights, tokens and AdamW."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,9 +47,9 @@ def _per_step(answer: dict, steps: int) -> dict:
     return {**answer, "steps": steps} | ({"exposed_s": exposed} if exposed else {})
 
 
-def our_stage(grid: Grid, model: GPT2Config, whole_layers: int = 0) -> Stage:
+def our_stage(grid: Grid, model: GPT2Config, **parallel: Any) -> Stage:
     """Return our model on ``grid``. As in the other workers, gathered weights stay until the backward."""
-    config = Config(model=model, parallel=ParallelConfig(cache_layers="all", whole_layers=whole_layers))
+    config = Config(model=model, parallel=ParallelConfig(cache_layers="all", **parallel))
     return build_stage(config, grid, torch.device("cpu"))
 
 

@@ -12,6 +12,7 @@ from gpt4d.config.checks import (
     check_fraction,
     check_picture,
     check_values,
+    chunk_problem,
     divisors,
     grid_problem,
     grid_sizes,

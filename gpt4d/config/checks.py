@@ -22,10 +22,7 @@ from gpt4d.config.schema import (
 
 def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     """Return the sizes of the four axes, gdata filled in. Raises ConfigError unless their product is ``world_size``."""
-    for key in ("gx", "gy", "gz", "gdata"):
-        value = getattr(parallel, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"parallel.{key}={value}: every axis needs a device; use a value of at least 1")
+    _check_axes(parallel)
     tensor = parallel.gx * parallel.gy * parallel.gz
     setting = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
     if world_size % tensor:
@@ -41,6 +38,13 @@ def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
 
 
+def _check_axes(parallel: ParallelConfig) -> None:
+    for key in ("gx", "gy", "gz", "gdata", "d1", "d2"):
+        value = getattr(parallel, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"parallel.{key}={value}: every axis needs a device; use a value of at least 1")
+
+
 @dataclass(frozen=True)
 class Divisibility:
     """Rule of a model: the product of the sizes of some axes must divide an extent."""
@@ -51,7 +55,9 @@ class Divisibility:
     remedy: str = ""  # another way to satisfy it
 
 
-def grid_problem(rules: Iterable[Divisibility], train: TrainConfig, sizes: GridSizes) -> str | None:
+def grid_problem(
+    rules: Iterable[Divisibility], train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
+) -> str | None:
     """Return in one line why the batch or a model with these rules cannot be split over a grid; None if they can."""
     for rule in rules:
         parts = math.prod(getattr(sizes, axis) for axis in rule.axes)
@@ -72,6 +78,23 @@ def grid_problem(rules: Iterable[Divisibility], train: TrainConfig, sizes: GridS
         return (
             f"train.micro_batch_size={train.micro_batch_size}: does not divide a device's share of the batch, "
             f"train.batch_size/(gdata·gz)={share}; use one of {_list(divisors(share))}"
+        )
+    return chunk_problem(train, parallel, sizes, train.micro_batch_size or share)
+
+
+def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, micro_batch: int) -> str | None:
+    """Return in one line why a microbatch of this many sequences cannot be cut into chunks; None if it can."""
+    samples, rest = divmod(micro_batch, parallel.chunks)
+    if rest:
+        return (
+            f"parallel.chunks={parallel.chunks}: does not divide a device's microbatch of {micro_batch} sequence(s); "
+            f"use one of {_list(divisors(micro_batch))}, or another train.micro_batch_size"
+        )
+    tokens = samples * train.seq_len
+    if parallel.sequence_parallel and tokens % sizes.x:
+        return (
+            f"parallel.sequence_parallel=true: parallel.gx={sizes.x} does not divide the {tokens} tokens of a chunk; "
+            f"use a multiple of {sizes.x} for train.seq_len, or parallel.sequence_parallel=false"
         )
     return None
 
@@ -154,7 +177,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
         "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0,
-        "parallel.timeout_s": 1, "parallel.d1": 1, "parallel.d2": 1,
+        "parallel.timeout_s": 1, "parallel.chunks": 1,
     }  # fmt: skip
     for key, least in at_least.items():
         check_at_least(key, value_of(config, key), least)
@@ -179,6 +202,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
 
 def _check_mode(parallel: ParallelConfig) -> None:
     check_choice("parallel.mode", parallel.mode, ("4d", "atp", "auto"))
+    _check_axes(parallel)
     if parallel.innermost is not None:
         check_choice("parallel.innermost", parallel.innermost, ("x", "y"))
     if parallel.mode == "atp":

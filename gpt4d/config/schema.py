@@ -71,6 +71,9 @@ class ParallelConfig:
     gdata: int | None = None  # null: world size / (gx·gy·gz); in mode atp without d1 and d2: 1
     d1: int | None = None  # mode atp; null: the planner's ATP model chooses the mesh for `cluster`
     d2: int | None = None
+    chunks: int = 1  # parts of a microbatch that take turns in the blocks: while one is summed, the next is computed
+    scatter_heads: bool = True  # y splits the heads of attention too, where gx·gy divides them
+    sequence_parallel: bool = False  # x splits the tokens between the layers: norms, dropout, residual stream
     innermost: str | None = None  # axis whose ranks are neighbors, x or y; null: x, or with atp or auto the faster one
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     timeout_s: float = 120.0  # of a collective, longer in the first steps; then the job ends, naming missing ranks

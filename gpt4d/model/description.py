@@ -30,9 +30,21 @@ class Walk(Protocol):
     length: int  # tokens of a sample
     element_bytes: int  # of an activation and a gathered weight
     held: int  # bytes that layers hold now
+    sequence_parallel: bool  # x splits the tokens between the layers
 
     @property
     def tokens(self) -> int: ...
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether what the layer has kept comes from a recomputation."""
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of this device between the layers."""
+
+    def head_axes(self, heads: int) -> tuple[str, ...]:
+        """Return the axes that split the heads of an attention."""
 
     def size(self, axis: str) -> int:
         """Return the devices along an axis."""
@@ -58,6 +70,9 @@ class Walk(Protocol):
     def do(self, kind: str, axis: str, nbytes: float) -> None:
         """Start a collective and wait for it."""
 
+    async def turn(self, collective: object = None) -> None:
+        """Let the other chunks compute, then wait for a collective; None: for nothing."""
+
     def gather(self, weight: str) -> None:
         """Wait for a whole weight. ``multiplied`` follows once the layer no longer needs it."""
 
@@ -76,7 +91,8 @@ class LayerCost(Protocol):
 
     ``forward`` begins with the input held and ends with the output held too, besides what the layer keeps for its
     backward. ``backward`` begins with the gradient of the output held and ends with that of the input held instead;
-    everything the layer kept, its input included, is released.
+    everything the layer kept, its input included, is released. Both are coroutines, which take their turns where the
+    layer does.
     """
 
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -88,16 +104,22 @@ class LayerCost(Protocol):
     def flops(self, length: int) -> float:
         """Return the floating-point operations of one forward of one sample, over all devices."""
 
-    def forward(self, walk: Walk) -> None: ...
+    async def forward(self, walk: Walk) -> None: ...
 
-    def backward(self, walk: Walk) -> None: ...
+    async def backward(self, walk: Walk) -> None: ...
 
 
 class BlockCost(LayerCost, Protocol):
     """A layer that may be recomputed. ``keep`` false: only the output stays held after the forward. ``recomputing``:
     the forward stops where the backward has all it needs, and its output is not held."""
 
-    def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None: ...
+    async def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None: ...
+
+    def gather_gradient(self, walk: Walk) -> object:
+        """Start the collective with which the backward begins before it recomputes the block; None: there is none."""
+
+    async def backward(self, walk: Walk, gathering: object = None) -> None:
+        """``gathering``: what ``gather_gradient`` has started."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,7 @@ class Description:
     Attributes:
         units: layers and blocks in the order of execution. Equal blocks should share one layer object.
         rules: what the grid has to divide, in the user's terms.
-        stream: layout of the activations [batch, …] between units, for the edges of stages.
+        stream: layout of the activations between units, [samples or tokens, …], for the edges of stages.
         stream_shape: their global shape for given (samples, length).
         whole: names of the blocks whose weights are whole on every rank of z.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
@@ -186,6 +208,13 @@ class Description:
         """Return the names of all weights that some units take from the stream."""
         chosen = [unit for unit in self.units if unit.name in units]
         return frozenset(unit.qualified(name) for unit in chosen for name in unit.layer.weights().forward)
+
+    def chunk_terms(self, count: int) -> dict[str, int]:
+        """Return the number of chunks that use a weight, and add a term to its gradient, where there are several.
+
+        A weight of a block must not be used outside the blocks too.
+        """
+        return dict.fromkeys(self.weights_of([unit.name for unit in self.blocks]), count) if count > 1 else {}
 
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
         """Return the weights that each unit takes from the stream; with ``recompute``, blocks are recomputed."""

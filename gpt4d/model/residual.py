@@ -47,16 +47,20 @@ class ResidualBlock:
         return sum(layer.flops(length) for layer in self._layers)
 
     def _stream_bytes(self, walk: Walk) -> int:
-        return walk.tokens * (self.features // walk.sizes.y) * walk.element_bytes
+        return walk.stream_tokens * (self.features // walk.sizes.y) * walk.element_bytes
 
-    def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
+    async def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
         x = self._stream_bytes(walk)
         for index, branch in enumerate(self.branches):
             ends = recomputing and index == len(self.branches) - 1
             kept = 0  # bytes that the layer before has left
-            for layer in branch[:-1] if ends and not self.dropout else branch:
+            for layer in branch:
                 before = walk.held
-                layer.forward(walk)
+                if ends and not self.dropout and layer is branch[-1]:
+                    assert isinstance(layer, LinearCost), "a residual branch ends with a product"
+                    await layer.take_input(walk)
+                else:
+                    await layer.forward(walk)
                 if not keep:
                     walk.release(kept)
                     kept = walk.held - before + kept
@@ -70,15 +74,22 @@ class ResidualBlock:
                 walk.release(kept - x)
                 walk.release(x if index else 0)  # the stream between this branch and the one before
 
-    def backward(self, walk: Walk) -> None:
+    def gather_gradient(self, walk: Walk) -> object:
+        """Start what precedes a recomputation: the last product's gradient is gathered, unless a mask comes before."""
+        product = self.branches[-1][-1]
+        assert isinstance(product, LinearCost), "a residual branch ends with a product"
+        return None if self.dropout else product.gather_gradient(walk)
+
+    async def backward(self, walk: Walk, gathering: object = None) -> None:
         x = self._stream_bytes(walk)
         for branch in reversed(self.branches):
             *inner, product = branch
             # The gradient of the output is that of the stream too: it stays.
             assert isinstance(product, LinearCost), "a residual branch ends with a product"
-            product.backward(walk, keep_gradient=True)
+            await product.backward(walk, keep_gradient=True, gathering=gathering)
+            gathering = None
             for layer in reversed(inner):
-                layer.backward(walk)
+                await layer.backward(walk)
             if not isinstance(branch[0], LayerNormCost):
                 walk.hold(x)  # the first layer has released its input, the stream, which is released below
             walk.compute(moved=3 * x)

@@ -26,15 +26,20 @@ def gradient_buckets(
     shard_states: bool,
     bucket_bytes: int,
     element_bytes: int = 4,
+    sequence_parallel: bool = False,
 ) -> Iterator[Bucket]:
     """Yield the buckets in the order in which the backward completes them, about the reverse of ``parameters``.
 
-    Gradients of z-sharded weights arrive summed over z. Along x and y a parameter's copies see the same samples and
-    need no sum. A bucket is closed once it has ``bucket_bytes``.
+    Gradients of z-sharded weights arrive summed over z. Along axes that do not split what a parameter acts on, its
+    copies have equal gradients and need no sum. A bucket is closed once it has ``bucket_bytes``.
     """
 
     def kind(spec: ParameterSpec) -> tuple[int, tuple[str, ...], bool]:
-        axes = tuple(axis for axis in ("z", "data") if axis not in spec.layout.axes and getattr(sizes, axis) > 1)
+        axes = tuple(
+            axis
+            for axis in spec.batch_axes(sequence_parallel)
+            if axis not in spec.layout.axes and getattr(sizes, axis) > 1
+        )
         elements = spec.local_elements(sizes)
         return elements, axes, spec.optimized_elements(sizes, shard_states) < elements
 

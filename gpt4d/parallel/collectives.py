@@ -47,6 +47,13 @@ class Pending:
             self.run = self.finish = self.source = None
         return self.result
 
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Pending":
+        """Return the same collective with ``change`` applied to its result."""
+        if self.run is None:
+            return Pending(change(self.result))
+        finish = self.finish or (lambda result: result)
+        return Pending(self.result, self.run, lambda result: change(finish(result)), self.source)
+
 
 def _trace(start: Callable[..., Pending]) -> Callable[..., Pending]:
     """Name a collective in profiler traces and hang reports: ``all_gather z``, of the layer of ``parameter``."""
@@ -245,6 +252,10 @@ def all_reduce(
 
 def all_gather(shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> torch.Tensor:
     return start_all_gather(shard, axis, parameter=parameter).wait()
+
+
+def reduce_scatter(full: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> torch.Tensor:
+    return start_reduce_scatter(full, axis, parameter=parameter).wait()
 
 
 def start_messages(

@@ -21,7 +21,8 @@ class GradientReducer:
     """Sums gradients over the axes that split the batch but not the parameter.
 
     The weight stream has summed those split over z already; a rank's gradient of any other parameter is that of its own
-    samples. Along x and y a parameter's copies see the same samples and need no sum.
+    samples. Along x and y a parameter's copies see the same samples and need no sum, unless x splits the tokens that it
+    acts on (``ParameterSpec.batch_axes``).
 
     Parameters fill buckets in the reverse of their order, which is about that of the backward. The sum of a bucket
     starts when its last gradient is complete, and runs beside the backward of the layers before it. Which gradients
@@ -54,7 +55,8 @@ class GradientReducer:
             bucket_bytes = limits.bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
         grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
-        self.buckets = list(gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes))
+        buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)
+        self.buckets = list(buckets)
         self._bucket_of = {self.parameters[name]: bucket for bucket in self.buckets for name in bucket.names}
         self._missing: Counter[nn.Parameter] = Counter()  # terms that gradients of this step still lack
         self._sent: dict[Bucket, Pending] = {}

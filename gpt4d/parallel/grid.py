@@ -1,4 +1,4 @@
-"""The ranks of one stage as a (data, z, y, x) grid (4D paper, §III): x is innermost, so its groups share a node."""
+"""The ranks of one stage as a (data, z, y, x) grid (4D paper, §III)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -63,6 +63,11 @@ class ParameterSpec:
     std: float = 0.0
     decay: bool = False  # weight decay applies: matrices
     streamed: bool = False  # layers take it from the weight stream, which gathers it over z
+    between_layers: bool = False  # acts on tokens that x splits with parallel.sequence_parallel
+
+    def batch_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
+        """Return the axes that split the samples or tokens that the parameter acts on, innermost first."""
+        return ("x", "z", "data") if sequence_parallel and self.between_layers else ("z", "data")
 
     def whole(self) -> "ParameterSpec":
         """Return the same parameter with a copy on each rank of z, which then acts on it as a data axis."""

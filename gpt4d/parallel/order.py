@@ -4,7 +4,7 @@ The weight stream and the planner decide by it alone when a weight is gathered a
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -32,17 +32,27 @@ class WeightUse(NamedTuple):
     microbatch: int = 0
 
 
-def weight_order(schedule: Iterable[Action], layers: Sequence[LayerWeights]) -> list[WeightUse]:
-    """Return every use of a weight, in the order in which a stage of ``layers`` executes ``schedule``."""
-    order = []
+def weight_order(
+    schedule: Iterable[Action], layers: Sequence[LayerWeights], chunks: Mapping[str, int] | None = None
+) -> list[WeightUse]:
+    """Return every use of a weight, in the order in which a stage of ``layers`` executes ``schedule``.
+
+    ``chunks``: number of chunks that use a weight one after another, where there are several.
+    """
+    order: list[WeightUse] = []
+
+    def use(phase: str, weights: Iterable[str], microbatch: int) -> None:
+        for weight in weights:
+            order.extend([WeightUse(phase, weight, microbatch)] * (chunks or {}).get(weight, 1))
+
     for kind, microbatch in schedule:
         if kind == "F":
             for layer in layers:
-                order += [WeightUse(FORWARD, weight, microbatch) for weight in layer.forward]
+                use(FORWARD, layer.forward, microbatch)
         else:
             for layer in reversed(layers):
-                order += [WeightUse(RECOMPUTATION, weight, microbatch) for weight in layer.recomputation]
-                order += [WeightUse(BACKWARD, weight, microbatch) for weight in layer.backward]
+                use(RECOMPUTATION, layer.recomputation, microbatch)
+                use(BACKWARD, layer.backward, microbatch)
     return order
 
 
@@ -51,9 +61,9 @@ def kept_after_use(
 ) -> list[bool]:
     """Return for each use whether the gathered weight stays in memory after it.
 
-    A weight stays if the very next use is its own, from a recomputation until the backward, and, if it is ``cached``,
-    as long as the backward of a microbatch whose forward has used it is still to come. Several microbatches may be in
-    flight. Weights in ``cached_for_step`` stay until their last use.
+    A weight stays if the very next use is its own, such as another chunk's, from a recomputation until the backward,
+    and, if it is ``cached``, as long as the backward of a microbatch whose forward has used it is still to come.
+    Several microbatches may be in flight. Weights in ``cached_for_step`` stay until their last use.
     """
     remaining = Counter((use.weight, use.microbatch) for use in order if use.phase != FORWARD)
     uses = Counter(use.weight for use in order)
@@ -66,7 +76,8 @@ def kept_after_use(
         else:
             pending[use.weight] -= 1
         uses[use.weight] -= 1
-        next_is_own = following is not None and following.weight == use.weight and use.phase != BACKWARD
+        next_is_own = following is not None and following.weight == use.weight
+        next_is_own = next_is_own and (use.phase != BACKWARD or following == use)
         used_again = use.weight in cached and pending[use.weight] > 0
         used_again = used_again or (use.weight in cached_for_step and uses[use.weight] > 0)
         kept.append(next_is_own or use.phase == RECOMPUTATION or used_again)
@@ -86,6 +97,9 @@ def weights_ahead(
     upcoming: deque[str] = deque()  # weights to gather, up to the next microbatch's forward
     idle = 0  # uses before the first of them that gather nothing
     for use, following in zip(reversed(order), [None, *reversed(order)], strict=False):
+        if following == use:  # of another chunk
+            ahead.append(ahead[-1])
+            continue
         if following is not None and following.weight in never_gathered:
             idle += 1
         elif following is not None:

@@ -1,7 +1,7 @@
 """A pipeline stage: a grid on some of the job's ranks, the module they compute, and the runtime of its schedule."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Stage:
         terms: number of terms that one microbatch adds to the gradient of each parameter.
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
+        chunk_terms: for weights that chunks of a microbatch use, their number: each adds a term to the gradient.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Stage:
     terms: dict[str, int]
     cached: Collection[str] = ()
     cached_for_step: Collection[str] = ()
+    chunk_terms: Mapping[str, int] = field(default_factory=dict)
 
 
 class StageRuntime:
@@ -66,9 +68,10 @@ class StageRuntime:
         stage = self.stage
         actions = schedule.single_stage(microbatches)
         terms = {name: count * microbatches for name, count in stage.terms.items()}
-        accumulated = {name: terms[name] for name in stage.cached_for_step}
-        stage.weights.begin(weight_order(actions, stage.layer_weights), stage.cached, accumulated)
-        self.reducer.begin(terms | dict.fromkeys(accumulated, 1))
+        added = {name: terms[name] * stage.chunk_terms.get(name, 1) for name in stage.cached_for_step}
+        order = weight_order(actions, stage.layer_weights, stage.chunk_terms)
+        stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_terms, **added})
+        self.reducer.begin(terms | dict.fromkeys(stage.cached_for_step, 1))
         stage.module.train()
         total = torch.zeros((), dtype=torch.float64, device=stage.weights.device)
         remaining = iter(batches)

@@ -41,6 +41,9 @@ class WeightStream:
         device: where the parameters live.
         overlap: which communication runs beside computation; all of it by default.
         recompute: blocks keep only their input for the backward and are computed again there.
+        num_chunks: parts of a microbatch that take turns in the blocks while the model trains.
+        scatter_heads: y splits the heads of attention too, where it divides them.
+        sequence_parallel: x splits the tokens between the layers while the model trains.
     """
 
     def __init__(
@@ -51,6 +54,9 @@ class WeightStream:
         device: torch.device | str = "cpu",
         overlap: OverlapConfig | None = None,
         recompute: bool = False,
+        num_chunks: int = 1,
+        scatter_heads: bool = True,
+        sequence_parallel: bool = False,
     ):
         self.grid = grid
         self.compute_dtype = compute_dtype
@@ -58,14 +64,17 @@ class WeightStream:
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
         self.recompute = recompute
+        self._num_chunks, self.scatter_heads = num_chunks, scatter_heads
+        self.sequence_parallel = sequence_parallel and grid.x.size > 1
         # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
         self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None
         self._recomputing = False
         self._gathered: dict[nn.Parameter, Pending] = {}  # weights, gathered or in flight, with a use to come
         self._scattering: deque[tuple[nn.Parameter, Pending]] = deque()
-        self._accumulated: dict[nn.Parameter, torch.Tensor] = {}  # gradients that lack terms of the step
-        self._missing: dict[nn.Parameter, int] = {}  # number of these terms
+        self._terms: dict[nn.Parameter, int] = {}  # of gradients that have several before their sum over z
+        self._accumulated: dict[nn.Parameter, torch.Tensor] = {}  # of these, the ones that lack terms
+        self._missing: dict[nn.Parameter, int] = {}  # number of terms that they lack
         self._parameters: dict[str, nn.Parameter] = {}
         self._whole: set[str] = set()  # weights that z does not split
         self._names: dict[nn.Parameter, str] = {}
@@ -99,22 +108,22 @@ class WeightStream:
         self,
         order: Sequence[WeightUse],
         cached: Collection[str] = (),
-        cached_for_step: Mapping[str, int] | None = None,
+        cached_for_step: Collection[str] = (),
+        terms: Mapping[str, int] | None = None,
     ) -> None:
         """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
 
         Args:
             order: every use of a weight; without an order nothing is gathered ahead.
             cached: weights that stay gathered until their backward.
-            cached_for_step: weights that stay gathered until their last use, with the number of terms of each one's
-                gradient, which are added up before the sum over z.
+            cached_for_step: weights that stay gathered until their last use.
+            terms: number of terms of a weight's gradient that are added up before their sum over z, where not one.
         """
         assert self._position == len(self._order) - 1, "the last order was not finished"
-        cached_for_step = cached_for_step or {}
         self._order, self._kept, self._position = order, kept_after_use(order, cached, cached_for_step), -1
         prefetches = self.overlap.all_gather and self.grid.z.size > 1
         self._ahead = weights_ahead(order, self.overlap.prefetch if prefetches else 0, self._whole)
-        self._missing = {self._parameters[name]: terms for name, terms in cached_for_step.items()}
+        self._terms = {self._parameters[name]: count for name, count in (terms or {}).items()}
 
     # ------------------------------------------------------------------------------------------ gathering
 
@@ -126,14 +135,35 @@ class WeightStream:
         """Return the weight as ``gather`` does, for a backward."""
         return self._use(BACKWARD, shard)
 
-    def run_block(self, block: nn.Module, *inputs) -> torch.Tensor:
-        """Call a block; with ``recompute`` keep only its inputs and compute it again in the backward."""
-        if not (self.recompute and torch.is_grad_enabled()):
-            return block(*inputs)
+    @property
+    def num_chunks(self) -> int:
+        """Parts of a microbatch that take turns: a choice of speed, which a forward without gradients leaves out."""
+        return self._num_chunks if torch.is_grad_enabled() else 1
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether x splits the tokens between the layers; not in a forward without gradients, of any length."""
+        return self.sequence_parallel and torch.is_grad_enabled()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks keep only their inputs and are computed again in the backward."""
+        return self.recompute and torch.is_grad_enabled()
+
+    def checkpointed(self, function: Callable, *inputs) -> Any:
+        """Call a function of blocks; to recompute it, keep only its inputs and call it again in the backward."""
+        if not self.recomputes:
+            return function(*inputs)
         # There is no random state to preserve: dropout is a function of its place, not of a generator.
         return checkpoint(
-            block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=self._checkpoint_contexts
+            function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=self._checkpoint_contexts
         )
+
+    @property
+    def recomputation_ends(self) -> bool:
+        """Whether a recomputation is in progress that uses no further weight."""
+        following = self._order[self._position + 1 : self._position + 2]
+        return self._recomputing and bool(following) and following[0].phase != RECOMPUTATION
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), self._in_recomputation()
@@ -187,16 +217,15 @@ class WeightStream:
         """Add the gradient of the gathered weight, summed over z, to ``shard.grad``, before ``finish`` returns.
 
         The backward of a layer passes the parameter itself: under activation checkpointing, autograd may hand out a
-        copy, and a gradient stored there is lost.
+        copy, and a gradient stored there is lost. The result, None, is the layer's gradient for autograd.
         """
         gradient = gradient.to(self.dtype)
-        if shard in self._missing:
-            self._missing[shard] -= 1
-            if (sum_before := self._accumulated.pop(shard, None)) is not None:
-                gradient = sum_before.add_(gradient)
-            if self._missing[shard]:
-                self._accumulated[shard] = gradient
-                return
+        missing = self._missing.pop(shard, self._terms.get(shard, 1)) - 1
+        if (sum_before := self._accumulated.pop(shard, None)) is not None:
+            gradient = sum_before.add_(gradient)
+        if missing:
+            self._missing[shard], self._accumulated[shard] = missing, gradient
+            return
         axis = self._axis(shard)
         pending = collectives.start_reduce_scatter(gradient, axis, parameter=shard)
         if axis.size == 1:
@@ -219,8 +248,8 @@ class WeightStream:
         for pending in self._gathered.values():
             pending.wait()  # a collective that was started must end before its memory is used again
         self._gathered.clear()
-        assert not self._accumulated, "a gradient has fewer terms than its description says"
-        self._missing = {}
+        assert not self._missing, "a gradient has fewer terms than its description says"
+        self._terms = {}
         remaining = self._order[self._position + 1 :]
         self._order, self._kept, self._ahead, self._position = (), [], [], -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"

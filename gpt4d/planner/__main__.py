@@ -61,7 +61,8 @@ def _check(query: PlannerQuery, config: Config) -> None:
     check_picture("plot", query.plot)
     for key in ("world_size", "top"):
         check_at_least(key, getattr(query, key), 1)
-    check_open(config.parallel)
+    if config.parallel.mode != "atp":
+        check_open(config.parallel)
 
 
 def _print_fewest(config: Config) -> None:

@@ -7,7 +7,7 @@ order of ranks, the devices along d1 are the neighbors: ``innermost`` is x; it i
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, divisors, grid_problem
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
@@ -67,7 +67,7 @@ def all_reduced_elements(description: Description, samples: int, length: int) ->
     """Return the elements that linear layers sum along the first and the second dimension, over forward and backward.
 
     The second dimension sums the outputs of layers that leave the residual stream (7h in a GPT-2 block), the first
-    those of layers that return to it (2h).
+    those of layers that return to it (2h). The paper counts as much for the backward; the layers send a little less.
     """
     out = {False: 0, True: 0}
     for layer, blocks, _ in linear_layers(description):
@@ -102,10 +102,12 @@ class MeshPlan:
     """A mesh and its predicted step; as in the paper, all communication is exposed."""
 
     mesh: AtpMesh
+    sizes: GridSizes  # of the grid: x and y are the mesh, z and data its copies
     innermost: str  # axis whose ranks are neighbors: y in the paper's order, x in ours
     compute_s: float
     comm: dict[str, dict[str, float]]  # by dimension (d1, d2): bytes sent, time_s, exposed_s
     problem: str | None  # why the model cannot be split like this, or does not fit
+    micro_batch: int | None  # samples that a device can take at once
     memory_gib: float | None  # per device; None if the model cannot be split like this
 
     @property
@@ -114,54 +116,99 @@ class MeshPlan:
 
     @property
     def overrides(self) -> list[str]:
-        mesh = [f"parallel.d1={self.mesh.d1}", f"parallel.d2={self.mesh.d2}"]
-        return ["parallel.mode=atp", *mesh, f"parallel.innermost={self.innermost}"]
+        mesh = [f"parallel.d1={self.mesh.d1}", f"parallel.d2={self.mesh.d2}", f"parallel.innermost={self.innermost}"]
+        return [
+            "parallel.mode=atp",
+            *mesh,
+            *([f"train.micro_batch_size={self.micro_batch}"] if self.micro_batch else []),
+        ]
 
     def __str__(self) -> str:
         mesh = f"DeviceMesh({self.mesh.d1}, {self.mesh.d2})"
         return mesh if 1 in self.mesh else f"{mesh} with {'d1' if self.innermost == 'x' else 'd2'} innermost"
 
 
-def rank(config: Config, devices: int, copies: int = 1) -> list[MeshPlan]:
-    """Return all meshes of ``devices`` devices by T_comm of a step, each in the faster order of ranks.
+def rank(config: Config, world_size: int) -> list[MeshPlan]:
+    """Return the meshes that ``config.parallel`` leaves open by T_comm of a step, each in the faster order of ranks.
 
-    The order is ``parallel.innermost`` if that is set, and the paper's if both are equally fast. ``copies``: number of
-    meshes that the batch is split over. Raises ConfigError if the machine is too small.
+    The order is ``parallel.innermost`` if that is set, that of a measurement if there is one, and the paper's if both
+    are equally fast. Raises ConfigError if no mesh has the right size or the machine is too small.
     """
-    check_machine(config.cluster, devices * copies)
-    orders = (config.parallel.innermost,) if config.parallel.innermost else ("y", "x")
+    devices = _devices(config.parallel, world_size)
+    given = config.parallel.d1, config.parallel.d2
+    if None in given:
+        check_machine(config.cluster, world_size)
+    chosen = [mesh for mesh in meshes(devices) if all(size in (None, g) for size, g in zip(given, mesh, strict=True))]
+    plans = (_plan(config, mesh, world_size) for mesh in chosen)
+    return sorted(plans, key=lambda plan: plan.t_comm_s)
 
-    def t_comm_s(plan: MeshPlan) -> float:
-        return plan.t_comm_s
 
-    plans = (min((_plan(config, mesh, order, copies) for order in orders), key=t_comm_s) for mesh in meshes(devices))
-    return sorted(plans, key=t_comm_s)
+def _devices(parallel: ParallelConfig, world_size: int) -> int:
+    """Return the devices of a mesh. Raises ConfigError if the settings do not fit the number of processes."""
+    d1, d2, gz, gdata = parallel.d1, parallel.d2, parallel.gz, parallel.gdata
+    copies = gz * (gdata or 1)
+    if d1 and d2:
+        if world_size % (d1 * d2 * copies) or (gdata and d1 * d2 * copies != world_size):
+            raise ConfigError(
+                f"parallel.d1·d2·gz·gdata={d1}·{d2}·{gz}·{gdata or 'null'}: does not fit the {world_size} process(es); "
+                f"choose a mesh of {_sizes(world_size)} device(s), or leave d1 and d2 out"
+            )
+        return d1 * d2
+    if world_size % copies:
+        raise ConfigError(
+            f"parallel.gz·gdata={gz}·{gdata or 1}={copies}: does not divide the {world_size} process(es) of this job; "
+            f"use one of {_sizes(world_size)}"
+        )
+    devices = world_size // copies
+    for key, size in (("d1", d1), ("d2", d2)):
+        if size and devices % size:
+            raise ConfigError(
+                f"parallel.{key}={size}: does not divide the {devices} device(s) of a mesh; "
+                f"use one of {_sizes(devices)}"
+            )
+    return devices
 
 
-def _plan(config: Config, mesh: AtpMesh, innermost: str, copies: int) -> MeshPlan:
-    description, train, element = registry.describe(config.model), config.train, compute_bytes(config)
+def _sizes(devices: int) -> str:
+    return ", ".join(map(str, divisors(devices)))
+
+
+def _plan(config: Config, mesh: AtpMesh, world_size: int) -> MeshPlan:
+    parallel, train, cluster = config.parallel, config.train, config.cluster
+    description, element = registry.describe(config.model), compute_bytes(config)
+    copies = world_size // (mesh.d1 * mesh.d2)
     samples = train.batch_size // copies
-    times = communication(description, config.cluster, mesh, samples, train.seq_len, element, innermost)
+    measured = str(mesh) in (cluster.atp_gb_s or {})
+    orders = (parallel.innermost,) if parallel.innermost else ("y",) if measured or 1 in mesh else ("y", "x")
+    innermost, times = min(
+        (
+            (order, communication(description, cluster, mesh, samples, train.seq_len, element, order))
+            for order in orders
+        ),
+        key=lambda choice: sum(choice[1]),
+    )
     first, second = all_reduced_elements(description, samples, train.seq_len)
     sent = (
         sent_bytes("all_reduce", mesh.d1, first * element / mesh.d2),
         sent_bytes("all_reduce", mesh.d2, second * element / mesh.d1),
     )
     flops = description.training_flops(samples, train.seq_len) / (mesh.d1 * mesh.d2)
-    sizes = GridSizes(mesh.d1, mesh.d2, config.parallel.gz, copies // config.parallel.gz)
-    problem, memory = grid_problem(description.rules, train, sizes), None
+    sizes = GridSizes(*mesh, parallel.gz, copies // parallel.gz)
+    problem, micro_batch, memory = grid_problem(description.rules, train, parallel, sizes), None, None
     if not problem:
         micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
         if micro_batch is None:
-            problem = f"it needs {memory:.1f} GiB of a device's {config.cluster.memory_gib:g} GiB"
+            problem = f"it needs {memory:.1f} GiB of a device's {cluster.memory_gib:g} GiB"
     return MeshPlan(
         mesh=mesh,
+        sizes=sizes,
         innermost=innermost,
-        compute_s=flops / (config.cluster.matmul_tflops * 1e12),
+        compute_s=flops / (cluster.matmul_tflops * 1e12),
         comm={
             name: {"bytes": nbytes, "time_s": seconds, "exposed_s": seconds}
             for name, nbytes, seconds in zip(("d1", "d2"), sent, times, strict=True)
         },
         problem=problem,
+        micro_batch=micro_batch if micro_batch != samples and train.micro_batch_size is None else None,
         memory_gib=memory,
     )

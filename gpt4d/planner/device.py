@@ -1,7 +1,8 @@
 """Simulated clock, traffic and memory of one device during a step.
 
 The device computes sequentially. Channels between nodes and inside a node each run their parts of collectives one after
-another, overlapped with the computation as far as ``hidden`` allows.
+another, overlapped with the computation as far as ``hidden`` allows. A short collective, such as the statistics of a
+norm, does not wait behind a long one of another axis: they share the channel.
 """
 
 from collections import defaultdict
@@ -13,6 +14,7 @@ from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"
+_SHORT = 0.1  # of the time for which channels are busy: a collective of another axis that takes less shares them
 
 
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
@@ -56,6 +58,7 @@ class Device:
         self.compute_s = 0.0
         # Times at which the channels become free: before the part between nodes, between nodes, and after it.
         self.channel_free = [0.0, 0.0, 0.0]
+        self.axis_free: defaultdict[str, float] = defaultdict(float)  # ends of the last collectives of each axis
         self.bytes: defaultdict[str, float] = defaultdict(float)
         self.time_s: defaultdict[str, float] = defaultdict(float)  # collectives, hidden or exposed
         self.exposed_s: defaultdict[str, float] = defaultdict(float)
@@ -88,12 +91,17 @@ class Device:
         pieces = limits.num_pieces(nbytes / rows)
         parts = speed.parts(sent)
         ready = ends = self.now + self.skew_s  # times at which a part's first piece is ready, and its last one
-        for channel, part_s in enumerate(parts):
-            if part_s:
-                begins = max(ready, self.channel_free[channel])
-                ends = self.channel_free[channel] = max(begins + part_s, ends + part_s / pieces)
-                ready = begins + part_s / pieces
         seconds = sum(parts)
+        if self.axis_free[axis] <= self.now and seconds < _SHORT * (max(self.channel_free) - self.now):
+            ends += 2 * seconds
+            self.channel_free = [free + part_s for free, part_s in zip(self.channel_free, parts, strict=True)]
+        else:
+            for channel, part_s in enumerate(parts):
+                if part_s:
+                    begins = max(ready, self.channel_free[channel])
+                    ends = self.channel_free[channel] = max(begins + part_s, ends + part_s / pieces)
+                    ready = begins + part_s / pieces
+        self.axis_free[axis] = ends
         self.bytes[axis] += sent
         self.time_s[axis] += seconds
         self._occupy(axis, seconds * (1 - speed.hidden))  # the share that cannot overlap

@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def grid(self) -> str:
-        """The grid in a word or two."""
+        """The sizes of the grid and, if it is y, the axis of neighboring ranks."""
         return str(self.sizes) + (" y innermost" if self.innermost == "y" else "")
 
     @property
@@ -162,7 +162,7 @@ class Estimate:
         overrides = [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
         if config.train.micro_batch_size is None and microbatches > 1:
             overrides.append(f"train.micro_batch_size={micro_batch}")
-        overrides += [f"parallel.{key}={value}" for key, value in self.choice.items()]
+        overrides += [f"parallel.{key}={str(value).lower()}" for key, value in self.choice.items()]
         return Plan(
             sizes=self.sizes,
             micro_batch=micro_batch,

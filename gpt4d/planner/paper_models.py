@@ -13,6 +13,7 @@ from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES, LinearCost
 from gpt4d.model.description import Description
 from gpt4d.model.residual import ResidualBlock
+from gpt4d.parallel.plan import strides
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes
@@ -25,13 +26,14 @@ def linear_layers(description: Description, cached: Collection[str] = ()) -> lis
     return [(layer, n, kept[block]) for block, n in blocks.items() for layer in cast(ResidualBlock, block).linears]
 
 
-def bandwidths(sizes: GridSizes, node: int, inter: float, intra: float) -> dict[str, float]:
+def bandwidths(
+    sizes: GridSizes, node: int, inter: float, intra: float, innermost: str | None = None
+) -> dict[str, float]:
     """Return each axis's bandwidth (Eq. 10) in the unit of ``inter`` and ``intra``, on nodes of ``node`` devices."""
-    by_axis, inner = {}, 1
-    for axis, size in sizes._asdict().items():
-        by_axis[axis] = intra if inner * size <= node else inter / min(node, inner)
-        inner *= size
-    return by_axis
+    return {
+        axis: intra if inner * getattr(sizes, axis) <= node else inter / min(node, inner)
+        for axis, inner in strides(sizes, innermost).items()
+    }
 
 
 def layer_bytes(
@@ -81,5 +83,6 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
     outer, inner = cluster.levels[0], cluster.levels[-1]
     inter = group_bandwidth(outer, 2)
     intra = group_bandwidth(inner, 2)
-    beta = bandwidths(sizes, node_size(cluster), inter, intra) if aware else dict.fromkeys(sent, inter)
+    innermost = config.parallel.innermost
+    beta = bandwidths(sizes, node_size(cluster), inter, intra, innermost) if aware else dict.fromkeys(sent, inter)
     return {axis: nbytes / 1e9 / beta[axis] for axis, nbytes in sent.items()}

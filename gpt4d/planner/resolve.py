@@ -22,7 +22,7 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
     elif config.parallel.mode == "atp":
         config, candidates = _mesh(config, world_size)
     sizes = grid_sizes(config.parallel, world_size)
-    problem = grid_problem(registry.describe(config.model).rules, config.train, sizes)
+    problem = grid_problem(registry.describe(config.model).rules, config.train, config.parallel, sizes)
     if problem:
         raise ConfigError(problem)
     ranks = ranks_in_grid_order(sizes, config.parallel.innermost)
@@ -45,28 +45,19 @@ def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
 def _mesh(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     """Return the configuration on a DeviceMesh(d1, d2): the ATP model's choice if ``d1`` and ``d2`` leave one.
 
-    Raises ConfigError if no mesh is possible.
+    Raises ConfigError if no mesh is possible. A mesh that is given need not fit the machine ``cluster``.
     """
-    parallel = config.parallel
-    d1, d2, copies = parallel.d1, parallel.d2, parallel.gz * (parallel.gdata or 1)
-    if d1 and d2 and parallel.gdata is None:
-        copies = max(parallel.gz, world_size // (d1 * d2))
-    fixed = (d1 or 1) * (d2 or 1) * copies
-    if world_size % fixed or (d1 and d2 and world_size != fixed):
-        raise ConfigError(
-            f"parallel.mode=atp: d1·d2·gz·gdata={d1 or '?'}·{d2 or '?'}·{parallel.gz}·{parallel.gdata or '?'} does not "
-            f"fit the {world_size} process(es) of this job; use a divisor of {world_size}, or leave d1 and d2 out"
-        )
-    plans = atp.rank(config, world_size // copies, copies)
-    plans = [plan for plan in plans if plan.mesh.d1 == (d1 or plan.mesh.d1) and plan.mesh.d2 == (d2 or plan.mesh.d2)]
-    possible = [plan for plan in plans if not plan.problem]
+    parallel, train = config.parallel, config.train
+    plans = atp.rank(config, world_size)
+    possible = plans if parallel.d1 and parallel.d2 else [plan for plan in plans if not plan.problem]
     if not possible:
         raise ConfigError(
             f"parallel.mode=atp: {plans[0]} is not possible, where gx is d1 and gy is d2: {plans[0].problem}"
         )
     best = possible[0]
-    parallel = replace(
-        parallel, mode="4d", d1=None, d2=None, gx=best.mesh.d1, gy=best.mesh.d2, gdata=None, innermost=best.innermost
-    )
+    if not (parallel.d1 and parallel.d2):
+        train = replace(train, micro_batch_size=best.micro_batch or train.micro_batch_size)
+    x, y, z, data = best.sizes
+    parallel = replace(parallel, mode="4d", d1=None, d2=None, gx=x, gy=y, gz=z, gdata=data, innermost=best.innermost)
     lines = tuple(f"{plan} ({plan.t_comm_s:.3g} s of all-reduces per step)" for plan in possible[:_NUM_SHOWN])
-    return replace(config, parallel=parallel), lines
+    return replace(config, parallel=parallel, train=train), lines

@@ -13,7 +13,7 @@ from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.workload import micro_batch_sizes
 
 _MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
-_NUM_IMPROVED = 3  # of these, the fastest that gather weights, for which more settings are tried
+_NUM_IMPROVED = 3  # of these, the fastest that gather weights and that sum outputs, for which settings are tried
 _LEAST_GAIN = 0.01  # of the step time, for which a setting is worth its memory
 
 
@@ -76,7 +76,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     quick: dict[GridSizes, float] = {}
     candidates: dict[GridSizes, tuple[Estimate, int]] = {}
     for sizes in grids(devices):
-        problem = grid_problem(description.rules, config.train, sizes)
+        problem = grid_problem(description.rules, config.train, config.parallel, sizes)
         if problem:
             ranking.impossible += 1
             ranking.problem = ranking.problem or problem
@@ -87,18 +87,22 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
             ranking.too_large[sizes] = needed
             continue
         if cost == "ours":
-            estimate, quick[sizes] = _faster_order(estimate, micro_batch)
+            quick[sizes] = estimate.quick_s(micro_batch)
         else:
             quick[sizes] = sum(paper_models.communication(config, sizes, aware=cost == "aware").values())
         candidates[sizes] = estimate, micro_batch
     ranking.fitting = len(candidates)
     order = sorted(candidates, key=quick.__getitem__)
     top = len(order) if top is None else top
-    estimated = order[: max(top, _MIN_ESTIMATED)] if cost == "ours" else order[:top]
-    ranking.plans = [candidates[sizes][0].plan(candidates[sizes][1]) for sizes in estimated]
+    estimated = [candidates[sizes] for sizes in order[: max(top, _MIN_ESTIMATED) if cost == "ours" else top]]
+    if cost == "ours":
+        estimated = [(_faster_order(estimate, micro_batch), micro_batch) for estimate, micro_batch in estimated]
+    ranking.plans = [estimate.plan(micro_batch) for estimate, micro_batch in estimated]
     if cost == "ours":
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
-        for place in [place for place, plan in enumerate(ranking.plans) if plan.sizes.z > 1][:_NUM_IMPROVED]:
+        split = (lambda sizes: sizes.z > 1), (lambda sizes: sizes.x * sizes.y > 1)
+        places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
+        for place in set().union(*places):
             ranking.plans[place] = _improve(ranking.plans[place], config, description)
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
     else:
@@ -107,38 +111,44 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     return ranking
 
 
-def _faster_order(estimate: Estimate, micro_batch: int) -> tuple[Estimate, float]:
-    """Return the estimate for the faster order of ranks, and its seconds: x innermost if both are equally fast."""
-    config, sizes, seconds = estimate.config, estimate.sizes, estimate.quick_s(micro_batch)
+def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
+    """Return the estimate for the faster order of ranks: x innermost if both are equally fast."""
+    config, sizes = estimate.config, estimate.sizes
     if config.parallel.innermost is None and sizes.x > 1 and sizes.y > 1:
         other = Estimate(config, sizes, estimate.description, {"innermost": "y"})
-        if other.links.speeds != estimate.links.speeds and (other_s := other.quick_s(micro_batch)) < seconds:
-            return other, other_s
-    return estimate, seconds
+        return min(estimate, other, key=lambda estimate: estimate.quick_s(micro_batch))
+    return estimate
 
 
 def _improve(plan: Plan, config: Config, description: Description) -> Plan:
-    """Return the plan with the settings of parallel that make its step fastest and leave it in memory."""
-    best = plan
-    for choice in _choices(plan, config, len(description.blocks)):
-        estimate = Estimate(config, plan.sizes, choice={**plan.choice, **choice})
-        micro_batch, _ = largest_micro_batch(estimate)
-        if micro_batch is None:
-            continue
-        other = estimate.plan(micro_batch)
-        if other.step_time_s < min(best.step_time_s, (1 - _LEAST_GAIN) * plan.step_time_s):
-            best = other
-    return best
+    """Return the plan with the settings of ``parallel``, one after another, that make its step faster and still fit."""
+    for alternatives in _settings(plan, config, len(description.blocks)):
+        best = plan
+        for setting in alternatives:
+            estimate = Estimate(config, plan.sizes, choice={**plan.choice, **setting})
+            micro_batch = largest_micro_batch(estimate)[0]
+            if micro_batch is None:
+                continue
+            other = estimate.plan(micro_batch)
+            if other.step_time_s < min(best.step_time_s, (1 - _LEAST_GAIN) * plan.step_time_s):
+                best = other
+        plan = best
+    return plan
 
 
-def _choices(plan: Plan, config: Config, blocks: int) -> Iterator[dict[str, Any]]:
-    """Yield settings to try for a grid. What the configuration sets stays as it is."""
+def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield alternatives to try for a grid. What the configuration sets stays as it is."""
     parallel, sizes = config.parallel, plan.sizes
-    if parallel.whole_layers == 0:
-        for count in sorted({eighths * blocks // 8 for eighths in (1, 2, 3, 4)} - {0}):
-            yield {"whole_layers": count}
-    if parallel.cache_scope == "microbatch" and config.train.batch_size > sizes.batch_shards * plan.micro_batch:
-        yield {"cache_layers": parallel.cache_layers or "all", "cache_scope": "step"}
+    samples = config.train.batch_size // sizes.batch_shards
+    if parallel.whole_layers == 0 and sizes.z > 1:
+        counts = sorted({eighths * blocks // 8 for eighths in (1, 2, 3, 4)} - {0})
+        yield [{"whole_layers": count} for count in counts]
+    if parallel.cache_scope == "microbatch" and sizes.z > 1 and samples > plan.micro_batch:
+        yield [{"cache_layers": parallel.cache_layers or "all", "cache_scope": "step"}]
+    if not parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0:
+        yield [{"sequence_parallel": True}]
+    if parallel.chunks == 1 and sizes.x * sizes.y > 1:
+        yield [{"chunks": count} for count in (2, 4)]
 
 
 def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
@@ -147,6 +157,8 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
     if estimate.least_gib() > memory:
         return None, estimate.least_gib()
     choices = micro_batch_sizes(estimate.config, estimate.sizes)
+    if not choices:
+        return None, estimate.least_gib()
     needed = estimate.memory_gib(choices[0])
     if needed <= memory:
         return choices[0], needed
@@ -170,7 +182,7 @@ def fewest_devices(config: Config, limit: int) -> int | None:
     description = registry.describe_run(config)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
         for sizes in grids(devices):
-            if not grid_problem(description.rules, config.train, sizes):
+            if not grid_problem(description.rules, config.train, config.parallel, sizes):
                 estimate = Estimate(config, sizes, description)
                 if largest_micro_batch(estimate)[0] is not None:
                     return devices

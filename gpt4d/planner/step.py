@@ -3,21 +3,85 @@
 The layers come from a description (gpt4d.model.description); tests compare the walk with what a run counts.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import BlockCost, Description, Unit
+from gpt4d.parallel.layers.specs import head_axes
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
+from gpt4d.parallel.turns import Turn, run
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.stream import PlannedGradients, PlannedStream
 from gpt4d.planner.workload import compute_bytes, training_state
 
 
+class ChunkWalk:
+    """A chunk of a microbatch, as gpt4d.model.description.Walk, the protocol that layers use.
+
+    Args:
+        step: the walk through the step, whose device computes the chunk.
+        samples: of the chunk.
+        first: whether it is the first chunk: the last in the backward, where gradients of vectors are complete.
+    """
+
+    def __init__(self, step: "StepWalk", samples: int, first: bool = True):
+        self.step, self.samples, self.first = step, samples, first
+        self.sizes, self.overlap, self.element_bytes = step.sizes, step.overlap, step.element_bytes
+        self.length, self.tokens = step.length, samples * step.length
+        self.sequence_parallel = step.sequence_parallel
+        self.stream_tokens = self.tokens // (self.sizes.x if self.sequence_parallel else 1)
+        self.device = device = step.device
+        self.compute, self.scratch = device.compute, device.scratch
+        self.start, self.wait, self.do = device.start, device.wait, device.do
+        self.held = 0  # by layers: not gathered weights, not gradients
+        self.unit: Unit = step.description.units[0]  # where the walk is
+        self.held_by_omitted: dict[str, int] = {}
+
+    @property
+    def recomputed(self) -> bool:
+        return self.step.recompute and self.unit.block
+
+    def size(self, axis: str) -> int:
+        return getattr(self.sizes, axis)
+
+    def head_axes(self, heads: int) -> tuple[str, ...]:
+        return head_axes(heads, self.sizes.x, self.sizes.y, self.step.config.parallel.scatter_heads)
+
+    async def turn(self, collective: object = None) -> None:
+        if self.step.num_chunks > 1:
+            await Turn()
+        self.wait(collective)
+
+    def hold(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.device.hold(nbytes)
+
+    def release(self, nbytes: int) -> None:
+        self.held -= nbytes
+        self.device.release(nbytes)
+
+    def gather(self, weight: str) -> None:
+        self.step.stream.gather(self.unit.qualified(weight))
+
+    def multiplied(self) -> None:
+        self.step.stream.multiplied()
+
+    def scatter(self, weight: str) -> None:
+        self.step.stream.scatter(self.unit.qualified(weight))
+
+    def add_gradient(self, parameter: str) -> None:
+        if self.first:
+            name, gradients = self.unit.qualified(parameter), self.step.gradients
+            self.device.hold(gradients.elements[name] * MASTER_BYTES)
+            gradients.add(name)
+
+
 class StepWalk:
-    """A step of ``config`` on a grid, as gpt4d.model.description.Walk, the protocol that layers use.
+    """A step of ``config`` on a grid.
 
     Args:
         config: the settings.
@@ -43,14 +107,13 @@ class StepWalk:
         gradient_bytes: int | None = None,
         continued_bytes: int = 0,
     ):
-        self.description, self.sizes, self.omitted = description, sizes, omitted or {}
+        self.config, self.description, self.sizes, self.omitted = config, description, sizes, omitted or {}
         self.recompute = config.train.activation_checkpointing == "full"
-        self.overlap = config.parallel.overlap
-        self.device = device = Device(config.cluster, links)
+        self.overlap, self.num_chunks = config.parallel.overlap, config.parallel.chunks
+        self.sequence_parallel = config.parallel.sequence_parallel and sizes.x > 1
+        self.device = Device(config.cluster, links)
         self.element_bytes = compute_bytes(config)
-        self.length, self.samples = config.train.seq_len, micro_batch
-        self.tokens = micro_batch * self.length
-        self.shard_states = config.optim.shard_states
+        self.length, self.micro_batch = config.train.seq_len, micro_batch
         weights = description.weights_of(cached)
         for_step = config.parallel.cache_scope == "step"
         self.cached = frozenset() if for_step else weights
@@ -58,16 +121,14 @@ class StepWalk:
         if gradient_bytes is None:
             gradient_bytes = training_state(description, sizes, shard_states=False)["gradients"]
         self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
-        self.compute, self.scratch = device.compute, device.scratch
-        self.start, self.wait, self.do = device.start, device.wait, device.do
-        self.held = 0  # by layers: not gathered weights, not gradients
 
     def run(self, microbatches: int, continued: bool = False) -> Device:
         """Walk through microbatches and the update that follows them; ``continued``: the step has had earlier ones."""
         self.continued = continued
         self.after_microbatch: list[tuple[float, ...]] = []
         expected = {name: count * microbatches for name, count in self.description.contributions.items()}
-        for_step = {name: expected[name] for name in self.cached_for_step}
+        chunk_terms = self.description.chunk_terms(self.num_chunks)
+        added = {name: expected[name] * chunk_terms.get(name, 1) for name in self.cached_for_step}
         self.device.hold(self.continued_bytes if continued else 0)
         self.gradients = PlannedGradients(
             self.device,
@@ -75,20 +136,22 @@ class StepWalk:
             self.sizes,
             self.overlap.data,
             self.gradient_bytes,
-            self.shard_states,
-            expected | dict.fromkeys(for_step, 1),
-            self.description.parameters.keys() - for_step if continued else (),
+            self.config.optim.shard_states,
+            self.sequence_parallel,
+            expected | dict.fromkeys(self.cached_for_step, 1),
+            self.description.parameters.keys() - self.cached_for_step if continued else (),
         )
         specs = self.description.parameters
         streamed = {name: self.gradients.elements[name] for name, spec in specs.items() if spec.streamed}
-        order = weight_order(single_stage(microbatches), self.description.layer_weights(self.recompute))
+        order = weight_order(single_stage(microbatches), self.description.layer_weights(self.recompute), chunk_terms)
         self.gradients.start_param_all_gather()  # of the step before
         self.stream = PlannedStream(
             self.device,
             streamed,
             order,
             self.cached,
-            for_step,
+            self.cached_for_step,
+            {**chunk_terms, **added},
             self.description.whole_weights,
             self.overlap,
             self.element_bytes,
@@ -104,51 +167,69 @@ class StepWalk:
         return self.device
 
     def _microbatch(self) -> None:
-        held_by_omitted: dict[str, int] = {}
-        for unit in self.description.units:
-            self.unit, before = unit, self.device.held
-            if self.recompute and unit.block:
-                cast(BlockCost, unit.layer).forward(self, keep=False)
+        whole, count = ChunkWalk(self, self.micro_batch), self.num_chunks
+        chunks = [ChunkWalk(self, self.micro_batch // count, first=index == 0) for index in range(count)]
+        for units in self._together:
+            run(self._forward(walk, units) for walk in (chunks if units[0].block else [whole]))
+        for units in reversed(self._together):
+            walks = chunks if units[0].block else [whole]
+            if self.recompute and units[0].block:
+                self._recompute_and_backward(walks, units[0])
             else:
-                unit.layer.forward(self)
-            if more := self.omitted.get(unit.name):
-                held_by_omitted[unit.name] = more * (self.device.held - before)
-                self.device.hold(held_by_omitted[unit.name])
-        for unit in reversed(self.description.units):
-            self.unit = unit
+                run(self._backward(walk, units) for walk in reversed(walks))
+
+    @cached_property
+    def _together(self) -> list[list[Unit]]:
+        """Units of which chunks may be in different ones at the same time, as gpt4d.parallel.chunks runs them."""
+        together: list[list[Unit]] = []
+        for unit in self.description.units:
+            if unit.block and not self.recompute and together and together[-1][0].block:
+                together[-1].append(unit)
+            else:
+                together.append([unit])
+        return together
+
+    @staticmethod
+    def _at(walk: ChunkWalk, unit: Unit) -> ChunkWalk:
+        walk.unit = unit
+        return walk
+
+    async def _forward(self, walk: ChunkWalk, units: list[Unit]) -> None:
+        for unit in units:
+            before = self._at(walk, unit).held
             if self.recompute and unit.block:
-                cast(BlockCost, unit.layer).forward(self, recomputing=True)
-            if unit.name in held_by_omitted:
-                self.device.release(held_by_omitted[unit.name])
+                await cast(BlockCost, unit.layer).forward(walk, keep=False)
+            else:
+                await unit.layer.forward(walk)
+            if more := self.omitted.get(unit.name):
+                kept = sum(map(self.stream.kept_bytes, self._weights(unit))) if walk.first else 0
+                walk.held_by_omitted[unit.name] = more * (walk.held - before + kept)
+                self.device.hold(walk.held_by_omitted[unit.name])
+
+    def _recompute_and_backward(self, walks: list[ChunkWalk], unit: Unit) -> None:
+        block = cast(BlockCost, unit.layer)
+        gathering = {walk: block.gather_gradient(self._at(walk, unit)) for walk in reversed(walks)}
+        run(block.forward(walk, recomputing=True) for walk in walks)
+        for walk in reversed(walks):
+            self._release_omitted(walk, unit)
+        run(block.backward(walk, gathering[walk]) for walk in reversed(walks))
+
+    async def _backward(self, walk: ChunkWalk, units: list[Unit]) -> None:
+        for unit in reversed(units):
+            self._release_omitted(walk, unit)
+            await unit.layer.backward(self._at(walk, unit))
+
+    def _release_omitted(self, walk: ChunkWalk, unit: Unit) -> None:
+        if unit.name in walk.held_by_omitted:
+            self.device.release(walk.held_by_omitted[unit.name])
+            if walk.first:
                 self._hold_gradients_of_omitted(unit)
-            unit.layer.backward(self)
+
+    @staticmethod
+    def _weights(unit: Unit) -> Iterable[str]:
+        return map(unit.qualified, unit.layer.weights().forward)
 
     def _hold_gradients_of_omitted(self, unit: Unit) -> None:
         elements = sum(self.gradients.elements[unit.qualified(name)] for name in unit.layer.parameters())
         if not self.continued:
             self.device.hold(self.omitted[unit.name] * elements * MASTER_BYTES)
-
-    def size(self, axis: str) -> int:
-        return getattr(self.sizes, axis)
-
-    def hold(self, nbytes: int) -> None:
-        self.held += nbytes
-        self.device.hold(nbytes)
-
-    def release(self, nbytes: int) -> None:
-        self.held -= nbytes
-        self.device.release(nbytes)
-
-    def gather(self, weight: str) -> None:
-        self.stream.gather(self.unit.qualified(weight))
-
-    def multiplied(self) -> None:
-        self.stream.multiplied()
-
-    def scatter(self, weight: str) -> None:
-        self.stream.scatter(self.unit.qualified(weight))
-
-    def add_gradient(self, parameter: str) -> None:
-        name = self.unit.qualified(parameter)
-        self.device.hold(self.gradients.elements[name] * MASTER_BYTES)
-        self.gradients.add(name)

@@ -23,8 +23,8 @@ class PlannedStream:
         elements: elements of each streamed weight that a device stores.
         order: every use of a weight in the step.
         cached: weights that stay gathered until the backward.
-        cached_for_step: weights that stay gathered until their last use, with the number of terms of each one's
-            gradient, which are added up before the sum over z.
+        cached_for_step: weights that stay gathered until their last use.
+        terms: number of terms of a weight's gradient that are added up before their sum over z, where not one.
         whole: weights that z does not split.
         overlap: which communication runs beside computation.
         compute_bytes: bytes of an element of a gathered weight.
@@ -38,7 +38,8 @@ class PlannedStream:
         elements: Mapping[str, int],
         order: Sequence[WeightUse],
         cached: Collection[str],
-        cached_for_step: Mapping[str, int],
+        cached_for_step: Collection[str],
+        terms: Mapping[str, int],
         whole: Collection[str],
         overlap: OverlapConfig,
         compute_bytes: int,
@@ -48,7 +49,8 @@ class PlannedStream:
         self.device, self.elements, self.order = device, elements, order
         self.kept = kept_after_use(order, cached, cached_for_step)
         self.whole = whole
-        self.missing = dict(cached_for_step)
+        self.terms = terms
+        self.missing: dict[str, int] = {}
         self.accumulated = set(cached_for_step if continued else ())
         self.gz = device.links.sizes["z"]
         self.ahead = weights_ahead(order, overlap.prefetch if overlap.all_gather and self.gz > 1 else 0, whole)
@@ -76,6 +78,10 @@ class PlannedStream:
         if not self.kept[self.position]:
             self.device.release(self._memory(self.order[self.position].weight))
 
+    def kept_bytes(self, name: str) -> int:
+        """Return the bytes of a gathered weight that its last use has left in memory."""
+        return self._memory(name) if name in self.gathered and self.gathered[name] is None else 0
+
     def _parts(self, name: str) -> int:
         """Return the number of ranks of z that a weight is split over."""
         return 1 if name in self.whole else self.gz
@@ -100,14 +106,15 @@ class PlannedStream:
         """Reduce-scatter the gradient of a gathered weight, which is held in float32."""
         parts = self._parts(name)
         full = self.elements[name] * parts * MASTER_BYTES
-        if name in self.missing:
-            self.missing[name] -= 1
-            if name in self.accumulated:
-                self.device.compute(moved=3 * full)
-                self.device.release(full)
+        missing = self.missing.pop(name, self.terms.get(name, 1)) - 1
+        if name in self.accumulated:
+            self.device.compute(moved=3 * full)
+            self.device.release(full)
+            self.accumulated.remove(name)
+        if missing:
+            self.missing[name] = missing
             self.accumulated.add(name)
-            if self.missing[name]:
-                return
+            return
         if parts == 1:
             self.gradients.add(name)
             return
@@ -137,6 +144,7 @@ class PlannedGradients:
         overlap: sums run beside the backward.
         gradient_bytes: of all blocks, of which ``parameters`` may have a few.
         shard_states: each rank of the data axis updates its rows only (ZeRO-1).
+        sequence_parallel: x splits the tokens between the layers.
         expected: number of terms that complete the gradient of each parameter.
         continued: parameters whose gradients have terms of earlier microbatches.
     """
@@ -149,6 +157,7 @@ class PlannedGradients:
         overlap: bool,
         gradient_bytes: int,
         shard_states: bool,
+        sequence_parallel: bool,
         expected: Mapping[str, int],
         continued: Collection[str] = (),
     ):
@@ -159,7 +168,8 @@ class PlannedGradients:
         self.elements = {name: local[id(spec)] for name, spec in parameters.items()}
         self.optimized = sum(optimized[id(spec)] for spec in parameters.values())
         self.added: Counter[str] = Counter()
-        self.buckets = list(gradient_buckets(parameters, sizes, shard_states, bucket_bytes))
+        buckets = gradient_buckets(parameters, sizes, shard_states, bucket_bytes, sequence_parallel=sequence_parallel)
+        self.buckets = list(buckets)
         # The buckets at the end of a step with all blocks, however few of them are walked.
         summed = sum(bucket.elements for bucket in self.buckets) / sum(self.elements.values())
         self.packed_bytes = min(bucket_bytes, summed * gradient_bytes)

@@ -1,6 +1,6 @@
 """The size of a training run on one device: bytes of its state, of an activation, and its microbatches."""
 
-from gpt4d.config import Config, GridSizes
+from gpt4d.config import Config, GridSizes, chunk_problem
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
 
@@ -22,8 +22,10 @@ def compute_bytes(config: Config) -> int:
 
 
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
-    """Return the samples that a device may take at once, most first; only ``train.micro_batch_size`` if it is set."""
-    if config.train.micro_batch_size is not None:
-        return [config.train.micro_batch_size]
-    share = config.train.batch_size // sizes.batch_shards
-    return [size for size in range(share, 0, -1) if share % size == 0]
+    """Return the samples that a device may take at once, most first; only ``train.micro_batch_size`` if it is set.
+
+    Those that cannot be cut into ``parallel.chunks`` are left out.
+    """
+    share, given = config.train.batch_size // sizes.batch_shards, config.train.micro_batch_size
+    choices = [given] if given is not None else [size for size in range(share, 0, -1) if share % size == 0]
+    return [size for size in choices if not chunk_problem(config.train, config.parallel, sizes, size)]

@@ -12,7 +12,6 @@ from gpt4d.data.batch import Batch
 from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
-from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuation
@@ -103,10 +102,8 @@ class LanguageModeling:
         return ends.cumsum(1) - ends
 
     def loss_sum(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        logits_BSV = module(batch.inputs["ids"], batch.sample_ids, batch.inputs.get("documents"))
-        assert batch.targets is not None
-        model: Any = self.config.model
-        return cross_entropy_sum(logits_BSV, batch.targets, model.vocab_size, self._stage.grid.x)
+        model: Any = module
+        return model.loss_sum(batch.inputs["ids"], batch.targets, batch.sample_ids, batch.inputs.get("documents"))
 
     def after_update(self, step: int) -> None: ...
 

@@ -70,6 +70,6 @@ def test_written_json_contains_command_machine_and_settings(tmp_path):
 
 def test_a_grid_that_does_not_use_all_ranks_is_rejected():
     assert parse_grids("4x1x1x2,1x1x8x1", devices=8) == ("4x1x1x2", "1x1x8x1")
-    for wrong in ("4x1x1x1", "2x2x2", "axbxcxd", ""):
+    for wrong in ("4x1x1x1", "2x2x2", "axbxcxd", "", "4x1x1x2/chunk=2", "4x1x1x2/chunks=two"):
         with pytest.raises(ConfigError, match="grids="):
             parse_grids(wrong, devices=8)

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from benchmarks.overlap import OverlapBenchmark
 from benchmarks.peers import PeersBenchmark
 from benchmarks.planner import PlannerBenchmark, plain_rates, rank_grids, select_grids
-from benchmarks.settings import DeviceConfig, WorkerConfig, read_arguments
+from benchmarks.settings import DeviceConfig, WorkerConfig, grid_name, parse_grid, read_arguments
 from gpt4d.config import GridSizes, from_arguments, read_cluster
 from gpt4d.planner.device import Links
 
@@ -53,3 +53,10 @@ def test_many_grids_are_represented_by_the_first_six_and_six_of_the_rest():
     selected = select_grids([str(n) for n in range(35)])
     assert selected[:6] == [str(n) for n in range(6)]
     assert len(set(selected)) == 12 and selected[6] == "6" and selected[-1] == "34"
+
+
+def test_the_name_of_a_grid_says_all_its_settings():
+    for name in ("4x1x2x1", "4x1x2x1/whole=1", "2x4x1x1/chunks=4/tokens/y-innermost", "1x8x1x1/repeated-heads"):
+        case = parse_grid(name)
+        assert grid_name(case.sizes, case.parallel) == name
+    assert parse_grid("1x1x1x8/sharded").sharded

@@ -1,4 +1,8 @@
-"""The planned computation of a step takes as long as its operations take a device of the same rates."""
+"""The planned computation of a step takes as long as its operations take a device of the same rates, and the planned
+collectives are those of the step in the same order."""
+
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -6,14 +10,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.virtual import VirtualDevice
-from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
+from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import collectives, hosts
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear
 from gpt4d.parallel.traffic import Works
-from gpt4d.planner.device import Links
+from gpt4d.planner.device import KINDS, Device, Links, sent_bytes
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
 from tests.fake_time import FakeTime
@@ -60,6 +65,19 @@ def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
     return walk.run(1).compute_s, device.stream.busy_s
 
 
+def compare(sizes, memory_gb_s, precision, activation_checkpointing, **parallel):
+    cluster = ClusterConfig(matmul_tflops=FLOPS / 1e12, memory_gb_s=memory_gb_s, operation_us=LAUNCH_US)
+    train = TrainConfig(
+        seq_len=MODEL.max_positions,
+        batch_size=BATCH,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
+    )
+    config = Config(model=MODEL, cluster=cluster, train=train, parallel=ParallelConfig(**parallel))
+    planned_s, busy_s = planned_and_busy_s(config, sizes)
+    assert planned_s == pytest.approx(busy_s, rel=0.02)
+
+
 @pytest.mark.parametrize("memory_gb_s", [1000, 0.3], ids="memory={}".format)
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -68,12 +86,81 @@ def test_planned_computation_takes_as_long_as_a_steps_operations(
     rank_0, sizes, precision, activation_checkpointing, memory_gb_s
 ):
     rank_0(sizes.devices)
-    cluster = ClusterConfig(matmul_tflops=FLOPS / 1e12, memory_gb_s=memory_gb_s, operation_us=LAUNCH_US)
-    train = TrainConfig(
-        seq_len=MODEL.max_positions,
-        batch_size=BATCH,
-        precision=precision,
-        activation_checkpointing=activation_checkpointing,
-    )
-    planned_s, busy_s = planned_and_busy_s(Config(model=MODEL, cluster=cluster, train=train), sizes)
-    assert planned_s == pytest.approx(busy_s, rel=0.02)
+    compare(sizes, memory_gb_s, precision, activation_checkpointing)
+
+
+@pytest.mark.parametrize("memory_gb_s", [1000, 0.3], ids="memory={}".format)
+@pytest.mark.parametrize(
+    ("sizes", "precision", "activation_checkpointing", "options"),
+    [
+        (GridSizes(2, 2, 2, 1), "fp32", "none", {"chunks": 2}),
+        (GridSizes(2, 4, 1, 1), "bf16", "full", {"chunks": 4, "scatter_heads": False}),
+        (GridSizes(4, 2, 1, 1), "fp32", "full", {"sequence_parallel": True}),
+        (GridSizes(2, 2, 1, 2), "bf16", "none", {"sequence_parallel": True, "chunks": 4}),
+    ],
+    ids=str,
+)
+def test_planned_computation_of_chunks_and_split_tokens_takes_as_long(
+    rank_0, sizes, precision, activation_checkpointing, options, memory_gb_s
+):
+    rank_0(sizes.devices)
+    compare(sizes, memory_gb_s, precision, activation_checkpointing, **options)
+
+
+def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]:
+    """Return (kind, axis, bytes) of each collective that a step starts, and of each that is planned."""
+    stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
+    step = TrainStep(stage, token_loss, OptimConfig(), config.parallel.overlap.data)
+    samples, started, planned = config.train.batch_size // sizes.batch_shards, [], []
+    ids = torch.zeros(samples, config.train.seq_len, dtype=torch.int64)
+    size = config.train.micro_batch_size or samples
+    microbatches = [(part, part, torch.arange(len(part))) for part in ids.split(size)]
+
+    def recorded(kind, start):
+        def record(tensor, axis, *rest, parameter=None):
+            if axis.size > 1:
+                started.append((kind, axis.name, sent_bytes(kind, axis.size, tensor.nbytes)))
+            return start(tensor, axis, *rest, parameter=parameter)
+
+        return record
+
+    class RecordingDevice(Device):
+        def start(self, kind, axis, nbytes):
+            if self.links.sizes[axis] > 1:
+                planned.append((kind, axis, sent_bytes(kind, self.links.sizes[axis], nbytes)))
+            return super().start(kind, axis, nbytes)
+
+    patches = {f"start_{kind}": recorded(kind, getattr(collectives, f"start_{kind}")) for kind in KINDS}
+    with patch.multiple(collectives, **patches), patch("gpt4d.planner.step.Device", RecordingDevice):
+        step(microbatches, len(microbatches), ids.numel(), 1e-3)
+        estimate = Estimate(config, sizes)
+        estimate._walk(size, estimate.description.blocks).run(len(microbatches))
+    return started, planned
+
+
+SMALL = GPT2Config(layers=3, hidden=32, heads=8, vocab_size=64, vocab_multiple=8, max_positions=16)
+FULL = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "train", "dropout", "parallel"),
+    [
+        ((2, 2, 2, 1), {}, 0.0, {"chunks": 2}),
+        ((4, 2, 1, 1), FULL, 0.0, {"sequence_parallel": True, "chunks": 4}),
+        ((4, 1, 1, 2), FULL, 0.0, {"sequence_parallel": True}),
+        ((2, 2, 1, 2), FULL, 0.1, {"sequence_parallel": True, "chunks": 2}),
+        ((1, 4, 2, 1), FULL | {"micro_batch_size": 2}, 0.1, {"chunks": 2, "cache_layers": "all"}),
+        ((2, 1, 4, 1), {"micro_batch_size": 2}, 0.0, {"cache_layers": "all", "cache_scope": "step", "chunks": 2}),
+        ((2, 2, 2, 1), {}, 0.1, {"scatter_heads": False, "whole_layers": 1, "chunks": 4}),
+        ((1, 8, 1, 1), {}, 0.0, {"overlap": OverlapConfig(all_reduce=False), "chunks": 2}),
+        ((2, 1, 2, 2), {}, 0.0, {"sequence_parallel": True, "overlap": OverlapConfig(data=False, all_gather=False)}),
+    ],
+    ids=str,
+)
+def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes, train, dropout, parallel):
+    sizes = GridSizes(*sizes)
+    rank_0(sizes.devices)
+    train = TrainConfig(**{"seq_len": 16, "batch_size": BATCH, "precision": "fp32", **train})
+    config = Config(model=replace(SMALL, dropout=dropout), train=train, parallel=ParallelConfig(**parallel))
+    started, planned = collectives_of_a_step(config, sizes)
+    assert started == planned

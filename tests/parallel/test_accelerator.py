@@ -7,19 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
+from gpt4d.config import Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.step import TrainStep, build_stage
 from tests import fake_device
 from tests.grids import TINY_MODEL, token_loss
 
 OPTIONS = {"documents", "dropout", "attention dropout", "recomputation", "bf16", "sharded states"}
+OPTIONS |= {"chunks", "split tokens"}
 # Each grid runs with these options and with the others. Each pair of options occurs in all four combinations.
 GRIDS = {
     GridSizes(1, 1, 1, 1): OPTIONS,
-    GridSizes(2, 2, 2, 1): {"documents", "bf16", "sharded states"},
-    GridSizes(2, 2, 2, 2): {"dropout", "bf16"},
-    GridSizes(1, 2, 1, 4): {"attention dropout", "sharded states", "bf16"},
+    GridSizes(2, 2, 2, 1): {"documents", "bf16", "sharded states", "chunks"},
+    GridSizes(2, 2, 2, 2): {"dropout", "bf16", "chunks", "split tokens"},
+    GridSizes(1, 2, 1, 4): {"attention dropout", "sharded states", "bf16", "split tokens"},
 }
 CASES = [(sizes, case) for sizes, chosen in GRIDS.items() for case in (chosen, OPTIONS - chosen)]
 SEQUENCES, LENGTH, MICROBATCHES = 2, 12, 2
@@ -43,7 +44,7 @@ def test_a_step_stays_on_its_device_and_never_waits_for_it(process, sizes, optio
     expected = {
         "allreduce_": sizes.devices > 1,
         "_allgather_base_": sizes.devices > 1,
-        "_reduce_scatter_base_": scatters,
+        "_reduce_scatter_base_": scatters or sizes.y > 1 or (sizes.x > 1 and "split tokens" in options),
     }
     assert {operation: collectives[operation] > 0 for operation in expected} == expected
 
@@ -64,7 +65,8 @@ def train_and_evaluate(sizes: GridSizes, options: set[str]) -> Counter[str]:
     optim = OptimConfig(shard_states="sharded states" in options)
     with fake_device.fake_job(sizes.devices, rank=sizes.devices - 1) as device:
         grid = Grid(sizes, device.type)
-        stage = build_stage(Config(model=model, train=train), grid, device)
+        parallel = ParallelConfig(chunks=2 if "chunks" in options else 1, sequence_parallel="split tokens" in options)
+        stage = build_stage(Config(model=model, train=train, parallel=parallel), grid, device)
         step = TrainStep(stage, token_loss, optim, before_update=lambda: check_gradients(step))
         batches = [batch(device, "documents" in options) for _ in range(MICROBATCHES)]
         with fake_device.DeviceRules(device, stage.weights.compute_dtype) as rules:

@@ -2,7 +2,7 @@
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
@@ -28,13 +28,11 @@ def with_fsdp2(sizes, recompute):
             parameter.spec = specs[module][name]
 
     mesh = DeviceMesh.from_group(grid.data.group, "cpu")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "loss_sum")
+    model.set_gradient_divide_factor(1.0)  # our loss is a sum
     for module in model.modules():
         module.register_forward_pre_hook(describe)
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # our loss is a sum
     model.loss_sum(*tiny_batch(grid)).backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 

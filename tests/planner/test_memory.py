@@ -87,6 +87,12 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
         ),
         (GridSizes(1, 2, 2, 1), ["parallel.whole_layers=2", "train.precision=bf16", "train.micro_batch_size=2"]),
         (GridSizes(1, 1, 2, 2), ["parallel.whole_layers=3", "optim.shard_states=true"]),
+        (GridSizes(2, 2, 1, 1), ["parallel.chunks=2", "parallel.sequence_parallel=true"]),
+        (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
+        (GridSizes(1, 2, 2, 1), ["parallel.chunks=4", "train.activation_checkpointing=full", "train.precision=bf16"]),
+        (GridSizes(1, 4, 1, 1), ["parallel.scatter_heads=false", "parallel.chunks=2"]),
+        (GridSizes(1, 4, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
+        (GridSizes(2, 2, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ import pytest
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.parallel.plan import ranks_in_grid_order
 from gpt4d.planner import atp
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import spans
 from gpt4d.validation import validate
@@ -62,8 +63,33 @@ def test_mode_atp_leaves_devices_to_z_and_data():
             "parallel.gx=2: its name in parallel.mode=atp is d1; use parallel.d1=2",
         ),
         (["parallel.d2=2"], "parallel.d2=2: belongs to parallel.mode=atp; set that, or use parallel.gy=2"),
-        (["parallel.mode=atp", "parallel.d1=3"], r"d1·d2·gz·gdata=3·\?·1·\? does not fit the 8 process"),
-        (["parallel.mode=atp", "parallel.d1=0"], "parallel.d1=0: use a value of at least 1"),
+        (
+            ["parallel.mode=atp", "parallel.d1=3"],
+            r"parallel\.d1=3: does not divide the 8 device.*use one of 1, 2, 4, 8",
+        ),
+        (["parallel.mode=atp", "parallel.gz=3"], r"parallel\.gz·gdata=3·1=3: does not divide the 8 process"),
+        (
+            ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.gdata=1"],
+            r"parallel\.d1·d2·gz·gdata=2·2·1·1: does not fit the 8 process.*leave d1 and d2 out",
+        ),
+        (["parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.gz=4"], r"=2·2·4·null: does not fit the 8"),
+        (["parallel.mode=atp", "parallel.d1=0"], "parallel.d1=0: every axis needs a device; use a value of at least 1"),
+        (["parallel.mode=atp", "parallel.gz=0"], "parallel.gz=0: every axis needs a device"),
+        (["parallel.mode=atp", "parallel.gdata=-1"], "parallel.gdata=-1: every axis needs a device"),
+        (
+            ["parallel.chunks=4", "train.micro_batch_size=2", "train.batch_size=16"],
+            "parallel.chunks=4: does not divide a device's microbatch of 2 sequence",
+        ),
+        (
+            [
+                "parallel.sequence_parallel=true",
+                "parallel.gx=4",
+                "train.seq_len=6",
+                "parallel.gy=2",
+                "train.batch_size=1",
+            ],
+            "parallel.gx=4 does not divide the 6 tokens of a chunk; use a multiple of 4 for train.seq_len",
+        ),
         (
             ["parallel.mode=atp", "parallel.d1=8", "model.heads=4"],
             "where gx is d1 and gy is d2: parallel.gx=8: does not",
@@ -84,3 +110,28 @@ def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
     assert plans[0].choice == {"innermost": "y"} and plans[0].grid == "4x2x1x1 y innermost"
     chosen = validate(compose([*PAIRS, *plans[0].overrides]), 8)
     assert chosen.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def test_a_mesh_that_is_chosen_has_a_microbatch_that_fits_and_one_that_is_given_is_not_judged():
+    words = ["model=gpt_125m", "train.batch_size=64", "parallel.mode=atp"]
+    chosen = validate(compose(words), 8)
+    assert Estimate(chosen.config, chosen.sizes).memory_gib(chosen.micro_batch_size) <= 8
+    assert chosen.micro_batch_size < 64
+    assert validate(compose([*words, "parallel.d1=2", "parallel.d2=4"]), 8).micro_batch_size == 64
+
+
+def test_a_measured_bandwidth_precedes_that_of_the_links():
+    slow = ["cluster=ic1", "cluster.atp_gb_s={8x1: [0.1, null], 2x4: [0.2, 0.9]}", "parallel.mode=atp", "model.heads=8"]
+    modelled = atp.rank(compose(["cluster=ic1", "cluster.atp_gb_s=null", *slow[2:]]), 8)
+    seconds = {plan.mesh: plan.t_comm_s for plan in modelled}
+    for plan in atp.rank(compose(slow), 8):
+        assert (plan.t_comm_s > 1.5 * seconds[plan.mesh]) == (plan.mesh in [(8, 1), (2, 4)])
+
+
+@pytest.mark.parametrize("length", [5, 6, 7])
+def test_the_planners_choice_is_accepted_whatever_the_lengths(length):
+    words = ["parallel.sequence_parallel=true", f"train.seq_len={length}", "train.batch_size=8", "model.heads=8"]
+    for micro_batch in (("train.micro_batch_size=1",), ()):
+        config = compose([*PAIRS, *words, *micro_batch])
+        for plan in rank(config, 8).plans:
+            assert validate(compose([*PAIRS, *words, *micro_batch, *plan.overrides]), 8).sizes == plan.sizes

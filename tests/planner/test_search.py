@@ -37,7 +37,7 @@ def test_ranked_grids_are_those_that_validation_accepts(tiny, devices):
     ranked = {plan.sizes: plan for plan in rank(config, devices).plans}
     rules = registry.describe(config.model).rules
     for sizes in grids(devices):
-        possible = grid_problem(rules, config.train, sizes) is None
+        possible = grid_problem(rules, config.train, config.parallel, sizes) is None
         assert (sizes in ranked) == possible
         if possible:
             assert validate(tiny(*ranked[sizes].overrides), devices).sizes == sizes

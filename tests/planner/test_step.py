@@ -65,10 +65,12 @@ def test_devices_share_the_products(sizes):
     assert plan(PRODUCTS, sizes).compute_s == pytest.approx(plan(PRODUCTS, GridSizes()).compute_s / sizes.devices)
 
 
-def test_y_computes_attention_on_each_of_its_devices():
+def test_y_computes_attention_on_each_of_its_devices_unless_it_splits_the_heads():
     alone, split = plan(PRODUCTS, GridSizes()), plan(PRODUCTS, GridSizes(1, 2, 1, 1))
+    assert split.compute_s == pytest.approx(alone.compute_s / 2)
     attention = 3.5 * 16 * 3 * 4 * 16 * 16 * 64 * 1e-12
-    assert split.compute_s == pytest.approx((alone.compute_s - attention) / 2 + attention)
+    repeated = plan(PRODUCTS, GridSizes(1, 2, 1, 1), "parallel.scatter_heads=false")
+    assert repeated.compute_s == pytest.approx((alone.compute_s - attention) / 2 + attention)
 
 
 def test_without_computation_nothing_hides():

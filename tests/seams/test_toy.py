@@ -136,9 +136,13 @@ def straight(ranks, tmp_path_factory) -> Config:
     return config
 
 
-@pytest.mark.parametrize("sizes", [GridSizes(), GRID], ids=str)
-def test_toy_trains_like_plain_torch_and_sends_the_planned_bytes(ranks, tmp_path, sizes):
-    config = configure(tmp_path, *on_grid(sizes))
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [(GridSizes(), ()), (GRID, ()), (GRID, ("parallel.chunks=2", "parallel.sequence_parallel=true"))],
+    ids=str,
+)
+def test_toy_trains_like_plain_torch_and_sends_the_planned_bytes(ranks, tmp_path, sizes, options):
+    config = configure(tmp_path, *on_grid(sizes), *options)
     ranks.run(sizes.devices, train_in_rank, config)
     expected_losses, expected_validation, _ = plain_run(config)
     assert losses(tmp_path) == pytest.approx(expected_losses, rel=1e-5)

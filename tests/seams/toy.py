@@ -49,12 +49,12 @@ class FeatureSlice:
     def flops(self, length: int) -> float:
         return 0.0
 
-    def forward(self, walk: Walk) -> None:
+    async def forward(self, walk: Walk) -> None:
         nbytes = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
         walk.hold(nbytes)
         walk.compute(moved=2 * nbytes)
 
-    def backward(self, walk: Walk) -> None:
+    async def backward(self, walk: Walk) -> None:
         """Data has no gradient, and the layer behind has released the slice."""
 
 
@@ -78,14 +78,14 @@ class SquaredError:
         elements = walk.tokens * (self.outputs // walk.sizes.x)
         return elements * walk.element_bytes, elements * 4
 
-    def forward(self, walk: Walk) -> None:
+    async def forward(self, walk: Walk) -> None:
         predicted, errors = self._bytes(walk)
         walk.hold(errors)
         walk.compute(moved=predicted + 2 * errors, operations=2)
         walk.release(predicted)
         walk.do("all_reduce", "x", _SUM_BYTES)
 
-    def backward(self, walk: Walk) -> None:
+    async def backward(self, walk: Walk) -> None:
         predicted, errors = self._bytes(walk)
         walk.hold(predicted)
         walk.compute(moved=predicted + errors)

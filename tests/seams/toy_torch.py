@@ -1,6 +1,6 @@
 """The toy model and the toy task: what needs torch.
 
-Shapes: B samples, S rows of a sample, F features, O outputs.
+Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,12 @@ from torch import nn
 from gpt4d.config import Config
 from gpt4d.data.batch import Batch
 from gpt4d.parallel import collectives, random
+from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
+from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 from gpt4d.task.task import Artifact
 from tests.seams.toy import ToyConfig
@@ -31,9 +33,9 @@ class GatedMLP(nn.Module):
         self.up = Linear(weights, hidden, inner, num_fused=2, bias=False, std=STD)
         self.down = Linear(weights, inner, hidden, transposed=True, bias=False, std=STD)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(x_BSH).unbind(-2)
-        return x_BSH + self.down(F.silu(gate) * up)
+    async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        gate, up = (await self.up(x_TH)).unbind(-2)
+        return x_TH + await self.down(F.silu(gate) * up)
 
 
 class Toy(nn.Module):
@@ -49,10 +51,9 @@ class Toy(nn.Module):
         self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=STD)
 
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
-        x_BSH = self.input(own_part(x_BSF, self.weights.grid.x).to(self.weights.compute_dtype))
-        for block in self.blocks:
-            x_BSH = self.weights.run_block(block, x_BSH)
-        return self.output(x_BSH)
+        x_TF = own_part(x_BSF, self.weights.grid.x).flatten(0, 1).to(self.weights.compute_dtype)
+        x_TH = run_blocks(self.weights, self.blocks, run_alone(self.input(x_TF)))
+        return run_alone(self.output(x_TH)).unflatten(0, x_BSF.shape[:2])
 
 
 def own_part(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:

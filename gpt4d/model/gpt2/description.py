@@ -23,9 +23,9 @@ def describe(config: GPT2Config) -> Description:
         branches=(
             (
                 LayerNormCost("attention_norm", h),
-                LinearCost("attention.qkv", h, h, num_fused=3),
+                LinearCost("attention.qkv", h, h, num_fused=3, heads=config.heads),
                 CausalAttentionCost(config.heads, h, dropout=config.attention_dropout > 0),
-                LinearCost("attention.output", h, h, transposed=True),
+                LinearCost("attention.output", h, h, transposed=True, heads=config.heads),
             ),
             (
                 LayerNormCost("mlp_norm", h),
@@ -53,8 +53,8 @@ def describe(config: GPT2Config) -> Description:
             Divisibility("model.hidden", h, ("x", "z")),
             Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
         ),
-        stream=Layout(("data", "z"), (), ("y",)),
-        stream_shape=lambda samples, length: (samples, length, h),
+        stream=Layout(("data", "z"), ("y",)),
+        stream_shape=lambda samples, length: (samples * length, h),
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

@@ -1,6 +1,6 @@
-"""GPT-2, readable as a serial model: its layers decide where tensors live.
+"""GPT-2, readable as a serial model: its layers decide where tensors live, and ``await`` where chunks take turns.
 
-Shapes: B sequences, S positions, H hidden, N hidden within the heads, V vocabulary.
+Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads, V vocabulary.
 """
 
 import torch
@@ -8,25 +8,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.parallel.layers.attention import CausalAttention
+from gpt4d.parallel.chunks import run_blocks
+from gpt4d.parallel.layers.attention import CausalAttention, head_split
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.tokens import Tokens, tokens_of
+from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
         super().__init__()
-        self.qkv = Linear(weights, config.hidden, config.hidden, num_fused=3)
-        self.core = CausalAttention(config.heads, config.attention_dropout, weights.grid.x)
-        self.output = Linear(weights, config.hidden, config.hidden, transposed=True, std=residual_std)
+        hidden, (axes, split) = config.hidden, head_split(config.heads, weights)
+        self.qkv = Linear(weights, hidden, hidden, num_fused=3, inner_split=split)
+        self.core = CausalAttention(config.heads, config.attention_dropout, axes)
+        self.output = Linear(weights, hidden, hidden, transposed=True, std=residual_std, inner_split=split)
 
-    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: torch.Tensor | None):
-        mixed_BSN = self.core(self.qkv(x_BSH), sample_ids_B, documents_BS)
-        return self.output(mixed_BSN)
+    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        mixed_TN = self.core(await self.qkv(x_TH), tokens)
+        return await self.output(mixed_TN)
 
 
 class MLP(nn.Module):
@@ -35,8 +39,8 @@ class MLP(nn.Module):
         self.up = Linear(weights, config.hidden, 4 * config.hidden)
         self.down = Linear(weights, 4 * config.hidden, config.hidden, transposed=True, std=residual_std)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x_BSH), approximate="tanh"))
+    async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return await self.down(F.gelu(await self.up(x_TH), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -51,10 +55,10 @@ class Block(nn.Module):
         self.mlp = MLP(config, weights, residual_std)
         self.mlp_dropout = Dropout(config.dropout, weights.grid.y)
 
-    def forward(self, x_BSH: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: torch.Tensor | None = None):
-        attended = self.attention(self.attention_norm(x_BSH), sample_ids_B, documents_BS)
-        x_BSH = x_BSH + self.attention_dropout(attended, sample_ids_B)
-        return x_BSH + self.mlp_dropout(self.mlp(self.mlp_norm(x_BSH)), sample_ids_B)
+    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        attended_TH = await self.attention(self.attention_norm(x_TH), tokens)
+        x_TH = x_TH + self.attention_dropout(attended_TH, tokens)
+        return x_TH + self.mlp_dropout(await self.mlp(self.mlp_norm(x_TH)), tokens)
 
 
 class GPT(nn.Module):
@@ -80,11 +84,17 @@ class GPT(nn.Module):
             sample_ids_B: their indices in the whole run, which dropout depends on.
             documents_BS: index of each token's document; attention and positions stay inside one. None: no limits.
         """
-        x_BSH = self.tokens(ids_BS) + self.positions(*ids_BS.shape, documents_BS)
-        x_BSH = self.dropout(x_BSH, sample_ids_B)
-        for block in self.blocks:
-            x_BSH = self.weights.run_block(block, x_BSH, sample_ids_B, documents_BS)
-        return self.head(self.norm(x_BSH), self.tokens.weight)
+        tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS)
+        return tokens.restored(self._logits(ids_BS, tokens))
+
+    def _logits(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return logits [T, V] in the order of ``tokens.gathered``."""
+        x_TH = run_blocks(self.weights, self.blocks, self._embedded(ids_BS, tokens), tokens)
+        return run_alone(self.head(self.norm(x_TH), self.tokens.weight))
+
+    def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return the residual stream [T, H] before the first block. No reference to it stays behind."""
+        return self.dropout(self.positions(self.tokens(ids_BS, tokens), tokens), tokens)
 
     def loss_sum(
         self,
@@ -94,5 +104,6 @@ class GPT(nn.Module):
         documents_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the cross-entropy summed, not averaged, over this rank's tokens."""
-        logits_BSV = self(ids_BS, sample_ids_B, documents_BS)
-        return cross_entropy_sum(logits_BSV, targets_BS, self.config.vocab_size, self.weights.grid.x)
+        tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS)
+        logits_TV, targets_T = self._logits(ids_BS, tokens), tokens.gathered(targets_BS)
+        return cross_entropy_sum(logits_TV, targets_T, self.config.vocab_size, self.weights.grid.x)

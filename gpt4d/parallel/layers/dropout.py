@@ -5,10 +5,11 @@ from torch import nn
 
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layers.tokens import Tokens
 
 
 class Dropout(nn.Module):
-    """Drops features of [batch, sequence, features over ``axis``] with probability ``p`` while training.
+    """Drops features of [tokens, features over ``axis``] with probability ``p`` while training.
 
     gpt4d.model.init sets ``key`` from the seed and the layer's name.
     """
@@ -17,12 +18,11 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.axis, self.key = p, axis, 0
 
-    def forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` with some features zero. ``sample_ids`` [batch], int64: index of each sequence in the run."""
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return ``x`` with some features zero."""
         if not self.training or self.p == 0:
             return x
-        rows = random.fold(self.key, sample_ids).unsqueeze(-1)
-        rows = random.fold(rows, torch.arange(x.shape[-2], device=x.device))
+        rows = random.fold(random.fold(self.key, tokens.samples), tokens.places)
         keep = random.keep_mask(rows, x.shape[-1], self.axis.index * x.shape[-1], self.p)
         return torch.where(keep, x / (1 - self.p), 0)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from gpt4d.parallel import collectives
 from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -13,7 +14,7 @@ class LookupFunction(torch.autograd.Function):
     """Rows of a table of which each rank of x holds a contiguous range; rows of other ranks are zero before the sum."""
 
     @staticmethod
-    def forward(ctx, weight, ids, weights: WeightStream):
+    def forward(ctx, weight, ids, weights: WeightStream, scatter: bool):
         table, axis = weights.gather(weight), weights.grid.x
         local = ids - axis.index * len(table)
         elsewhere = (local < 0) | (local >= len(table))
@@ -22,23 +23,26 @@ class LookupFunction(torch.autograd.Function):
         if axis.size > 1:
             rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
         ctx.save_for_backward(local, elsewhere)
-        ctx.weight, ctx.weights, ctx.rows = weight, weights, len(table)
-        return collectives.all_reduce(rows, axis, parameter=weight)
+        ctx.weight, ctx.weights, ctx.rows, ctx.scatter = weight, weights, len(table), scatter
+        combine = collectives.reduce_scatter if scatter else collectives.all_reduce
+        return combine(rows, axis, parameter=weight)
 
     @staticmethod
     def backward(ctx, d_rows):
         local, elsewhere = ctx.saved_tensors
+        if ctx.scatter:
+            d_rows = collectives.all_gather(d_rows, ctx.weights.grid.x, parameter=ctx.weight)
         # Each rank of x has the full gradient of the sum, including that of its own rows. It adds them up in the
         # master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
         d_table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1])
         d_table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
         ctx.weights.scatter(ctx.weight, d_table)
-        return None, None, None
+        return None, None, None, None
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [batch, sequence] → [batch, sequence, hidden over y], in the compute dtype.
+    """Token ids [batch, sequence] → [tokens, hidden over y] of this rank's tokens, in the compute dtype.
 
     ``rows`` is the padded vocabulary. Padding is never looked up, and the loss leaves it out.
     """
@@ -48,8 +52,8 @@ class TokenEmbedding(nn.Module):
         self.weights = weights
         self.weight = weights.parameter(specs.token_embedding(rows, hidden, std)["weight"])
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return LookupFunction.apply(self.weight, ids, self.weights)
+    def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return LookupFunction.apply(self.weight, tokens.gathered(ids), self.weights, tokens.axis.size > 1)
 
 
 class ExpandFunction(torch.autograd.Function):
@@ -67,10 +71,9 @@ class ExpandFunction(torch.autograd.Function):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned vectors of positions, in the compute dtype: [batch, length, hidden over y].
+    """Adds learned vectors of positions to [tokens, hidden over y], in the compute dtype.
 
-    The positions are 0 … length-1. With ``documents`` [batch, length], the index of each token's document, they restart
-    at 0 in every document.
+    The positions are 0 … length-1. With documents they restart at 0 in every document.
     """
 
     def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
@@ -78,10 +81,8 @@ class PositionEmbedding(nn.Module):
         self.dtype = weights.compute_dtype
         self.weight = weights.parameter(specs.position_embedding(positions, hidden, std)["weight"])
 
-    def forward(self, batch: int, length: int, documents: torch.Tensor | None = None) -> torch.Tensor:
-        if documents is None:
-            return ExpandFunction.apply(self.weight, batch, length, self.dtype)
-        places = torch.arange(length, device=documents.device).expand_as(documents)
-        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        first = torch.where(begins, places, 0).cummax(1).values
-        return F.embedding(places - first, self.weight).to(self.dtype)
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        if tokens.documents is not None or tokens.axis.size > 1:
+            return x + F.embedding(tokens.local(tokens.positions), self.weight).to(self.dtype)
+        rows = ExpandFunction.apply(self.weight, len(tokens.sample_ids), tokens.length, self.dtype)
+        return (x.unflatten(0, (-1, tokens.length)) + rows).flatten(0, 1)

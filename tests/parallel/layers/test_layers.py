@@ -11,7 +11,9 @@ from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 from tests.grids import batch_part, grid_name
 
@@ -52,7 +54,7 @@ def linear(sizes, transposed, parts):
     out_layout = Layout(batch, (), *out_dims)
     out_shape = (8, 3, *layer.bias.spec.shape)
     mine = part(inputs, weights, Layout(batch, (), (into,))).requires_grad_()
-    ours = layer(mine)
+    ours = run_alone(layer(mine))
     ours.backward(part(upstream.view(out_shape), weights, out_layout))
 
     inputs, weight, bias = (t.requires_grad_() for t in (inputs, weight, bias))
@@ -111,7 +113,8 @@ def token_embedding(sizes):
     ids = torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(0))
     upstream = normal(4, 6, 8, seed=1)
     fill(layer.weight, table, weights)
-    rows = layer(batch_part(ids, weights.grid))
+    ids_here = batch_part(ids, weights.grid)
+    rows = layer(ids_here, Tokens(torch.arange(len(ids_here)), 6)).unflatten(0, (-1, 6))
     layout = Layout(("data", "z"), (), ("y",))
     rows.backward(part(upstream, weights, layout))
     weights.finish()
@@ -155,10 +158,10 @@ def accumulate(sizes):
     fill(layer.weight, normal(8, 8), weights)
     fill(layer.bias, normal(8), weights)
     inputs = torch.ones(2, 8 // sizes.y, dtype=torch.float64)
-    layer(inputs).sum().backward()
+    run_alone(layer(inputs)).sum().backward()
     weights.finish()
     once = layer.weight.grad.clone()
-    layer(inputs).sum().backward()
+    run_alone(layer(inputs)).sum().backward()
     weights.finish()
     close(layer.weight.grad, 2 * once)
 

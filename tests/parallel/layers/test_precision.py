@@ -8,6 +8,8 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.norm import LayerNorm, LayerNormFunction
+from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 
 FEATURES, TOKENS = 16, (8, 32)
@@ -40,7 +42,7 @@ def upstream():
 
 def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
     layer = Linear(weights, FEATURES, FEATURES)
-    layer(x).backward(upstream)
+    run_alone(layer(x)).backward(upstream)
     weights.finish()
     wide, d_out = x.detach().double().flatten(0, 1), upstream.double().flatten(0, 1)
     close(layer.weight.grad, wide.t() @ d_out)
@@ -49,11 +51,11 @@ def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
 
 def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
     table = TokenEmbedding(weights, FEATURES, FEATURES)
-    Head(weights)(x, table.weight).backward(upstream)
+    run_alone(Head(weights)(x, table.weight)).backward(upstream)
     weights.finish()
     close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
     table = TokenEmbedding(weights, 20, FEATURES)
-    table(IDS).backward(upstream)
+    table(IDS, Tokens(torch.arange(TOKENS[0]), TOKENS[1])).backward(upstream.flatten(0, 1))
     weights.finish()
     close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
 
@@ -61,7 +63,8 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
 @pytest.mark.parametrize("documents", [None, torch.zeros(TOKENS, dtype=torch.int64)], ids=["plain", "documents"])
 def test_a_position_table(weights, upstream, documents):
     table = PositionEmbedding(weights, 40, FEATURES)
-    table(*TOKENS, documents).backward(upstream)
+    tokens, x = Tokens(torch.arange(TOKENS[0]), TOKENS[1], documents), upstream.flatten(0, 1)
+    table(x, tokens).backward(x)
     close(table.weight.grad, F.pad(upstream.double().sum(0), (0, 0, 0, 8)))
 
 

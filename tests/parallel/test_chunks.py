@@ -1,0 +1,219 @@
+"""Chunks, split heads and split tokens change when and where a step computes, never what; and chunks hide its sums."""
+
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.parallel import collectives
+from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.stage import StageRuntime
+from gpt4d.parallel.turns import Turn, run
+from gpt4d.step import build_stage, mask_replicas
+from tests.grids import TINY_MODEL, batch_part, global_tensor, token_loss
+
+BATCH, LENGTH = 16, 12
+DROPOUT = replace(TINY_MODEL, dropout=0.1, attention_dropout=0.1)
+PLAIN = GridSizes()
+
+
+def microbatch(grid, index, with_documents=True):
+    """Ids, targets, sample ids and documents of this rank's part of a microbatch."""
+    ids = torch.randint(0, TINY_MODEL.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(index))
+    batch = [ids, ids.roll(-1, 1), torch.arange(BATCH)] + [(ids < 5).long().cumsum(1)] * with_documents
+    return [batch_part(tensor, grid) for tensor in batch]
+
+
+def runtime_of(sizes, recompute, model=TINY_MODEL, **parallel):
+    train = TrainConfig(seq_len=LENGTH, seed=1, activation_checkpointing="full" if recompute else "none")
+    config = Config(model=model, parallel=ParallelConfig(**parallel), train=train)
+    stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
+    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
+    return StageRuntime(stage, reducer, token_loss)
+
+
+def gradients(sizes, recompute, microbatches, model, parallel):
+    """On a rank: the loss of an evaluation between steps, and the global gradients of a step."""
+    runtime = runtime_of(sizes, recompute, model, **parallel)
+    stage = runtime.stage
+    batches = [microbatch(stage.grid, index) for index in range(2 * microbatches)]
+    halves = [[half.chunk(2)[index % 2] for half in batches[index // 2]] for index in range(2 * microbatches)]
+    evaluated = collectives.all_reduce(mask_replicas(runtime.evaluate(batches[:1], 1), stage.grid), stage.grid.world)
+    runtime.forward_backward(halves, 2 * microbatches, 1.0)
+    grads = {name: global_tensor(p.grad, p.spec, stage.grid) for name, p in stage.module.named_parameters()}
+    return evaluated, grads
+
+
+@pytest.fixture(scope="module")
+def serial(ranks):
+    made = {}
+
+    def of(microbatches, model):
+        key = microbatches, model.dropout
+        if key not in made:
+            made[key] = ranks.run(1, gradients, PLAIN, False, microbatches, model, {})[0]
+        return made[key]
+
+    return of
+
+
+full = pytest.mark.full
+STEP = {"cache_layers": "all", "cache_scope": "step"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recompute", "microbatches", "dropout", "parallel"),
+    [
+        ((2, 2, 1, 1), False, 1, True, {"chunks": 2}),
+        ((2, 2, 1, 1), True, 2, False, {"chunks": 4, "sequence_parallel": True}),
+        ((4, 2, 1, 1), False, 1, False, {"sequence_parallel": True, "chunks": 2}),
+        ((2, 1, 2, 1), True, 1, True, {"sequence_parallel": True, **STEP}),
+        ((1, 2, 2, 1), False, 2, True, {"chunks": 2, "scatter_heads": False, "whole_layers": 1}),
+        ((2, 2, 2, 1), True, 1, True, {"chunks": 2, **STEP}),
+        ((2, 1, 1, 2), False, 1, True, {"chunks": 4, "sequence_parallel": True, "scatter_heads": False}),
+        pytest.param((1, 4, 1, 2), True, 1, False, {"chunks": 2}, marks=full),
+        pytest.param((2, 4, 1, 1), False, 2, True, {"chunks": 2, "sequence_parallel": True}, marks=full),
+        pytest.param((2, 2, 2, 2), True, 1, True, {"chunks": 2, "sequence_parallel": True, **STEP}, marks=full),
+        pytest.param((2, 2, 2, 2), False, 1, False, {"chunks": 2, "whole_layers": 1}, marks=full),
+        pytest.param((4, 1, 2, 1), True, 2, False, {"chunks": 2, "sequence_parallel": True}, marks=full),
+    ],
+    ids=str,
+)
+def test_gradients_equal_those_of_one_device(ranks, serial, sizes, recompute, microbatches, dropout, parallel):
+    model = DROPOUT if dropout else TINY_MODEL
+    sizes, (evaluated, expected) = GridSizes(*sizes), serial(microbatches, model)
+    ours, computed = ranks.run(sizes.devices, gradients, sizes, recompute, microbatches, model, parallel)[0]
+    assert ours.item() == pytest.approx(evaluated.item(), rel=1e-12)
+    for name, gradient in expected.items():
+        assert (computed[name] - gradient).norm() <= 1e-12 * gradient.norm(), name
+
+
+MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_mesh_of_eight_devices_is_exact_with_chunks(ranks, sizes):
+    model = replace(TINY_MODEL, heads=8, hidden=32, vocab_multiple=8)
+    ((_, expected),) = ranks.run(1, gradients, PLAIN, False, 1, model, {})
+    options = {"chunks": 2, "sequence_parallel": True}
+    _, computed = ranks.run(8, gradients, GridSizes(*sizes), False, 1, model, options)[0]
+    for name, gradient in expected.items():
+        assert (computed[name] - gradient).norm() <= 1e-12 * gradient.norm(), name
+
+
+def logits_of_odd_lengths(sizes):
+    """On a rank: logits of three sequences of seven tokens, without gradients."""
+    runtime = runtime_of(sizes, False, chunks=2, sequence_parallel=True)
+    with torch.no_grad():
+        return runtime.stage.module(torch.arange(21).view(3, 7), torch.arange(3))
+
+
+def test_a_forward_without_gradients_takes_any_number_of_tokens(ranks):
+    (expected,) = ranks.run(1, logits_of_odd_lengths, PLAIN)
+    answers = ranks.run(4, logits_of_odd_lengths, GridSizes(2, 2))
+    assert (torch.cat([answers[0], answers[1]], -1) - expected).norm() <= 1e-12 * expected.norm()
+
+
+def sums_of_a_step(sizes, recompute, parallel):
+    """On a rank: for each sum over x and y, its layer, and the products that were computed beside it."""
+    runtime = runtime_of(sizes, recompute, **parallel)
+    names = {p: name for name, p in runtime.stage.module.named_parameters()}
+    products, sums = [0], []
+    start, multiply = collectives.start_all_reduce, torch.Tensor.__matmul__
+
+    def count(a, b):
+        products[0] += 1
+        return multiply(a, b)
+
+    def record(tensor, axis, *rest, parameter=None):
+        pending, started = start(tensor, axis, *rest, parameter=parameter), products[0]
+        wait = pending.wait
+
+        def waited():
+            sums.append((names[parameter], axis.name, products[0] - started))
+            pending.wait = wait
+            return wait()
+
+        if parameter is not None and axis.size > 1 and names[parameter].startswith("blocks") and tensor.dim() > 1:
+            pending.wait = waited
+        return pending
+
+    with patch.object(collectives, "start_all_reduce", record), patch.object(torch.Tensor, "__matmul__", count):
+        runtime.forward_backward([microbatch(runtime.stage.grid, 0)], 1, 1.0)
+    return [entry for entry in sums if "norm" not in entry[0]]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "last"),
+    [(False, {"1.mlp.down"}), (True, {"0.mlp.down", "1.mlp.down", "0.mlp.up", "1.mlp.up"})],
+    ids=["plain", "recomputed"],
+)
+def test_products_run_beside_every_sum_but_that_of_the_last_chunk(ranks, recompute, last):
+    """In the last block or, with recomputation, in each. A recomputation ends before mlp.down."""
+    for sums in ranks.run(4, sums_of_a_step, GridSizes(2, 2, 1, 1), recompute, {"chunks": 4, "scatter_heads": False}):
+        alone = Counter(layer for layer, _, beside in sums if beside == 0)
+        assert alone == {f"blocks.{layer}.weight": 1 for layer in last}
+        assert all(count >= 4 for count in Counter(layer for layer, _, _ in sums).values())
+
+
+def gathers_of_a_step(chunks):
+    runtime = runtime_of(GridSizes(1, 1, 2, 1), False, chunks=chunks)
+    gathers, scatters = Counter(), Counter()
+    names = {p: name for name, p in runtime.stage.module.named_parameters()}
+    gather, scatter = collectives.start_all_gather, collectives.start_reduce_scatter
+
+    def count_gather(shard, axis, parameter=None):
+        gathers[names[parameter]] += 1
+        return gather(shard, axis, parameter=parameter)
+
+    def count_scatter(full, axis, parameter=None):
+        scatters[names[parameter]] += 1
+        return scatter(full, axis, parameter=parameter)
+
+    with (
+        patch.object(collectives, "start_all_gather", count_gather),
+        patch.object(collectives, "start_reduce_scatter", count_scatter),
+    ):
+        runtime.forward_backward([microbatch(runtime.stage.grid, 0)], 1, 1.0)
+    return gathers, scatters
+
+
+def test_chunks_share_one_gather_and_one_scatter_of_each_weight(ranks):
+    whole, cut = ranks.run(2, gathers_of_a_step, 1), ranks.run(2, gathers_of_a_step, 4)
+    assert cut == whole and all(whole[0])
+
+
+def test_coroutines_take_turns_in_one_order_and_return_their_results():
+    order = []
+
+    async def chunk(name, turns):
+        for turn in range(turns):
+            order.append((name, turn))
+            await Turn()
+        return name
+
+    assert run([chunk("a", 2), chunk("b", 3)]) == ["a", "b"]
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 2)]
+
+
+def test_an_error_in_one_coroutine_closes_the_others():
+    closed = []
+
+    async def waiting():
+        try:
+            await Turn()
+            await Turn()
+        finally:
+            closed.append(True)
+
+    async def failing():
+        await Turn()
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run([waiting(), failing()])
+    assert closed == [True]
