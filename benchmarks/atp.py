@@ -1,0 +1,181 @@
+"""ATP on virtual clusters of several topologies: every mesh with and without chunks, measured and predicted.
+
+    python -m benchmarks.atp [cases=1x8:5,8x1:5,8x1:16,2x4:16,16x1:16,4x4:16] [chunks=4] [mbit=1000] [out=docs/atp]
+
+A case is hosts x ranks, and the percentage of a step that is computation on DeviceMesh(N, 1) without chunks: the rate
+of the virtual devices (``benchmarks.settings``) follows from it. The ATP paper's Table 3 implies 4 to 6 % on its slow
+machines and 15 to 18 % on InfiniBand. The planner is given the rates of links and devices, and chooses the order of
+ranks. Writes ``out``.json and ``out``.png.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.planner import plain_rates
+from benchmarks.settings import DeviceConfig, grid_name, read_arguments
+from benchmarks.workers.training import workload
+from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.planner import atp
+from gpt4d.planner.estimate import Estimate, Plan
+from gpt4d.runtime.errors import one_line_errors
+
+_GRIDS_PER_GROUP = 5
+
+
+@dataclass
+class AtpBenchmark(DeviceConfig):
+    cases: str = "1x8:5,8x1:5,8x1:16,2x4:16,16x1:16,4x4:16"
+    chunks: int = 4  # compared with none
+    out: str = "docs/atp"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A topology and the share of a step that is computation on DeviceMesh(N, 1)."""
+
+    hosts: int
+    ranks: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.hosts} hosts × {self.ranks}, {self.share:.0%} computation"
+
+
+def parse_cases(text: str) -> list[Case]:
+    """Return the cases of a list such as ``8x1:16,2x4:5``. Raises ConfigError for another text."""
+    try:
+        parts = [case.replace("x", ":").split(":") for case in text.split(",")]
+        cases = [Case(int(hosts), int(ranks), float(percent) / 100) for hosts, ranks, percent in parts]
+    except ValueError:
+        cases = []
+    if not cases or not all(0 < case.share < 1 and case.hosts * case.ranks > 1 for case in cases):
+        raise ConfigError(f"cases={text}: not a list of hosts x ranks: percentage; use 8x1:16,2x4:5, for example")
+    return cases
+
+
+def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
+    """Return the planner's prediction for a mesh in the faster order of ranks."""
+    model, batch, _ = workload(virtual=True)
+    settings = Config(
+        model=model,
+        train=TrainConfig(seq_len=model.max_positions, batch_size=batch),
+        parallel=ParallelConfig(cache_layers="all"),
+        cluster=plain_rates(config),
+    )
+    orders = ["x", "y"] if 1 not in mesh else ["x"]
+    choices = [{"innermost": order, "chunks": chunks} for order in orders]
+    plans = [Estimate(settings, GridSizes(*mesh), choice=choice).plan(batch) for choice in choices]
+    return min(plans, key=lambda plan: plan.step_time_s)
+
+
+def with_share(config: AtpBenchmark, case: Case) -> AtpBenchmark:
+    """Return the settings of a case, with the rate of devices that gives its share of computation."""
+    config = replace(config, hosts=case.hosts, ranks=case.ranks)
+    plan = predict(config, atp.AtpMesh(case.hosts * case.ranks, 1), chunks=1)
+    compute_s = case.share / (1 - case.share) * (plan.step_time_s - plan.compute_s)
+    return replace(config, flops=config.flops * plan.compute_s / compute_s)
+
+
+def measure(config: AtpBenchmark, names: Sequence[str]) -> list[dict]:
+    groups = -(-len(names) // _GRIDS_PER_GROUP)
+    shares = [config.worker_arguments(names[group::groups]) for group in range(groups)]
+    specs = [WorkerSpec("ours", "benchmarks.workers.train_ours", arguments=share) for share in shares]
+    with EmulatedCluster(config) as cluster:
+        return interleave(cluster, specs, config.repeats, config.warm_up)
+
+
+def compare(meshes: Sequence[str], seconds: dict[str, float], predicted: dict[str, float]) -> dict[str, float]:
+    """Return how good the planner's mesh is, and gains over DeviceMesh(N, 1), the first of ``meshes``."""
+    best, chosen = min(meshes, key=seconds.__getitem__), min(meshes, key=predicted.__getitem__)
+    first = meshes[0]
+    return {
+        "best": best,
+        "chosen": chosen,
+        "chosen_over_best": seconds[chosen] / seconds[best],
+        "gain": seconds[first] / seconds[best] - 1,
+        "predicted_gain": predicted[first] / predicted[best] - 1,
+    }
+
+
+def run_case(config: AtpBenchmark, case: Case) -> dict:
+    """Measure every mesh of a case and return rows, predictions and comparisons."""
+    config = with_share(config, case)
+    plans = {
+        (chunks, mesh): predict(config, mesh, chunks)
+        for chunks in (1, config.chunks)
+        for mesh in atp.meshes(case.hosts * case.ranks)
+    }
+    names = {
+        key: grid_name(plan.sizes, {k: v for k, v in plan.choice.items() if v != 1}) for key, plan in plans.items()
+    }
+    rows = measure(config, list(names.values()))
+    for row in rows:
+        print(report.line(row), flush=True)
+    seconds = {row["name"]: row["median_s"] for row in report.counting(rows)}
+    predicted = {names[key]: plan.step_time_s for key, plan in plans.items()}
+    comparisons = {}
+    for chunks in (1, config.chunks):
+        meshes = [name for (count, _), name in names.items() if count == chunks and name in seconds]
+        comparisons[f"chunks={chunks}"] = compare(meshes, seconds, predicted)
+    best = [seconds[comparison["best"]] for comparison in comparisons.values()]
+    comparisons["chunks"] = {"gain": best[0] / best[1] - 1}
+    for key, comparison in comparisons.items():
+        print(key, comparison, flush=True)
+    return {
+        "case": asdict(case),
+        "name": str(case),
+        **config.description(),
+        "rows": rows,
+        "predicted_s": predicted,
+        "comparisons": comparisons,
+    }
+
+
+def plot(cases: list[dict], chunks: int, out: Path) -> None:
+    """Draw ``out``.png: a panel per case with the measured steps of its meshes, and marks for the predicted ones."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(cases))
+    rows = -(-len(cases) // columns)
+    figure = Figure(figsize=(4.4 * columns, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, case in zip(panels, cases, strict=False):
+        seconds = {row["name"]: row["median_s"] for row in report.counting(case["rows"])}
+        plain = [name for name in seconds if "chunks" not in name]
+        cut = [name for name in seconds if "chunks" in name]
+        for offset, names, color, label in (
+            (-0.2, plain, "#b7b7b7", "whole"),
+            (0.2, cut, "#7a9cc6", f"{chunks} chunks"),
+        ):
+            places = [place + offset for place in range(len(names))]
+            panel.bar(places, [seconds[name] for name in names], 0.38, color=color, label=label)
+            panel.plot(places, [case["predicted_s"][name] for name in names], "k_", markersize=12)
+        meshes = ["(" + ", ".join(name.split("/")[0].split("x")[:2]) + ")" for name in plain]
+        panel.set_xticks(range(len(meshes)), meshes, fontsize=8)
+        panel.set_title(case["name"], fontsize=10)
+        panel.set_ylabel("seconds per step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, title="DeviceMesh(d1, d2); marks: predicted")
+    figure.savefig(out.with_suffix(".png"), dpi=120)
+
+
+def main(arguments: list[str]) -> None:
+    config = read_arguments(AtpBenchmark, ["virtual=true", "mbit=1000", f"out={AtpBenchmark.out}", *arguments])
+    cases, out = parse_cases(config.cases), Path(config.out)
+    results = []
+    for case in cases:
+        print(f"--- {case}", flush=True)
+        results.append(run_case(config, case))
+        command = "python -m benchmarks.atp " + " ".join(arguments)
+        report.write(out, command.strip(), report.machine("torch"), [], cases=results)
+        plot(results, config.chunks, out)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
