@@ -94,8 +94,10 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
         and _fits(tensor.view(hosts.local_size, -1))
     ):
         return _start_all_reduce_by_hosts(tensor, axis, hosts, sent_bytes)
-    work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
-    return Pending(tensor, InFlightCollective(axis.traffic, work, tensor.device, sent_bytes))
+    count = limits.num_pieces(tensor.nbytes / axis.size, _yields(axis)) if tensor.is_cpu else 1
+    works = [dist.all_reduce(piece, op, group=axis.group, async_op=True) for piece in tensor.view(-1).chunk(count)]
+    run = InFlightCollective(axis.traffic, works[0] if count == 1 else Works(works, ()), tensor.device, sent_bytes)
+    return Pending(tensor, run)
 
 
 @_trace
@@ -109,9 +111,14 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
         return _through_memory(shard, axis, sent_bytes, lambda slots: torch.cat(slots.unbind()))
     if isinstance(hosts := axis.transport, Hosts) and _fits(shard.view(1, -1).expand(hosts.size, -1)):
         return _start_all_gather_by_hosts(shard, axis, hosts, sent_bytes)
-    full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
-    work = _all_gather(full, shard, group=axis.group, async_op=True)
-    return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
+    shape = axis.size * shard.shape[0], *shard.shape[1:]
+    if not shard.is_cpu:
+        full = shard.new_empty(shape)
+        work = _all_gather(full, shard, group=axis.group, async_op=True)
+        return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
+    works, received = _gather_pieces(shard, axis)
+    run = InFlightCollective(axis.traffic, works, shard.device, sent_bytes)
+    return Pending(shard, run, lambda _: torch.cat(received, 1).view(shape))
 
 
 @_trace
@@ -129,19 +136,27 @@ def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
         shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
         return Pending(shard, InFlightCollective(axis.traffic, work, full.device, sent_bytes), source=full)
-    works, received = _exchange_parts(full, axis.group, axis.size)
+    works, received = _exchange_parts(full, axis)
     run = InFlightCollective(axis.traffic, works, full.device, sent_bytes)
     return Pending(full, run, lambda _: _add_parts(received, full), source=full)
 
 
-def _exchange_parts(full: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> tuple[Works, list[torch.Tensor]]:
-    """Start to send each rank of a group its part of ``full`` along dim 0. Return the handle and the received parts.
+def _gather_pieces(shard: torch.Tensor, axis: Axis) -> tuple[Works, list[torch.Tensor]]:
+    """Start to gather the shards of the axis. Return the handle and, for each piece, a row of each rank."""
+    sent = _pieces(shard.view(1, -1), _yields(axis))
+    received = [piece.new_empty((axis.size, piece.shape[1])) for piece in sent]
+    gather = partial(_all_gather, group=axis.group, async_op=True)
+    return Works(list(map(gather, received, sent)), sent), received
+
+
+def _exchange_parts(full: torch.Tensor, axis: Axis) -> tuple[Works, list[torch.Tensor]]:
+    """Start to send each rank of the axis its part of ``full`` along dim 0. Return the handle and the received parts.
 
     It is the first half of a reduce-scatter, which gloo would implement as an all-reduce of twice the bytes.
     """
-    sent = [columns.contiguous() for columns in _pieces(full.view(size, -1))]
+    sent = [columns.contiguous() for columns in _pieces(full.view(axis.size, -1), _yields(axis))]
     received = [torch.empty_like(columns) for columns in sent]
-    exchange = partial(dist.all_to_all_single, group=group, async_op=True)
+    exchange = partial(dist.all_to_all_single, group=axis.group, async_op=True)
     return Works(list(map(exchange, received, sent)), sent), received
 
 
@@ -150,9 +165,14 @@ def _add_parts(received: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor
     return torch.cat([columns.sum(0) for columns in received]).view(-1, *full.shape[1:])
 
 
-def _pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _pieces(rows: torch.Tensor, yielding: bool = False) -> tuple[torch.Tensor, ...]:
     """Split rows along dim 1 into the pieces in which each is sent."""
-    return rows.chunk(limits.num_pieces(rows[0].nbytes), 1)
+    return rows.chunk(limits.num_pieces(rows[0].nbytes, yielding), 1)
+
+
+def _yields(axis: Axis) -> bool:
+    """Return whether collectives of the axis run ahead of the computation or behind it, rather than in its way."""
+    return axis.name in ("z", "data")
 
 
 def _shared(tensor: torch.Tensor, axis: Axis) -> bool:

@@ -4,13 +4,16 @@ MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a full gradient in memory
 MAX_INFLIGHT_PARAM_GATHERS = 2  # on a link that transfers share, more would delay the one that is needed first
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency dominates; above, it is negligible
 # Between hosts of CPUs, long tensors travel in pieces: their parts inside the hosts overlap, and gloo transfers long
-# messages at little more than half the rate of a link.
+# messages at little more than half the rate of a link. What the computation does not wait for, the weights and
+# gradients of z and data, travels in smaller ones: with little in flight it yields to the others on the link.
 _PIECE_BYTES, _MOST_PIECES = 1 << 18, 32
+_YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES = 1 << 16, 128
 
 
-def num_pieces(nbytes: float) -> int:
+def num_pieces(nbytes: float, yielding: bool = False) -> int:
     """Return the number of pieces in which a rank of a CPU sends ``nbytes`` to a rank of another host."""
-    return int(min(max(1, nbytes // _PIECE_BYTES), _MOST_PIECES))
+    piece, most = (_YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES) if yielding else (_PIECE_BYTES, _MOST_PIECES)
+    return int(min(max(1, nbytes // piece), most))
 
 
 def bucket_bytes(gradient_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """Overlaps and caches change when weights and gradients travel, never what arrives; and nothing travels twice."""
 
 import itertools
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -213,24 +214,31 @@ def test_collectives_in_flight_do_not_disturb_each_other(ranks):
 
 
 def exchanged_in_messages(message_bytes):
-    """The number of messages of a reduce-scatter through the network, and this rank's part of the sum."""
-    exchange, sent = dist.all_to_all_single, []
+    """The messages of three collectives through the network, and their results: two sums and what a gather returns."""
+    counts = Counter()
+
+    def counted(kind, exchange):
+        return lambda *args, **options: counts.update([kind]) or exchange(*args, **options)
+
     with (
         patch.object(hosts, "connect", lambda group: None),
-        patch.object(limits, "_PIECE_BYTES", message_bytes),
-        patch.object(dist, "all_to_all_single", lambda *args, **options: sent.append(1) or exchange(*args, **options)),
+        patch.object(limits, "_YIELDING_PIECE_BYTES", message_bytes),
+        patch.object(dist, "all_to_all_single", counted("reduce_scatter", dist.all_to_all_single)),
+        patch.object(dist, "all_reduce", counted("all_reduce", dist.all_reduce)),
+        patch.object(collectives, "_all_gather", counted("all_gather", collectives._all_gather)),
     ):
         grid = Grid(GridSizes(1, 1, 4, 1))
         full = torch.arange(4 * 3 * 7.0).view(12, 7) * (grid.z.index + 1)
         part = collectives.start_reduce_scatter(full, grid.z).wait()
-    return len(sent), part
+        return counts, collectives.all_reduce(full, grid.z), collectives.all_gather(part, grid.z)
 
 
 @pytest.mark.parametrize(("message_bytes", "messages"), [(1 << 18, 1), (20, 4)])
-def test_short_messages_add_up_to_the_same_sum(ranks, message_bytes, messages):
-    answers = ranks.run(4, exchanged_in_messages, message_bytes)
-    assert {count for count, _ in answers} == {messages}
-    assert torch.equal(torch.cat([part for _, part in answers]), torch.arange(84.0).view(12, 7) * 10)
+def test_short_messages_make_the_same_result(ranks, message_bytes, messages):
+    expected = torch.arange(84.0).view(12, 7) * 10
+    for counts, total, gathered in ranks.run(4, exchanged_in_messages, message_bytes):
+        assert counts == dict.fromkeys(("reduce_scatter", "all_reduce", "all_gather"), messages)
+        assert torch.equal(total, expected) and torch.equal(gathered, expected)
 
 
 def products_of_a_step():
