@@ -45,7 +45,7 @@ def weight_order(
         for weight in weights:
             order.extend([WeightUse(phase, weight, microbatch)] * (chunks or {}).get(weight, 1))
 
-    for kind, microbatch in schedule:
+    for kind, microbatch, _ in schedule:
         if kind == "F":
             for layer in layers:
                 use(FORWARD, layer.forward, microbatch)

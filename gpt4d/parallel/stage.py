@@ -76,7 +76,7 @@ class StageRuntime:
         total = torch.zeros((), dtype=torch.float64, device=stage.weights.device)
         remaining = iter(batches)
         in_flight: dict[int, torch.Tensor] = {}
-        for kind, microbatch in actions:
+        for kind, microbatch, _ in actions:
             if kind == "F":
                 in_flight[microbatch] = self.loss_sum(stage.module, next(remaining)) / divisor
                 total += in_flight[microbatch].detach()

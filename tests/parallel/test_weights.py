@@ -112,7 +112,7 @@ def gradients_in_flight(text, recompute, cache_layers):
     counter = GatherCounter(stage.weights)
     stage.weights.begin(weight_order(actions, stage.layer_weights), stage.cached)
     losses = {}
-    for kind, microbatch in actions:
+    for kind, microbatch, _ in actions:
         if kind == "F":
             losses[microbatch] = stage.module.loss_sum(*tiny_batch(grid, microbatch))
         else:

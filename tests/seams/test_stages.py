@@ -134,7 +134,7 @@ def random_schedule(draw: random.Random) -> list[Action]:
 def executed(actions: list[Action], layers: list[LayerWeights]) -> list[WeightUse]:
     """The uses, action by action, as the module makes them."""
     uses = []
-    for kind, microbatch in actions:
+    for kind, microbatch, _ in actions:
         phases = [(FORWARD, layer.forward) for layer in layers]
         if kind == "B":
             pairs = [((RECOMPUTATION, x.recomputation), (BACKWARD, x.backward)) for x in layers[::-1]]

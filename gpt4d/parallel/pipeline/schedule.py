@@ -1,20 +1,149 @@
-"""Schedules: the order in which a stage computes the forwards and backwards of its microbatches. No torch here."""
+"""Schedules: the order in which stages compute the forwards and backwards of microbatches. No torch here.
 
+A pipeline of S stages with v model chunks each has S·v virtual stages; virtual stage q is on stage q % S. All
+schedules but the interleaved one have v = 1.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One forward ("F") or backward ("B") of one microbatch, counted from 0."""
+    """One forward ("F") or backward ("B") of one microbatch, counted from 0, on one virtual stage.
+
+    A backward may be split: "I" computes the gradient of the input, "W" those of the weights.
+    """
 
     kind: str
     microbatch: int
+    virtual_stage: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.virtual_stage}{self.kind}{self.microbatch}"
 
 
-def single_stage(microbatches: int) -> list[Action]:
-    """Return the schedule of a stage that has no neighbors: F0 B0 F1 B1 …, one microbatch in flight."""
+Order = list[Action]  # of one stage
+
+
+def single_stage(microbatches: int) -> Order:
+    """Return the order of a stage that has no neighbors: F0 B0 F1 B1 …, one microbatch in flight."""
     return [Action(kind, microbatch) for microbatch in range(microbatches) for kind in "FB"]
 
 
-def forward_only(microbatches: int) -> list[Action]:
-    """Return the schedule of an evaluation: F0 F1 …"""
+def forward_only(microbatches: int) -> Order:
+    """Return the order of an evaluation: F0 F1 …"""
     return [Action("F", microbatch) for microbatch in range(microbatches)]
+
+
+def gpipe(stages: int, microbatches: int) -> list[Order]:
+    """All forwards, then all backwards: every microbatch is in flight."""
+    return [_alternating(_of_stage(stage, microbatches), microbatches) for stage in range(stages)]
+
+
+def one_forward_one_backward(stages: int, microbatches: int) -> list[Order]:
+    """1F1B: stage i runs S - i forwards, then a backward and a forward in turns (PipeDream-Flush)."""
+    return [_alternating(_of_stage(stage, microbatches), stages - stage) for stage in range(stages)]
+
+
+def eager_1f1b(stages: int, microbatches: int, delayed: int | None = None) -> list[Order]:
+    """Eager 1F1B (arXiv 2211.05322, §4): 2(S - i) - 1 forwards first, so that transfers have time to arrive.
+
+    Args:
+        stages: S.
+        microbatches: how many there are.
+        delayed: with a number, backwards are split, and that many weight gradients wait for later ones.
+    """
+    return [_alternating(_of_stage(stage, microbatches), 2 * (stages - stage) - 1, delayed) for stage in range(stages)]
+
+
+def zb_h1(stages: int, microbatches: int) -> list[Order]:
+    """ZB-H1 (arXiv 2401.10241, §2.2): 1F1B with split backwards; i weight gradients of stage i fill its bubbles."""
+    return [_alternating(_of_stage(stage, microbatches), stages - stage, delayed=stage) for stage in range(stages)]
+
+
+def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> list[Order]:
+    """Interleaved 1F1B (arXiv 2104.04473, §2.2): groups of S microbatches pass through the model chunks of a stage.
+
+    ``microbatches`` must be a multiple of ``stages``.
+    """
+    assert microbatches % stages == 0, "the groups of the interleaved schedule have S microbatches"
+
+    def actions(stage: int) -> tuple[Order, Order]:
+        forwards, backwards = [], []
+        for turn in range(microbatches * chunks):
+            group, place = divmod(turn, stages * chunks)
+            chunk, microbatch = divmod(place, stages)
+            microbatch += group * stages
+            forwards.append(Action("F", microbatch, chunk * stages + stage))
+            backwards.append(Action("B", microbatch, (chunks - 1 - chunk) * stages + stage))
+        return forwards, backwards
+
+    first = [2 * (stages - stage - 1) + (chunks - 1) * stages + 1 for stage in range(stages)]
+    return [_alternating(actions(stage), first[stage]) for stage in range(stages)]
+
+
+def _of_stage(stage: int, microbatches: int) -> tuple[Order, Order]:
+    """Return the forwards and the backwards of a stage with one model chunk."""
+    forwards, backwards = ([Action(kind, m, stage) for m in range(microbatches)] for kind in "FB")
+    return forwards, backwards
+
+
+def _alternating(actions: tuple[Order, Order], first: int, delayed: int | None = None) -> Order:
+    """Return ``first`` forwards, and then a backward and a forward in turns.
+
+    ``delayed``: split the backwards, and compute the weight gradients of each after those input gradients that follow
+    it, this many. Without: do not split them.
+    """
+    forwards, backwards = actions
+    order = forwards[:first]
+    for number, backward in enumerate(backwards):
+        if delayed is None:
+            order.append(backward)
+        else:
+            order.append(backward._replace(kind="I"))
+            if number >= delayed:
+                order.append(backwards[number - delayed]._replace(kind="W"))
+        order += forwards[first + number : first + number + 1]
+    if delayed:
+        order += [late._replace(kind="W") for late in backwards[-delayed:]]
+    return order
+
+
+def problem(orders: Sequence[Order], virtual_stages: int, microbatches: int) -> str | None:
+    """Return why ``orders`` are not a schedule, or None if they are one.
+
+    Each virtual stage must compute every microbatch forward and then backward, whole or in both halves.
+    """
+    stages = len(orders)
+    for stage, order in enumerate(orders):
+        seen: set[Action] = set()
+        for action in order:
+            kind, microbatch, virtual_stage = action
+            if virtual_stage % stages != stage or not 0 <= virtual_stage < virtual_stages:
+                return f"{action} is not on stage {stage}"
+            if action in seen:
+                return f"{action} occurs twice"
+            before = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
+            if before and action._replace(kind=before) not in seen:
+                return f"{action} is not after its {before}"
+            if kind in "BI" and action._replace(kind="I" if kind == "B" else "B") in seen:
+                return f"{action} computes a gradient again"
+            seen.add(action)
+        for virtual_stage in range(stage, virtual_stages, stages):
+            for microbatch in range(microbatches):
+                whole, last = (Action(kind, microbatch, virtual_stage) for kind in "BW")
+                if whole not in seen and last not in seen:
+                    return f"stage {stage} has no {whole}"
+    return None
+
+
+def peak_in_flight(order: Iterable[Action]) -> int:
+    """Return the most microbatches whose activations a stage holds: from the forward until the last gradient.
+
+    Each model chunk of a stage counts by itself.
+    """
+    held = peak = 0
+    for action in order:
+        held += {"F": 1, "I": 0}.get(action.kind, -1)
+        peak = max(peak, held)
+    return peak

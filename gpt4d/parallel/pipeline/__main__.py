@@ -1,0 +1,82 @@
+"""Print the order of a schedule, its activations in flight and the time of a step.
+
+python -m gpt4d.parallel.pipeline schedule=eager_1f1b stages=4 microbatches=8
+
+Further options: chunks_per_stage=1; forward=1.0 backward=2.0, seconds of a stage; transfer=0.0, seconds between two
+stages; plot=FILE for a picture of the step. A row is a stage, and 1F3 is the forward of microbatch 3 on virtual
+stage 1: B is a backward, I and W are its halves, the gradient of the input and those of the weights.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt4d.config import ConfigError, check_choice, check_picture, from_arguments
+from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
+from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
+from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
+from gpt4d.runtime.errors import one_line_errors
+
+
+@dataclass
+class ScheduleQuery:
+    """The schedule, the seconds of its stages, and a file for a picture."""
+
+    schedule: str = "eager_1f1b"
+    stages: int = 4
+    microbatches: int = 8
+    chunks_per_stage: int = 1
+    forward: float = 1.0  # seconds of one stage and one microbatch
+    backward: float = 2.0
+    transfer: float = 0.0
+    plot: str | None = None
+
+
+def main(arguments: list[str]) -> None:
+    if arguments and arguments[0] in ("--help", "-h"):
+        print(__doc__)
+        return
+    query = from_arguments(ScheduleQuery, arguments)
+    check_choice("schedule", query.schedule, SCHEDULES)
+    check_picture("plot", query.plot)
+    for key in ("stages", "microbatches", "chunks_per_stage"):
+        if getattr(query, key) < 1:
+            raise ConfigError(f"{key}={getattr(query, key)}: use a value of at least 1")
+    for key in ("forward", "backward", "transfer"):
+        if getattr(query, key) < 0:
+            raise ConfigError(f"{key}={getattr(query, key):g}: seconds; use a value of at least 0")
+    orders, timeline = simulated(query)
+    print(report(query, orders, timeline))
+    if query.plot:
+        from gpt4d.parallel.pipeline.plot import draw
+
+        draw(timeline, f"{query.schedule}, {query.stages} stages, {query.microbatches} microbatches", Path(query.plot))
+        print(f"plot: {query.plot}")
+
+
+def simulated(query: ScheduleQuery) -> tuple[list[Order], Timeline]:
+    parts = query.chunks_per_stage
+    half = query.backward / 2 / parts
+    costs = Costs.equal(query.stages * parts, query.forward / parts, half, half, query.transfer)
+    orders = orders_of(query.schedule, query.stages, query.microbatches, costs, parts)
+    return orders, simulate(orders, costs)
+
+
+def report(query: ScheduleQuery, orders: list[Order], timeline: Timeline) -> str:
+    """Return a line per stage, and the time of the step."""
+    peaks = [peak_in_flight(order) for order in orders]
+    lines = [
+        f"stage {stage}: {' '.join(map(str, order))}  (at most {peak} in flight)"
+        for stage, (order, peak) in enumerate(zip(orders, peaks, strict=True))
+    ]
+    busy = query.microbatches * (query.forward + query.backward)
+    idle = timeline.seconds - busy
+    lines.append(
+        f"step: {timeline.seconds:g} s, of which each stage is idle for {idle:g} s ({idle / busy:.0%} of its work)"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

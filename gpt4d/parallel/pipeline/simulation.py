@@ -1,0 +1,152 @@
+"""The time of a step on a pipeline, computed from its schedule and the costs of its stages. No torch here."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gpt4d.parallel.pipeline.schedule import Action, Order
+
+Edge = tuple[int, int]  # virtual stages: the one that produces a tensor and the one that uses it
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one microbatch.
+
+    Attributes:
+        forward: by virtual stage.
+        input_gradient: by virtual stage.
+        weight_gradient: by virtual stage; a whole backward takes the sum of both.
+        transfers: by edge, of the tensors that cross it forward, and of their gradients as much. A tensor may skip
+            stages.
+    """
+
+    forward: Sequence[float]
+    input_gradient: Sequence[float]
+    weight_gradient: Sequence[float]
+    transfers: Mapping[Edge, float] = field(default_factory=dict)
+
+    @classmethod
+    def equal(
+        cls, virtual_stages: int, forward: float, input_gradient: float, weight_gradient: float, transfer: float = 0.0
+    ) -> "Costs":
+        """Return the costs of equal stages in a chain."""
+        chain = {(stage, stage + 1): transfer for stage in range(virtual_stages - 1)}
+        n = virtual_stages
+        return cls([forward] * n, [input_gradient] * n, [weight_gradient] * n, chain)
+
+    def seconds(self, action: Action) -> float:
+        stage = action.virtual_stage
+        if action.kind == "F":
+            return self.forward[stage]
+        gradients = {"I": self.input_gradient[stage], "W": self.weight_gradient[stage]}
+        return gradients[action.kind] if action.kind in gradients else sum(gradients.values())
+
+
+class Span(NamedTuple):
+    """An action, with the seconds from the beginning of the step at which it starts and stops."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+class TransferSpan(NamedTuple):
+    """The transfer of what an action produces, along an edge or back."""
+
+    action: Action
+    source: int  # virtual stages
+    target: int
+    start: float
+    stop: float
+
+
+@dataclass
+class Timeline:
+    """A step. ``stages``: the actions of each; ``transfers``: in the order in which they start on each link."""
+
+    stages: list[list[Span]]
+    transfers: list[TransferSpan]
+
+    @property
+    def seconds(self) -> float:
+        return max(spans[-1].stop for spans in self.stages)
+
+    def peak_waiting(self, stage: int) -> int:
+        """Return the most tensors that a stage has received for forwards that have not started."""
+        count = len(self.stages)
+        uses = {span.action: span.start for span in self.stages[stage]}
+        changes = []
+        for transfer in self.transfers:
+            if transfer.action.kind == "F" and transfer.target % count == stage:
+                used = uses[transfer.action._replace(virtual_stage=transfer.target)]
+                changes += [(transfer.stop, 1), (used, -1)]
+        waiting = peak = 0
+        for _, change in sorted(changes):
+            waiting += change
+            peak = max(peak, waiting)
+        return peak
+
+
+class Deadlock(ValueError):
+    """Stages wait for each other."""
+
+
+def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
+    """Return the timeline of a step in which transfers start as soon as their tensor exists, beside computation.
+
+    The transfers from one stage to another follow each other. Raises Deadlock if stages wait for each other.
+    """
+    count = len(orders)
+    inputs: defaultdict[int, list[Edge]] = defaultdict(list)
+    outputs: defaultdict[int, list[Edge]] = defaultdict(list)
+    for edge in costs.transfers:
+        outputs[edge[0]].append(edge)
+        inputs[edge[1]].append(edge)
+    arrivals: dict[tuple[Action, Edge], float] = {}  # the producing action, and the edge
+    links: defaultdict[tuple[int, int], float] = defaultdict(float)  # stages → when the link becomes free
+    timeline = Timeline([[] for _ in orders], [])
+
+    def ready(action: Action) -> float | None:
+        """Return when all that an action needs from other stages is there; None if that is not known yet."""
+        kind, _, stage = action
+        if kind == "W":
+            return 0.0
+        times = []
+        for edge in inputs[stage] if kind == "F" else outputs[stage]:
+            producer = edge[0] if kind == "F" else edge[1]
+            kinds = "F" if kind == "F" else "BI"
+            found = [arrivals.get((action._replace(kind=k, virtual_stage=producer), edge)) for k in kinds]
+            times.append(next((time for time in found if time is not None), None))
+        return None if None in times else max(times, default=0.0)
+
+    def send(action: Action, stop: float) -> None:
+        kind, _, stage = action
+        if kind == "W":
+            return
+        for edge in outputs[stage] if kind == "F" else inputs[stage]:
+            target = edge[1] if kind == "F" else edge[0]
+            link = stage % count, target % count
+            start = max(stop, links[link])
+            links[link] = arrivals[action, edge] = start + costs.transfers[edge]
+            timeline.transfers.append(TransferSpan(action, stage, target, start, links[link]))
+
+    # The stage that can begin first goes first, so that transfers enter each link in the order of time.
+    places = [0] * count
+    while unfinished := [stage for stage in range(count) if places[stage] < len(orders[stage])]:
+        starts = {}
+        for stage in unfinished:
+            if (time := ready(orders[stage][places[stage]])) is not None:
+                spans = timeline.stages[stage]
+                starts[stage] = max(time, spans[-1].stop if spans else 0.0)
+        if not starts:
+            waiting = ", ".join(str(orders[stage][places[stage]]) for stage in unfinished)
+            raise Deadlock(f"stages wait for each other: {waiting}")
+        stage = min(starts, key=starts.__getitem__)
+        action = orders[stage][places[stage]]
+        stop = starts[stage] + costs.seconds(action)
+        timeline.stages[stage].append(Span(action, starts[stage], stop))
+        send(action, stop)
+        places[stage] += 1
+    return timeline
