@@ -7,8 +7,8 @@ derived from a description.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -149,6 +149,7 @@ class Description:
         whole: names of the blocks whose weights are whole on every rank of z.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
+        copied: parameters that units use and that belong to units of other stages.
     """
 
     units: tuple[Unit, ...]
@@ -157,6 +158,7 @@ class Description:
     stream_shape: Callable[[int, int], tuple[int, ...]]
     model_flops: Callable[[int, int], float] | None = None
     whole: frozenset[str] = frozenset()
+    copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -171,7 +173,7 @@ class Description:
                 whole = {name: spec.whole() for name, spec in own.items() if spec.streamed and kind[1]}
                 per_kind[kind] = own | whole
             specs |= {unit.qualified(name): spec for name, spec in per_kind[kind].items()}
-        return specs
+        return specs | dict(self.copied)
 
     @cached_property
     def whole_weights(self) -> frozenset[str]:
@@ -242,6 +244,19 @@ class Description:
                 if name.startswith(".") and unit.qualified(name) in own:
                     counts[unit.qualified(name)] += 1
         return counts
+
+    def cut(self, begins: Sequence[int]) -> tuple[Description, ...]:
+        """Return the stages of this model: each but the first begins at the unit whose index is in ``begins``.
+
+        A stage has a copy of each parameter that it uses and that another stage has: a tied weight.
+        """
+        stages = []
+        for first, stop in zip((0, *begins), (*begins, len(self.units)), strict=True):
+            stage = replace(self, units=self.units[first:stop], model_flops=None)
+            used = [unit.qualified(name) for unit in stage.units for name in unit.layer.weights().forward]
+            copied = {name: self.parameters[name] for name in used if name not in stage.parameters}
+            stages.append(replace(stage, copied=copied))
+        return tuple(stages)
 
     def with_blocks(self, names: Iterable[str]) -> Description:
         """Return the same model with only some of its blocks. The planner asks for the same ones on every grid."""
