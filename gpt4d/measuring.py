@@ -95,7 +95,7 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
     config, dtype = plan.config, stage.weights.compute_dtype
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     estimate = Estimate(replace(config, train=replace(config.train, precision=precision)), stage.grid.sizes)
-    peak = estimate.memory_gib(plan.micro_batch_size) - config.cluster.reserved_gib
+    peak = estimate.memory_gib(plan.micro_batch_size(plan.stages[stage.index])) - config.cluster.reserved_gib
     state = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in estimate.state.items())
     size = sum(math.prod(spec.shape) for spec in estimate.description.parameters.values())
     return (

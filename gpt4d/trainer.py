@@ -56,7 +56,7 @@ class Trainer:
         hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
         self.stage = build_stage(config, grid, device)
         self.hang_detector.name_layers(self.stage.module)
-        self.task.connect(self.stage, plan.micro_batch_size)
+        self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
         self.monitor = LossMonitor(config.train, config.optim.lr)
         self.checkpoints = RunCheckpoints(plan, self.stage, self.task, task_name, self.monitor)
         self.train_step = TrainStep(

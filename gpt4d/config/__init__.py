@@ -31,6 +31,7 @@ from gpt4d.config.composing import (
     to_config,
     to_config_error,
 )
+from gpt4d.config.pipeline import check_pipeline, pipeline_microbatches, stage_sizes
 from gpt4d.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -45,5 +46,6 @@ from gpt4d.config.schema import (
     OptimConfig,
     OverlapConfig,
     ParallelConfig,
+    PipelineConfig,
     TrainConfig,
 )

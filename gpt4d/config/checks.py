@@ -28,7 +28,7 @@ def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     if world_size % tensor:
         raise ConfigError(
             f"{setting}: does not divide the {world_size} process(es) of this job; "
-            f"start a multiple of {tensor}, or choose gx·gy·gz among {_list(divisors(world_size))}"
+            f"start a multiple of {tensor}, or choose gx·gy·gz among {shortened(divisors(world_size))}"
         )
     if parallel.gdata not in (None, world_size // tensor):
         raise ConfigError(
@@ -66,7 +66,7 @@ def grid_problem(
             remedy = f" ({rule.remedy})" if rule.remedy else ""
             return (
                 f"parallel.{axes}={parts}: does not divide {rule.quantity}={rule.extent}; "
-                f"use one of {_list(divisors(rule.extent))}{remedy}"
+                f"use one of {shortened(divisors(rule.extent))}{remedy}"
             )
     share, rest = divmod(train.batch_size, sizes.batch_shards)
     if rest:
@@ -77,8 +77,10 @@ def grid_problem(
     if train.micro_batch_size is not None and share % train.micro_batch_size:
         return (
             f"train.micro_batch_size={train.micro_batch_size}: does not divide a device's share of the batch, "
-            f"train.batch_size/(gdata·gz)={share}; use one of {_list(divisors(share))}"
+            f"train.batch_size/(gdata·gz)={share}; use one of {shortened(divisors(share))}"
         )
+    if parallel.pipeline.stages > 1:
+        return None  # gpt4d.config.pipeline decides how large a microbatch is
     return chunk_problem(train, parallel, sizes, train.micro_batch_size or share)
 
 
@@ -88,7 +90,7 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
     if rest:
         return (
             f"parallel.chunks={parallel.chunks}: does not divide a device's microbatch of {micro_batch} sequence(s); "
-            f"use one of {_list(divisors(micro_batch))}, or another train.micro_batch_size"
+            f"use one of {shortened(divisors(micro_batch))}, or another train.micro_batch_size"
         )
     tokens = samples * train.seq_len
     if parallel.sequence_parallel and tokens % sizes.x:
@@ -325,6 +327,6 @@ def check_picture(key: str, path: str | None) -> None:
         raise ConfigError(f"{key}={path}: no directory {Path(path).parent}; create it or use another")
 
 
-def _list(values: list[int]) -> str:
+def shortened(values: list[int]) -> str:
     shown = values if len(values) <= 12 else [*values[:11], "…"]
     return ", ".join(map(str, shown))

@@ -61,6 +61,19 @@ class OverlapConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """Pipeline stages: each has a part of the model, and its own grid on its share of the devices."""
+
+    stages: int = 1
+    cuts: Any = None  # blocks that all parts but the first begin with: [4, 9]; null: parts of equal work
+    stage_grids: Any = None  # gx·gy·gz·gdata of each stage: [2x2x1x2, 4x1x1x2]; null: the same for all
+    schedule: str = "eager_1f1b"  # gpipe, 1f1b, eager_1f1b, eager_1f1b_w, interleaved_1f1b or zb_h1
+    chunks_per_stage: int = 1  # parts of the model on each stage, with interleaved_1f1b
+    microbatches: int | None = None  # parts of the global batch; null: four per stage, fewer if the batch is small
+    strategy: str = "broadcast"  # how tensors reach the next stage (gpt4d.parallel.resharding)
+
+
+@dataclass
 class ParallelConfig:
     """Grid of 3-D tensor parallelism (gx, gy, gz) and data parallelism."""
 
@@ -80,6 +93,7 @@ class ParallelConfig:
     cache_layers: Any = 0  # number of last blocks that keep their gathered weights for the backward; or all
     cache_scope: str = "microbatch"  # step: they keep them for all microbatches, and their gradients are summed once
     whole_layers: int = 0  # number of blocks whose weights z does not split; it sums their gradients, as data does
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
 
 @dataclass

@@ -30,10 +30,18 @@ def ranks_in_grid_order(sizes: GridSizes, innermost: str | None = None) -> tuple
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage: the job's ranks that form it, in grid order, and the sizes of its grid."""
+    """One pipeline stage.
+
+    Attributes:
+        ranks: the job's ranks that form it, in grid order.
+        sizes: its grid.
+        parts: for each of its model chunks, the indices of the first unit and of the one after the last
+            (gpt4d.model.description).
+    """
 
     ranks: tuple[int, ...]
     sizes: GridSizes
+    parts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -43,11 +51,13 @@ class ParallelPlan:
     Attributes:
         config: the configuration with everything that the plan decides filled in.
         stages: the pipeline's stages, first to last.
+        microbatches: microbatches of a step on each device.
         candidates: one line for each plan that was considered, best first; empty if the grid was given.
     """
 
     config: Config
     stages: tuple[StagePlan, ...]
+    microbatches: int
     candidates: tuple[str, ...] = ()
 
     def stage_of(self, rank: int) -> StagePlan:
@@ -59,12 +69,6 @@ class ParallelPlan:
         """The grid of the first stage, which reads the data."""
         return self.stages[0].sizes
 
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples that a device takes at once."""
-        return self.config.train.micro_batch_size or self.config.train.batch_size // self.sizes.batch_shards
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a step on each device."""
-        return self.config.train.batch_size // self.sizes.batch_shards // self.micro_batch_size
+    def micro_batch_size(self, stage: StagePlan) -> int:
+        """Return the samples that a device of a stage takes at once."""
+        return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards

@@ -1,9 +1,13 @@
 """Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
 
 from dataclasses import replace
+from typing import Any
 
-from gpt4d.config import Config, ConfigError, grid_problem, grid_sizes
+from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes
+from gpt4d.config.pipeline import items
 from gpt4d.model import registry
+from gpt4d.model.description import Description
+from gpt4d.parallel.pipeline.cuts import balanced
 from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, rank
@@ -21,12 +25,61 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
         config, candidates = _search(config, world_size)
     elif config.parallel.mode == "atp":
         config, candidates = _mesh(config, world_size)
-    sizes = grid_sizes(config.parallel, world_size)
-    problem = grid_problem(registry.describe(config.model).rules, config.train, config.parallel, sizes)
-    if problem:
-        raise ConfigError(problem)
-    ranks = ranks_in_grid_order(sizes, config.parallel.innermost)
-    return ParallelPlan(config, (StagePlan(ranks, sizes),), candidates)
+    description = registry.describe(config.model)
+    sizes = stage_sizes(config.parallel, world_size)
+    for grid in dict.fromkeys(sizes):
+        if problem := grid_problem(description.rules, config.train, config.parallel, grid):
+            raise ConfigError(problem)
+    microbatches = _microbatches(config, sizes)
+    ranks, stages = 0, []
+    for grid, parts in zip(sizes, stage_parts(config, description), strict=True):
+        order = ranks_in_grid_order(grid, config.parallel.innermost)
+        stages.append(StagePlan(tuple(ranks + rank for rank in order), grid, parts))
+        ranks += grid.devices
+    return ParallelPlan(config, tuple(stages), microbatches, candidates)
+
+
+def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:
+    if len(sizes) > 1:
+        return pipeline_microbatches(config.train, config.parallel, sizes)
+    share = config.train.batch_size // sizes[0].batch_shards
+    return share // (config.train.micro_batch_size or share)
+
+
+def stage_parts(config: Config, description: Description) -> list[tuple[tuple[int, int], ...]]:
+    """Return, for each stage, the indices of the first unit and of the one after the last of its model chunks.
+
+    Raises ConfigError if the model has too few blocks, or if ``parallel.pipeline.cuts`` are not blocks in order.
+    """
+    pipeline, units = config.parallel.pipeline, description.units
+    count = pipeline.stages * pipeline.chunks_per_stage
+    places = [index for index, unit in enumerate(units) if unit.block][1:]
+    if count > len(places) + 1:
+        chunks = f"·chunks_per_stage={pipeline.stages}·{pipeline.chunks_per_stage}"
+        raise ConfigError(
+            f"parallel.pipeline.stages{chunks if pipeline.chunks_per_stage > 1 else f'={count}'}: the model has "
+            f"{len(places) + 1} block(s), and each part needs one; use fewer"
+        )
+    if pipeline.cuts is None:
+        work = [unit.layer.flops(config.train.seq_len) for unit in units]
+        begins = balanced(work, count, places)
+    else:
+        begins = [places[block - 1] for block in _cut_blocks(pipeline.cuts, count, len(places) + 1)]
+    bounds = [*zip([0, *begins], [*begins, len(units)], strict=True)]
+    return [tuple(bounds[stage :: pipeline.stages]) for stage in range(pipeline.stages)]
+
+
+def _cut_blocks(cuts: Any, count: int, blocks: int) -> list[int]:
+    """Return the blocks that all parts but the first begin with. Raises ConfigError for anything else."""
+    numbers = [int(text) if text.isdigit() else -1 for text in items(cuts)]
+    setting = f"parallel.pipeline.cuts=[{','.join(items(cuts))}]"
+    if numbers != sorted(set(numbers)) or not all(0 < number < blocks for number in numbers):
+        raise ConfigError(
+            f"{setting}: not blocks in ascending order; use numbers from 1 to {blocks - 1}, such as [{blocks // 2}]"
+        )
+    if len(numbers) != count - 1:
+        raise ConfigError(f"{setting}: {count} parts of the model have {count - 1} cut(s); give as many")
+    return numbers
 
 
 def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:

@@ -194,7 +194,7 @@ def gradients_on_grid(config: Config, sizes: GridSizes) -> dict[str, torch.Tenso
     grid = Grid(sizes)
     stage = build_stage(config, grid, torch.device("cpu"), torch.float64)
     task, plan = toy_torch.Regression(config), validate(config, sizes.devices)
-    task.connect(stage, plan.micro_batch_size)
+    task.connect(stage, plan.micro_batch_size(plan.stages[0]))
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
     runtime = StageRuntime(stage, reducer, task.loss_sum)
     runtime.forward_backward(task.batches(0), plan.microbatches, config.train.batch_size * config.train.seq_len)

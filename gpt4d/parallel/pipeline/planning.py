@@ -1,11 +1,11 @@
 """The orders of a schedule by its name, and the number of delayed weight gradients that hides its transfers."""
 
 from gpt4d.config import ConfigError
+from gpt4d.config.pipeline import SCHEDULES as SCHEDULES
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.schedule import Order
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
 
-SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 _WITHOUT_COSTS = {
     "gpipe": schedule.gpipe,
     "1f1b": schedule.one_forward_one_backward,

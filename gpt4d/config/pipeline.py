@@ -1,0 +1,115 @@
+"""Checks of ``parallel.pipeline`` that need no model: stages, their grids and the parts of the batch."""
+
+import math
+import re
+from typing import Any
+
+from gpt4d.config.checks import check_choice, chunk_problem, divisors, grid_sizes, shortened
+from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
+
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
+STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
+_MICROBATCHES_PER_STAGE = 4
+
+
+def check_pipeline(config: Config) -> None:
+    """Check the settings of the pipeline by themselves. Raises ConfigError naming key, value and remedy."""
+    pipeline, parallel = config.parallel.pipeline, config.parallel
+    for key in ("stages", "chunks_per_stage", "microbatches"):
+        value = getattr(pipeline, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"parallel.pipeline.{key}={value}: use a value of at least 1")
+    check_choice("parallel.pipeline.schedule", pipeline.schedule, SCHEDULES)
+    check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES)
+    if pipeline.stages == 1:
+        for key, default in (("cuts", None), ("stage_grids", None), ("microbatches", None), ("chunks_per_stage", 1)):
+            if (value := getattr(pipeline, key)) != default:
+                raise ConfigError(
+                    f"parallel.pipeline.{key}={value}: there is one stage; set parallel.pipeline.stages, or remove it"
+                )
+        return
+    if config.train.micro_batch_size is not None:
+        raise ConfigError(
+            f"train.micro_batch_size={config.train.micro_batch_size}: stages have microbatches of different sizes; "
+            "use parallel.pipeline.microbatches, the number of parts of the global batch"
+        )
+    if parallel.mode == "atp":
+        raise ConfigError(
+            f"parallel.pipeline.stages={pipeline.stages}: parallel.mode=atp has one stage; use parallel.mode=4d, where "
+            "gx is d1 and gy is d2"
+        )
+    if pipeline.chunks_per_stage > 1 and pipeline.schedule != "interleaved_1f1b":
+        raise ConfigError(
+            f"parallel.pipeline.chunks_per_stage={pipeline.chunks_per_stage}: {pipeline.schedule} has one part of the "
+            "model on each stage; use parallel.pipeline.schedule=interleaved_1f1b"
+        )
+
+
+def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, ...]:
+    """Return the grid of each stage. Raises ConfigError unless they have ``world_size`` devices together."""
+    pipeline = parallel.pipeline
+    stages = pipeline.stages
+    if pipeline.stage_grids is None:
+        if world_size % stages:
+            raise ConfigError(
+                f"parallel.pipeline.stages={stages}: does not divide the {world_size} process(es) of this job; "
+                f"use one of {shortened(divisors(world_size))}, or set parallel.pipeline.stage_grids"
+            )
+        return (grid_sizes(parallel, world_size // stages),) * stages
+    grids = tuple(map(_parse_grid, items(pipeline.stage_grids)))
+    setting = f"parallel.pipeline.stage_grids=[{','.join(items(pipeline.stage_grids))}]"
+    if None in grids:
+        raise ConfigError(f"{setting}: not a list of grids gx·gy·gz·gdata; use [2x2x1x2,4x1x1x2], for example")
+    known = tuple(grid for grid in grids if grid)
+    if len(known) != stages:
+        raise ConfigError(f"{setting}: {len(known)} grid(s) for parallel.pipeline.stages={stages}; give one for each")
+    devices = sum(grid.devices for grid in known)
+    if devices != world_size:
+        raise ConfigError(
+            f"{setting}: the grids have {devices} devices, but this job has {world_size} process(es); "
+            f"start {devices}, or change the grids"
+        )
+    return known
+
+
+def items(value: Any) -> list[str]:
+    """Return the items of a list, which may be given as text with commas."""
+    return [str(item).strip() for item in (value if isinstance(value, list) else str(value).split(","))]
+
+
+def _parse_grid(text: str) -> GridSizes | None:
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
+    sizes = tuple(map(int, match.groups())) if match else (0,)
+    return GridSizes(*sizes) if all(sizes) else None
+
+
+def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
+    """Return the parts of the global batch, each of which every stage splits over its own grid.
+
+    Raises ConfigError for a number that does not divide the batch or whose parts a stage cannot split.
+    """
+    given, pipeline = parallel.pipeline.microbatches, parallel.pipeline
+    shards = math.lcm(*(sizes.batch_shards for sizes in stages))
+    possible = [n for n in divisors(train.batch_size // shards) if not train.batch_size % shards]
+    if pipeline.schedule == "interleaved_1f1b":
+        possible = [n for n in possible if n % pipeline.stages == 0]
+    possible = [n for n in possible if not any(_cannot_cut(train, parallel, sizes, n) for sizes in stages)]
+    if given in possible:
+        return given
+    if not possible:
+        raise ConfigError(
+            f"train.batch_size={train.batch_size}: cannot be cut into microbatches that each stage splits over its "
+            f"gz·gdata ({', '.join(str(sizes.batch_shards) for sizes in stages)}); use a multiple of "
+            f"{shards * pipeline.stages * parallel.chunks}"
+        )
+    if given is not None:
+        raise ConfigError(
+            f"parallel.pipeline.microbatches={given}: does not cut train.batch_size={train.batch_size} into parts that "
+            f"every stage can split over its grid; use one of {shortened(possible)}"
+        )
+    return max((n for n in possible if n <= _MICROBATCHES_PER_STAGE * pipeline.stages), default=possible[0])
+
+
+def _cannot_cut(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, count: int) -> bool:
+    """Return whether a stage cannot cut its share of one of ``count`` microbatches into chunks."""
+    return chunk_problem(train, parallel, sizes, train.batch_size // count // sizes.batch_shards) is not None
