@@ -1,9 +1,12 @@
 """One training step: forward and backward over microbatches, reduction, norm, clipping and update."""
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gpt4d import optim
@@ -13,7 +16,11 @@ from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.stage import Stage, StageRuntime
+from gpt4d.parallel.pipeline.exchange import Edge, Exchange
+from gpt4d.parallel.pipeline.planning import evaluation_program, training_program
+from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
+from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.weights import WeightStream, compute_dtype
 
 
@@ -32,8 +39,9 @@ def build_stage(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     initialized: bool = True,
+    plan: ParallelPlan | None = None,
 ) -> Stage:
-    """Build the model of ``config`` as one stage on ``grid``.
+    """Build what this rank computes of the model of ``config``.
 
     Args:
         config: model, precision, activation checkpointing and overlaps.
@@ -41,8 +49,14 @@ def build_stage(
         device: where its parameters live.
         dtype: of the master weights; float64 computes in float64 too.
         initialized: set initial values; without it a checkpoint must be loaded.
+        plan: the pipeline, of which ``grid`` is a stage; None: the stage has the whole model.
     """
-    train, description = config.train, registry.describe_run(config)
+    train, whole = config.train, registry.describe_run(config)
+    index, bounds = 0, {0: (0, len(whole.units))}
+    if plan is not None:
+        index = next(index for index, stage in enumerate(plan.stages) if stage.ranks == grid.ranks)
+        bounds = {index + chunk * len(plan.stages): part for chunk, part in enumerate(plan.stages[index].parts)}
+    description = whole.stage(bounds.values())
     recompute = train.activation_checkpointing == "full"
     weights = WeightStream(
         grid,
@@ -55,23 +69,51 @@ def build_stage(
         scatter_heads=config.parallel.scatter_heads,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    module = registry.build(config.model, weights)
+    parts = {place: whole.part(*part) for place, part in bounds.items()}
+    module = registry.build(config.model, weights, list(parts.values()))
     weights.keep_whole(description.whole_weights)
     if initialized:
         initialize(module, train.seed, grid)
     cached = description.weights_of(description.cached_units(config.parallel.cache_layers))
     for_step = config.parallel.cache_scope == "step"
-    return Stage(
-        index=0,
+    stage = Stage(
+        index=index,
         grid=grid,
         weights=weights,
         module=module,
-        layer_weights=description.layer_weights(recompute),
+        parts=parts,
+        layer_weights={place: whole.stage([part]).layer_weights(recompute) for place, part in bounds.items()},
         terms=dict(description.contributions),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
         chunk_terms=description.chunk_terms(config.parallel.chunks),
     )
+    if plan is not None and plan.virtual_stages > 1:
+        stage.crossing = {(place, place + 1): ("stream",) for place in range(plan.virtual_stages - 1)}
+        stage.program = partial(training_program, plan, index)
+        stage.evaluation = partial(evaluation_program, plan, index)
+    return stage
+
+
+def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> Exchange:
+    """Connect the stages of a pipeline. All ranks of the job call it together.
+
+    Args:
+        plan: the pipeline.
+        stage: the stage of this rank.
+        ranks_per_host: consecutive ranks of the job on each host.
+        timeout: of the links' process groups; None for torch's default.
+    """
+    train, description = plan.config.train, registry.describe(plan.config.model)
+    shape = description.stream_shape(train.batch_size // plan.microbatches, train.seq_len)
+    edges = [
+        Edge(name, source, target, description.stream, shape, stage.weights.compute_dtype)
+        for (source, target), names in stage.crossing.items()
+        for name in names
+    ]
+    new_group = partial(dist.new_group, timeout=timeout, use_local_synchronization=True)
+    strategy = plan.config.parallel.pipeline.strategy
+    return Exchange(plan.stages, edges, strategy, ranks_per_host, stage.weights.device, new_group)
 
 
 class TrainStep:
@@ -79,21 +121,23 @@ class TrainStep:
 
     Args:
         stage: what this rank trains.
-        loss_sum: returns the loss of a microbatch, summed over this rank's samples.
+        compute: computes a part of the model on a microbatch (gpt4d.parallel.pipeline.runtime).
         config: the optimizer's settings.
         overlap_data: gradients are summed over data beside the backward.
         before_update: called before parameters change; a checkpoint may still read them.
         is_spike: returns something true for a loss and a norm of a step to skip. It reads device values on the host.
+        exchange: the edges to other stages; None if there are none.
     """
 
     def __init__(
         self,
         stage: Stage,
-        loss_sum: Callable[[nn.Module, Any], torch.Tensor],
+        compute: Compute,
         config: OptimConfig,
         overlap_data: bool = True,
         before_update: Callable[[], None] = lambda: None,
         is_spike: Callable[[float, float], object] | None = None,
+        exchange: Exchange | None = None,
     ):
         self.stage, self.config = stage, config
         self.before_update, self.is_spike = before_update, is_spike
@@ -101,7 +145,7 @@ class TrainStep:
         self.reducer = GradientReducer(stage.weights, parameters, overlap_data, shard=config.shard_states)
         self.shards: Sequence[nn.Parameter] = self.reducer.optimizer_shards
         self.optimizer = optim.build_optimizer(zip(parameters, self.shards, strict=True), config)
-        self.runtime = StageRuntime(stage, self.reducer, loss_sum)
+        self.runtime = StageRuntime(stage, self.reducer, compute, exchange)
 
     def __call__(
         self, batches: Iterable[Any], microbatches: int, units: int, lr: float, stop: bool = False

@@ -54,14 +54,14 @@ class Trainer:
         if watchdog:
             watchdog.hang_detector = self.hang_detector
         hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
-        self.stage = build_stage(config, grid, device)
+        self.stage = build_stage(config, grid, device, plan=plan)
         self.hang_detector.name_layers(self.stage.module)
         self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
         self.monitor = LossMonitor(config.train, config.optim.lr)
         self.checkpoints = RunCheckpoints(plan, self.stage, self.task, task_name, self.monitor)
         self.train_step = TrainStep(
             self.stage,
-            self.task.loss_sum,
+            self.task.compute,
             config.optim,
             config.parallel.overlap.data,
             self.checkpoints.before_update,

@@ -173,8 +173,8 @@ def test_hooks_exist_only_during_profiled_steps(single_device, tiny):
 def test_a_failure_during_profiling_leaves_no_trace_and_no_hook(single_device, tiny, where):
     config = tiny(*SHORT, "profile.steps=2-3")
     one = trainer(config)
-    failing = one.stage.module.blocks[1].mlp
-    scatter, loss_sum = one.stage.weights.scatter, one.train_step.runtime.loss_sum
+    failing = one.stage.module.blocks["1"].mlp
+    scatter, compute = one.stage.weights.scatter, one.train_step.runtime.compute
 
     def fail(*_):
         raise RuntimeError("broken")
@@ -185,10 +185,10 @@ def test_a_failure_during_profiling_leaves_no_trace_and_no_hook(single_device, t
     def broken_forward(*batch):
         if one.progress.step == 2:
             failing.up.forward = fail
-        return loss_sum(*batch)
+        return compute(*batch)
 
     one.stage.weights.scatter = broken_scatter if where == "backward" else scatter
-    one.train_step.runtime.loss_sum = broken_forward if where == "forward" else loss_sum
+    one.train_step.runtime.compute = broken_forward if where == "forward" else compute
     with pytest.raises(RuntimeError, match="broken"):
         one.run()
     assert traces(config) == [] and hooks(one) == []

@@ -12,6 +12,7 @@ from benchmarks.gpu.timing import device_of
 from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
 
 _RANKS = 8
@@ -89,7 +90,7 @@ def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainS
     documents = (tokens[:, :-1] < 20).cumsum(1)
     whole = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH), documents
     part = tuple(tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in whole)
-    return TrainStep(stage, _loss_sum, optim), part, _BATCH * _LENGTH
+    return TrainStep(stage, whole_model(_loss_sum), optim), part, _BATCH * _LENGTH
 
 
 def _loss_sum(module: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

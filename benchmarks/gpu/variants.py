@@ -18,6 +18,7 @@ from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear
 from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import TrainStep, build_stage
 
@@ -34,10 +35,10 @@ def check(context: CheckContext) -> Outcome:
     model = GPT_1B3.overrides(context.rehearsal)
     config = compose([*model, f"train.batch_size={micro_batch}", "train.precision=bf16", "optim.lr=1e-5"])
     stage = build_stage(config, Grid.single_device(), device)
-    step = TrainStep(stage, lambda module, batch: cast(Any, module).loss_sum(*batch), config.optim)
+    step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
     ids = torch.randint(cast(Any, config.model).vocab_size, (micro_batch, config.train.seq_len), device=device)
     batch = ids, ids.roll(-1, 1), torch.arange(micro_batch, device=device)
-    recomputed = registry.describe(config.model).layer_weights(recompute=True)
+    recomputed = {0: registry.describe(config.model).layer_weights(recompute=True)}
     variants: dict[str, Callable[[], AbstractContextManager]] = {
         TODAY: nullcontext,
         "weight gradients in bf16": lambda: patch.object(linear, "product", _rounded_product),

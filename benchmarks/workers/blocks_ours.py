@@ -54,7 +54,7 @@ class Gpt4dBlocks:
         # Embedding and head are not run, so the order of uses has the weights of the blocks only.
         model = registry.describe(work.model)
         layer_weights = replace(model, units=model.blocks).layer_weights(recompute=True)
-        self.order = weight_order(single_stage(microbatches=1), layer_weights)
+        self.order = weight_order(single_stage(microbatches=1), {0: layer_weights})
         self.inputs, self.upstream = blocks.inputs_and_upstream(work, grid.sizes, grid.z.index, grid.y.index)
         self.tokens = Tokens(torch.arange(len(self.inputs)), work.model.max_positions)
 

@@ -17,6 +17,7 @@ from benchmarks.workers.training import OPTIM, our_stage, repeat_step, sequences
 from gpt4d.config import from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.plan import ranks_in_grid_order
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -32,7 +33,7 @@ class Gpt4dTraining:
         self.grid, self.tokens = Grid(sizes, ranks=ranks), batch * model.max_positions
         self.train_step = TrainStep(
             our_stage(self.grid, model, **parallel),
-            lambda module, batch: module.loss_sum(*batch),
+            whole_model(lambda module, batch: module.loss_sum(*batch)),
             replace(OPTIM, shard_states=sharded),
         )
         ids, targets = sequences(self.grid.batch_shard, sizes.batch_shards, model, batch)

@@ -16,7 +16,9 @@ _SPAN_TOKENS = 2**20  # read in one task, since waking another thread costs as m
 class Loader:
     """Microbatches of this rank's shard of each global batch, on ``device``.
 
-    Ranks with the same ``shard`` (0 to ``shards`` - 1) read the same sequences, and no sequence is in two shards.
+    A microbatch is a part of the global batch, of consecutive samples, which the shards split: stages that split it
+    differently have the same samples in it. Ranks with the same ``shard`` (0 to ``shards`` - 1) read the same
+    sequences, and no sequence is in two shards.
     ``micro_batch_size`` None means one microbatch per step. Each of ``workers`` threads reads two spans ahead; a span
     is the steps that hold about a million of this rank's tokens, at least one step. The batches do not depend on
     ``workers``, which may be 0.
@@ -34,8 +36,9 @@ class Loader:
     ):
         self.sequences, self.batch_size, self.device, self.workers = sequences, batch_size, device, workers
         self.shard_size = batch_size // shards
-        self.offset = shard * self.shard_size
         self.micro_batch_size = micro_batch_size or self.shard_size
+        parts = np.arange(batch_size).reshape(-1, shards, self.micro_batch_size)
+        self.places = parts[:, shard]  # [microbatches, microbatch]: this rank's samples of a global batch
         self.waited_s = 0.0  # time that steps waited for data since the caller last set this to 0
         self._threads = ThreadPoolExecutor(workers, "loader") if workers else None
         steps = min(_SPAN_TOKENS // (self.shard_size * sequences.length), sequences.count // batch_size)
@@ -53,10 +56,10 @@ class Loader:
             self._ready = self._load_steps(first)
         rows = self._ready[first]
         self.waited_s += time.perf_counter() - started
-        for start in range(0, self.shard_size, self.micro_batch_size):
-            first_id = first + self.offset + start
+        for places, part in zip(self.places, rows.split(self.micro_batch_size), strict=True):
+            first_id = first + int(places[0])
             sample_ids = torch.arange(first_id, first_id + self.micro_batch_size, device=self.device)
-            moved = rows[start : start + self.micro_batch_size].to(self.device, non_blocking=True).long()
+            moved = part.to(self.device, non_blocking=True).long()
             yield Batch({"ids": moved[:, :-1]}, moved[:, 1:], sample_ids)
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class Loader:
 
     def _read(self, first: int, steps: int) -> torch.Tensor:
         """Return [steps, shard size, length + 1] in the files' dtype: uint16 takes a quarter of int64's bytes."""
-        starts = first + self.offset + np.arange(steps) * self.batch_size
-        sample_ids = (starts[:, None] + np.arange(self.shard_size)).ravel()
+        starts = first + np.arange(steps) * self.batch_size
+        sample_ids = (starts[:, None] + self.places.ravel()).ravel()
         rows = torch.from_numpy(self.sequences.rows(sample_ids)).view(steps, self.shard_size, -1)
         return rows.pin_memory() if self.device.type == "cuda" else rows

@@ -7,10 +7,10 @@ derived from a description.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gpt4d.config import Divisibility, GridSizes, OverlapConfig
 from gpt4d.parallel.layout import Layout, ParameterSpec
@@ -137,6 +137,14 @@ class Unit:
         return f"{self.name}.{name}" if self.name else name
 
 
+class Part(NamedTuple):
+    """Consecutive units of a model, which a model chunk of a stage computes."""
+
+    begins: bool  # has the first unit, which takes the batch
+    blocks: range  # indices of its blocks among the model's
+    ends: bool  # has the last unit, which computes the loss
+
+
 @dataclass(frozen=True)
 class Description:
     """A model without torch.
@@ -245,18 +253,21 @@ class Description:
                     counts[unit.qualified(name)] += 1
         return counts
 
-    def cut(self, begins: Sequence[int]) -> tuple[Description, ...]:
-        """Return the stages of this model: each but the first begins at the unit whose index is in ``begins``.
+    def stage(self, parts: Iterable[tuple[int, int]]) -> Description:
+        """Return the stage that has some parts of this model, each from a unit up to, not including, another one.
 
-        A stage has a copy of each parameter that it uses and that another stage has: a tied weight.
+        It has a copy of each parameter that it uses and that another stage has: a tied weight.
         """
-        stages = []
-        for first, stop in zip((0, *begins), (*begins, len(self.units)), strict=True):
-            stage = replace(self, units=self.units[first:stop], model_flops=None)
-            used = [unit.qualified(name) for unit in stage.units for name in unit.layer.weights().forward]
-            copied = {name: self.parameters[name] for name in used if name not in stage.parameters}
-            stages.append(replace(stage, copied=copied))
-        return tuple(stages)
+        units = tuple(unit for first, stop in parts for unit in self.units[first:stop])
+        stage = replace(self, units=units, model_flops=None)
+        used = [unit.qualified(name) for unit in units for name in unit.layer.weights().forward]
+        return replace(stage, copied={name: self.parameters[name] for name in used if name not in stage.parameters})
+
+    def part(self, first: int, stop: int) -> Part:
+        """Return the part from unit ``first`` up to, not including, ``stop``."""
+        before = sum(unit.block for unit in self.units[:first])
+        inside = sum(unit.block for unit in self.units[first:stop])
+        return Part(first == 0, range(before, before + inside), stop == len(self.units))
 
     def with_blocks(self, names: Iterable[str]) -> Description:
         """Return the same model with only some of its blocks. The planner asks for the same ones on every grid."""

@@ -1,11 +1,11 @@
 """The record that describes a model family to the rest of gpt4d."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt4d.config import Config, ModelConfig
-from gpt4d.model.description import Description
+from gpt4d.model.description import Description, Part
 
 if TYPE_CHECKING:  # families are described without torch; only building a model needs it
     import torch
@@ -45,7 +45,8 @@ class Family:
         task: the name of the task that such models are trained for.
         check: raises ConfigError for settings that are impossible on any grid.
         describe: returns the torch-free description for given settings.
-        build: returns the model whose parameters a weight stream creates, their values unset. It imports torch.
+        build: returns parts of the model, whose parameters a weight stream creates, their values unset. It imports
+            torch.
         hugging_face: returns the adapter to transformers, if there is one. It may import transformers.
         hf_model_types: ``model_type`` of the transformers models that the adapter reads.
     """
@@ -56,6 +57,6 @@ class Family:
     task: str
     check: Callable[[Config], None]
     describe: Callable[[Any], Description]
-    build: Callable[[Any, "WeightStream"], "nn.Module"]
+    build: Callable[[Any, "WeightStream", Sequence[Part]], "nn.Module"]
     hugging_face: Callable[[], HuggingFaceAdapter] | None = None
     hf_model_types: tuple[str, ...] = ()

@@ -1,10 +1,11 @@
 """The registry of model families: the only place that knows them by name, and the only one that builds models."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpt4d.config import Config, ConfigError, ModelConfig, register_model
 from gpt4d.model import gpt2
-from gpt4d.model.description import Description
+from gpt4d.model.description import Description, Part
 from gpt4d.model.family import Family
 
 if TYPE_CHECKING:
@@ -64,9 +65,16 @@ def describe_run(config: Config) -> Description:
     return describe(config.model).with_whole_layers(config.parallel.whole_layers)
 
 
-def build(config: ModelConfig, weights: "WeightStream") -> "nn.Module":
-    """Build a model on the grid of ``weights``. Its values are unset until ``gpt4d.model.init.initialize``."""
-    model = of(config).build(config, weights)
+def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | None = None) -> "nn.Module":
+    """Build a model, or parts of one, on the grid of ``weights``.
+
+    Its values are unset until ``gpt4d.model.init.initialize``.
+    """
+    family = of(config)
+    if parts is None:
+        description = family.describe(config)
+        parts = [description.part(0, len(description.units))]
+    model = family.build(config, weights, parts)
     weights.bind(dict(model.named_parameters()))
     return model
 

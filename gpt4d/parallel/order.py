@@ -33,11 +33,16 @@ class WeightUse(NamedTuple):
 
 
 def weight_order(
-    schedule: Iterable[Action], layers: Sequence[LayerWeights], chunks: Mapping[str, int] | None = None
+    actions: Iterable[Action],
+    layers: Mapping[int, Sequence[LayerWeights]],
+    chunks: Mapping[str, int] | None = None,
 ) -> list[WeightUse]:
-    """Return every use of a weight, in the order in which a stage of ``layers`` executes ``schedule``.
+    """Return every use of a weight, in the order in which a stage executes ``actions``.
 
-    ``chunks``: number of chunks that use a weight one after another, where there are several.
+    Args:
+        actions: of the stage. The gradients of weights ("W") use no weight.
+        layers: of each virtual stage that the actions name.
+        chunks: number of chunks that use a weight one after another, where there are several.
     """
     order: list[WeightUse] = []
 
@@ -45,12 +50,12 @@ def weight_order(
         for weight in weights:
             order.extend([WeightUse(phase, weight, microbatch)] * (chunks or {}).get(weight, 1))
 
-    for kind, microbatch, _ in schedule:
+    for kind, microbatch, virtual_stage in actions:
         if kind == "F":
-            for layer in layers:
+            for layer in layers[virtual_stage]:
                 use(FORWARD, layer.forward, microbatch)
-        else:
-            for layer in reversed(layers):
+        elif kind in "BI":
+            for layer in reversed(layers[virtual_stage]):
                 use(RECOMPUTATION, layer.recomputation, microbatch)
                 use(BACKWARD, layer.backward, microbatch)
     return order

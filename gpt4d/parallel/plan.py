@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from gpt4d.config import Config, GridSizes
+from gpt4d.parallel.pipeline.simulation import Costs
 
 
 def strides(sizes: GridSizes, innermost: str | None = None) -> dict[str, int]:
@@ -52,17 +53,23 @@ class ParallelPlan:
         config: the configuration with everything that the plan decides filled in.
         stages: the pipeline's stages, first to last.
         microbatches: microbatches of a step on each device.
+        costs: estimated seconds of a microbatch on each virtual stage and edge, by which schedules are chosen.
         candidates: one line for each plan that was considered, best first; empty if the grid was given.
     """
 
     config: Config
     stages: tuple[StagePlan, ...]
     microbatches: int
+    costs: Costs
     candidates: tuple[str, ...] = ()
 
     def stage_of(self, rank: int) -> StagePlan:
         """Return the plan of the stage that has ``rank``."""
         return next(stage for stage in self.stages if rank in stage.ranks)
+
+    @property
+    def virtual_stages(self) -> int:
+        return sum(len(stage.parts) for stage in self.stages)
 
     @property
     def sizes(self) -> GridSizes:

@@ -75,6 +75,8 @@ class WeightStream:
         self._terms: dict[nn.Parameter, int] = {}  # of gradients that have several before their sum over z
         self._accumulated: dict[nn.Parameter, torch.Tensor] = {}  # of these, the ones that lack terms
         self._missing: dict[nn.Parameter, int] = {}  # number of terms that they lack
+        self._delayed: deque[list[Callable[[], None]]] = deque()  # of each backward, its weight gradients to compute
+        self._delays = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._whole: set[str] = set()  # weights that z does not split
         self._names: dict[nn.Parameter, str] = {}
@@ -213,6 +215,28 @@ class WeightStream:
 
     # ----------------------------------------------------------------------------------------- scattering
 
+    @contextmanager
+    def delaying_weight_gradients(self) -> Iterator[None]:
+        """Leave out the gradients of streamed weights in a backward: ``compute_delayed_gradients`` computes them."""
+        self._delayed.append([])
+        self._delays = True
+        try:
+            yield
+        finally:
+            self._delays = False
+
+    def compute_delayed_gradients(self) -> None:
+        """Compute the weight gradients of the earliest backward that left them out."""
+        for add in self._delayed.popleft():
+            add()
+
+    def add_gradient(self, shard: nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
+        """Compute the gradient of a gathered weight and ``scatter`` it: now, or when the delayed ones are computed."""
+        if self._delays:
+            self._delayed[-1].append(lambda: self.scatter(shard, compute()))
+        else:
+            self.scatter(shard, compute())
+
     def scatter(self, shard: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add the gradient of the gathered weight, summed over z, to ``shard.grad``, before ``finish`` returns.
 
@@ -248,6 +272,7 @@ class WeightStream:
         for pending in self._gathered.values():
             pending.wait()  # a collective that was started must end before its memory is used again
         self._gathered.clear()
+        assert not self._delayed, "the program has no action for some weight gradients"
         assert not self._missing, "a gradient has fewer terms than its description says"
         self._terms = {}
         remaining = self._order[self._position + 1 :]

@@ -36,6 +36,7 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import StepWalk
@@ -185,7 +186,7 @@ def _training_step(config: Config, device: torch.device) -> Callable[[], object]
     stage = build_stage(config, Grid.single_device(), device)
     ids = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len), device=device)
     sample_ids = torch.arange(len(ids), device=device)
-    step = TrainStep(stage, lambda module, batch: cast(Any, module).loss_sum(*batch), config.optim)
+    step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
     return lambda: step([(ids, ids, sample_ids)], 1, ids.numel(), config.optim.lr)
 
 

@@ -1,5 +1,6 @@
 """Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +9,12 @@ from gpt4d.config.pipeline import items
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline.cuts import balanced
+from gpt4d.parallel.pipeline.simulation import Costs
 from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, rank
 
+_TRANSFER_SHARE = 0.1  # of a stage's forward that sending its output takes
 _NUM_SHOWN = 3  # plans that a run's first line names
 
 
@@ -36,7 +39,20 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
         order = ranks_in_grid_order(grid, config.parallel.innermost)
         stages.append(StagePlan(tuple(ranks + rank for rank in order), grid, parts))
         ranks += grid.devices
-    return ParallelPlan(config, tuple(stages), microbatches, candidates)
+    return ParallelPlan(config, tuple(stages), microbatches, _costs(config, description, stages), candidates)
+
+
+def _costs(config: Config, description: Description, stages: Sequence[StagePlan]) -> Costs:
+    """Return what schedules are chosen by: the seconds of the products on each virtual stage, by FLOPs alone."""
+    by_place = {}
+    for index, stage in enumerate(stages):
+        for chunk, (first, stop) in enumerate(stage.parts):
+            flops = sum(unit.layer.flops(config.train.seq_len) for unit in description.units[first:stop])
+            seconds = flops / stage.sizes.devices / (config.cluster.matmul_tflops * 1e12)
+            by_place[index + chunk * len(stages)] = seconds
+    work = [by_place[place] for place in sorted(by_place)]
+    hop = _TRANSFER_SHARE * sum(work) / len(work)
+    return Costs(work, work, work, {(place, place + 1): hop for place in range(len(work) - 1)})
 
 
 def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:

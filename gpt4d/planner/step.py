@@ -143,7 +143,8 @@ class StepWalk:
         )
         specs = self.description.parameters
         streamed = {name: self.gradients.elements[name] for name, spec in specs.items() if spec.streamed}
-        order = weight_order(single_stage(microbatches), self.description.layer_weights(self.recompute), chunk_terms)
+        layers = {0: self.description.layer_weights(self.recompute)}
+        order = weight_order(single_stage(microbatches), layers, chunk_terms)
         self.gradients.start_param_all_gather()  # of the step before
         self.stream = PlannedStream(
             self.device,

@@ -12,6 +12,7 @@ from gpt4d.data.batch import Batch
 from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
+from gpt4d.model.description import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuation
@@ -101,9 +102,12 @@ class LanguageModeling:
         ends = (ids_BS == self._files.end_of_text).long()
         return ends.cumsum(1) - ends
 
-    def loss_sum(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+    def compute(
+        self, module: nn.Module, part: Part, batch: Batch, received: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
         model: Any = module
-        return model.loss_sum(batch.inputs["ids"], batch.targets, batch.sample_ids, batch.inputs.get("documents"))
+        documents = batch.inputs.get("documents")
+        return model.compute(part, received, batch.inputs["ids"], batch.targets, batch.sample_ids, documents)
 
     def after_update(self, step: int) -> None: ...
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from gpt4d.model.description import Part
 from gpt4d.parallel.layout import ParameterSpec
 
 if TYPE_CHECKING:
@@ -48,8 +49,14 @@ class Task(Protocol):
     def validation_batches(self, index: int) -> Iterator["Batch"]:
         """Yield this rank's microbatches of one held-out batch."""
 
-    def loss_sum(self, module: "nn.Module", batch: "Batch") -> "torch.Tensor":
-        """Return the loss summed, not averaged, over this rank's units of a microbatch: a scalar."""
+    def compute(
+        self, module: "nn.Module", part: Part, batch: "Batch", received: "Mapping[str, torch.Tensor]"
+    ) -> "Mapping[str, torch.Tensor]":
+        """Return the tensors that a part of the model produces for later parts, by name.
+
+        The last part returns ``loss``, summed, not averaged, over this rank's units of a microbatch: a scalar.
+        ``received`` has what earlier parts have produced for this one.
+        """
 
     def after_update(self, step: int) -> None:
         """Update the task's own state after an optimizer step.

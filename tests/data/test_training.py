@@ -24,7 +24,7 @@ def in_rank(config):
     (batch,) = task.batches(0)
     ids, targets, sample_ids = batch.inputs["ids"], batch.targets, batch.sample_ids
     with torch.no_grad():
-        loss, separate = task.loss_sum(module, batch).item(), 0.0
+        loss, separate = task.compute(module, trainer.stage.parts[0], batch, {})["loss"].item(), 0.0
         for row, following in zip(ids, targets, strict=True):
             starts = [0, *(torch.nonzero(row == task._files.end_of_text).ravel() + 1).tolist(), len(row)]
             for start, stop in itertools.pairwise(starts):

@@ -16,6 +16,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import collectives, hosts
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.traffic import Works
 from gpt4d.planner.device import KINDS, Device, Links, sent_bytes
 from gpt4d.planner.estimate import Estimate
@@ -56,7 +57,7 @@ def rank_0(monkeypatch):
 
 def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
-    step = TrainStep(stage, token_loss, OptimConfig())
+    step = TrainStep(stage, whole_model(token_loss), OptimConfig())
     samples = BATCH // sizes.batch_shards
     ids = torch.zeros(samples, config.train.seq_len, dtype=torch.int64)
     with VirtualDevice(FLOPS, config.cluster.memory_gb_s, LAUNCH_US, source=FakeTime()) as device:
@@ -110,7 +111,7 @@ def test_planned_computation_of_chunks_and_split_tokens_takes_as_long(
 def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]:
     """Return (kind, axis, bytes) of each collective that a step starts, and of each that is planned."""
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
-    step = TrainStep(stage, token_loss, OptimConfig(), config.parallel.overlap.data)
+    step = TrainStep(stage, whole_model(token_loss), OptimConfig(), config.parallel.overlap.data)
     samples, started, planned = config.train.batch_size // sizes.batch_shards, [], []
     ids = torch.zeros(samples, config.train.seq_len, dtype=torch.int64)
     size = config.train.micro_batch_size or samples

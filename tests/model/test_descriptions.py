@@ -22,7 +22,7 @@ def stream_shapes(sizes):
     """On a rank: the shape of the activation around each block, and what the description's layout says."""
     grid = Grid(sizes)
     module, shapes = build_tiny_stage(grid).module, []
-    for layer in [*module.blocks, module.norm]:
+    for layer in [*module.blocks.values(), module.norm]:
         layer.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     with torch.no_grad():
         module(*tiny_batch(grid)[::2])

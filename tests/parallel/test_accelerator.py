@@ -9,6 +9,7 @@ import torch
 
 from gpt4d.config import Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
 from tests import fake_device
 from tests.grids import TINY_MODEL, token_loss
@@ -67,7 +68,7 @@ def train_and_evaluate(sizes: GridSizes, options: set[str]) -> Counter[str]:
         grid = Grid(sizes, device.type)
         parallel = ParallelConfig(chunks=2 if "chunks" in options else 1, sequence_parallel="split tokens" in options)
         stage = build_stage(Config(model=model, train=train, parallel=parallel), grid, device)
-        step = TrainStep(stage, token_loss, optim, before_update=lambda: check_gradients(step))
+        step = TrainStep(stage, whole_model(token_loss), optim, before_update=lambda: check_gradients(step))
         batches = [batch(device, "documents" in options) for _ in range(MICROBATCHES)]
         with fake_device.DeviceRules(device, stage.weights.compute_dtype) as rules:
             for _ in range(2):

@@ -11,7 +11,7 @@ from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.stage import StageRuntime
+from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.turns import Turn, run
 from gpt4d.step import build_stage, mask_replicas
 from tests.grids import TINY_MODEL, batch_part, global_tensor, token_loss
@@ -33,7 +33,7 @@ def runtime_of(sizes, recompute, model=TINY_MODEL, **parallel):
     config = Config(model=model, parallel=ParallelConfig(**parallel), train=train)
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
-    return StageRuntime(stage, reducer, token_loss)
+    return StageRuntime(stage, reducer, whole_model(token_loss))
 
 
 def gradients(sizes, recompute, microbatches, model, parallel):

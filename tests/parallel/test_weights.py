@@ -13,8 +13,8 @@ from gpt4d.parallel import collectives, hosts, limits
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.order import weight_order
+from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.pipeline.schedule import Action, single_stage
-from gpt4d.parallel.stage import StageRuntime
 from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch, token_loss
 
 GRID = GridSizes(2, 1, 2, 1)
@@ -23,7 +23,7 @@ LAYERS = TINY_MODEL.layers
 
 def runtime_of(stage, **options):
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()), **options)
-    return StageRuntime(stage, reducer, token_loss)
+    return StageRuntime(stage, reducer, whole_model(token_loss))
 
 
 def three_steps(grid, overlap, cache_layers, recompute, precision):
@@ -166,7 +166,7 @@ def test_no_gathered_weight_outlives_a_step(ranks):
 def use_in_another_order():
     grid = Grid(GRID)
     stage = build_tiny_stage(grid)
-    stage.weights.begin(weight_order(single_stage(1), stage.layer_weights[::-1]))
+    stage.weights.begin(weight_order(single_stage(1), {0: stage.layer_weights[0][::-1]}))
     stage.module(*tiny_batch(grid)[::2])
 
 

@@ -6,6 +6,7 @@ import torch
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.workload import training_state
 from gpt4d.step import TrainStep, build_stage
@@ -19,7 +20,7 @@ class MeasuredTraining:
 
     def __init__(self, config: Config, sizes: GridSizes):
         self.stage = build_stage(config, Grid(sizes), torch.device("cpu"))
-        self.step = TrainStep(self.stage, token_loss, config.optim, config.parallel.overlap.data)
+        self.step = TrainStep(self.stage, whole_model(token_loss), config.optim, config.parallel.overlap.data)
         share = config.train.batch_size // sizes.batch_shards
         ids = torch.randint(config.model.vocab_size, (share, config.train.seq_len))
         size = config.train.micro_batch_size or share

@@ -21,8 +21,8 @@ from gpt4d.parallel.order import (
     weight_order,
     weights_ahead,
 )
+from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.stage import StageRuntime
 from gpt4d.step import build_stage, mask_replicas
 from tests.grids import TINY_MODEL, tiny_batch, token_loss
 
@@ -43,7 +43,7 @@ def forward_backward(stage) -> torch.Tensor:
     """Run a step of two microbatches; the loss of this rank is returned, its gradients are in place."""
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
     batches = [tiny_batch(stage.grid, microbatch + 2 * stage.index) for microbatch in range(2)]
-    return StageRuntime(stage, reducer, token_loss).forward_backward(batches, 2, 7.0)
+    return StageRuntime(stage, reducer, whole_model(token_loss)).forward_backward(batches, 2, 7.0)
 
 
 def run_own_stage(first: int | None) -> tuple:
@@ -164,7 +164,7 @@ def test_weights_are_kept_as_long_as_a_microbatch_in_flight_needs_them():
 def check_kept(seed: int) -> None:
     draw = random.Random(seed)
     layers, actions = random_layers(draw), random_schedule(draw)
-    order = weight_order(actions, layers)
+    order = weight_order(actions, {0: layers})
     assert order == executed(actions, layers)
     names = sorted({use.weight for use in order})
     cached = set(draw.sample(names, draw.randint(0, len(names))))
@@ -191,7 +191,7 @@ def test_weights_are_gathered_ahead_up_to_the_next_forward():
 
 def check_ahead(seed: int) -> None:
     draw = random.Random(seed)
-    order = weight_order(random_schedule(draw), random_layers(draw))
+    order = weight_order(random_schedule(draw), {0: random_layers(draw)})
     for position, count in ((draw.randrange(len(order)), draw.randint(0, 4)) for _ in range(20)):
         expected, previous = [], order[position]
         for use in order[position + 1 : position + 1 + count]:
@@ -205,7 +205,7 @@ def check_ahead(seed: int) -> None:
 def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
     """Every other block is whole: the window does not grow from one whole block to the next."""
     blocks = [LayerWeights(tuple(f"{block}.{weight}" for weight in range(4))) for block in range(6)]
-    order = weight_order([Action("F", 0)], blocks)
+    order = weight_order([Action("F", 0)], {0: blocks})
     whole = {name for block in blocks[1::2] for name in block.forward}
     ahead = weights_ahead(order, 2, whole)
     assert ahead[0] == ("0.1", "0.2")

@@ -15,7 +15,7 @@ from gpt4d.config import Config, ConfigError, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.stage import StageRuntime
+from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.planner import search, tables
 from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
@@ -196,7 +196,7 @@ def gradients_on_grid(config: Config, sizes: GridSizes) -> dict[str, torch.Tenso
     task, plan = toy_torch.Regression(config), validate(config, sizes.devices)
     task.connect(stage, plan.micro_batch_size(plan.stages[0]))
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
-    runtime = StageRuntime(stage, reducer, task.loss_sum)
+    runtime = StageRuntime(stage, reducer, task.compute)
     runtime.forward_backward(task.batches(0), plan.microbatches, config.train.batch_size * config.train.seq_len)
     return {name: global_tensor(p.grad, p.spec, grid) for name, p in stage.module.named_parameters()}
 

@@ -117,8 +117,8 @@ def describe(config: ToyConfig) -> Description:
             Divisibility("model.narrow", config.narrow, ("x", "z")),
             Divisibility("model.outputs", config.outputs, ("x",)),
         ),
-        stream=Layout(("data", "z"), (), ("y",)),
-        stream_shape=lambda samples, length: (samples, length, config.hidden),
+        stream=Layout(("data", "z"), ("y",)),
+        stream_shape=lambda samples, length: (samples * length, config.hidden),
     )
 
 
@@ -127,10 +127,10 @@ def _check_model(config: Config) -> None:
         check_at_least(f"model.{key}", getattr(config.model, key), 1)
 
 
-def _build(config: ToyConfig, weights):
+def _build(config: ToyConfig, weights, parts):
     from tests.seams.toy_torch import Toy  # imports torch
 
-    return Toy(config, weights)
+    return Toy(config, weights, parts)
 
 
 def _check_task(config: Config) -> None:

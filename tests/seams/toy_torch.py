@@ -3,7 +3,7 @@
 Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import nn
 
 from gpt4d.config import Config
 from gpt4d.data.batch import Batch
+from gpt4d.model.description import Part
 from gpt4d.parallel import collectives, random
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.grid import Axis
@@ -39,21 +40,31 @@ class GatedMLP(nn.Module):
 
 
 class Toy(nn.Module):
-    """From features that every rank has whole to outputs that x splits."""
+    """From features that every rank has whole to outputs that x splits; or parts of it."""
 
-    def __init__(self, config: ToyConfig, weights: WeightStream):
+    def __init__(self, config: ToyConfig, weights: WeightStream, parts: Sequence[Part]):
         super().__init__()
-        self.config, self.weights = config, weights
-        self.input = Linear(weights, config.features, config.hidden, transposed=True, bias=False, std=STD)
-        self.blocks = nn.ModuleList(
-            GatedMLP(weights, config.hidden, config.inner(index)) for index in range(config.blocks)
+        self.config, self.weights, self.parts = config, weights, parts
+        if any(part.begins for part in parts):
+            self.input = Linear(weights, config.features, config.hidden, transposed=True, bias=False, std=STD)
+        self.blocks = nn.ModuleDict(
+            {str(i): GatedMLP(weights, config.hidden, config.inner(i)) for part in parts for i in part.blocks}
         )
-        self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=STD)
+        if any(part.ends for part in parts):
+            self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=STD)
 
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
-        x_TF = own_part(x_BSF, self.weights.grid.x).flatten(0, 1).to(self.weights.compute_dtype)
-        x_TH = run_blocks(self.weights, self.blocks, run_alone(self.input(x_TF)))
-        return run_alone(self.output(x_TH)).unflatten(0, x_BSF.shape[:2])
+        return self.compute(self.parts[0], x_BSF, {})
+
+    def compute(self, part: Part, x_BSF: torch.Tensor, received: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the residual stream after a part, or the outputs of the last one."""
+        if part.begins:
+            x_TF = own_part(x_BSF, self.weights.grid.x).flatten(0, 1).to(self.weights.compute_dtype)
+            x_TH = run_alone(self.input(x_TF))
+        else:
+            x_TH = received["stream"]
+        x_TH = run_blocks(self.weights, [self.blocks[str(index)] for index in part.blocks], x_TH)
+        return run_alone(self.output(x_TH)).unflatten(0, x_BSF.shape[:2]) if part.ends else x_TH
 
 
 def own_part(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -104,8 +115,9 @@ class Regression:
 
     def connect(self, stage: Stage, micro_batch_size: int) -> None:
         self._stage, self._micro_batch_size = stage, micro_batch_size
-        self._averaged = stage.module.output.weight
-        self._average = torch.zeros_like(self._averaged, requires_grad=False)
+        self._averaged = stage.module.output.weight if hasattr(stage.module, "output") else None
+        if self._averaged is not None:
+            self._average = torch.zeros_like(self._averaged, requires_grad=False)
 
     def batches(self, first_sample: int) -> Iterator[Batch]:
         return self._microbatches(first_sample, 0, SAMPLES)
@@ -116,26 +128,32 @@ class Regression:
         return self._microbatches(index * self.config.train.batch_size, SAMPLES, HELD_OUT)
 
     def _microbatches(self, first_sample: int, offset: int, count: int) -> Iterator[Batch]:
-        grid, device = self._stage.grid, self._stage.weights.device
-        share = self.config.train.batch_size // grid.sizes.batch_shards
-        first = first_sample + grid.batch_shard * share
-        for start in range(first, first + share, self._micro_batch_size):
-            ids = torch.arange(start, start + self._micro_batch_size)
+        grid, device, size = self._stage.grid, self._stage.weights.device, self._micro_batch_size
+        for part in range(first_sample, first_sample + self.config.train.batch_size, size * grid.sizes.batch_shards):
+            start = part + grid.batch_shard * size
+            ids = torch.arange(start, start + size)
             inputs, targets = samples(self.config, (offset + ids % count).tolist())
             yield Batch({"rows": inputs.to(device)}, targets.to(device), ids.to(device))
 
-    def loss_sum(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        axis = self._stage.grid.x
-        return SquaredErrorFunction.apply(module(batch.inputs["rows"]), own_part(batch.targets, axis), axis)
+    def compute(
+        self, module: nn.Module, part: Part, batch: Batch, received: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        out, axis = module.compute(part, batch.inputs["rows"], received), self._stage.grid.x
+        if not part.ends:
+            return {"stream": out}
+        return {"loss": SquaredErrorFunction.apply(out, own_part(batch.targets, axis), axis)}
 
     def after_update(self, step: int) -> None:
+        if self._averaged is None:
+            return
         self._stage.weights.pre_gather_hook(self._averaged)
         self._average.lerp_(self._averaged.detach(), 1 - DECAY)
 
     def sample(self) -> Artifact:
         inputs, targets = samples(self.config, [SAMPLES])
         with torch.no_grad():
-            error = self.loss_sum(self._stage.module, Batch({"rows": inputs}, targets, torch.tensor([SAMPLES])))
+            batch = Batch({"rows": inputs}, targets, torch.tensor([SAMPLES]))
+            error = self.compute(self._stage.module, self._stage.parts[0], batch, {})["loss"]
         return Artifact(f"squared error of a held-out sample: {error:.4g}", {"squared_error": error.item()})
 
     def summary(self) -> str:
@@ -148,6 +166,6 @@ class Regression:
         return {}
 
     def extra_state(self) -> dict[str, tuple[torch.Tensor, ParameterSpec]]:
-        return {"output_average": (self._average, self._averaged.spec)}
+        return {} if self._averaged is None else {"output_average": (self._average, self._averaged.spec)}
 
     def close(self) -> None: ...

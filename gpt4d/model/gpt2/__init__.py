@@ -26,10 +26,10 @@ def _check(config: Config) -> None:
         )
 
 
-def _build(config: GPT2Config, weights):
+def _build(config: GPT2Config, weights, parts):
     from gpt4d.model.gpt2.model import GPT  # imports torch
 
-    return GPT(config, weights)
+    return GPT(config, weights, parts)
 
 
 def _hugging_face():

@@ -3,10 +3,13 @@
 Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads, V vocabulary.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpt4d.model.description import Part
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.layers.attention import CausalAttention, head_split
@@ -62,22 +65,30 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 on the grid of ``weights``. Its values are not set until ``gpt4d.model.init.initialize``."""
+    """A GPT-2, or parts of one, on the grid of ``weights``.
 
-    def __init__(self, config: GPT2Config, weights: WeightStream):
+    Its values are not set until ``gpt4d.model.init.initialize``. Parts without the first have no embeddings, and parts
+    without the last no head, which multiplies by the token embedding and so has a copy of it.
+    """
+
+    def __init__(self, config: GPT2Config, weights: WeightStream, parts: Sequence[Part]):
         super().__init__()
-        self.config, self.weights = config, weights
-        self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden)
-        self.positions = PositionEmbedding(weights, config.max_positions, config.hidden)
-        self.dropout = Dropout(config.dropout, weights.grid.y)
-        self.blocks = nn.ModuleList(Block(config, weights) for _ in range(config.layers))
-        self.norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
-        self.head = Head(weights)
+        self.config, self.weights, self.parts = config, weights, parts
+        begins, ends = any(part.begins for part in parts), any(part.ends for part in parts)
+        if begins or ends:
+            self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden)
+        if begins:
+            self.positions = PositionEmbedding(weights, config.max_positions, config.hidden)
+            self.dropout = Dropout(config.dropout, weights.grid.y)
+        self.blocks = nn.ModuleDict({str(index): Block(config, weights) for part in parts for index in part.blocks})
+        if ends:
+            self.norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+            self.head = Head(weights)
 
     def forward(
         self, ids_BS: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits [B, S, V]: this rank's part of the padded vocabulary, which x splits.
+        """Return logits [B, S, V] of a whole model: this rank's part of the padded vocabulary, which x splits.
 
         Args:
             ids_BS: this rank's sequences of token ids.
@@ -85,16 +96,8 @@ class GPT(nn.Module):
             documents_BS: index of each token's document; attention and positions stay inside one. None: no limits.
         """
         tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS)
-        return tokens.restored(self._logits(ids_BS, tokens))
-
-    def _logits(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return logits [T, V] in the order of ``tokens.gathered``."""
-        x_TH = run_blocks(self.weights, self.blocks, self._embedded(ids_BS, tokens), tokens)
-        return run_alone(self.head(self.norm(x_TH), self.tokens.weight))
-
-    def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return the residual stream [T, H] before the first block. No reference to it stays behind."""
-        return self.dropout(self.positions(self.tokens(ids_BS, tokens), tokens), tokens)
+        (part,) = self.parts
+        return tokens.restored(self._logits(self._stream(part, ids_BS, tokens, {})))
 
     def loss_sum(
         self,
@@ -103,7 +106,48 @@ class GPT(nn.Module):
         sample_ids_B: torch.Tensor,
         documents_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the cross-entropy summed, not averaged, over this rank's tokens."""
+        """Return the cross-entropy of a whole model, summed, not averaged, over this rank's tokens."""
+        (part,) = self.parts
+        return self.compute(part, {}, ids_BS, targets_BS, sample_ids_B, documents_BS)["loss"]
+
+    def compute(
+        self,
+        part: Part,
+        received: Mapping[str, torch.Tensor],
+        ids_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        sample_ids_B: torch.Tensor,
+        documents_BS: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the residual stream [T, H] after a part as ``stream``, or the ``loss`` of the last part.
+
+        Args:
+            part: one of ``parts``.
+            received: the residual stream after the part before, as ``stream``; nothing for the first part.
+            ids_BS: as for ``forward``.
+            targets_BS: ids of the tokens to predict.
+            sample_ids_B: as for ``forward``.
+            documents_BS: as for ``forward``.
+        """
         tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS)
-        logits_TV, targets_T = self._logits(ids_BS, tokens), tokens.gathered(targets_BS)
-        return cross_entropy_sum(logits_TV, targets_T, self.config.vocab_size, self.weights.grid.x)
+        x_TH = self._stream(part, ids_BS, tokens, received)
+        if not part.ends:
+            return {"stream": x_TH}
+        logits_TV, targets_T = self._logits(x_TH), tokens.gathered(targets_BS)
+        return {"loss": cross_entropy_sum(logits_TV, targets_T, self.config.vocab_size, self.weights.grid.x)}
+
+    def _stream(
+        self, part: Part, ids_BS: torch.Tensor, tokens: Tokens, received: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the residual stream after the blocks of a part. No reference to the one before them stays behind."""
+        blocks = [self.blocks[str(index)] for index in part.blocks]
+        if part.begins:
+            return run_blocks(self.weights, blocks, self._embedded(ids_BS, tokens), tokens)
+        return run_blocks(self.weights, blocks, received["stream"], tokens)
+
+    def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return self.dropout(self.positions(self.tokens(ids_BS, tokens), tokens), tokens)
+
+    def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return logits [T, V] in the order of ``tokens.gathered``."""
+        return run_alone(self.head(self.norm(x_TH), self.tokens.weight))

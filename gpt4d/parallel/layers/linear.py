@@ -208,14 +208,16 @@ class ProductFunction(torch.autograd.Function):
                 d_x = placeholder(d_x, d_x.shape)
             if not weights.overlap.all_reduce:
                 call.d_input.wait()
-        d_weight = None
         if ctx.needs_input_grad[1]:
             left, right = (d_rows, rows) if context.transposed_storage else (rows, d_rows)
-            d_weight = product(left.t(), right, weights.dtype)
-            d_weight = weights.scatter(call.weight, d_weight.view(-1, *call.weight.shape[1:]))
+
+            def d_weight() -> torch.Tensor:
+                return product(left.t(), right, weights.dtype).view(-1, *call.weight.shape[1:])
+
+            weights.add_gradient(call.weight, d_weight)
         if call.bias is not None:
             d_bias = d_rows.sum(0, dtype=call.bias.dtype).view(call.bias.shape)
-        return d_x, d_weight, d_bias, None
+        return d_x, None, d_bias, None  # the weight's gradient goes to the stream
 
 
 class ScatteredOutputFunction(torch.autograd.Function):

@@ -34,11 +34,15 @@ def test_of_equal_choices_the_most_even_one_is_taken():
 def test_stages_share_nothing_but_tied_weights_and_have_all_parameters():
     description = registry.describe(compose(["model.layers=4"]).model)
     blocks = [index for index, unit in enumerate(description.units) if unit.block]
-    stages = description.cut([blocks[1], blocks[3]])
+    bounds = [(0, blocks[1]), (blocks[1], blocks[3]), (blocks[3], len(description.units))]
+    stages = [description.stage([part]) for part in bounds]
     assert [len(stage.blocks) for stage in stages] == [1, 2, 1]
     owned = [name for stage in stages for name in stage.parameters.keys() - stage.copied.keys()]
     assert sorted(owned) == sorted(description.parameters)
     assert [list(stage.copied) for stage in stages] == [[], [], ["tokens.weight"]]
     assert stages[2].parameters["tokens.weight"] is description.parameters["tokens.weight"]
+    assert [description.part(*part) for part in bounds] == [
+        (True, range(1), False), (False, range(1, 3), False), (False, range(3, 4), True)
+    ]  # fmt: skip
     terms = [stage.contributions["tokens.weight"] for stage in stages]
     assert terms == [1, 0, 1] and description.contributions["tokens.weight"] == 2

@@ -1,0 +1,112 @@
+"""The transfers between stages: what crosses each edge, on which link, in which layout."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.pipeline.program import Transfer
+from gpt4d.parallel.plan import StagePlan
+from gpt4d.parallel.resharding.mesh import StageMesh
+from gpt4d.parallel.resharding.planning import gradient_plan, plan
+from gpt4d.parallel.resharding.transfer import Link, Resharding
+from gpt4d.parallel.resharding.transfer import Transfer as Resharded
+
+
+class Edge(NamedTuple):
+    """A tensor that a virtual stage produces and a later one uses.
+
+    ``layout`` is that on both grids, ``shape`` the global shape of one microbatch. Integers and masks have no gradient.
+    """
+
+    name: str
+    source: int  # virtual stages
+    target: int
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+class Arrival:
+    """The tensors of one transfer, by name. ``wait`` returns what this rank receives."""
+
+    def __init__(self, transfers: Mapping[str, Resharded]):
+        self.transfers = transfers
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        received = {name: transfer.wait() for name, transfer in self.transfers.items()}
+        return {name: tensor for name, tensor in received.items() if tensor is not None}
+
+
+class Exchange:
+    """This rank's links to other stages, and the plans of what crosses them.
+
+    All ranks create it together. Each pair of stages that share an edge has a link for each direction.
+
+    Args:
+        stages: the grids of all stages.
+        edges: what crosses, on all virtual stages.
+        strategy: of the transfers (gpt4d.parallel.resharding).
+        ranks_per_host: consecutive ranks of the job on each host.
+        device: of this rank.
+        new_group: makes the process group of some ranks, on these ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StagePlan],
+        edges: Sequence[Edge],
+        strategy: str,
+        ranks_per_host: int,
+        device: torch.device,
+        new_group: Callable[[list[int]], dist.ProcessGroup],
+    ):
+        rank, count = dist.get_rank(), len(stages)
+        meshes = [StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host) for stage in stages]
+        self.links: dict[tuple[int, int], Link] = {}  # by the stages that send and receive
+        self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
+        self._names: dict[tuple[int, int], list[str]] = {}
+        pairs = sorted({(edge.source % count, edge.target % count) for edge in edges})
+        for source, target in [pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b]:
+            members = sorted({*stages[source].ranks, *stages[target].ranks})
+            if rank in members and (source, target) not in self.links:
+                self.links[source, target] = Link(f"stage {source} to {target}", new_group(members), device)
+        for edge in edges:
+            source, target = edge.source % count, edge.target % count
+            if (link := self.links.get((source, target))) is None:
+                continue
+            forward = plan(edge.shape, edge.layout, meshes[source], edge.layout, meshes[target], strategy)
+            self._add(edge.name, edge.source, edge.target, link.prepare(forward, edge.dtype))
+            if edge.has_gradient:
+                back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)
+                self._add(edge.name, edge.target, edge.source, back)
+
+    def _add(self, name: str, source: int, target: int, resharding: Resharding) -> None:
+        self._reshardings[name, source, target] = resharding
+        self._names.setdefault((source, target), []).append(name)
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """What counts the bytes and waits of each link, by its name."""
+        return {link.axis.name: link.axis for link in self.links.values()}
+
+    def start(self, transfer: Transfer, sent: Mapping[str, torch.Tensor] | None) -> Arrival:
+        """Start to send tensors, by name, or to receive them if ``sent`` is None."""
+        source, target = transfer.action.virtual_stage, transfer.target
+        return Arrival(
+            {
+                name: self._reshardings[name, source, target].start(None if sent is None else sent[name])
+                for name in self._names[source, target]
+            }
+        )
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()

@@ -1,0 +1,175 @@
+"""The execution of a stage's program: forwards, backwards, and the tensors that cross its edges."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.order import weight_order
+from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
+from gpt4d.parallel.pipeline.program import Program, Transfer
+from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.stage import Stage
+
+LOSS = "loss"
+Tensors = Mapping[str, torch.Tensor]
+# Returns what a part of the model produces from a microbatch: tensors for later parts by name, or the loss, summed over
+# this rank's samples. Arguments: module, part, batch, and what earlier parts have produced for this one.
+Compute = Callable[[nn.Module, Any, Any, Tensors], Tensors]
+
+
+def whole_model(loss_sum: Callable[[nn.Module, Any], torch.Tensor]) -> Compute:
+    """Return the computation of a model in one part from its loss, summed over this rank's samples."""
+    return lambda module, part, batch, received: {LOSS: loss_sum(module, batch)}
+
+
+class _InFlight(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    received: dict[str, dict[str, torch.Tensor]]
+    produced: Tensors
+
+
+class StageRuntime:
+    """Executes the programs of a stage.
+
+    Args:
+        stage: what this rank computes.
+        reducer: sums the stage's gradients.
+        compute: computes a part of the model on a microbatch.
+        exchange: the edges to other stages; None if there are none.
+    """
+
+    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute, exchange: Exchange | None = None):
+        self.stage, self.reducer, self.compute, self.exchange = stage, reducer, compute, exchange
+
+    def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
+        """Compute the forwards and backwards of a step; gradients are complete when it returns.
+
+        Args:
+            batches: this rank's microbatches.
+            microbatches: how many there are.
+            divisor: global number of units (tokens, images) of the step: how the batch is dealt out to ranks and
+                microbatches makes no difference.
+
+        Returns:
+            The sum of this rank's losses over ``divisor``, float64, on the device.
+        """
+        stage = self.stage
+        program = stage.program(microbatches)
+        actions = [step for step in program if isinstance(step, Action)]
+        terms = {name: count * microbatches for name, count in stage.terms.items()}
+        added = {name: terms[name] * stage.chunk_terms.get(name, 1) for name in stage.cached_for_step}
+        order = weight_order(actions, stage.layer_weights, stage.chunk_terms)
+        stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_terms, **added})
+        self.reducer.begin(terms | dict.fromkeys(stage.cached_for_step, 1))
+        stage.module.train()
+        total = _Step(self, batches, divisor).run(program)
+        self.reducer.finish()
+        return total
+
+    def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
+        """Return the sum of this rank's losses over some microbatches, float64, without gradients."""
+        stage = self.stage
+        program = stage.evaluation(microbatches)
+        actions = [step for step in program if isinstance(step, Action)]
+        stage.weights.begin(weight_order(actions, stage.layer_weights))
+        stage.module.eval()
+        with torch.no_grad():
+            total = _Step(self, batches, 1.0).run(program)
+        stage.weights.finish()
+        return total
+
+
+class _Step:
+    """The state of one program in execution."""
+
+    def __init__(self, runtime: StageRuntime, batches: Iterable[Any], divisor: float):
+        self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, runtime.exchange
+        self.divisor = divisor
+        self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
+        self._remaining: Iterator[Any] = iter(batches)
+        self._batches: list[Any] = []
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by virtual stage and microbatch
+        self._to_send: dict[Transfer, Tensors] = {}
+        self._arrivals: dict[Transfer, Arrival] = {}
+        self._sending: list[Arrival] = []
+
+    def run(self, program: Program) -> torch.Tensor:
+        execute = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradients}
+        for step in program:
+            if isinstance(step, Transfer):
+                self._start(step)
+            else:
+                execute[step.kind](step)
+        for arrival in self._sending:
+            arrival.wait()
+        return self.total
+
+    def _start(self, transfer: Transfer) -> None:
+        assert self.exchange is not None
+        if (sent := self._to_send.pop(transfer, None)) is not None:
+            self._sending.append(self.exchange.start(transfer, sent))
+        else:
+            self._arrivals[transfer] = self.exchange.start(transfer, None)
+
+    def _take(self, transfer: Transfer) -> Tensors:
+        """Wait for the tensors of a transfer, which may come from another part of this stage."""
+        if (local := self._to_send.pop(transfer, None)) is not None:
+            return local
+        return self._arrivals.pop(transfer).wait()
+
+    def _batch(self, microbatch: int) -> Any:
+        while len(self._batches) <= microbatch:
+            self._batches.append(next(self._remaining))
+        return self._batches[microbatch]
+
+    def _forward(self, action: Action) -> None:
+        stage, (_, microbatch, place) = self.stage, action
+        received: dict[int, dict[str, torch.Tensor]] = {}
+        for source in stage.sources(place):
+            tensors = self._take(Transfer(action._replace(virtual_stage=source), place))
+            received[source] = {name: tensor.detach() for name, tensor in tensors.items()}
+            for tensor in received[source].values():
+                tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
+        inputs = {name: tensor for tensors in received.values() for name, tensor in tensors.items()}
+        produced = self.compute(stage.module, stage.parts[place], self._batch(microbatch), inputs)
+        if LOSS in produced:
+            loss = produced[LOSS] / self.divisor
+            self.total += loss.detach()
+            produced = {LOSS: loss}
+        for target in stage.targets(place):
+            crossing = {name: produced[name].detach() for name in stage.crossing[place, target]}
+            self._to_send[Transfer(action, target)] = crossing
+        if torch.is_grad_enabled():
+            self._in_flight[place, microbatch] = _InFlight(received, produced)
+
+    def _backward(self, action: Action) -> None:
+        stage, (_, microbatch, place) = self.stage, action
+        received, produced = self._in_flight.pop((place, microbatch))
+        gradients: dict[str, torch.Tensor] = {}
+        for target in stage.targets(place):
+            for name, gradient in self._take_gradients(action, target, place).items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        roots = [LOSS] if LOSS in produced else list(gradients)
+        torch.autograd.backward([produced[name] for name in roots], [gradients.get(name) for name in roots])
+        for source, tensors in received.items():
+            crossing = {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
+            self._to_send[Transfer(action, source)] = crossing
+
+    def _take_gradients(self, action: Action, target: int, place: int) -> Tensors:
+        """Return the gradients of what crossed to ``target``, whose backward may have been split."""
+        for kind in "BI":
+            transfer = Transfer(Action(kind, action.microbatch, target), place)
+            if transfer in self._arrivals or transfer in self._to_send:
+                return self._take(transfer)
+        raise AssertionError(f"{action}: the gradient from virtual stage {target} was not started")
+
+    def _input_gradient(self, action: Action) -> None:
+        with self.stage.weights.delaying_weight_gradients():
+            self._backward(action)
+
+    def _weight_gradients(self, action: Action) -> None:
+        self.stage.weights.compute_delayed_gradients()

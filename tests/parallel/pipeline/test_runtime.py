@@ -1,0 +1,72 @@
+"""A step over stages with different grids has the loss and the gradients of one device, under every schedule."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel import collectives
+from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.runtime import StageRuntime
+from gpt4d.step import build_stage, connect_stages, mask_replicas
+from gpt4d.validation import validate
+from tests.seams import toy_torch
+from tests.seams.test_toy import configure, plain_toy, squared_error
+
+
+def step_of_toy(config, world_size):
+    """On a rank: the loss of an evaluation and of a step in float64, and this stage's parts of its gradients."""
+    plan = validate(config, world_size)
+    stage_plan = plan.stage_of(dist.get_rank())
+    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
+    stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
+    exchange = connect_stages(plan, stage, ranks_per_host=world_size)
+    task = toy_torch.Regression(config)
+    task.connect(stage, plan.micro_batch_size(stage_plan))
+    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
+    runtime = StageRuntime(stage, reducer, task.compute, exchange)
+    units = config.train.batch_size * config.train.seq_len
+    evaluated = runtime.evaluate(task.batches(0), plan.microbatches) / units
+    loss = runtime.forward_backward(task.batches(0), plan.microbatches, units)
+    losses = [collectives.all_reduce(mask_replicas(value, grid), grid.world).item() for value in (evaluated, loss)]
+    gradients = {
+        n: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in stage.module.named_parameters()
+    }
+    exchange.close()
+    return losses, gradients
+
+
+PIPELINE = "parallel.pipeline."
+TWO = (PIPELINE + "stages=2",)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, (*TWO, PIPELINE + "schedule=gpipe")),
+        (8, (*TWO, "parallel.gx=2", "parallel.gz=2", PIPELINE + "schedule=1f1b")),
+        (6, (*TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "train.activation_checkpointing=full")),
+        (6, (*TWO, PIPELINE + "stage_grids=[1x2x1x1,2x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
+        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1")),
+        (2, (*TWO, PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
+        (
+            4,
+            (*TWO, "parallel.gy=2", PIPELINE + "schedule=eager_1f1b", "parallel.chunks=2", PIPELINE + "microbatches=4"),
+        ),
+    ],
+    ids=str,
+)
+def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_size, settings):
+    config = configure(tmp_path, "model.blocks=4", "train.batch_size=16", "train.micro_batch_size=null", *settings)
+    model = plain_toy(config, torch.float64)
+    error = squared_error(model, config, range(16), torch.float64)
+    error.backward()
+    expected, seen = model.gradients(), {}
+    for losses, gradients in ranks.run(world_size, step_of_toy, config, world_size):
+        assert losses == [pytest.approx(error.item(), rel=1e-12)] * 2
+        for name, (place, part) in gradients.items():
+            whole = seen.setdefault(name, torch.full_like(expected[name], torch.nan))
+            whole[place] = part
+    assert seen.keys() == expected.keys()
+    for name, gradient in seen.items():
+        assert (gradient - expected[name]).norm() <= 1e-12 * expected[name].norm(), name
