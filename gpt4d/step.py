@@ -16,7 +16,7 @@ from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline.exchange import Edge, Exchange
+from gpt4d.parallel.pipeline.exchange import Copy, Edge, Exchange
 from gpt4d.parallel.pipeline.planning import evaluation_program, training_program
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.plan import ParallelPlan
@@ -111,9 +111,18 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         for (source, target), names in stage.crossing.items()
         for name in names
     ]
+    whole = registry.describe_run(plan.config)
+    described = [whole.stage(stage_plan.parts) for stage_plan in plan.stages]
+    copies = [
+        Copy(name, owner, holder, spec.layout, spec.shape, stage.weights.dtype)
+        for holder, description in enumerate(described)
+        for name, spec in description.copied.items()
+        for owner, other in enumerate(described)
+        if name in other.parameters and name not in other.copied
+    ]
     new_group = partial(dist.new_group, timeout=timeout, use_local_synchronization=True)
     strategy = plan.config.parallel.pipeline.strategy
-    return Exchange(plan.stages, edges, strategy, ranks_per_host, stage.weights.device, new_group)
+    return Exchange(plan.stages, edges, copies, strategy, ranks_per_host, stage.weights.device, new_group)
 
 
 class TrainStep:
@@ -141,7 +150,8 @@ class TrainStep:
     ):
         self.stage, self.config = stage, config
         self.before_update, self.is_spike = before_update, is_spike
-        parameters = dict(stage.module.named_parameters())
+        held = exchange.held if exchange else []  # copies, which their owners update
+        parameters = {name: p for name, p in stage.module.named_parameters() if name not in held}
         self.reducer = GradientReducer(stage.weights, parameters, overlap_data, shard=config.shard_states)
         self.shards: Sequence[nn.Parameter] = self.reducer.optimizer_shards
         self.optimizer = optim.build_optimizer(zip(parameters, self.shards, strict=True), config)
@@ -175,6 +185,7 @@ class TrainStep:
         self.before_update()
         optim.update(self.optimizer, skipped)
         self.reducer.start_param_all_gather()
+        self.runtime.send_copied_weights()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, norm, skipped, stopping)
 

@@ -72,8 +72,12 @@ class GradientReducer:
         weights.pre_gather_hook = lambda p: this._wait_bucket(this._bucket_of.get(p))
 
     def begin(self, terms: Mapping[str, int]) -> None:
-        """Start a step in which each parameter's gradient has the number of ``terms`` given. ``finish`` ends it."""
-        self._missing = Counter({self.parameters[name]: count for name, count in terms.items()})
+        """Start a step in which each parameter's gradient has the number of ``terms`` given. ``finish`` ends it.
+
+        Names of other parameters are ignored.
+        """
+        own = ((name, count) for name, count in terms.items() if name in self.parameters)
+        self._missing = Counter({self.parameters[name]: count for name, count in own})
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._missing[parameter] -= 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.grid import BATCH_AXES, Axis
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.program import Transfer
 from gpt4d.parallel.plan import StagePlan
@@ -34,6 +34,20 @@ class Edge(NamedTuple):
         return self.dtype.is_floating_point
 
 
+class Copy(NamedTuple):
+    """A weight that a stage has and another one uses too: a tied embedding.
+
+    The stage that has it adds the gradient of the copy to its own, updates the weight and sends it to the copy.
+    """
+
+    name: str
+    owner: int  # stages
+    holder: int
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Arrival:
     """The tensors of one transfer, by name. ``wait`` returns what this rank receives."""
 
@@ -53,6 +67,7 @@ class Exchange:
     Args:
         stages: the grids of all stages.
         edges: what crosses, on all virtual stages.
+        copies: weights that several stages use.
         strategy: of the transfers (gpt4d.parallel.resharding).
         ranks_per_host: consecutive ranks of the job on each host.
         device: of this rank.
@@ -63,6 +78,7 @@ class Exchange:
         self,
         stages: Sequence[StagePlan],
         edges: Sequence[Edge],
+        copies: Sequence[Copy],
         strategy: str,
         ranks_per_host: int,
         device: torch.device,
@@ -73,7 +89,8 @@ class Exchange:
         self.links: dict[tuple[int, int], Link] = {}  # by the stages that send and receive
         self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
         self._names: dict[tuple[int, int], list[str]] = {}
-        pairs = sorted({(edge.source % count, edge.target % count) for edge in edges})
+        crossing = {(edge.source % count, edge.target % count) for edge in edges}
+        pairs = sorted(crossing | {(copy.owner, copy.holder) for copy in copies})
         for source, target in [pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b]:
             members = sorted({*stages[source].ranks, *stages[target].ranks})
             if rank in members and (source, target) not in self.links:
@@ -87,6 +104,18 @@ class Exchange:
             if edge.has_gradient:
                 back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)
                 self._add(edge.name, edge.target, edge.source, back)
+
+        self._weights: dict[str, Resharding] = {}  # of copies, by name
+        self._gradients: dict[str, Resharding] = {}
+        self._stage = next(index for index, stage in enumerate(stages) if rank in stage.ranks)
+        self.copies = [copy for copy in copies if self._stage in (copy.owner, copy.holder)]
+        for copy in self.copies:
+            weight = plan(copy.shape, copy.layout, meshes[copy.owner], copy.layout, meshes[copy.holder], strategy)
+            # Gradients on the copy's stage are not yet summed over the axes that split the batch.
+            partial = tuple(axis for axis in BATCH_AXES if axis not in copy.layout.axes)
+            self._weights[copy.name] = self.links[copy.owner, copy.holder].prepare(weight, copy.dtype)
+            gradient = gradient_plan(weight, partial)
+            self._gradients[copy.name] = self.links[copy.holder, copy.owner].prepare(gradient, copy.dtype)
 
     def _add(self, name: str, source: int, target: int, resharding: Resharding) -> None:
         self._reshardings[name, source, target] = resharding
@@ -106,6 +135,25 @@ class Exchange:
                 for name in self._names[source, target]
             }
         )
+
+    @property
+    def owned(self) -> list[str]:
+        """Names of this stage's weights of which others have copies."""
+        return [copy.name for copy in self.copies if copy.owner == self._stage]
+
+    @property
+    def held(self) -> list[str]:
+        """Names of the weights of which this stage has a copy."""
+        return [copy.name for copy in self.copies if copy.holder == self._stage]
+
+    def start_gradient(self, name: str, gradient: torch.Tensor | None) -> Resharded:
+        """Start to send the gradient of a copy, or to receive it if this stage owns the weight."""
+        return self._gradients[name].start(gradient)
+
+    def start_weight(self, name: str, weight: torch.Tensor) -> Resharded:
+        """Start to send a weight to its copy, which is ``weight`` on the stage that has it."""
+        transfer = self._weights[name]
+        return transfer.start(out=weight) if name in self.held else transfer.start(weight)
 
     def close(self) -> None:
         for link in self.links.values():

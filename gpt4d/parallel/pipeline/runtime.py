@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
 from gpt4d.parallel.pipeline.program import Program, Transfer
@@ -64,11 +65,48 @@ class StageRuntime:
         added = {name: terms[name] * stage.chunk_terms.get(name, 1) for name in stage.cached_for_step}
         order = weight_order(actions, stage.layer_weights, stage.chunk_terms)
         stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_terms, **added})
-        self.reducer.begin(terms | dict.fromkeys(stage.cached_for_step, 1))
+        terms |= dict.fromkeys(stage.cached_for_step, 1)
+        for name in self.exchange.owned if self.exchange else ():
+            terms[name] += 1
+        self.reducer.begin(terms)
         stage.module.train()
         total = _Step(self, batches, divisor).run(program)
+        if self.exchange:
+            self._add_gradients_of_copies(self.exchange)
         self.reducer.finish()
         return total
+
+    def _add_gradients_of_copies(self, exchange: Exchange) -> None:
+        """Add the gradients of copied weights on other stages to this stage's, once among the ranks to be summed."""
+        weights, grid = self.stage.weights, self.stage.grid
+        weights.finish()
+        parameters = dict(self.stage.module.named_parameters())
+        sent = []
+        for copy in exchange.copies:
+            parameter: Any = parameters[copy.name]
+            if copy.name in exchange.held:
+                sent.append(exchange.start_gradient(copy.name, parameter.grad))
+                parameter.grad = None
+                continue
+            gradient = exchange.start_gradient(copy.name, None).wait()
+            if all(grid[axis].index == 0 for axis in BATCH_AXES if axis not in copy.layout.axes):
+                parameter.grad.add_(gradient)
+            weights.on_gradient(parameter)
+        for transfer in sent:
+            transfer.wait()
+
+    def send_copied_weights(self) -> None:
+        """Send updated weights to the stages that have copies of them."""
+        if self.exchange is None:
+            return
+        parameters, transfers = dict(self.stage.module.named_parameters()), []
+        for copy in self.exchange.copies:
+            parameter = parameters[copy.name]
+            if copy.name in self.exchange.owned:
+                self.stage.weights.pre_gather_hook(parameter)
+            transfers.append(self.exchange.start_weight(copy.name, parameter.detach()))
+        for transfer in transfers:
+            transfer.wait()
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the sum of this rank's losses over some microbatches, float64, without gradients."""

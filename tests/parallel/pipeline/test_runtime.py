@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpt4d.config import compose
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
-from gpt4d.step import build_stage, connect_stages, mask_replicas
+from gpt4d.step import TrainStep, build_stage, connect_stages, mask_replicas
 from gpt4d.validation import validate
 from tests.seams import toy_torch
 from tests.seams.test_toy import configure, plain_toy, squared_error
@@ -70,3 +71,72 @@ def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_
     assert seen.keys() == expected.keys()
     for name, gradient in seen.items():
         assert (gradient - expected[name]).norm() <= 1e-12 * expected[name].norm(), name
+
+
+class RandomTokens:
+    """Batches of random tokens, equal on every grid, and the computation of GPT-2 on them."""
+
+    def __init__(self, config, plan, stage_plan, grid):
+        self.config, self.plan, self.grid = config, plan, grid
+        self.size = plan.micro_batch_size(stage_plan)
+
+    def batches(self, step):
+        train, model = self.config.train, self.config.model
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, model.vocab_size, (train.batch_size, train.seq_len + 1), generator=generator)
+        for part in torch.arange(train.batch_size).chunk(self.plan.microbatches):
+            own = part.split(self.size)[self.grid.batch_shard]
+            yield ids[own, :-1], ids[own, 1:], own
+
+    @staticmethod
+    def compute(module, part, batch, received):
+        return module.compute(part, received, *batch)
+
+
+def losses_of_gpt(config, world_size):
+    """On a rank: losses and gradient norms of three steps of AdamW in float64, and the loss of an evaluation."""
+    plan = validate(config, world_size)
+    stage_plan = plan.stage_of(dist.get_rank())
+    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
+    stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
+    exchange = connect_stages(plan, stage, ranks_per_host=2) if len(plan.stages) > 1 else None
+    data = RandomTokens(config, plan, stage_plan, grid)
+    step = TrainStep(stage, data.compute, config.optim, exchange=exchange)
+    units, numbers = config.train.batch_size * config.train.seq_len, []
+    for number in range(3):
+        result = step(data.batches(number), plan.microbatches, units, lr=1e-2)
+        numbers += [result.loss.item(), result.norm.item()]
+    step.reducer.wait_params()
+    numbers.append(step.evaluate(data.batches(9), plan.microbatches).item() / units)
+    if exchange:
+        exchange.close()
+    return numbers
+
+
+GPT = (
+    "model.layers=4", "model.hidden=24", "model.heads=4", "model.vocab_size=50", "model.vocab_multiple=16",
+    "model.max_positions=12", "train.seq_len=12", "train.batch_size=8", "model.dropout=0.1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def serial_losses(ranks):
+    return ranks.run(1, losses_of_gpt, compose([*GPT]), 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, TWO),
+        (8, (*TWO, "parallel.gx=2", "parallel.gy=2", "train.activation_checkpointing=full")),
+        (6, (*TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
+        (6, (*TWO, PIPELINE + "stage_grids=[1x1x2x1,1x2x1x2]", "optim.shard_states=true")),
+        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1", "parallel.chunks=2", PIPELINE + "microbatches=4")),
+        (4, (*TWO, "parallel.gz=2", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
+        (4, (*TWO, "parallel.gz=2", "parallel.cache_layers=all", "parallel.cache_scope=step")),
+    ],
+    ids=str,
+)
+def test_training_a_gpt_with_a_tied_head_over_stages_equals_one_device(ranks, serial_losses, world_size, settings):
+    for numbers in ranks.run(world_size, losses_of_gpt, compose([*GPT, *settings]), world_size):
+        assert numbers == pytest.approx(serial_losses, rel=1e-11)
