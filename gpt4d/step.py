@@ -120,7 +120,8 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         for owner, other in enumerate(described)
         if name in other.parameters and name not in other.copied
     ]
-    new_group = partial(dist.new_group, timeout=timeout, use_local_synchronization=True)
+    # Not with local synchronization: torch derives the name from how many groups a rank has, which differs by stage.
+    new_group = partial(dist.new_group, timeout=timeout)
     strategy = plan.config.parallel.pipeline.strategy
     return Exchange(plan.stages, edges, copies, strategy, ranks_per_host, stage.weights.device, new_group)
 

@@ -71,7 +71,7 @@ class Exchange:
         strategy: of the transfers (gpt4d.parallel.resharding).
         ranks_per_host: consecutive ranks of the job on each host.
         device: of this rank.
-        new_group: makes the process group of some ranks, on these ranks.
+        new_group: makes the process group of some ranks; all ranks of the job call it.
     """
 
     def __init__(
@@ -91,10 +91,11 @@ class Exchange:
         self._names: dict[tuple[int, int], list[str]] = {}
         crossing = {(edge.source % count, edge.target % count) for edge in edges}
         pairs = sorted(crossing | {(copy.owner, copy.holder) for copy in copies})
-        for source, target in [pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b]:
+        for source, target in dict.fromkeys(pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b):
             members = sorted({*stages[source].ranks, *stages[target].ranks})
-            if rank in members and (source, target) not in self.links:
-                self.links[source, target] = Link(f"stage {source} to {target}", new_group(members), device)
+            group = new_group(members)
+            if rank in members:
+                self.links[source, target] = Link(f"stage {source} to {target}", group, device)
         for edge in edges:
             source, target = edge.source % count, edge.target % count
             if (link := self.links.get((source, target))) is None:
