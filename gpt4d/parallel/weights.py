@@ -227,8 +227,9 @@ class WeightStream:
 
     def compute_delayed_gradients(self) -> None:
         """Compute the weight gradients of the earliest backward that left them out."""
-        for add in self._delayed.popleft():
-            add()
+        with torch.no_grad():
+            for add in self._delayed.popleft():
+                add()
 
     def add_gradient(self, shard: nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
         """Compute the gradient of a gathered weight and ``scatter`` it: now, or when the delayed ones are computed."""
