@@ -43,7 +43,7 @@ class WorkerGroup:
         timeout_s: how long to wait for an answer.
     """
 
-    def __init__(self, start: Callable[..., list[subprocess.Popen]], timeout_s: float = 300):
+    def __init__(self, start: Callable[..., list[subprocess.Popen]], timeout_s: float = 1200):
         self.timeout_s = timeout_s
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 – a pipe that nobody reads would fill up
         self.processes = start(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)

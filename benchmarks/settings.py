@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.cluster import EmulatedClusterConfig
 from benchmarks.virtual import VirtualDevice
-from gpt4d.config import ConfigError, GridSizes, from_arguments
+from gpt4d.config import ConfigError, GridSizes, OverlapConfig, from_arguments
 
 # Steps on virtual devices take about ten seconds, and differ little from each other.
 _VIRTUAL_DEFAULTS = ("mbit=200", "repeats=3", "warm_up=1")
@@ -80,6 +80,7 @@ _SETTINGS = {
     "tokens": ("sequence_parallel", True),
     "y-innermost": ("innermost", "y"),
     "repeated-heads": ("scatter_heads", False),
+    "waiting-sums": ("overlap", OverlapConfig(all_reduce=False)),
 }
 
 

@@ -74,6 +74,15 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | Hosts | None:
     None if this system has no shared memory, if every rank is alone on its host, or if the hosts have unequal numbers
     of ranks.
     """
+    transport = _connect_hosts(group)
+    if not isinstance(transport, Hosts):
+        # torch names a group after the number of groups that its rank has. Ranks of different groups of one axis, of
+        # which only some have hosts, share the groups of the next axis: all need the same number.
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return transport
+
+
+def _connect_hosts(group: dist.ProcessGroup) -> SharedMemory | Hosts | None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     listener, own_location = _listen(2 * size)
     locations: list = [None] * size

@@ -10,6 +10,7 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives, limits, shared_memory
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.hosts import Hosts
+from gpt4d.parallel.shared_memory import SharedMemory
 from tests.rank_pool import RankFailure
 
 
@@ -76,8 +77,8 @@ def test_a_result_is_not_overwritten_by_later_collectives(ranks):
         assert result.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
-def axis_across_hosts(hosts: list[int]) -> Axis:
-    """Return the axis of all ranks as if each rank were on the host that the list names."""
+def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
+    """Return a grid as if each rank were on the host that the list names."""
     from gpt4d.parallel import hosts as hosts_module
 
     listen = hosts_module._listen
@@ -88,11 +89,29 @@ def axis_across_hosts(hosts: list[int]) -> Axis:
 
     hosts_module._listen = listen_on_fake_host
     try:
-        axis = Grid(GridSizes(data=len(hosts))).data
+        return Grid(sizes)
     finally:
         hosts_module._listen = listen
+
+
+def axis_across_hosts(hosts: list[int]) -> Axis:
+    """Return the axis of all ranks as if each rank were on the host that the list names."""
+    axis = grid_on_hosts(GridSizes(data=len(hosts)), hosts).data
     assert isinstance(axis.transport, Hosts) and axis.transport.size == len(set(hosts))
     return axis
+
+
+def sums_where_one_group_has_hosts():
+    """On eight ranks, of which six are on one host: x has a group inside it and one across the hosts."""
+    grid = grid_on_hosts(GridSizes(4, 2, 1, 1), [0, 0, 0, 0, 0, 0, 1, 1])
+    one = torch.ones(8)
+    return type(grid.x.transport), [collectives.all_reduce(one.clone(), axis)[0].item() for axis in (grid.x, grid.y)]
+
+
+def test_groups_of_an_axis_may_be_inside_a_host_and_across_hosts(ranks):
+    found = ranks.run(8, sums_where_one_group_has_hosts)
+    assert [transport for transport, _ in found] == [SharedMemory] * 4 + [Hosts] * 4
+    assert all(sums == [4, 2] for _, sums in found)
 
 
 def reduce_across_hosts(hosts, piece_bytes):
