@@ -42,13 +42,13 @@ class StepMeter:
         """Start to measure after ``step``."""
         self._started, self._step, self._timed_steps = time.perf_counter(), step, 0
         self.task.waited_s = 0.0
-        for axis in self.stage.grid:
+        for axis in self.stage.axes.values():
             axis.traffic.read()
 
     def time_communication(self, timed: bool) -> None:
         """Measure how long the next step's collectives run and are waited for, or only their bytes."""
         self._timed_steps += timed
-        for axis in self.stage.grid:
+        for axis in self.stage.axes.values():
             axis.traffic.timed = timed
 
     def measure(self, step: StepMetrics, progress: Progress, log) -> dict:
@@ -63,7 +63,7 @@ class StepMeter:
         flops = self.step_flops / seconds / self.devices
         peak = metrics.peak_flops(device)
         per_step = {"bytes": steps, "exposed_s": max(1, self._timed_steps), "hidden_s": max(1, self._timed_steps)}
-        totals = {name: axis.traffic.read() for name, axis in self.stage.grid.active_axes.items()}
+        totals = {name: axis.traffic.read() for name, axis in self.stage.axes.items()}
         comm = {name: {key: total[key] / per_step[key] for key in total} for name, total in totals.items()}
         exposed_s = sum(means["exposed_s"] for means in comm.values())
         busy, late = self.stragglers.note(all_gather_object(seconds - exposed_s))

@@ -95,8 +95,8 @@ def build_stage(
     return stage
 
 
-def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> Exchange:
-    """Connect the stages of a pipeline. All ranks of the job call it together.
+def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> None:
+    """Connect this rank's stage of a pipeline to the others. All ranks of the job call it together.
 
     Args:
         plan: the pipeline.
@@ -123,7 +123,7 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
     # Not with local synchronization: torch derives the name from how many groups a rank has, which differs by stage.
     new_group = partial(dist.new_group, timeout=timeout)
     strategy = plan.config.parallel.pipeline.strategy
-    return Exchange(plan.stages, edges, copies, strategy, ranks_per_host, stage.weights.device, new_group)
+    stage.exchange = Exchange(plan.stages, edges, copies, strategy, ranks_per_host, stage.weights.device, new_group)
 
 
 class TrainStep:
@@ -136,7 +136,6 @@ class TrainStep:
         overlap_data: gradients are summed over data beside the backward.
         before_update: called before parameters change; a checkpoint may still read them.
         is_spike: returns something true for a loss and a norm of a step to skip. It reads device values on the host.
-        exchange: the edges to other stages; None if there are none.
     """
 
     def __init__(
@@ -147,16 +146,14 @@ class TrainStep:
         overlap_data: bool = True,
         before_update: Callable[[], None] = lambda: None,
         is_spike: Callable[[float, float], object] | None = None,
-        exchange: Exchange | None = None,
     ):
         self.stage, self.config = stage, config
         self.before_update, self.is_spike = before_update, is_spike
-        held = exchange.held if exchange else []  # copies, which their owners update
-        parameters = {name: p for name, p in stage.module.named_parameters() if name not in held}
+        parameters = {name: p for name, p in stage.module.named_parameters() if name not in stage.copies}
         self.reducer = GradientReducer(stage.weights, parameters, overlap_data, shard=config.shard_states)
         self.shards: Sequence[nn.Parameter] = self.reducer.optimizer_shards
         self.optimizer = optim.build_optimizer(zip(parameters, self.shards, strict=True), config)
-        self.runtime = StageRuntime(stage, self.reducer, compute, exchange)
+        self.runtime = StageRuntime(stage, self.reducer, compute)
 
     def __call__(
         self, batches: Iterable[Any], microbatches: int, units: int, lr: float, stop: bool = False

@@ -22,7 +22,7 @@ from gpt4d.runtime import gpu, preflight, signals
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import HangDetector, Watchdog
-from gpt4d.step import TrainStep, build_stage
+from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
 
 _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
@@ -55,6 +55,10 @@ class Trainer:
             watchdog.hang_detector = self.hang_detector
         hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
         self.stage = build_stage(config, grid, device, plan=plan)
+        if len(plan.stages) > 1:
+            with watchdog.limit("connecting the pipeline's stages") if watchdog else nullcontext():
+                connect_stages(plan, self.stage, hosts.count(hosts[0]), gpu.backend_timeout(timeout_s))
+            self.hang_detector.axes = self.stage.axes
         self.hang_detector.name_layers(self.stage.module)
         self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
         self.monitor = LossMonitor(config.train, config.optim.lr)
@@ -92,6 +96,8 @@ class Trainer:
                 self.watchdog.hang_detector = None
             self.task.close()
             self.checkpoints.close()
+            if self.stage.exchange:
+                self.stage.exchange.close()
             self.log.close()
 
     def _loop(self, profile: Profile, stop: StopRequest) -> None:

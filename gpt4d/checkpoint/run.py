@@ -88,7 +88,7 @@ class RunCheckpoints:
         """Start to save. Raises ConfigError if a weight or an optimizer state is not finite."""
         self.report_saved(wait=True)
         step.reducer.wait_params()
-        shards = sharded.parts(self.stage.module, step.optimizer, self.task.extra_state())
+        shards = sharded.parts(self.stage.module, step.optimizer, self.task.extra_state(), self.stage.copies)
         if not all_ranks_true(all_finite([shard.local for shard in shards.values()])):
             raise ConfigError(
                 f"optim.lr={self.plan.config.optim.lr}: after step {progress.step} weights or optimizer states are not "

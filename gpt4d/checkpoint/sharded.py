@@ -1,6 +1,6 @@
 """A run's state as global tensors, and how any grid loads it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +31,15 @@ def parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
+    without: Collection[str] = (),
 ) -> dict[str, LocalShard]:
     """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
 
-    ``extra`` is further state by name, such as averaged weights: this rank's part and its spec.
+    ``extra`` is further state by name, such as averaged weights: this rank's part and its spec. ``without``: names of
+    parameters that other ranks save.
     """
     parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
-    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in parameters.items()}
+    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in parameters.items() if n not in without}
     if optimizer is not None:
         # The optimizer may hold slices of the model's parameters, with layouts of their own.
         for group in optimizer.param_groups:

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.order import LayerWeights
 from gpt4d.parallel.pipeline import schedule
+from gpt4d.parallel.pipeline.exchange import Exchange
 from gpt4d.parallel.pipeline.program import Program
 from gpt4d.parallel.weights import WeightStream
 
@@ -29,6 +30,7 @@ class Stage:
         cached_for_step: weights that stay gathered for all microbatches of a step.
         chunk_terms: for weights that chunks of a microbatch use, their number: each adds a term to the gradient.
         crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
+        exchange: its edges to other stages; None if there are none.
         program: returns what this stage does in a step of some microbatches.
         evaluation: returns what it does in an evaluation of some microbatches.
     """
@@ -44,8 +46,19 @@ class Stage:
     cached_for_step: Collection[str] = ()
     chunk_terms: Mapping[str, int] = field(default_factory=dict)
     crossing: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
+    exchange: Exchange | None = None
     program: Callable[[int], Program] = lambda microbatches: [*schedule.single_stage(microbatches)]
     evaluation: Callable[[int], Program] = lambda microbatches: [*schedule.forward_only(microbatches)]
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """Everything on which this rank communicates, by name."""
+        return {**self.grid.active_axes, **(self.exchange.axes if self.exchange else {})}
+
+    @property
+    def copies(self) -> list[str]:
+        """Names of the parameters that another stage has too, updates and saves."""
+        return self.exchange.held if self.exchange else []
 
     def sources(self, virtual_stage: int) -> list[int]:
         """Return the virtual stages whose tensors a part of this stage uses."""

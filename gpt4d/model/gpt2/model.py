@@ -86,18 +86,26 @@ class GPT(nn.Module):
             self.head = Head(weights)
 
     def forward(
-        self, ids_BS: torch.Tensor, sample_ids_B: torch.Tensor, documents_BS: torch.Tensor | None = None
+        self,
+        ids_BS: torch.Tensor,
+        sample_ids_B: torch.Tensor,
+        documents_BS: torch.Tensor | None = None,
+        part: Part | None = None,
+        received: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits [B, S, V] of a whole model: this rank's part of the padded vocabulary, which x splits.
+        """Return logits [B, S, V], this rank's part of the padded vocabulary, which x splits.
 
         Args:
             ids_BS: this rank's sequences of token ids.
             sample_ids_B: their indices in the whole run, which dropout depends on.
             documents_BS: index of each token's document; attention and positions stay inside one. None: no limits.
+            part: one of ``parts``; None if there is only one. Parts but the last return the residual stream [T, H].
+            received: as for ``compute``.
         """
         tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS)
-        (part,) = self.parts
-        return tokens.restored(self._logits(self._stream(part, ids_BS, tokens, {})))
+        part = part or self.parts[0]
+        x_TH = self._stream(part, ids_BS, tokens, received or {})
+        return tokens.restored(self._logits(x_TH)) if part.ends else x_TH
 
     def loss_sum(
         self,

@@ -1,6 +1,7 @@
 """The transfers between stages: what crosses each edge, on which link, in which layout."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -90,33 +91,46 @@ class Exchange:
         self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
         self._names: dict[tuple[int, int], list[str]] = {}
         crossing = {(edge.source % count, edge.target % count) for edge in edges}
-        pairs = sorted(crossing | {(copy.owner, copy.holder) for copy in copies})
+        pairs = sorted(crossing | {(tied.owner, tied.holder) for tied in copies})
         for source, target in dict.fromkeys(pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b):
             members = sorted({*stages[source].ranks, *stages[target].ranks})
             group = new_group(members)
             if rank in members:
                 self.links[source, target] = Link(f"stage {source} to {target}", group, device)
+        self._meshes, self._strategy = meshes, strategy
         for edge in edges:
-            source, target = edge.source % count, edge.target % count
-            if (link := self.links.get((source, target))) is None:
-                continue
-            forward = plan(edge.shape, edge.layout, meshes[source], edge.layout, meshes[target], strategy)
-            self._add(edge.name, edge.source, edge.target, link.prepare(forward, edge.dtype))
-            if edge.has_gradient:
-                back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)
-                self._add(edge.name, edge.target, edge.source, back)
+            self._prepare(edge)
 
         self._weights: dict[str, Resharding] = {}  # of copies, by name
         self._gradients: dict[str, Resharding] = {}
         self._stage = next(index for index, stage in enumerate(stages) if rank in stage.ranks)
-        self.copies = [copy for copy in copies if self._stage in (copy.owner, copy.holder)]
-        for copy in self.copies:
-            weight = plan(copy.shape, copy.layout, meshes[copy.owner], copy.layout, meshes[copy.holder], strategy)
+        self.copies = [tied for tied in copies if self._stage in (tied.owner, tied.holder)]
+        for tied in self.copies:
+            weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder], strategy)
             # Gradients on the copy's stage are not yet summed over the axes that split the batch.
-            partial = tuple(axis for axis in BATCH_AXES if axis not in copy.layout.axes)
-            self._weights[copy.name] = self.links[copy.owner, copy.holder].prepare(weight, copy.dtype)
+            partial = tuple(axis for axis in BATCH_AXES if axis not in tied.layout.axes)
+            self._weights[tied.name] = self.links[tied.owner, tied.holder].prepare(weight, tied.dtype)
             gradient = gradient_plan(weight, partial)
-            self._gradients[copy.name] = self.links[copy.holder, copy.owner].prepare(gradient, copy.dtype)
+            self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient, tied.dtype)
+
+    def _prepare(self, edge: Edge) -> None:
+        source, target = edge.source % len(self._meshes), edge.target % len(self._meshes)
+        if (link := self.links.get((source, target))) is None:
+            return
+        meshes = self._meshes[source], self._meshes[target]
+        forward = plan(edge.shape, edge.layout, meshes[0], edge.layout, meshes[1], self._strategy)
+        self._add(edge.name, edge.source, edge.target, link.prepare(forward, edge.dtype))
+        if edge.has_gradient:
+            back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)
+            self._add(edge.name, edge.target, edge.source, back)
+
+    def with_edges(self, edges: Sequence[Edge]) -> "Exchange":
+        """Return an exchange of other tensors over the same links."""
+        other = copy(self)
+        other._reshardings, other._names = {}, {}
+        for edge in edges:
+            other._prepare(edge)
+        return other
 
     def _add(self, name: str, source: int, target: int, resharding: Resharding) -> None:
         self._reshardings[name, source, target] = resharding
@@ -140,12 +154,12 @@ class Exchange:
     @property
     def owned(self) -> list[str]:
         """Names of this stage's weights of which others have copies."""
-        return [copy.name for copy in self.copies if copy.owner == self._stage]
+        return [tied.name for tied in self.copies if tied.owner == self._stage]
 
     @property
     def held(self) -> list[str]:
         """Names of the weights of which this stage has a copy."""
-        return [copy.name for copy in self.copies if copy.holder == self._stage]
+        return [tied.name for tied in self.copies if tied.holder == self._stage]
 
     def start_gradient(self, name: str, gradient: torch.Tensor | None) -> Resharded:
         """Start to send the gradient of a copy, or to receive it if this stage owns the weight."""

@@ -29,7 +29,7 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
                 ec="white",
             )
             if labels:
-                panel.text((start + stop) / 2, stage, microbatch, ha="center", va="center", fontsize=7)
+                panel.text((start + stop) / 2, stage, str(microbatch), ha="center", va="center", fontsize=7)
     for transfer in timeline.transfers:
         if transfer.stop > transfer.start:
             rows = transfer.source % count, transfer.target % count

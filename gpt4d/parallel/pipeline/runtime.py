@@ -29,7 +29,7 @@ def whole_model(loss_sum: Callable[[nn.Module, Any], torch.Tensor]) -> Compute:
 class _InFlight(NamedTuple):
     """What a forward leaves for its backward."""
 
-    received: dict[str, dict[str, torch.Tensor]]
+    received: dict[int, dict[str, torch.Tensor]]  # by the virtual stage that produced it
     produced: Tensors
 
 
@@ -40,11 +40,10 @@ class StageRuntime:
         stage: what this rank computes.
         reducer: sums the stage's gradients.
         compute: computes a part of the model on a microbatch.
-        exchange: the edges to other stages; None if there are none.
     """
 
-    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute, exchange: Exchange | None = None):
-        self.stage, self.reducer, self.compute, self.exchange = stage, reducer, compute, exchange
+    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
+        self.stage, self.reducer, self.compute = stage, reducer, compute
 
     def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
@@ -66,13 +65,13 @@ class StageRuntime:
         order = weight_order(actions, stage.layer_weights, stage.chunk_terms)
         stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_terms, **added})
         terms |= dict.fromkeys(stage.cached_for_step, 1)
-        for name in self.exchange.owned if self.exchange else ():
+        for name in stage.exchange.owned if stage.exchange else ():
             terms[name] += 1
         self.reducer.begin(terms)
         stage.module.train()
         total = _Step(self, batches, divisor).run(program)
-        if self.exchange:
-            self._add_gradients_of_copies(self.exchange)
+        if stage.exchange:
+            self._add_gradients_of_copies(stage.exchange)
         self.reducer.finish()
         return total
 
@@ -97,14 +96,15 @@ class StageRuntime:
 
     def send_copied_weights(self) -> None:
         """Send updated weights to the stages that have copies of them."""
-        if self.exchange is None:
+        stage, transfers = self.stage, []
+        if stage.exchange is None:
             return
-        parameters, transfers = dict(self.stage.module.named_parameters()), []
-        for copy in self.exchange.copies:
+        parameters = dict(stage.module.named_parameters())
+        for copy in stage.exchange.copies:
             parameter = parameters[copy.name]
-            if copy.name in self.exchange.owned:
-                self.stage.weights.pre_gather_hook(parameter)
-            transfers.append(self.exchange.start_weight(copy.name, parameter.detach()))
+            if copy.name in stage.exchange.owned:
+                stage.weights.pre_gather_hook(parameter)
+            transfers.append(stage.exchange.start_weight(copy.name, parameter.detach()))
         for transfer in transfers:
             transfer.wait()
 
@@ -125,7 +125,7 @@ class _Step:
     """The state of one program in execution."""
 
     def __init__(self, runtime: StageRuntime, batches: Iterable[Any], divisor: float):
-        self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, runtime.exchange
+        self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, runtime.stage.exchange
         self.divisor = divisor
         self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
         self._remaining: Iterator[Any] = iter(batches)
@@ -194,8 +194,8 @@ class _Step:
         roots = [LOSS] if LOSS in produced else list(gradients)
         torch.autograd.backward([produced[name] for name in roots], [gradients.get(name) for name in roots])
         for source, tensors in received.items():
-            crossing = {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
-            self._to_send[Transfer(action, source)] = crossing
+            gradients = {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+            self._to_send[Transfer(action, source)] = gradients
 
     def _take_gradients(self, action: Action, target: int, place: int) -> Tensors:
         """Return the gradients of what crossed to ``target``, whose backward may have been split."""

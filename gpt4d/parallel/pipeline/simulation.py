@@ -113,13 +113,16 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
         kind, _, stage = action
         if kind == "W":
             return 0.0
-        times = []
+        latest = 0.0
         for edge in inputs[stage] if kind == "F" else outputs[stage]:
             producer = edge[0] if kind == "F" else edge[1]
             kinds = "F" if kind == "F" else "BI"
             found = [arrivals.get((action._replace(kind=k, virtual_stage=producer), edge)) for k in kinds]
-            times.append(next((time for time in found if time is not None), None))
-        return None if None in times else max(times, default=0.0)
+            time = next((time for time in found if time is not None), None)
+            if time is None:
+                return None
+            latest = max(latest, time)
+        return latest
 
     def send(action: Action, stop: float) -> None:
         kind, _, stage = action

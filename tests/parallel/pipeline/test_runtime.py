@@ -21,11 +21,11 @@ def step_of_toy(config, world_size):
     stage_plan = plan.stage_of(dist.get_rank())
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
     stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
-    exchange = connect_stages(plan, stage, ranks_per_host=world_size)
+    connect_stages(plan, stage, ranks_per_host=world_size)
     task = toy_torch.Regression(config)
     task.connect(stage, plan.micro_batch_size(stage_plan))
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
-    runtime = StageRuntime(stage, reducer, task.compute, exchange)
+    runtime = StageRuntime(stage, reducer, task.compute)
     units = config.train.batch_size * config.train.seq_len
     evaluated = runtime.evaluate(task.batches(0), plan.microbatches) / units
     loss = runtime.forward_backward(task.batches(0), plan.microbatches, units)
@@ -33,7 +33,7 @@ def step_of_toy(config, world_size):
     gradients = {
         n: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in stage.module.named_parameters()
     }
-    exchange.close()
+    stage.exchange.close()
     return losses, gradients
 
 
@@ -99,17 +99,18 @@ def losses_of_gpt(config, world_size):
     stage_plan = plan.stage_of(dist.get_rank())
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
     stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
-    exchange = connect_stages(plan, stage, ranks_per_host=2) if len(plan.stages) > 1 else None
+    if len(plan.stages) > 1:
+        connect_stages(plan, stage, ranks_per_host=2)
     data = RandomTokens(config, plan, stage_plan, grid)
-    step = TrainStep(stage, data.compute, config.optim, exchange=exchange)
+    step = TrainStep(stage, data.compute, config.optim)
     units, numbers = config.train.batch_size * config.train.seq_len, []
     for number in range(3):
         result = step(data.batches(number), plan.microbatches, units, lr=1e-2)
         numbers += [result.loss.item(), result.norm.item()]
     step.reducer.wait_params()
     numbers.append(step.evaluate(data.batches(9), plan.microbatches).item() / units)
-    if exchange:
-        exchange.close()
+    if stage.exchange:
+        stage.exchange.close()
     return numbers
 
 
