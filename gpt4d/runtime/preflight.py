@@ -96,12 +96,14 @@ def find_difference(nodes: list[Node]) -> str | None:
 def find_slow(seconds: list[dict[str, float]], hosts: list[str]) -> list[str]:
     """Return a message for each measurement that takes some ranks far longer than the median.
 
-    ``seconds`` has for each rank the duration of an exchange by axis name, and of the ``computation``.
+    ``seconds`` has for each rank the duration of an exchange by axis name, and of the ``computation``. Ranks of other
+    pipeline stages may have other axes.
     """
     messages = []
-    for name in seconds[0]:
-        median = statistics.median(durations[name] for durations in seconds)
-        slow_ranks = [rank for rank, durations in enumerate(seconds) if durations[name] > _SLOW_FACTOR * median]
+    for name in dict.fromkeys(name for durations in seconds for name in durations):
+        measured = {rank: durations[name] for rank, durations in enumerate(seconds) if name in durations}
+        median = statistics.median(measured.values())
+        slow_ranks = [rank for rank, duration in measured.items() if duration > _SLOW_FACTOR * median]
         if slow_ranks:
             slowest = max(slow_ranks, key=lambda rank: seconds[rank][name])
             slow_hosts = ", ".join(sorted({hosts[rank] for rank in slow_ranks})[:5])

@@ -8,7 +8,11 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from gpt4d.data.tokenizers import end_of_text
+from gpt4d.model import registry
 from gpt4d.parallel import collectives
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.pipeline.exchange import Edge, Exchange
+from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.stage import Stage
 
 
@@ -36,21 +40,41 @@ def continuation(
     generator = torch.Generator().manual_seed(seed)
     length = min(settings.max_positions, len(ids) + tokens)
     sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
+    exchange = _exchange(stage, length)
     model.eval()
     for _ in range(tokens):
         text = ids[-length:]
         window = torch.tensor([text + [end] * (length - len(text))], device=device)
+
+        def compute(part, received, window=window):
+            return model(window, sample_ids, documents(window), part, received)
+
         with torch.no_grad():
-            logits = model(window, sample_ids, documents(window))[0, len(text) - 1]
-        logits = collectives.all_gather(logits, grid.x)[: settings.vocab_size]
-        drawn = _draw(logits.float().cpu(), temperature, top_k, generator)
-        # The first rank's draw counts, so that ranks that round differently still end together.
+            logits = forward_over_stages(stage, exchange, compute)
+        drawn = -1
+        if logits is not None:
+            whole = collectives.all_gather(logits[0, len(text) - 1], grid.x)[: settings.vocab_size]
+            drawn = _draw(whole.float().cpu(), temperature, top_k, generator)
+        # One rank's draw counts, so that ranks that round differently still end together.
         choice = torch.full((), drawn if grid.stage.index == 0 else -1, dtype=torch.int64, device=device)
-        token = int(collectives.all_reduce(choice, grid.stage, dist.ReduceOp.MAX))
+        token = int(collectives.all_reduce(choice, grid.world, dist.ReduceOp.MAX))
         if token == end:
             break
         ids.append(token)
     return tokenizer.decode(ids)
+
+
+def _exchange(stage: Stage, length: int) -> Exchange | None:
+    """Return the exchange of the residual stream of one text, which all ranks that split the batch have whole."""
+    if stage.exchange is None:
+        return None
+    model: Any = stage.module
+    description = registry.describe(model.config)
+    layout, shape = Layout((), *description.stream.dims[1:]), description.stream_shape(1, length)
+    edges = [
+        Edge(names[0], *edge, layout, shape, stage.weights.compute_dtype) for edge, names in stage.crossing.items()
+    ]
+    return stage.exchange.with_edges(edges)
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -121,6 +121,36 @@ class StageRuntime:
         return total
 
 
+def forward_over_stages(
+    stage: Stage, exchange: Exchange | None, compute: Callable[[Any, Tensors], torch.Tensor]
+) -> torch.Tensor | None:
+    """Compute one forward, one part of the model after another, and return what the last part returns.
+
+    Stages without the last part get None.
+
+    Args:
+        stage: of this rank.
+        exchange: of the tensors that cross; None if there is one stage.
+        compute: returns the output of a part from what earlier parts have produced for it.
+    """
+    sending, result = [], None
+    for place, part in stage.parts.items():
+        received: dict[str, torch.Tensor] = {}
+        for source in stage.sources(place):
+            assert exchange is not None
+            received |= exchange.start(Transfer(Action("F", 0, source), place), None).wait()
+        out = compute(part, received)
+        for target in stage.targets(place):
+            assert exchange is not None
+            crossing = dict.fromkeys(stage.crossing[place, target], out)
+            sending.append(exchange.start(Transfer(Action("F", 0, place), target), crossing))
+        if not stage.targets(place):
+            result = out
+    for arrival in sending:
+        arrival.wait()
+    return result
+
+
 class _Step:
     """The state of one program in execution."""
 

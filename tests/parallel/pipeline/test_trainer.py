@@ -1,0 +1,66 @@
+"""A run over stages: losses of the serial run, validation, a sample, checkpoints that any pipeline continues."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
+from tests.grids import metric_lines
+
+PIPELINE = "parallel.pipeline."
+COMMON = (
+    "logging.sample_prompt=The",
+    "logging.sample_tokens=8",
+    "model.layers=4",
+    "train.steps=6",
+    "train.batch_size=8",
+    "train.validate_every=3",
+    "checkpoint.every=3",
+)
+
+
+def run_in_rank(config):
+    Trainer(validate(config, dist.get_world_size()), torch.device("cpu")).run()
+
+
+def values(config):
+    lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    validations = [line["loss"] for line in lines if line.get("event") == "validation"]
+    (sample,) = [line["text"] for line in lines if line.get("event") == "sample"]
+    return [line["loss"] for line in metric_lines(config.run.dir)], validations, sample
+
+
+@pytest.fixture(scope="module")
+def made():
+    return []
+
+
+@pytest.fixture
+def serial(ranks, tiny, made, tmp_path):
+    """What the serial run reports; it runs once."""
+    if not made:
+        config = tiny(*COMMON, f"run.dir={tmp_path}/serial")
+        ranks.run(1, run_in_rank, config)
+        made.append(values(config))
+    return made[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, (PIPELINE + "stages=2",)),
+        (6, (PIPELINE + "stages=2", PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "optim.shard_states=true")),
+        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=1f1b", "train.activation_checkpointing=full")),
+    ],
+    ids=str,
+)
+def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, world_size, settings):
+    config = tiny(*COMMON, *settings)
+    ranks.run(world_size, run_in_rank, config)
+    losses, validations, sample = values(config)
+    assert losses == pytest.approx(serial[0], rel=1e-5) and validations == pytest.approx(serial[1], rel=1e-5)
+    assert sample == serial[2]
