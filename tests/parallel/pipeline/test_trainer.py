@@ -64,3 +64,17 @@ def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, world_size
     losses, validations, sample = values(config)
     assert losses == pytest.approx(serial[0], rel=1e-5) and validations == pytest.approx(serial[1], rel=1e-5)
     assert sample == serial[2]
+
+
+def test_a_run_continues_over_other_stages_and_grids(ranks, tiny, serial):
+    parts = [
+        (2, 6, (PIPELINE + "stages=2", PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]")),
+        (4, 2, ("parallel.gy=2",)),
+        (6, 4, (PIPELINE + "stages=4", "optim.shard_states=true")),
+    ]
+    for steps, world_size, settings in parts:
+        config = tiny(*COMMON, f"train.steps={steps}", "checkpoint.every=2", "train.validate_every=0", *settings)
+        ranks.run(world_size, run_in_rank, config)
+    lines = metric_lines(config.run.dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in lines] == pytest.approx(serial[0], rel=1e-5)
