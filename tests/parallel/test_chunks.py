@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.parallel import collectives
@@ -118,46 +119,61 @@ def test_a_forward_without_gradients_takes_any_number_of_tokens(ranks):
     assert (torch.cat([answers[0], answers[1]], -1) - expected).norm() <= 1e-12 * expected.norm()
 
 
-def sums_of_a_step(sizes, recompute, parallel):
-    """On a rank: for each sum over x and y, its layer, and the products that were computed beside it."""
+def collectives_of_a_step(sizes, recompute, parallel):
+    """On a rank: of each collective of activations, its layer, kind, axis, and the computations that ran beside it."""
     runtime = runtime_of(sizes, recompute, **parallel)
     names = {p: name for name, p in runtime.stage.module.named_parameters()}
-    products, sums = [0], []
-    start, multiply = collectives.start_all_reduce, torch.Tensor.__matmul__
+    computed, found = [0], []
 
-    def count(a, b):
-        products[0] += 1
-        return multiply(a, b)
+    def counted(compute):
+        def call(*args, **options):
+            computed[0] += 1
+            return compute(*args, **options)
 
-    def record(tensor, axis, *rest, parameter=None):
-        pending, started = start(tensor, axis, *rest, parameter=parameter), products[0]
-        wait = pending.wait
+        return call
 
-        def waited():
-            sums.append((names[parameter], axis.name, products[0] - started))
-            pending.wait = wait
-            return wait()
+    def recorded(kind):
+        start = getattr(collectives, f"start_{kind}")
 
-        if parameter is not None and axis.size > 1 and names[parameter].startswith("blocks") and tensor.dim() > 1:
-            pending.wait = waited
-        return pending
+        def record(tensor, axis, *rest, parameter=None):
+            pending, begun = start(tensor, axis, *rest, parameter=parameter), computed[0]
+            name = names.get(parameter, "")
+            if pending.run and axis.name in ("x", "y") and name.startswith("blocks") and "norm" not in name:
+                wait = pending.run.wait
 
-    with patch.object(collectives, "start_all_reduce", record), patch.object(torch.Tensor, "__matmul__", count):
+                def waited():
+                    found.append((name, kind, axis.name, computed[0] - begun))
+                    pending.run.wait = wait
+                    wait()
+
+                pending.run.wait = waited
+            return pending
+
+        return patch.object(collectives, f"start_{kind}", record)
+
+    with (
+        recorded("all_reduce"),
+        recorded("all_gather"),
+        recorded("reduce_scatter"),
+        patch.object(torch.Tensor, "__matmul__", counted(torch.Tensor.__matmul__)),
+        patch.object(F, "scaled_dot_product_attention", counted(F.scaled_dot_product_attention)),
+    ):
         runtime.forward_backward([microbatch(runtime.stage.grid, 0)], 1, 1.0)
-    return [entry for entry in sums if "norm" not in entry[0]]
+    return found
 
 
 @pytest.mark.parametrize(
-    ("recompute", "last"),
-    [(False, {"1.mlp.down"}), (True, {"0.mlp.down", "1.mlp.down", "0.mlp.up", "1.mlp.up"})],
-    ids=["plain", "recomputed"],
+    ("recompute", "parallel"),
+    [(False, {}), (False, {"sequence_parallel": True}), (False, {"scatter_heads": False}), (True, {})],
+    ids=str,
 )
-def test_products_run_beside_every_sum_but_that_of_the_last_chunk(ranks, recompute, last):
-    """In the last block or, with recomputation, in each. A recomputation ends before mlp.down."""
-    for sums in ranks.run(4, sums_of_a_step, GridSizes(2, 2, 1, 1), recompute, {"chunks": 4, "scatter_heads": False}):
-        alone = Counter(layer for layer, _, beside in sums if beside == 0)
-        assert alone == {f"blocks.{layer}.weight": 1 for layer in last}
-        assert all(count >= 4 for count in Counter(layer for layer, _, _ in sums).values())
+def test_computation_runs_beside_every_collective_but_that_of_the_last_chunk(ranks, recompute, parallel):
+    """Along x and y, forward, backward and in recomputations: of four chunks at most one has nothing beside."""
+    for found in ranks.run(4, collectives_of_a_step, GridSizes(2, 2, 1, 1), recompute, {"chunks": 4, **parallel}):
+        total = Counter(entry[:3] for entry in found)
+        alone = Counter(entry[:3] for entry in found if not entry[3])
+        assert len(total) >= 16 and all(count % 4 == 0 for count in total.values())
+        assert all(4 * alone[collective] <= count for collective, count in total.items()), alone
 
 
 def gathers_of_a_step(chunks):
