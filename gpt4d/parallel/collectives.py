@@ -118,7 +118,7 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
         return Pending(full, InFlightCollective(axis.traffic, work, shard.device, sent_bytes), source=shard)
     works, received = _gather_pieces(shard, axis)
     run = InFlightCollective(axis.traffic, works, shard.device, sent_bytes)
-    return Pending(shard, run, lambda _: torch.cat(received, 1).view(shape))
+    return Pending(shard, run, lambda _: _join_pieces(received).view(shape))
 
 
 @_trace
@@ -147,6 +147,11 @@ def _gather_pieces(shard: torch.Tensor, axis: Axis) -> tuple[Works, list[torch.T
     received = [piece.new_empty((axis.size, piece.shape[1])) for piece in sent]
     gather = partial(_all_gather, group=axis.group, async_op=True)
     return Works(list(map(gather, received, sent)), sent), received
+
+
+def _join_pieces(received: list[torch.Tensor]) -> torch.Tensor:
+    """Return the gathered shards, a row of each rank."""
+    return received[0] if len(received) == 1 else torch.cat(received, 1)
 
 
 def _exchange_parts(full: torch.Tensor, axis: Axis) -> tuple[Works, list[torch.Tensor]]:

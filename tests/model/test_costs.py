@@ -41,14 +41,18 @@ def rank_0(monkeypatch):
     def start_process_group(world_size: int) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
-    def exchange(full, group, size):
-        return Works([], []), full.chunk(size)[:1]
+    def exchange(full, axis):
+        return Works([], []), full.chunk(axis.size)[:1]
+
+    def gather(shard, axis):
+        return Works([], []), [shard.new_empty(axis.size, shard.numel())]
 
     def multiply(a, b, dtype):
         return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
 
     monkeypatch.setattr(hosts, "connect", lambda group: None)
     monkeypatch.setattr(collectives, "_exchange_parts", exchange)
+    monkeypatch.setattr(collectives, "_gather_pieces", gather)
     monkeypatch.setattr(collectives, "_add_parts", lambda received, full: received[0])
     monkeypatch.setattr(linear, "product", multiply)
     yield start_process_group
