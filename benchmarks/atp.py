@@ -16,16 +16,13 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.cluster import EmulatedCluster
-from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.planner import plain_rates
+from benchmarks.planner import measure_grids, plain_rates
 from benchmarks.settings import DeviceConfig, grid_name, read_arguments
 from benchmarks.workers.training import workload
 from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.planner import atp
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.runtime.errors import one_line_errors
-
-_GRIDS_PER_GROUP = 5
 
 
 @dataclass
@@ -82,14 +79,6 @@ def with_share(config: AtpBenchmark, case: Case) -> AtpBenchmark:
     return replace(config, flops=config.flops * plan.compute_s / compute_s)
 
 
-def measure(config: AtpBenchmark, names: Sequence[str]) -> list[dict]:
-    groups = -(-len(names) // _GRIDS_PER_GROUP)
-    shares = [config.worker_arguments(names[group::groups]) for group in range(groups)]
-    specs = [WorkerSpec("ours", "benchmarks.workers.train_ours", arguments=share) for share in shares]
-    with EmulatedCluster(config) as cluster:
-        return interleave(cluster, specs, config.repeats, config.warm_up)
-
-
 def compare(meshes: Sequence[str], seconds: dict[str, float], predicted: dict[str, float]) -> dict:
     """Return how good the planner's mesh is, and gains over DeviceMesh(N, 1), the first of ``meshes``.
 
@@ -129,7 +118,8 @@ def run_case(config: AtpBenchmark, case: Case) -> dict:
     }
     plain = [key for key in names if key[0] == 1]
     waiting = names[min(plain, key=lambda key: plans[key].step_time_s)] + "/waiting-sums"
-    rows = measure(config, [*names.values(), waiting])
+    with EmulatedCluster(config) as cluster:
+        rows = measure_grids(cluster, [*names.values(), waiting], config)
     for row in rows:
         print(report.line(row), flush=True)
     seconds = {row["name"]: row["median_s"] for row in report.counting(rows)}

@@ -37,7 +37,7 @@ class Walk(Protocol):
 
     @property
     def recomputed(self) -> bool:
-        """Whether what the layer has kept comes from a recomputation."""
+        """Return whether what the layer has kept comes from a recomputation."""
 
     @property
     def stream_tokens(self) -> int:

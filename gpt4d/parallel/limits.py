@@ -11,7 +11,10 @@ _YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES = 1 << 16, 128
 
 
 def num_pieces(nbytes: float, yielding: bool = False) -> int:
-    """Return the number of pieces in which a rank of a CPU sends ``nbytes`` to a rank of another host."""
+    """Return the number of pieces in which a rank of a CPU sends ``nbytes`` to a rank of another host.
+
+    ``yielding``: the computation does not wait for them.
+    """
     piece, most = (_YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES) if yielding else (_PIECE_BYTES, _MOST_PIECES)
     return int(min(max(1, nbytes // piece), most))
 

@@ -144,12 +144,12 @@ class WeightStream:
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether x splits the tokens between the layers; not in a forward without gradients, of any length."""
+        """Return whether x splits the tokens between the layers; not in a forward without gradients, of any length."""
         return self.sequence_parallel and torch.is_grad_enabled()
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks keep only their inputs and are computed again in the backward."""
+        """Return whether blocks keep only their inputs and are computed again in the backward."""
         return self.recompute and torch.is_grad_enabled()
 
     def checkpointed(self, function: Callable, *inputs) -> Any:
@@ -163,7 +163,7 @@ class WeightStream:
 
     @property
     def recomputation_ends(self) -> bool:
-        """Whether a recomputation is in progress that uses no further weight."""
+        """Return whether a recomputation is in progress that uses no further weight."""
         following = self._order[self._position + 1 : self._position + 2]
         return self._recomputing and bool(following) and following[0].phase != RECOMPUTATION
 

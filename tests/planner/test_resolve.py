@@ -1,4 +1,4 @@
-"""What ``parallel.*`` resolves to: DeviceMesh(d1, d2), the order of ranks, and what is rejected."""
+"""``parallel.*`` resolves to a DeviceMesh(d1, d2) and an order of ranks, or is rejected in one line."""
 
 import pytest
 
