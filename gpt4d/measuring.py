@@ -12,7 +12,8 @@ from gpt4d.model import registry
 from gpt4d.monitor import StepMetrics, StragglerDetector
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
-from gpt4d.planner.estimate import GIB, Estimate
+from gpt4d.planner.estimate import GIB
+from gpt4d.planner.stages import PipelineEstimate, stage_layouts
 from gpt4d.planner.workload import training_state
 from gpt4d.runtime.consensus import all_gather_object
 from gpt4d.task.task import Task
@@ -35,7 +36,8 @@ class StepMeter:
         train = plan.config.train
         description = registry.describe_run(plan.config)
         self.step_flops = description.training_flops(train.batch_size, train.seq_len)
-        state = training_state(description, stage.grid.sizes, plan.config.optim.shard_states)
+        own = description.stage(plan.stages[stage.index].parts)
+        state = training_state(own, stage.grid.sizes, plan.config.optim.shard_states)
         self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}
 
     def restart(self, step: int) -> None:
@@ -91,15 +93,22 @@ class StepMeter:
 
 
 def summary(plan: ParallelPlan, stage: Stage) -> str:
-    """Return the size of the model, the grid and the planned memory of a device, for people."""
+    """Return the size of the model, the grid of each stage and the planned memory of a device, for people."""
     config, dtype = plan.config, stage.weights.compute_dtype
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    estimate = Estimate(replace(config, train=replace(config.train, precision=precision)), stage.grid.sizes)
-    peak = estimate.memory_gib(plan.micro_batch_size(plan.stages[stage.index])) - config.cluster.reserved_gib
-    state = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in estimate.state.items())
-    size = sum(math.prod(spec.shape) for spec in estimate.description.parameters.values())
-    return (
+    config = replace(config, train=replace(config.train, precision=precision))
+    description = registry.describe_run(config)
+    size = sum(math.prod(spec.shape) for spec in description.parameters.values())
+    layouts = stage_layouts([s.sizes for s in plan.stages], [s.parts for s in plan.stages])
+    lines = [
         f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
-        f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)\n"
-        f"planned memory of a device in GiB: {state}; {peak:.3g} at the peak of a step"
-    )
+        f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"
+    ]
+    estimate = PipelineEstimate(config, description, layouts, plan.microbatches)
+    for index, (layout, peak) in enumerate(zip(layouts, estimate.memory_gib, strict=True)):
+        state = training_state(description.stage(layout.parts), layout.sizes, config.optim.shard_states)
+        device = f"a device of stage {index}" if len(layouts) > 1 else "a device"
+        parts = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in state.items())
+        peak -= config.cluster.reserved_gib
+        lines.append(f"planned memory of {device} in GiB: {parts}; {peak:.3g} at the peak of a step")
+    return "\n".join(lines)

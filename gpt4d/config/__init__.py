@@ -31,7 +31,13 @@ from gpt4d.config.composing import (
     to_config,
     to_config_error,
 )
-from gpt4d.config.pipeline import check_pipeline, pipeline_microbatches, stage_sizes
+from gpt4d.config.pipeline import (
+    check_pipeline,
+    pipeline_microbatches,
+    possible_microbatches,
+    stage_sizes,
+    with_stages,
+)
 from gpt4d.config.schema import (
     CheckpointConfig,
     ClusterConfig,

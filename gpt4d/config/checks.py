@@ -79,7 +79,7 @@ def grid_problem(
             f"train.micro_batch_size={train.micro_batch_size}: does not divide a device's share of the batch, "
             f"train.batch_size/(gdata·gz)={share}; use one of {shortened(divisors(share))}"
         )
-    if parallel.pipeline.stages > 1:
+    if (parallel.pipeline.stages or 1) > 1:
         return None  # gpt4d.config.pipeline decides how large a microbatch is
     return chunk_problem(train, parallel, sizes, train.micro_batch_size or share)
 

@@ -2,12 +2,14 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from gpt4d.config.checks import check_choice, chunk_problem, divisors, grid_sizes, shortened
 from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
+DEFAULT_SCHEDULE = "eager_1f1b"
 STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 _MICROBATCHES_PER_STAGE = 4
 
@@ -19,9 +21,9 @@ def check_pipeline(config: Config) -> None:
         value = getattr(pipeline, key)
         if value is not None and value < 1:
             raise ConfigError(f"parallel.pipeline.{key}={value}: use a value of at least 1")
-    check_choice("parallel.pipeline.schedule", pipeline.schedule, SCHEDULES)
+    check_choice("parallel.pipeline.schedule", pipeline.schedule or DEFAULT_SCHEDULE, SCHEDULES)
     check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES)
-    if pipeline.stages == 1:
+    if (pipeline.stages or 1) == 1:
         for key, default in (("cuts", None), ("stage_grids", None), ("microbatches", None), ("chunks_per_stage", 1)):
             if (value := getattr(pipeline, key)) != default:
                 raise ConfigError(
@@ -45,10 +47,17 @@ def check_pipeline(config: Config) -> None:
         )
 
 
+def with_stages(config: Config, stages: int) -> Config:
+    """Return the configuration with this many stages, and the default schedule if none is set."""
+    pipeline = config.parallel.pipeline
+    pipeline = replace(pipeline, stages=stages, schedule=pipeline.schedule or DEFAULT_SCHEDULE)
+    return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+
+
 def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, ...]:
     """Return the grid of each stage. Raises ConfigError unless they have ``world_size`` devices together."""
     pipeline = parallel.pipeline
-    stages = pipeline.stages
+    stages = pipeline.stages or 1
     if pipeline.stage_grids is None:
         if world_size % stages:
             raise ConfigError(
@@ -88,26 +97,30 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
 
     Raises ConfigError for a number that does not divide the batch or whose parts a stage cannot split.
     """
-    given, pipeline = parallel.pipeline.microbatches, parallel.pipeline
-    shards = math.lcm(*(sizes.batch_shards for sizes in stages))
-    possible = [n for n in divisors(train.batch_size // shards) if not train.batch_size % shards]
-    if pipeline.schedule == "interleaved_1f1b":
-        possible = [n for n in possible if n % pipeline.stages == 0]
-    possible = [n for n in possible if not any(_cannot_cut(train, parallel, sizes, n) for sizes in stages)]
+    given, possible = parallel.pipeline.microbatches, possible_microbatches(train, parallel, stages)
     if given in possible:
         return given
     if not possible:
         raise ConfigError(
             f"train.batch_size={train.batch_size}: cannot be cut into microbatches that each stage splits over its "
             f"gz·gdata ({', '.join(str(sizes.batch_shards) for sizes in stages)}); use a multiple of "
-            f"{shards * pipeline.stages * parallel.chunks}"
+            f"{math.lcm(*(sizes.batch_shards for sizes in stages)) * len(stages) * parallel.chunks}"
         )
     if given is not None:
         raise ConfigError(
             f"parallel.pipeline.microbatches={given}: does not cut train.batch_size={train.batch_size} into parts that "
             f"every stage can split over its grid; use one of {shortened(possible)}"
         )
-    return max((n for n in possible if n <= _MICROBATCHES_PER_STAGE * pipeline.stages), default=possible[0])
+    return max((n for n in possible if n <= _MICROBATCHES_PER_STAGE * len(stages)), default=possible[0])
+
+
+def possible_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> list[int]:
+    """Return the numbers of parts that the global batch can be cut into, in ascending order."""
+    shards = math.lcm(*(sizes.batch_shards for sizes in stages))
+    possible = [n for n in divisors(train.batch_size // shards) if not train.batch_size % shards]
+    if parallel.pipeline.schedule == "interleaved_1f1b":
+        possible = [n for n in possible if n % len(stages) == 0]
+    return [n for n in possible if not any(_cannot_cut(train, parallel, sizes, n) for sizes in stages)]
 
 
 def _cannot_cut(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, count: int) -> bool:

@@ -64,10 +64,10 @@ class OverlapConfig:
 class PipelineConfig:
     """Pipeline stages: each has a part of the model, and its own grid on its share of the devices."""
 
-    stages: int = 1
+    stages: int | None = None  # null: one, or with parallel.mode=auto the planner's choice
     cuts: Any = None  # blocks that all parts but the first begin with: [4, 9]; null: parts of equal work
     stage_grids: Any = None  # gx·gy·gz·gdata of each stage: [2x2x1x2, 4x1x1x2]; null: the same for all
-    schedule: str = "eager_1f1b"  # gpipe, 1f1b, eager_1f1b, eager_1f1b_w, interleaved_1f1b or zb_h1
+    schedule: str | None = None  # gpipe, 1f1b, eager_1f1b, …; null: eager_1f1b, or with mode=auto the planner's choice
     chunks_per_stage: int = 1  # parts of the model on each stage, with interleaved_1f1b
     microbatches: int | None = None  # parts of the global batch; null: four per stage, fewer if the batch is small
     strategy: str = "broadcast"  # how tensors reach the next stage (gpt4d.parallel.resharding)

@@ -53,14 +53,15 @@ class ParallelPlan:
         config: the configuration with everything that the plan decides filled in.
         stages: the pipeline's stages, first to last.
         microbatches: microbatches of a step on each device.
-        costs: estimated seconds of a microbatch on each virtual stage and edge, by which schedules are chosen.
+        costs: estimated seconds of a microbatch on each virtual stage and edge, by which the stages' programs are
+            chosen; None if there is one stage.
         candidates: one line for each plan that was considered, best first; empty if the grid was given.
     """
 
     config: Config
     stages: tuple[StagePlan, ...]
     microbatches: int
-    costs: Costs
+    costs: Costs | None
     candidates: tuple[str, ...] = ()
 
     def stage_of(self, rank: int) -> StagePlan:

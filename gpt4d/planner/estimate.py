@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from gpt4d.config import Config, GridSizes
+from gpt4d.config import Config, GridSizes, PipelineConfig
 from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, Unit
@@ -31,15 +32,33 @@ class Plan:
     memory: dict[str, float]  # in GiB: weights, gradients, optimizer, activations and the rest, reserved
     mfu: float | None  # model FLOPs over the peak, without recomputation
     hfu: float | None  # the same with recomputation
-    overrides: list[str]
+    share: int  # samples of a device in a step
     innermost: str = "x"  # axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
+    stages: tuple[GridSizes, ...] = ()  # of a pipeline; the other figures are those of its slowest stage
+    pipeline: PipelineConfig | None = None
+    idle_s: float = 0.0  # for which that stage waits for others
     published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property
     def grid(self) -> str:
-        """The sizes of the grid and, if it is y, the axis of neighboring ranks."""
-        return str(self.sizes) + (" y innermost" if self.innermost == "y" else "")
+        """The sizes of the grid or of those of all stages and, if it is y, the axis of neighboring ranks."""
+        runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
+        grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
+        return grids + (" y innermost" if self.innermost == "y" else "")
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings that select this plan."""
+        words = [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
+        if self.pipeline:
+            for key, value in asdict(self.pipeline).items():
+                if value != getattr(PipelineConfig(), key):
+                    text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+                    words.append(f"parallel.pipeline.{key}={text}")
+        elif self.micro_batch != self.share:
+            words.append(f"train.micro_batch_size={self.micro_batch}")
+        return words + [f"parallel.{key}={str(value).lower()}" for key, value in self.choice.items()]
 
     @property
     def memory_gib(self) -> float:
@@ -53,6 +72,14 @@ class Plan:
     def hidden_s(self) -> float:
         """Seconds of collectives beside computation. A wait can exceed its collective: late ranks are waited for."""
         return sum(max(0.0, axis["time_s"] - axis["exposed_s"]) for axis in self.comm.values())
+
+
+class Microbatch(NamedTuple):
+    """What a microbatch between others takes on a device."""
+
+    forward_s: float
+    backward_s: float
+    kept_bytes: float  # from its forward until its backward
 
 
 class Estimate:
@@ -82,6 +109,8 @@ class Estimate:
         self.cached = self.description.cached_units(config.parallel.cache_layers)
         self.few = self._first_of_each_kind(_BLOCKS_PER_KIND)
         self._known: dict[int, tuple[float, float]] = {}
+        self._further: dict[int, tuple[float, ...]] = {}
+        self._plans: dict[int, Plan] = {}
 
     def least_gib(self) -> float:
         """Return the memory that the training state and the machine take before the first activation."""
@@ -136,6 +165,11 @@ class Estimate:
 
     def plan(self, micro_batch: int) -> Plan:
         """Return the full estimate for microbatches of this many samples."""
+        if micro_batch not in self._plans:
+            self._plans[micro_batch] = self._plan(micro_batch)
+        return self._plans[micro_batch]
+
+    def _plan(self, micro_batch: int) -> Plan:
         config, cluster, state = self.config, self.config.cluster, self.state
         blocks = self.description.blocks
         microbatches = self.share // micro_batch
@@ -145,7 +179,7 @@ class Estimate:
             # A step that gathers once begins with the gathers and ends with the scatters.
             walked = min(2, microbatches) if config.parallel.cache_scope == "step" else 1
             totals = self._walk(micro_batch, blocks).run(walked).totals()
-            totals = _sum(totals, self._further_microbatch(micro_batch), microbatches - walked)
+            totals = _sum(totals, self._further_microbatch(micro_batch)[2:], microbatches - walked)
         seconds, compute_s, *rest = totals
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
@@ -159,10 +193,6 @@ class Estimate:
         flops = self.description.training_flops(train.batch_size, train.seq_len)
         hardware = self.description.hardware_flops(train.batch_size, train.seq_len)
         possible = cluster.peak_tflops and cluster.peak_tflops * 1e12 * devices * seconds
-        overrides = [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
-        if config.train.micro_batch_size is None and microbatches > 1:
-            overrides.append(f"train.micro_batch_size={micro_batch}")
-        overrides += [f"parallel.{key}={str(value).lower()}" for key, value in self.choice.items()]
         return Plan(
             sizes=self.sizes,
             micro_batch=micro_batch,
@@ -172,25 +202,37 @@ class Estimate:
             memory=memory,
             mfu=possible and flops / possible,
             hfu=possible and (hardware if train.activation_checkpointing == "full" else flops) / possible,
-            overrides=overrides,
+            share=self.share,
             innermost=config.parallel.innermost or "x",
             choice=self.choice,
         )
 
+    def microbatch(self, micro_batch: int) -> Microbatch:
+        """Return what a microbatch between others takes."""
+        forward_s, kept_bytes, seconds, *_ = self._further_microbatch(micro_batch)
+        return Microbatch(forward_s, seconds - forward_s, kept_bytes)
+
     def _further_microbatch(self, micro_batch: int) -> tuple[float, ...]:
-        """Return what one more microbatch adds, extrapolated from one of a few blocks."""
+        """Return what one more microbatch adds, extrapolated from one of a few blocks.
+
+        It is the seconds of its forward, the bytes kept until its backward, and what it adds to the device's totals.
+        """
+        if micro_batch in self._further:
+            return self._further[micro_batch]
 
         def added(blocks: Collection[Unit]) -> tuple[float, ...]:
             step = self._walk(micro_batch, blocks)
             step.run(3, continued=True)  # gradients leave in the last of them; the first begins with idle links
             first, second, _ = step.after_microbatch
-            return _sum(second, first, -1)
+            forward_end_s, kept = step.after_forward[1]
+            return forward_end_s - first[0], kept, *_sum(second, first, -1)
 
         base = total = added(self.few)
         for kind, more in self._omitted().items():
             if more:
                 one = next(block for block in self.few if self._kind(block) == kind)
                 total = _sum(total, _sum(base, added([block for block in self.few if block is not one]), -1), more)
+        self._further[micro_batch] = total
         return total
 
     def _walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:

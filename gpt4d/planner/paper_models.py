@@ -60,6 +60,16 @@ def layer_bytes(
     }
 
 
+def busy_s(config: Config, sizes: GridSizes, description: Description) -> float:
+    """Return the seconds of a step in which a grid computes and sums outputs, which nothing hides."""
+    train = config.train
+    flops = description.training_flops(train.batch_size, train.seq_len)
+    if train.activation_checkpointing == "full":
+        flops = description.hardware_flops(train.batch_size, train.seq_len)
+    comm = communication(config, sizes, aware=True)
+    return flops / sizes.devices / (config.cluster.matmul_tflops * 1e12) + comm["x"] + comm["y"]
+
+
 def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, float]:
     """Return the seconds of a step along each axis (Eq. 9, summed over layers), with Eq. 10's bandwidths if ``aware``.
 

@@ -1,20 +1,14 @@
 """Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes
-from gpt4d.config.pipeline import items
+from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes, with_stages
 from gpt4d.model import registry
-from gpt4d.model.description import Description
-from gpt4d.parallel.pipeline.cuts import balanced
-from gpt4d.parallel.pipeline.simulation import Costs
 from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, rank
+from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
 
-_TRANSFER_SHARE = 0.1  # of a stage's forward that sending its output takes
 _NUM_SHOWN = 3  # plans that a run's first line names
 
 
@@ -28,31 +22,20 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
         config, candidates = _search(config, world_size)
     elif config.parallel.mode == "atp":
         config, candidates = _mesh(config, world_size)
-    description = registry.describe(config.model)
+    config = with_stages(config, config.parallel.pipeline.stages or 1)
+    description = registry.describe_run(config)
     sizes = stage_sizes(config.parallel, world_size)
     for grid in dict.fromkeys(sizes):
         if problem := grid_problem(description.rules, config.train, config.parallel, grid):
             raise ConfigError(problem)
     microbatches = _microbatches(config, sizes)
-    ranks, stages = 0, []
-    for grid, parts in zip(sizes, stage_parts(config, description), strict=True):
-        order = ranks_in_grid_order(grid, config.parallel.innermost)
-        stages.append(StagePlan(tuple(ranks + rank for rank in order), grid, parts))
-        ranks += grid.devices
-    return ParallelPlan(config, tuple(stages), microbatches, _costs(config, description, stages), candidates)
-
-
-def _costs(config: Config, description: Description, stages: Sequence[StagePlan]) -> Costs:
-    """Return what schedules are chosen by: the seconds of the products on each virtual stage, by FLOPs alone."""
-    by_place = {}
-    for index, stage in enumerate(stages):
-        for chunk, (first, stop) in enumerate(stage.parts):
-            flops = sum(unit.layer.flops(config.train.seq_len) for unit in description.units[first:stop])
-            seconds = flops / stage.sizes.devices / (config.cluster.matmul_tflops * 1e12)
-            by_place[index + chunk * len(stages)] = seconds
-    work = [by_place[place] for place in sorted(by_place)]
-    hop = _TRANSFER_SHARE * sum(work) / len(work)
-    return Costs(work, work, work, {(place, place + 1): hop for place in range(len(work) - 1)})
+    layouts = stage_layouts(sizes, stage_parts(config, description))
+    stages = []
+    for layout in layouts:
+        order = ranks_in_grid_order(layout.sizes, config.parallel.innermost)
+        stages.append(StagePlan(tuple(layout.first_rank + rank for rank in order), layout.sizes, layout.parts))
+    costs = PipelineEstimate(config, description, layouts, microbatches).costs if len(stages) > 1 else None
+    return ParallelPlan(config, tuple(stages), microbatches, costs, candidates)
 
 
 def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:
@@ -60,42 +43,6 @@ def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:
         return pipeline_microbatches(config.train, config.parallel, sizes)
     share = config.train.batch_size // sizes[0].batch_shards
     return share // (config.train.micro_batch_size or share)
-
-
-def stage_parts(config: Config, description: Description) -> list[tuple[tuple[int, int], ...]]:
-    """Return, for each stage, the indices of the first unit and of the one after the last of its model chunks.
-
-    Raises ConfigError if the model has too few blocks, or if ``parallel.pipeline.cuts`` are not blocks in order.
-    """
-    pipeline, units = config.parallel.pipeline, description.units
-    count = pipeline.stages * pipeline.chunks_per_stage
-    places = [index for index, unit in enumerate(units) if unit.block][1:]
-    if count > len(places) + 1:
-        chunks = f"·chunks_per_stage={pipeline.stages}·{pipeline.chunks_per_stage}"
-        raise ConfigError(
-            f"parallel.pipeline.stages{chunks if pipeline.chunks_per_stage > 1 else f'={count}'}: the model has "
-            f"{len(places) + 1} block(s), and each part needs one; use fewer"
-        )
-    if pipeline.cuts is None:
-        work = [unit.layer.flops(config.train.seq_len) for unit in units]
-        begins = balanced(work, count, places)
-    else:
-        begins = [places[block - 1] for block in _cut_blocks(pipeline.cuts, count, len(places) + 1)]
-    bounds = [*zip([0, *begins], [*begins, len(units)], strict=True)]
-    return [tuple(bounds[stage :: pipeline.stages]) for stage in range(pipeline.stages)]
-
-
-def _cut_blocks(cuts: Any, count: int, blocks: int) -> list[int]:
-    """Return the blocks that all parts but the first begin with. Raises ConfigError for anything else."""
-    numbers = [int(text) if text.isdigit() else -1 for text in items(cuts)]
-    setting = f"parallel.pipeline.cuts=[{','.join(items(cuts))}]"
-    if numbers != sorted(set(numbers)) or not all(0 < number < blocks for number in numbers):
-        raise ConfigError(
-            f"{setting}: not blocks in ascending order; use numbers from 1 to {blocks - 1}, such as [{blocks // 2}]"
-        )
-    if len(numbers) != count - 1:
-        raise ConfigError(f"{setting}: {count} parts of the model have {count - 1} cut(s); give as many")
-    return numbers
 
 
 def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
@@ -106,7 +53,11 @@ def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     best = ranking.plans[0]
     x, y, z, data = best.sizes
     parallel = replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data, **best.choice)
-    train = replace(config.train, micro_batch_size=best.micro_batch)
+    train = config.train
+    if best.pipeline:
+        parallel = replace(parallel, pipeline=best.pipeline)
+    else:
+        train = replace(train, micro_batch_size=best.micro_batch)
     lines = tuple(f"{plan.grid} ({plan.step_time_s:.3g} s per step)" for plan in ranking.plans)
     return replace(config, parallel=parallel, train=train), lines
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, grid_problem
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.planner import paper_models
+from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.workload import micro_batch_sizes
+from gpt4d.planner.workload import grids, micro_batch_sizes
 
+_MAX_CONSIDERED = 80  # grids whose step is walked through; of more, those with the least computation and sums
 _MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
 _NUM_IMPROVED = 3  # of these, the fastest that gather weights and that sum outputs, for which settings are tried
 _LEAST_GAIN = 0.01  # of the step time, for which a setting is worth its memory
@@ -25,6 +26,7 @@ class Ranking:
     fitting: int = 0  # number of grids that fit; ``plans`` are the best of them
     impossible: int = 0  # number of grids that the model or the batch cannot be split over
     problem: str | None = None  # why the first impossible grid is impossible
+    pruned: int = 0  # number of grids and pipelines that only computation and sums of outputs have judged
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids that do not fit, and the GiB they need
 
     def check(self, config: Config, devices: int) -> None:
@@ -50,16 +52,8 @@ class Ranking:
         )
 
 
-def grids(devices: int) -> Iterator[GridSizes]:
-    """Yield every (x, y, z, data) whose product is ``devices``."""
-    for x in divisors(devices):
-        for y in divisors(devices // x):
-            for z in divisors(devices // x // y):
-                yield GridSizes(x, y, z, devices // x // y // z)
-
-
 def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours") -> Ranking:
-    """Rank the grids of ``devices`` devices that can train ``config`` on its cluster, fastest step first.
+    """Rank the grids and pipelines of ``devices`` devices that can train ``config``, fastest step first.
 
     Args:
         config: the configuration; its grid sizes are ignored.
@@ -71,17 +65,38 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
-    description = registry.describe_run(config)
+    description, stages = registry.describe_run(config), config.parallel.pipeline.stages
+    ranking = Ranking() if stages and stages > 1 else _rank_grids(config, devices, description, top, cost)
+    if cost == "ours" and stages != 1 and config.train.micro_batch_size is None:
+        found = pipelines.rank(config, devices, description)
+        ranking.pruned += found.pruned
+        ranking.fitting += len(found.plans)
+        ranking.too_large |= found.too_large
+        ranking.plans = sorted(ranking.plans + found.plans, key=lambda plan: plan.step_time_s)[:top]
+    return ranking
+
+
+def _rank_grids(config: Config, devices: int, description: Description, top: int | None, cost: str) -> Ranking:
+    """Rank the grids on which one stage has the whole model."""
     ranking = Ranking()
-    quick: dict[GridSizes, float] = {}
-    candidates: dict[GridSizes, tuple[Estimate, int]] = {}
+    possible: list[Estimate] = []
     for sizes in grids(devices):
         problem = grid_problem(description.rules, config.train, config.parallel, sizes)
         if problem:
             ranking.impossible += 1
             ranking.problem = ranking.problem or problem
-            continue
-        estimate = Estimate(config, sizes, description)
+        elif (estimate := Estimate(config, sizes, description)).least_gib() > config.cluster.memory_gib:
+            ranking.too_large[sizes] = estimate.least_gib()
+        else:
+            possible.append(estimate)
+    if cost == "ours" and len(possible) > _MAX_CONSIDERED:
+        possible.sort(key=lambda estimate: paper_models.busy_s(config, estimate.sizes, description))
+        ranking.pruned = len(possible) - _MAX_CONSIDERED
+        del possible[_MAX_CONSIDERED:]
+    quick: dict[GridSizes, float] = {}
+    candidates: dict[GridSizes, tuple[Estimate, int]] = {}
+    for estimate in possible:
+        sizes = estimate.sizes
         micro_batch, needed = largest_micro_batch(estimate)
         if micro_batch is None:
             ranking.too_large[sizes] = needed

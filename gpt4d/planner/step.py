@@ -125,6 +125,7 @@ class StepWalk:
     def run(self, microbatches: int, continued: bool = False) -> Device:
         """Walk through microbatches and the update that follows them; ``continued``: the step has had earlier ones."""
         self.continued = continued
+        self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes that layers have kept for the backward
         self.after_microbatch: list[tuple[float, ...]] = []
         expected = {name: count * microbatches for name, count in self.description.contributions.items()}
         chunk_terms = self.description.chunk_terms(self.num_chunks)
@@ -172,6 +173,7 @@ class StepWalk:
         chunks = [ChunkWalk(self, self.micro_batch // count, first=index == 0) for index in range(count)]
         for units in self._together:
             run(self._forward(walk, units) for walk in (chunks if units[0].block else [whole]))
+        self.after_forward.append((self.device.now, sum(walk.held for walk in (whole, *chunks))))
         for units in reversed(self._together):
             walks = chunks if units[0].block else [whole]
             if self.recompute and units[0].block:

@@ -25,6 +25,10 @@ def as_json(plans: list[Plan]) -> str:
             "memory_gib": plan.memory_gib,
             "memory": plan.memory,
             "micro_batch_size": plan.micro_batch,
+            "stages": [sizes._asdict() for sizes in plan.stages],
+            "schedule": plan.pipeline.schedule if plan.pipeline else None,
+            "microbatches": plan.pipeline.microbatches if plan.pipeline else plan.share // plan.micro_batch,
+            "idle_s": plan.idle_s,
             "published_s": plan.published_s,
             "mfu": plan.mfu,
             "hfu": plan.hfu,
@@ -44,8 +48,12 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     by_published = any(plan.published_s is not None for plan in ranking.plans)
     order = "the paper's seconds of communication" if by_published else "step time"
     grid_table.title = f"{config.model.name} on {devices} device(s) of {config.cluster.name}, ordered by {order}"
-    grid_table.add_column("grid x·y·z·data")
-    for heading in ("microbatch", "step", "compute", *(f"exposed {axis}" for axis in axes), "hidden", "memory"):
+    piped = any(plan.pipeline for plan in ranking.plans)
+    grid_table.add_column("grid x·y·z·data" + (" of each stage" if piped else ""), overflow="fold")
+    if piped:
+        grid_table.add_column("schedule")
+    idle = ["idle"] if piped else []
+    for heading in ("microbatch", "step", "compute", *idle, *(f"exposed {axis}" for axis in axes), "hidden", "memory"):
         grid_table.add_column(heading, justify="right")
     if config.cluster.peak_tflops:
         grid_table.add_column("MFU", justify="right")
@@ -53,8 +61,13 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         grid_table.add_column("paper", justify="right")
     for plan in ranking.plans:
         exposed = (_seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
-        cells = [plan.grid, str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s), *exposed]
-        cells += [_seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
+        cells = [plan.grid]
+        if piped:
+            cells.append(f"{plan.pipeline.schedule} × {plan.pipeline.microbatches}" if plan.pipeline else "")
+        cells += [str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s)]
+        if piped:
+            cells.append(_seconds(plan.idle_s) if plan.pipeline else "")
+        cells += [*exposed, _seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
         grid_table.add_row(*cells, *([] if plan.published_s is None else [_seconds(plan.published_s)]))
     overrides = (" ".join(plan.overrides) for plan in ranking.plans)
@@ -107,6 +120,8 @@ def _missing_grids(config: Config, ranking: Ranking) -> list[str]:
     lines = []
     if ranking.fitting > len(ranking.plans):
         lines.append(f"{ranking.fitting - len(ranking.plans)} more grid(s) fit; set top=N to see them")
+    if ranking.pruned:
+        lines.append(f"{ranking.pruned} more were not estimated: they compute, idle and sum outputs for longer")
     if ranking.too_large:
         sizes, needed_gib = min(ranking.too_large.items(), key=lambda item: item[1])
         lines.append(

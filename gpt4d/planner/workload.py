@@ -1,8 +1,18 @@
 """The size of a training run on one device: bytes of its state, of an activation, and its microbatches."""
 
-from gpt4d.config import Config, GridSizes, chunk_problem
+from collections.abc import Iterator
+
+from gpt4d.config import Config, GridSizes, chunk_problem, divisors
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
+
+
+def grids(devices: int) -> Iterator[GridSizes]:
+    """Yield every (x, y, z, data) whose product is ``devices``."""
+    for x in divisors(devices):
+        for y in divisors(devices // x):
+            for z in divisors(devices // x // y):
+                yield GridSizes(x, y, z, devices // x // y // z)
 
 
 def training_state(description: Description, sizes: GridSizes, shard_states: bool) -> dict[str, int]:
@@ -10,6 +20,8 @@ def training_state(description: Description, sizes: GridSizes, shard_states: boo
     counts = description.parameter_counts
     weights = sum(count * spec.local_elements(sizes) for spec, count in counts) * MASTER_BYTES
     states = sum(count * spec.optimized_elements(sizes, shard_states) for spec, count in counts) * MASTER_BYTES
+    # Another stage updates a copied weight.
+    states -= sum(spec.optimized_elements(sizes, shard_states) for spec in description.copied.values()) * MASTER_BYTES
     return {"weights": weights, "gradients": weights, "optimizer": 2 * states}
 
 

@@ -1,5 +1,7 @@
 """The planned memory of a step is the memory that its tensors take."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -45,14 +47,17 @@ def state_taken(config: Config, sizes: GridSizes) -> dict[str, int]:
 
 
 def peak_taken(config: Config, sizes: GridSizes) -> int:
-    """The most that torch's allocator has given out in a step, by its profiler, over what was there before."""
+    return memory_peak(MeasuredTraining(config, sizes).run)
+
+
+def memory_peak(run_step: Callable[[], None]) -> int:
+    """Return the most that torch's allocator has given out in the third step, over what was there before."""
     from torch.profiler import ProfilerActivity, profile
 
-    training = MeasuredTraining(config, sizes)
     for _ in range(2):
-        training.run()
+        run_step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        training.run()
+        run_step()
     events = profiler.profiler.kineto_results.events()
     now = peak = 0
     for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):

@@ -115,9 +115,10 @@ def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
 def test_a_mesh_that_is_chosen_has_a_microbatch_that_fits_and_one_that_is_given_is_not_judged():
     words = ["model=gpt_125m", "train.batch_size=64", "parallel.mode=atp"]
     chosen = validate(compose(words), 8)
-    assert Estimate(chosen.config, chosen.sizes).memory_gib(chosen.micro_batch_size) <= 8
-    assert chosen.micro_batch_size < 64
-    assert validate(compose([*words, "parallel.d1=2", "parallel.d2=4"]), 8).micro_batch_size == 64
+    assert Estimate(chosen.config, chosen.sizes).memory_gib(chosen.micro_batch_size(chosen.stages[0])) <= 8
+    assert chosen.micro_batch_size(chosen.stages[0]) < 64
+    given = validate(compose([*words, "parallel.d1=2", "parallel.d2=4"]), 8)
+    assert given.micro_batch_size(given.stages[0]) == 64
 
 
 def test_a_measured_bandwidth_precedes_that_of_the_links():

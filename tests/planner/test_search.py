@@ -12,7 +12,8 @@ from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_prob
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.search import fewest_devices, grids, rank
+from gpt4d.planner.search import fewest_devices, rank
+from gpt4d.planner.workload import grids
 from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
 

@@ -10,7 +10,7 @@ from gpt4d.parallel import limits
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.search import grids
+from gpt4d.planner.workload import grids
 
 NOWHERE = float("inf")
 # 1 FLOP a picosecond, and nothing else takes time.

@@ -58,6 +58,7 @@ def _with_fewest_delays(stages: int, microbatches: int, costs: Costs) -> list[Or
 def training_program(plan: ParallelPlan, stage: int, microbatches: int) -> Program:
     """Return what a stage does in a training step. Equal arguments give programs that fit together on all ranks."""
     pipeline = plan.config.parallel.pipeline
+    assert plan.costs is not None and pipeline.schedule is not None
     orders = orders_of(pipeline.schedule, len(plan.stages), microbatches, plan.costs, pipeline.chunks_per_stage)
     return programs(orders, plan.costs)[stage]
 
@@ -66,4 +67,5 @@ def evaluation_program(plan: ParallelPlan, stage: int, microbatches: int) -> Pro
     """Return what a stage does in an evaluation: forwards alone, one microbatch after another."""
     own = [range(index, plan.virtual_stages, len(plan.stages)) for index in range(len(plan.stages))]
     orders = [[Action("F", m, place) for m in range(microbatches) for place in places] for places in own]
+    assert plan.costs is not None
     return programs(orders, plan.costs)[stage]

@@ -96,7 +96,8 @@ class Deadlock(ValueError):
 def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
     """Return the timeline of a step in which transfers start as soon as their tensor exists, beside computation.
 
-    The transfers from one stage to another follow each other. Raises Deadlock if stages wait for each other.
+    The transfers from one stage to another follow each other in the order in which their tensors exist, which is that
+    of the sending stage's actions. Raises Deadlock if stages wait for each other.
     """
     count = len(orders)
     inputs: defaultdict[int, list[Edge]] = defaultdict(list)
@@ -135,21 +136,19 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
             links[link] = arrivals[action, edge] = start + costs.transfers[edge]
             timeline.transfers.append(TransferSpan(action, stage, target, start, links[link]))
 
-    # The stage that can begin first goes first, so that transfers enter each link in the order of time.
     places = [0] * count
-    while unfinished := [stage for stage in range(count) if places[stage] < len(orders[stage])]:
-        starts = {}
-        for stage in unfinished:
-            if (time := ready(orders[stage][places[stage]])) is not None:
-                spans = timeline.stages[stage]
-                starts[stage] = max(time, spans[-1].stop if spans else 0.0)
-        if not starts:
-            waiting = ", ".join(str(orders[stage][places[stage]]) for stage in unfinished)
-            raise Deadlock(f"stages wait for each other: {waiting}")
-        stage = min(starts, key=starts.__getitem__)
-        action = orders[stage][places[stage]]
-        stop = starts[stage] + costs.seconds(action)
-        timeline.stages[stage].append(Span(action, starts[stage], stop))
-        send(action, stop)
-        places[stage] += 1
+    found = True
+    while found:
+        found = False
+        for stage, order in enumerate(orders):
+            spans = timeline.stages[stage]
+            while places[stage] < len(order) and (time := ready(order[places[stage]])) is not None:
+                action = order[places[stage]]
+                start = max(time, spans[-1].stop if spans else 0.0)
+                spans.append(Span(action, start, start + costs.seconds(action)))
+                send(action, spans[-1].stop)
+                places[stage] += 1
+                found = True
+    if waiting := [order[place] for order, place in zip(orders, places, strict=True) if place < len(order)]:
+        raise Deadlock(f"stages wait for each other: {', '.join(map(str, waiting))}")
     return timeline

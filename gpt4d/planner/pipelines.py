@@ -1,0 +1,157 @@
+"""Search for the best pipelines of a configuration: stages, their grids, microbatches and schedule."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, with_stages
+from gpt4d.model.description import Description
+from gpt4d.planner import paper_models
+from gpt4d.planner.estimate import GIB, Plan
+from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
+from gpt4d.planner.workload import grids, training_state
+
+_NUM_ESTIMATED = 8  # pipelines that are estimated in full, the best by the quick estimate
+_NUM_IMPROVED = 3  # of these, the fastest, for which other microbatches, schedules and grids are tried
+_MICROBATCHES = (1, 4, 16)  # per stage, that are tried
+_SCHEDULES = ("1f1b", "eager_1f1b_w", "zb_h1")  # tried besides the default
+_OTHER_GRIDS = 4  # tried for the first and for the last stage
+_LEAST_GAIN = 0.01  # of the step time, for which another schedule or grid is chosen
+
+
+@dataclass
+class PipelineRanking:
+    """Pipelines, best first, and how many others there are."""
+
+    plans: list[Plan] = field(default_factory=list)
+    pruned: int = 0  # number of pipelines that only the quick estimate has judged
+    too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids of stages that do not fit, and their GiB
+
+
+class _Candidate(NamedTuple):
+    seconds: float  # by the quick estimate
+    stages: int
+    sizes: GridSizes
+
+
+def rank(config: Config, devices: int, description: Description) -> PipelineRanking:
+    """Rank pipelines on ``devices`` devices. What ``config.parallel.pipeline`` sets stays as it is.
+
+    A quick estimate judges every number of stages with every grid: computation, idle time and, by the 4D paper's model,
+    the sums of outputs. The best few are walked through and simulated.
+    """
+    ranking = PipelineRanking()
+    candidates = sorted(_candidates(config, devices, description, ranking))
+    ranking.pruned = max(0, len(candidates) - _NUM_ESTIMATED)
+    search = _Search(config, description)
+    for candidate in candidates[:_NUM_ESTIMATED]:
+        sizes = (candidate.sizes,) * candidate.stages
+        found = [search.plan(sizes, count) for count in _numbers(search.config(sizes), sizes)]
+        fitting = [plan for plan in found if plan.memory_gib <= config.cluster.memory_gib]
+        if fitting:
+            ranking.plans.append(min(fitting, key=lambda plan: plan.step_time_s))
+        elif found:
+            ranking.too_large[candidate.sizes] = min(plan.memory_gib for plan in found)
+    ranking.plans.sort(key=lambda plan: plan.step_time_s)
+    alternatives = [candidate.sizes for candidate in candidates]
+    for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
+        ranking.plans[place] = search.improved(plan, alternatives)
+    ranking.plans.sort(key=lambda plan: plan.step_time_s)
+    return ranking
+
+
+def _candidates(
+    config: Config, devices: int, description: Description, ranking: PipelineRanking
+) -> Iterator[_Candidate]:
+    """Yield the pipelines with equal grids whose weights fit, and note those whose weights do not."""
+    given = config.parallel.pipeline.stages
+    counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(description.blocks)]
+    for stages in counts:
+        if devices % stages:
+            continue
+        parallel = with_stages(config, stages).parallel
+        for sizes in grids(devices // stages):
+            numbers = not grid_problem(description.rules, config.train, parallel, sizes) and _numbers(
+                replace(config, parallel=parallel), (sizes,) * stages
+            )
+            if not numbers:
+                continue
+            state = training_state(description, sizes, config.optim.shard_states)
+            needed = config.cluster.reserved_gib + (state["weights"] + state["optimizer"]) / stages / GIB
+            if needed > config.cluster.memory_gib:
+                ranking.too_large[sizes] = needed
+                continue
+            idle = 1 + (stages - 1) / max(numbers)
+            yield _Candidate(idle * paper_models.busy_s(config, sizes, description) / stages, stages, sizes)
+
+
+def _numbers(config: Config, sizes: tuple[GridSizes, ...]) -> list[int]:
+    """Return the numbers of microbatches to try: the largest of those not above each multiple of the stages."""
+    train, parallel = config.train, config.parallel
+    possible = possible_microbatches(train, parallel, sizes)
+    if parallel.pipeline.microbatches is not None:
+        return [n for n in possible if n == parallel.pipeline.microbatches]
+    limits = [multiple * len(sizes) for multiple in _MICROBATCHES]
+    return sorted({max(n for n in possible if n <= limit) for limit in limits if possible and possible[0] <= limit})
+
+
+class _Search:
+    """Plans of one configuration, which share what is known of equal stages."""
+
+    def __init__(self, config: Config, description: Description):
+        self._config, self.description = config, description
+        self._known: dict = {}
+
+    def config(self, sizes: Sequence[GridSizes]) -> Config:
+        return with_stages(self._config, len(sizes))
+
+    def plan(
+        self, sizes: tuple[GridSizes, ...], microbatches: int, schedule: str | None = None, chunks: int = 1
+    ) -> Plan:
+        """Return the plan of a pipeline, by default with the configuration's schedule."""
+        config = self.config(sizes)
+        pipeline = config.parallel.pipeline
+        if schedule is not None:
+            pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
+            config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+        layouts = stage_layouts(sizes, stage_parts(config, self.description))
+        return PipelineEstimate(config, self.description, layouts, microbatches, self._known).plan()
+
+    def improved(self, plan: Plan, grids: Sequence[GridSizes]) -> Plan:
+        """Return the plan with what makes it faster, if it fits.
+
+        That is another number of microbatches or schedule, or another grid of the first or the last stage.
+        """
+        for alternatives in (self._other_numbers, self._other_schedules, partial(self._other_grids, grids)):
+            for other in alternatives(plan):
+                fits = other.memory_gib <= self._config.cluster.memory_gib
+                if fits and other.step_time_s < (1 - _LEAST_GAIN) * plan.step_time_s:
+                    plan = other
+        return plan
+
+    def _other_numbers(self, plan: Plan) -> Iterator[Plan]:
+        if self._config.parallel.pipeline.microbatches is None:
+            parallel, most = self.config(plan.stages).parallel, _MICROBATCHES[-1] * len(plan.stages)
+            for number in possible_microbatches(self._config.train, parallel, plan.stages):
+                if number <= most:
+                    yield self.plan(plan.stages, number)
+
+    def _other_schedules(self, plan: Plan) -> Iterator[Plan]:
+        assert plan.pipeline and plan.pipeline.microbatches
+        microbatches, stages = plan.pipeline.microbatches, len(plan.stages)
+        if self._config.parallel.pipeline.schedule is not None:
+            return
+        for schedule in _SCHEDULES:
+            yield self.plan(plan.stages, microbatches, schedule)
+        if microbatches % stages == 0 and 2 * stages <= len(self.description.blocks):
+            yield self.plan(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
+
+    def _other_grids(self, grids: Sequence[GridSizes], plan: Plan) -> Iterator[Plan]:
+        assert plan.pipeline and plan.pipeline.microbatches
+        alike = [sizes for sizes in dict.fromkeys(grids) if sizes.devices == plan.sizes.devices and sizes != plan.sizes]
+        for sizes in alike[:_OTHER_GRIDS]:
+            for changed in ((sizes, *plan.stages[1:]), (*plan.stages[:-1], sizes)):
+                microbatches = plan.pipeline.microbatches
+                if microbatches in possible_microbatches(self._config.train, self.config(changed).parallel, changed):
+                    yield self.plan(changed, microbatches, plan.pipeline.schedule, plan.pipeline.chunks_per_stage)

@@ -1,0 +1,250 @@
+"""Time and memory of a step on pipeline stages: a walk through each stage, and the simulated schedule of all."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
+from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
+from gpt4d.model.description import Description
+from gpt4d.parallel.pipeline.cuts import balanced
+from gpt4d.parallel.pipeline.planning import orders_of
+from gpt4d.parallel.pipeline.schedule import peak_in_flight
+from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
+from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
+from gpt4d.planner.topology import node_size
+from gpt4d.planner.workload import compute_bytes
+
+_SIMULATED = 4  # microbatches per stage; each further one adds what the slowest stage takes, and no memory
+
+
+class StageLayout(NamedTuple):
+    """A stage: its first rank, its grid and, for each of its parts of the model, the first unit and the end."""
+
+    first_rank: int
+    sizes: GridSizes
+    parts: tuple[tuple[int, int], ...]
+
+
+def stage_layouts(sizes: Sequence[GridSizes], parts: Sequence[tuple[tuple[int, int], ...]]) -> list[StageLayout]:
+    """Return the stages with these grids and parts, on consecutive ranks."""
+    layouts, first = [], 0
+    for grid, own in zip(sizes, parts, strict=True):
+        layouts.append(StageLayout(first, grid, own))
+        first += grid.devices
+    return layouts
+
+
+def stage_parts(config: Config, description: Description) -> list[tuple[tuple[int, int], ...]]:
+    """Return, for each stage, the indices of the first unit and of the one after the last of its model chunks.
+
+    Raises ConfigError if the model has too few blocks, or if ``parallel.pipeline.cuts`` are not blocks in order.
+    """
+    pipeline, units = config.parallel.pipeline, description.units
+    stages = pipeline.stages or 1
+    count = stages * pipeline.chunks_per_stage
+    places = [index for index, unit in enumerate(units) if unit.block][1:]
+    if count > len(places) + 1:
+        chunks = f"·chunks_per_stage={stages}·{pipeline.chunks_per_stage}"
+        raise ConfigError(
+            f"parallel.pipeline.stages{chunks if pipeline.chunks_per_stage > 1 else f'={count}'}: the model has "
+            f"{len(places) + 1} block(s), and each part needs one; use fewer"
+        )
+    if pipeline.cuts is None:
+        work = [unit.layer.flops(config.train.seq_len) for unit in units]
+        begins = balanced(work, count, places)
+    else:
+        begins = [places[block - 1] for block in _cut_blocks(pipeline.cuts, count, len(places) + 1)]
+    bounds = [*zip([0, *begins], [*begins, len(units)], strict=True)]
+    return [tuple(bounds[stage::stages]) for stage in range(stages)]
+
+
+def _cut_blocks(cuts: Any, count: int, blocks: int) -> list[int]:
+    """Return the blocks that all parts but the first begin with. Raises ConfigError for anything else."""
+    numbers = [int(text) if text.isdigit() else -1 for text in items(cuts)]
+    setting = f"parallel.pipeline.cuts=[{','.join(items(cuts))}]"
+    if numbers != sorted(set(numbers)) or not all(0 < number < blocks for number in numbers):
+        raise ConfigError(
+            f"{setting}: not blocks in ascending order; use numbers from 1 to {blocks - 1}, such as [{blocks // 2}]"
+        )
+    if len(numbers) != count - 1:
+        raise ConfigError(f"{setting}: {count} parts of the model have {count - 1} cut(s); give as many")
+    return numbers
+
+
+class PipelineEstimate:
+    """Cost of a step of one configuration on pipeline stages.
+
+    Args:
+        config: the settings; ``parallel.pipeline`` must be complete.
+        description: the whole model.
+        stages: grid and parts of each.
+        microbatches: parts of the global batch.
+        known: estimates of stages to share among the pipelines of one configuration.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        description: Description,
+        stages: Sequence[StageLayout],
+        microbatches: int,
+        known: dict | None = None,
+    ):
+        # A stage by itself has no pipeline, and its microbatches are those of the pipeline.
+        self.config = replace(config, train=replace(config.train, micro_batch_size=None))
+        self.description, self.stages, self.microbatches = description, stages, microbatches
+        self._known = {} if known is None else known
+
+    def estimate(self, stage: StageLayout, parts: tuple[tuple[int, int], ...]) -> Estimate:
+        """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
+        units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
+        key = stage.sizes, tuple((unit.layer, unit.name in self.description.whole) for unit in units)
+        if key not in self._known:
+            self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts))
+        return self._known[key]
+
+    def micro_batch(self, stage: StageLayout) -> int:
+        """Return the samples that a device of a stage takes at once."""
+        return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
+
+    @cached_property
+    def _parts(self) -> list[tuple[StageLayout, tuple[int, int]]]:
+        """The part of the model on each virtual stage, and its stage."""
+        count, chunks = len(self.stages), len(self.stages[0].parts)
+        return [
+            (self.stages[place % count], self.stages[place % count].parts[place // count])
+            for place in range(count * chunks)
+        ]
+
+    @cached_property
+    def _microbatches(self) -> list[Microbatch]:
+        """What a microbatch among others takes on each virtual stage."""
+        return [self.estimate(stage, (part,)).microbatch(self.micro_batch(stage)) for stage, part in self._parts]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of a microbatch on each virtual stage and edge."""
+        recompute = self.config.train.activation_checkpointing == "full"
+        forward = [cost.forward_s for cost in self._microbatches]
+        # A weight gradient takes as many FLOPs as the gradient of its input.
+        weight = [(cost.backward_s - recompute * cost.forward_s) / 2 for cost in self._microbatches]
+        rest = [cost.backward_s - own for cost, own in zip(self._microbatches, weight, strict=True)]
+        train, element = self.config.train, compute_bytes(self.config)
+        shape = self.description.stream_shape(train.batch_size // self.microbatches, train.seq_len)
+        transfers = {}
+        for place in range(len(self._parts) - 1):
+            source, target = self._parts[place][0], self._parts[place + 1][0]
+            if source is not target:
+                nbytes = math.prod(shape) * element
+                transfers[place, place + 1] = transfer_seconds(self.config.cluster, source, target, nbytes)
+            else:
+                transfers[place, place + 1] = 0.0
+        return Costs(forward, rest, weight, transfers)
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        """A step with as many microbatches as it takes to have as many in flight as ever."""
+        stages, chunks = len(self.stages), len(self.stages[0].parts)
+        schedule = self.config.parallel.pipeline.schedule or DEFAULT_SCHEDULE
+        count = self.microbatches if schedule == "gpipe" else min(self.microbatches, _SIMULATED * stages)
+        return simulate(orders_of(schedule, stages, count, self.costs, chunks), self.costs)
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Seconds of a step, from the first forward to the last update."""
+        ends = [spans[-1].stop + self._end_s(stage) for stage, spans in enumerate(self._timeline.stages)]
+        simulated = sum(span.action.kind == "F" for span in self._timeline.stages[0]) // len(self.stages[0].parts)
+        slowest = max(self._busy_s(stage) for stage in range(len(self.stages)))
+        return max(ends) + (self.microbatches - simulated) * slowest
+
+    def _busy_s(self, stage: int) -> float:
+        """Return the seconds of a microbatch on a stage."""
+        costs = self._microbatches[stage :: len(self.stages)]
+        return sum(cost.forward_s + cost.backward_s for cost in costs)
+
+    def _end_s(self, stage: int) -> float:
+        """Return what a stage takes after its last backward: sums of gradients and the update."""
+        return self._alone(stage).step_time_s - self.microbatches * self._busy_s(stage)
+
+    def _alone(self, stage: int) -> Plan:
+        """Return the plan of a stage that never waits for others."""
+        layout = self.stages[stage]
+        return self.estimate(layout, layout.parts).plan(self.micro_batch(layout))
+
+    @cached_property
+    def memory_gib(self) -> list[float]:
+        """The peak of each stage in a step."""
+        timeline, count, result = self._timeline, len(self.stages), []
+        for index, layout in enumerate(self.stages):
+            own = self._microbatches[index::count]
+            waiting = timeline.peak_waiting(index) * self._received_bytes(layout)
+            in_flight = peak_in_flight(span.action for span in timeline.stages[index]) - len(own)
+            further = max(0, in_flight) * sum(cost.kept_bytes for cost in own) / len(own)
+            peak = self.estimate(layout, layout.parts).memory_gib(self.micro_batch(layout))
+            result.append(peak + (waiting + further) / GIB)
+        return result
+
+    def _received_bytes(self, layout: StageLayout) -> int:
+        """Return the bytes of a received tensor on a device."""
+        shape = self.description.stream_shape(self.micro_batch(layout), self.config.train.seq_len)
+        return math.prod(shape) * compute_bytes(self.config)
+
+    def plan(self) -> Plan:
+        """Return the full estimate: bytes and waits are those of the slowest stage, memory is that of the fullest."""
+        seconds, memory = self.step_time_s, self.memory_gib
+        slowest = max(range(len(self.stages)), key=self._busy_s)
+        fullest = max(range(len(memory)), key=memory.__getitem__)
+        plan = self._alone(slowest)
+        state = {kind: nbytes / GIB for kind, nbytes in self._state(self.stages[fullest]).items()}
+        state["reserved"] = self.config.cluster.reserved_gib
+        state["activations"] = memory[fullest] - sum(state.values())
+        train, cluster = self.config.train, self.config.cluster
+        devices = sum(stage.sizes.devices for stage in self.stages)
+        possible = cluster.peak_tflops and cluster.peak_tflops * 1e12 * devices * seconds
+        flops = self.description.training_flops(train.batch_size, train.seq_len)
+        hardware = self.description.hardware_flops(train.batch_size, train.seq_len)
+        sizes = [stage.sizes for stage in self.stages]
+        grids = [str(grid) for grid in sizes] if len(set(sizes)) > 1 else None
+        pipeline = replace(self.config.parallel.pipeline, microbatches=self.microbatches, stage_grids=grids)
+        return replace(
+            plan,
+            sizes=sizes[0],
+            stages=tuple(sizes),
+            pipeline=pipeline,
+            step_time_s=seconds,
+            idle_s=seconds - plan.step_time_s,
+            memory=state,
+            mfu=possible and flops / possible,
+            hfu=possible and (hardware if train.activation_checkpointing == "full" else flops) / possible,
+        )
+
+    def _state(self, layout: StageLayout) -> Mapping[str, int]:
+        return self.estimate(layout, layout.parts).state
+
+
+def transfer_seconds(cluster: ClusterConfig, source: StageLayout, target: StageLayout, nbytes: int) -> float:
+    """Return the seconds in which a tensor of ``nbytes`` in all reaches another stage by broadcasts.
+
+    Between nodes, the links of the nodes limit it (arXiv 2211.05322, §3): each node of the source sends its share, and
+    each node of the target receives every tile that its devices need once. Inside a node, each
+    device receives its tile.
+    """
+    node = node_size(cluster)
+    nodes = [
+        {rank // node for rank in (stage.first_rank, stage.first_rank + stage.sizes.devices - 1)}
+        for stage in (source, target)
+    ]
+    if len(nodes[0] | nodes[1]) == 1:
+        return _seconds(cluster.levels[-1], nbytes / target.sizes.batch_shards)
+    senders = min(-(-source.sizes.devices // node), source.sizes.batch_shards)
+    per_node = min(node, target.sizes.devices)
+    # Ranks of x and y, which hold the same samples, are neighbors.
+    tiles = -(-per_node // (target.sizes.x * target.sizes.y))
+    return _seconds(cluster.levels[0], nbytes * max(1 / senders, tiles / target.sizes.batch_shards))
+
+
+def _seconds(level: LevelConfig, nbytes: float) -> float:
+    return level.latency_us / 1e6 + nbytes / 1e9 / level.group_gb_s

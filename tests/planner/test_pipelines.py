@@ -1,0 +1,147 @@
+"""The planner's pipelines: what a step on stages takes, and which stages are chosen."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.config import Config, GridSizes, compose, divisors, grid_problem, possible_microbatches, with_stages
+from gpt4d.model import registry
+from gpt4d.parallel.grid import Grid
+from gpt4d.planner.estimate import GIB
+from gpt4d.planner.search import rank
+from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts, transfer_seconds
+from gpt4d.planner.workload import grids, training_state
+from gpt4d.step import TrainStep, build_stage, connect_stages
+from gpt4d.validation import validate
+from tests.parallel.pipeline.test_runtime import RandomTokens
+from tests.planner.test_memory import memory_peak
+
+PIPELINE = "parallel.pipeline."
+MODEL = (
+    "model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=258", "model.vocab_multiple=16",
+    "model.max_positions=32", "data.path=null", "train.batch_size=16", "cluster.reserved_gib=0",
+)  # fmt: skip
+# Two nodes of two devices each, with a slow link between the nodes.
+SLOW = (
+    *MODEL,
+    "cluster.device=cuda",
+    "cluster.hidden=1",
+    "cluster.matmul_tflops=0.1",
+    "cluster.levels=[{ranks: 2, group_gb_s: 0.002, latency_us: 0}, {ranks: 2, group_gb_s: 10, latency_us: 0}]",
+)
+
+
+def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
+    """On a rank: its stage, and the most memory of a step in bytes, with weights and states."""
+    plan = validate(config, world_size)
+    stage_plan = plan.stage_of(dist.get_rank())
+    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
+    stage = build_stage(config, grid, torch.device("cpu"), plan=plan)
+    connect_stages(plan, stage, ranks_per_host=world_size)
+    data = RandomTokens(config, plan, stage_plan, grid)
+    step = TrainStep(stage, data.compute, config.optim)
+
+    def run() -> None:
+        step(data.batches(0), plan.microbatches, 1, 1e-3)
+        step.reducer.wait_params()
+
+    peak = memory_peak(run)
+    stage.exchange.close()
+    description = registry.describe_run(config).stage(stage_plan.parts)
+    state = training_state(description, stage_plan.sizes, config.optim.shard_states)
+    return stage.index, peak + state["weights"] + state["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, ["stages=2", "schedule=1f1b"]),
+        (4, ["stages=4"]),
+        (4, ["stages=2", "schedule=gpipe", "stage_grids=[1x1x2x1,2x1x1x1]"]),
+        (2, ["stages=2", "schedule=interleaved_1f1b", "chunks_per_stage=2"]),
+        (2, ["stages=2", "schedule=zb_h1"]),
+    ],
+    ids=str,
+)
+def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size, settings):
+    config = compose([*MODEL, *(PIPELINE + setting for setting in settings), "train.seq_len=32"])
+    plan, description = validate(config, world_size), registry.describe_run(config)
+    layouts = stage_layouts([stage.sizes for stage in plan.stages], [stage.parts for stage in plan.stages])
+    estimate = PipelineEstimate(plan.config, description, layouts, plan.microbatches)
+    planned = estimate.memory_gib
+    taken: dict[int, int] = {}
+    for index, nbytes in ranks.run(world_size, peak_of_stage, config, world_size):
+        taken[index] = max(taken.get(index, 0), nbytes)
+    assert {index: gib * GIB for index, gib in enumerate(planned)} == {
+        index: pytest.approx(nbytes, rel=0.1) for index, nbytes in taken.items()
+    }
+
+
+def brute_force(config: Config, devices: int) -> float:
+    """Return the seconds of the fastest pipeline with equal grids and the default schedule that fits."""
+    description, best = registry.describe_run(config), float("inf")
+    for stages in divisors(devices)[1:]:
+        staged = with_stages(config, stages)
+        parts = stage_parts(staged, description)
+        for sizes in grids(devices // stages):
+            if grid_problem(description.rules, config.train, staged.parallel, sizes):
+                continue
+            for number in possible_microbatches(config.train, staged.parallel, (sizes,) * stages):
+                plan = PipelineEstimate(staged, description, stage_layouts([sizes] * stages, parts), number).plan()
+                if plan.memory_gib <= config.cluster.memory_gib:
+                    best = min(best, plan.step_time_s)
+    return best
+
+
+@pytest.mark.parametrize("extra", [[], ["cluster.operation_us=200"], ["cluster.memory_gib=0.005"]], ids=str)
+def test_the_search_is_as_good_as_trying_everything(extra):
+    config = compose([*SLOW, *extra, PIPELINE + "schedule=eager_1f1b"])
+    found = min(plan.step_time_s for plan in rank(config, 4).plans if plan.pipeline)
+    assert found <= 1.02 * brute_force(config, 4)
+
+
+def test_stages_are_chosen_where_the_links_between_nodes_are_slow():
+    ranking = rank(compose(SLOW), 4)
+    best = ranking.plans[0]
+    assert best.pipeline and best.pipeline.stages == len(best.stages) > 1
+    chosen = validate(compose([*SLOW, *best.overrides]), 4)
+    assert [stage.sizes for stage in chosen.stages] == [*best.stages]
+    assert chosen.microbatches == best.pipeline.microbatches
+    automatic = validate(compose([*SLOW, "parallel.mode=auto"]), 4)
+    assert automatic.stages == chosen.stages and automatic.candidates[0].startswith(best.grid)
+
+
+def test_what_the_configuration_sets_stays():
+    settings = [PIPELINE + "stages=2", PIPELINE + "schedule=gpipe", PIPELINE + "microbatches=4"]
+    for plan in rank(compose([*SLOW, *settings]), 4).plans:
+        assert len(plan.stages) == 2 and plan.pipeline.schedule == "gpipe" and plan.pipeline.microbatches == 4
+    assert not any(plan.pipeline for plan in rank(compose([*SLOW, PIPELINE + "stages=1"]), 4).plans)
+    assert not any(plan.pipeline for plan in rank(compose([*SLOW, "train.micro_batch_size=4"]), 4).plans)
+
+
+def test_a_step_is_what_its_stages_take_and_what_they_wait():
+    config = compose([*SLOW, PIPELINE + "stages=2", PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=16"])
+    for plan in rank(config, 4).plans:
+        exposed = sum(axis["exposed_s"] for axis in plan.comm.values())
+        assert plan.compute_s + exposed + plan.idle_s == pytest.approx(plan.step_time_s)
+        assert 0 < plan.idle_s < plan.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "seconds"),
+    [
+        # Two nodes send half of 8 MB each, and the two nodes of the target receive half each.
+        ((0, (1, 1, 2, 2)), (4, (1, 1, 2, 2)), 4.0),
+        # All devices hold the whole tensor: the link of one node of the target must carry it all.
+        ((0, (2, 2, 1, 1)), (4, (2, 2, 1, 1)), 8.0),
+        # Each node of the target needs half, but one node has it all to send.
+        ((0, (2, 1, 1, 1)), (2, (1, 1, 1, 4)), 8.0),
+        # Inside a node, by its own links.
+        ((0, (1, 1, 1, 1)), (1, (1, 1, 1, 1)), 0.8),
+    ],
+)
+def test_a_transfer_takes_what_the_busiest_link_carries(source, target, seconds):
+    levels = "[{ranks: 4, group_gb_s: 1e-3, latency_us: 0}, {ranks: 2, group_gb_s: 1e-2, latency_us: 0}]"
+    cluster = compose([f"cluster.levels={levels}"]).cluster
+    first, second = (StageLayout(rank, GridSizes(*sizes), ()) for rank, sizes in (source, target))
+    assert transfer_seconds(cluster, first, second, 8_000_000) == pytest.approx(seconds)
