@@ -1,6 +1,6 @@
 """Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from gpt4d.parallel.pipeline.simulation import Costs
 from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, rank
+from gpt4d.planner.workload import compute_bytes
 
 _TRANSFER_SHARE = 0.1  # of a stage's forward that sending its output takes
 _NUM_SHOWN = 3  # plans that a run's first line names
@@ -39,11 +40,21 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
         order = ranks_in_grid_order(grid, config.parallel.innermost)
         stages.append(StagePlan(tuple(ranks + rank for rank in order), grid, parts))
         ranks += grid.devices
-    return ParallelPlan(config, tuple(stages), microbatches, _costs(config, description, stages), candidates)
+    crossing = description.crossing(sorted(part for stage in stages for part in stage.parts))
+    costs = _costs(config, description, stages, crossing)
+    return ParallelPlan(config, tuple(stages), microbatches, crossing, costs, candidates)
 
 
-def _costs(config: Config, description: Description, stages: Sequence[StagePlan]) -> Costs:
-    """Return what schedules are chosen by: the seconds of the products on each virtual stage, by FLOPs alone."""
+def _costs(
+    config: Config,
+    description: Description,
+    stages: Sequence[StagePlan],
+    crossing: Mapping[tuple[int, int], Sequence[str]],
+) -> Costs:
+    """Return what schedules are chosen by: the seconds of the products on each virtual stage, by FLOPs alone.
+
+    The transfer of the stream takes a fixed share of them, and other tensors as much longer as they are larger.
+    """
     by_place = {}
     for index, stage in enumerate(stages):
         for chunk, (first, stop) in enumerate(stage.parts):
@@ -51,8 +62,22 @@ def _costs(config: Config, description: Description, stages: Sequence[StagePlan]
             seconds = flops / stage.sizes.devices / (config.cluster.matmul_tflops * 1e12)
             by_place[index + chunk * len(stages)] = seconds
     work = [by_place[place] for place in sorted(by_place)]
-    hop = _TRANSFER_SHARE * sum(work) / len(work)
-    return Costs(work, work, work, {(place, place + 1): hop for place in range(len(work) - 1)})
+    size = config.train.batch_size, config.train.seq_len, compute_bytes(config)
+    hop = _TRANSFER_SHARE * sum(work) / len(work) / description.stream.nbytes(*size)
+
+    def seconds_of(names: Iterable[str]) -> float:
+        return hop * sum(description.tensors[name].nbytes(*size) for name in names)
+
+    gradients = {
+        edge: [name for name in names if description.tensors[name].has_gradient] for edge, names in crossing.items()
+    }
+    return Costs(
+        work,
+        work,
+        work,
+        {edge: seconds_of(names) for edge, names in crossing.items()},
+        {edge: seconds_of(names) for edge, names in gradients.items() if names},
+    )
 
 
 def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:

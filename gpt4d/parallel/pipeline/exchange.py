@@ -73,6 +73,7 @@ class Exchange:
         ranks_per_host: consecutive ranks of the job on each host.
         device: of this rank.
         new_group: makes the process group of some ranks; all ranks of the job call it.
+        chunks: of a microbatch, each of which x splits where a layout says so.
     """
 
     def __init__(
@@ -84,9 +85,14 @@ class Exchange:
         ranks_per_host: int,
         device: torch.device,
         new_group: Callable[[list[int]], dist.ProcessGroup],
+        chunks: int = 1,
     ):
         rank, count = dist.get_rank(), len(stages)
-        meshes = [StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host) for stage in stages]
+        # Where nothing splits the chunks' tokens, all chunks are one tile.
+        meshes = [
+            StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host, chunks if stage.sizes.x > 1 else 1)
+            for stage in stages
+        ]
         self.links: dict[tuple[int, int], Link] = {}  # by the stages that send and receive
         self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
         self._names: dict[tuple[int, int], list[str]] = {}
