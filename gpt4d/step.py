@@ -129,7 +129,9 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         new_group,
         parallel.chunks,
     )
-    stage.evaluation_exchange = stage.exchange.with_edges(edges_in(plain))
+    stage.evaluation_exchange = stage.exchange
+    if parallel.sequence_parallel:
+        stage.evaluation_exchange = stage.exchange.without_gradients(edges_in(plain))
 
 
 class TrainStep:

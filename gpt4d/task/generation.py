@@ -72,7 +72,7 @@ def _exchange(stage: Stage, length: int) -> Exchange | None:
         return None
     model: Any = stage.module
     description, dtype = registry.describe(model.config), stage.weights.compute_dtype
-    return stage.exchange.with_edges(edges(description, stage.crossing, 1, length, dtype, whole_batch))
+    return stage.exchange.without_gradients(edges(description, stage.crossing, 1, length, dtype, whole_batch))
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
