@@ -12,11 +12,12 @@ from torch import nn
 from gpt4d import optim
 from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
+from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, gradients
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline.exchange import Copy, Edge, Exchange
+from gpt4d.parallel.pipeline.exchange import Copy, Exchange
 from gpt4d.parallel.pipeline.planning import evaluation_program, training_program
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.plan import ParallelPlan
@@ -89,7 +90,7 @@ def build_stage(
         chunk_terms=description.chunk_terms(config.parallel.chunks),
     )
     if plan is not None and plan.virtual_stages > 1:
-        stage.crossing = {(place, place + 1): ("stream",) for place in range(plan.virtual_stages - 1)}
+        stage.crossing = plan.crossing
         stage.program = partial(training_program, plan, index)
         stage.evaluation = partial(evaluation_program, plan, index)
     return stage
@@ -104,14 +105,9 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         ranks_per_host: consecutive ranks of the job on each host.
         timeout: of the links' process groups; None for torch's default.
     """
-    train, description = plan.config.train, registry.describe(plan.config.model)
-    shape = description.stream_shape(train.batch_size // plan.microbatches, train.seq_len)
-    edges = [
-        Edge(name, source, target, description.stream, shape, stage.weights.compute_dtype)
-        for (source, target), names in stage.crossing.items()
-        for name in names
-    ]
-    whole = registry.describe_run(plan.config)
+    train, parallel, whole = plan.config.train, plan.config.parallel, registry.describe_run(plan.config)
+    samples = train.batch_size // plan.microbatches
+    edges_in = partial(edges, whole, plan.crossing, samples, train.seq_len, stage.weights.compute_dtype)
     described = [whole.stage(stage_plan.parts) for stage_plan in plan.stages]
     copies = [
         Copy(name, owner, holder, spec.layout, spec.shape, stage.weights.dtype)
@@ -122,8 +118,20 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
     ]
     # Not with local synchronization: torch derives the name from how many groups a rank has, which differs by stage.
     new_group = partial(dist.new_group, timeout=timeout)
-    strategy = plan.config.parallel.pipeline.strategy
-    stage.exchange = Exchange(plan.stages, edges, copies, strategy, ranks_per_host, stage.weights.device, new_group)
+    training_edges = edges_in(token_split if parallel.sequence_parallel else plain)
+    stage.exchange = Exchange(
+        plan.stages,
+        training_edges,
+        copies,
+        parallel.pipeline.strategy,
+        ranks_per_host,
+        stage.weights.device,
+        new_group,
+        parallel.chunks,
+    )
+    stage.evaluation_exchange = stage.exchange
+    if parallel.sequence_parallel:
+        stage.evaluation_exchange = stage.exchange.without_gradients(edges_in(plain))
 
 
 class TrainStep:

@@ -6,11 +6,12 @@ derived from a description.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from gpt4d.config import Divisibility, GridSizes, OverlapConfig
 from gpt4d.parallel.layout import Layout, ParameterSpec
@@ -122,13 +123,48 @@ class BlockCost(LayerCost, Protocol):
         """``gathering``: what ``gather_gradient`` has started."""
 
 
+STREAM = "stream"
+
+
+@dataclass(frozen=True)
+class EdgeTensor:
+    """A tensor that one unit produces and later units use; it crosses an edge where they are on different stages.
+
+    Attributes:
+        layout: on the grid of each stage.
+        shape: its global shape for (samples, length).
+        kind: an activation has the compute dtype and a gradient; integers are int64 and masks bool, without one.
+        sequence_parallel: the layout in training with ``parallel.sequence_parallel``; None: the same.
+    """
+
+    layout: Layout
+    shape: Callable[[int, int], tuple[int, ...]]
+    kind: Literal["activation", "integer", "mask"] = "activation"
+    sequence_parallel: Layout | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.kind == "activation"
+
+    def nbytes(self, samples: int, length: int, activation_bytes: int) -> int:
+        """Return the bytes of the global tensor."""
+        element = {"activation": activation_bytes, "integer": 8, "mask": 1}[self.kind]
+        return element * math.prod(self.shape(samples, length))
+
+
 @dataclass(frozen=True)
 class Unit:
-    """A layer in its place: ``name`` is the prefix of its parameters' names, such as ``blocks.3``, or empty."""
+    """A layer in its place: ``name`` is the prefix of its parameters' names, such as ``blocks.3``, or empty.
+
+    ``produces`` and ``uses`` name the tensors other than the stream that it passes on to later units and takes from
+    earlier ones (``Description.tensors``).
+    """
 
     name: str
     layer: LayerCost
     block: bool = False  # may be recomputed, cached and cut off into a stage of its own
+    produces: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
     def qualified(self, name: str) -> str:
         """Return the global name of one of the layer's parameters. A leading dot marks a name that is global."""
@@ -152,8 +188,8 @@ class Description:
     Attributes:
         units: layers and blocks in the order of execution. Equal blocks should share one layer object.
         rules: what the grid has to divide, in the user's terms.
-        stream: layout of the activations between units, [samples or tokens, …], for the edges of stages.
-        stream_shape: their global shape for given (samples, length).
+        stream: the activations from each unit to the next one, [samples or tokens, …].
+        skips: tensors besides the stream, by the name under which units produce and use them.
         whole: names of the blocks whose weights are whole on every rank of z.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
@@ -162,11 +198,35 @@ class Description:
 
     units: tuple[Unit, ...]
     rules: tuple[Divisibility, ...]
-    stream: Layout
-    stream_shape: Callable[[int, int], tuple[int, ...]]
+    stream: EdgeTensor
+    skips: Mapping[str, EdgeTensor] = field(default_factory=dict)
     model_flops: Callable[[int, int], float] | None = None
     whole: frozenset[str] = frozenset()
     copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, EdgeTensor]:
+        """All tensors that units pass on, by name."""
+        return {STREAM: self.stream, **self.skips}
+
+    def crossing(self, parts: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Return the names of the tensors on each edge between parts of this whole model.
+
+        An edge is a pair of parts, the one that produces the tensors and a later one that uses them.
+
+        Args:
+            parts: the first unit and the one after the last of each part, in order.
+        """
+        names = {(place, place + 1): [STREAM] for place in range(len(parts) - 1)}
+        part_of = {unit: place for place, (first, stop) in enumerate(parts) for unit in range(first, stop)}
+        for name in self.skips:
+            (producer,) = (index for index, unit in enumerate(self.units) if name in unit.produces)
+            for user in (index for index, unit in enumerate(self.units) if name in unit.uses):
+                assert producer < user, f"unit {user} uses {name}, which unit {producer} produces only later"
+                edge = part_of[producer], part_of[user]
+                if edge[0] != edge[1] and name not in names.setdefault(edge, []):
+                    names[edge].append(name)
+        return {edge: tuple(names[edge]) for edge in sorted(names)}
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:

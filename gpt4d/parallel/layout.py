@@ -11,6 +11,10 @@ from typing import Any
 
 from gpt4d.config import GridSizes
 
+# Splits a dim of an activation too, though it is no axis of the grid: a device has its part of every chunk of the
+# microbatch, one after another (parallel.chunks).
+CHUNK = "chunk"
+
 
 @dataclass(frozen=True, init=False)
 class Layout:

@@ -1,5 +1,6 @@
 """The parallel plan: the value that ``parallel.*`` resolves to. No torch here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -53,6 +54,7 @@ class ParallelPlan:
         config: the configuration with everything that the plan decides filled in.
         stages: the pipeline's stages, first to last.
         microbatches: microbatches of a step on each device.
+        crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
         costs: estimated seconds of a microbatch on each virtual stage and edge, by which the stages' programs are
             chosen; None if there is one stage.
         candidates: one line for each plan that was considered, best first; empty if the grid was given.
@@ -61,6 +63,7 @@ class ParallelPlan:
     config: Config
     stages: tuple[StagePlan, ...]
     microbatches: int
+    crossing: Mapping[tuple[int, int], tuple[str, ...]]
     costs: Costs | None
     candidates: tuple[str, ...] = ()
 

@@ -16,7 +16,7 @@ from gpt4d.parallel.weights import WeightStream
 
 @dataclass
 class Stage:
-    """One stage of the model. Activations at its edges have the layout ``Description.stream`` on its grid.
+    """One stage of the model.
 
     Attributes:
         index: its place in the pipeline.
@@ -31,6 +31,7 @@ class Stage:
         chunk_terms: for weights that chunks of a microbatch use, their number: each adds a term to the gradient.
         crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
         exchange: its edges to other stages; None if there are none.
+        evaluation_exchange: the same edges in an evaluation, where x does not split tokens.
         program: returns what this stage does in a step of some microbatches.
         evaluation: returns what it does in an evaluation of some microbatches.
     """
@@ -47,6 +48,7 @@ class Stage:
     chunk_terms: Mapping[str, int] = field(default_factory=dict)
     crossing: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
     exchange: Exchange | None = None
+    evaluation_exchange: Exchange | None = None
     program: Callable[[int], Program] = lambda microbatches: [*schedule.single_stage(microbatches)]
     evaluation: Callable[[int], Program] = lambda microbatches: [*schedule.forward_only(microbatches)]
 

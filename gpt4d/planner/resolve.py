@@ -34,8 +34,9 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
     for layout in layouts:
         order = ranks_in_grid_order(layout.sizes, config.parallel.innermost)
         stages.append(StagePlan(tuple(layout.first_rank + rank for rank in order), layout.sizes, layout.parts))
-    costs = PipelineEstimate(config, description, layouts, microbatches).costs if len(stages) > 1 else None
-    return ParallelPlan(config, tuple(stages), microbatches, costs, candidates)
+    estimate = PipelineEstimate(config, description, layouts, microbatches)
+    costs = estimate.costs if len(stages) > 1 else None
+    return ParallelPlan(config, tuple(stages), microbatches, estimate.crossing, costs, candidates)
 
 
 def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:

@@ -1,7 +1,7 @@
 """Time and memory of a step on pipeline stages: a walk through each stage, and the simulated schedule of all."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -132,17 +132,29 @@ class PipelineEstimate:
         # A weight gradient takes as many FLOPs as the gradient of its input.
         weight = [(cost.backward_s - recompute * cost.forward_s) / 2 for cost in self._microbatches]
         rest = [cost.backward_s - own for cost, own in zip(self._microbatches, weight, strict=True)]
-        train, element = self.config.train, compute_bytes(self.config)
-        shape = self.description.stream_shape(train.batch_size // self.microbatches, train.seq_len)
-        transfers = {}
-        for place in range(len(self._parts) - 1):
-            source, target = self._parts[place][0], self._parts[place + 1][0]
-            if source is not target:
-                nbytes = math.prod(shape) * element
-                transfers[place, place + 1] = transfer_seconds(self.config.cluster, source, target, nbytes)
-            else:
-                transfers[place, place + 1] = 0.0
-        return Costs(forward, rest, weight, transfers)
+        tensors = self.description.tensors
+        with_gradient = {
+            edge: [name for name in names if tensors[name].has_gradient] for edge, names in self.crossing.items()
+        }
+        transfers = {edge: self._transfer_s(edge, names) for edge, names in self.crossing.items()}
+        gradients = {edge: self._transfer_s(edge[::-1], names) for edge, names in with_gradient.items() if names}
+        return Costs(forward, rest, weight, transfers, gradients)
+
+    @cached_property
+    def crossing(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """The names of the tensors on each edge between virtual stages."""
+        return self.description.crossing([part for _, part in self._parts])
+
+    def _transfer_s(self, edge: tuple[int, int], names: Iterable[str]) -> float:
+        source, target = (self._parts[place][0] for place in edge)
+        nbytes = sum(self._nbytes(name) for name in names)
+        return 0.0 if source is target else transfer_seconds(self.config.cluster, source, target, nbytes)
+
+    def _nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor of one microbatch over all devices."""
+        train = self.config.train
+        samples = train.batch_size // self.microbatches
+        return self.description.tensors[name].nbytes(samples, train.seq_len, compute_bytes(self.config))
 
     @cached_property
     def _timeline(self) -> Timeline:
@@ -180,17 +192,22 @@ class PipelineEstimate:
         timeline, count, result = self._timeline, len(self.stages), []
         for index, layout in enumerate(self.stages):
             own = self._microbatches[index::count]
-            waiting = timeline.peak_waiting(index) * self._received_bytes(layout)
+            received = {
+                edge: sum(self._local_bytes(name, layout.sizes) for name in names)
+                for edge, names in self.crossing.items()
+            }
+            waiting = timeline.peak_waiting(index, received)
             in_flight = peak_in_flight(span.action for span in timeline.stages[index]) - len(own)
             further = max(0, in_flight) * sum(cost.kept_bytes for cost in own) / len(own)
             peak = self.estimate(layout, layout.parts).memory_gib(self.micro_batch(layout))
             result.append(peak + (waiting + further) / GIB)
         return result
 
-    def _received_bytes(self, layout: StageLayout) -> int:
-        """Return the bytes of a received tensor on a device."""
-        shape = self.description.stream_shape(self.micro_batch(layout), self.config.train.seq_len)
-        return math.prod(shape) * compute_bytes(self.config)
+    def _local_bytes(self, name: str, sizes: GridSizes) -> int:
+        """Return the bytes of a tensor of one microbatch on a device of a grid."""
+        tensor = self.description.tensors[name]
+        split = (self.config.parallel.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+        return self._nbytes(name) // math.prod(getattr(sizes, axis) for axis in split.axes & {*GridSizes._fields})
 
     def plan(self) -> Plan:
         """Return the full estimate: bytes and waits are those of the slowest stage, memory is that of the fullest."""

@@ -9,9 +9,10 @@ from tokenizers import Tokenizer
 
 from gpt4d.data.tokenizers import end_of_text
 from gpt4d.model import registry
+from gpt4d.model.description import STREAM
+from gpt4d.model.edges import edges, whole_batch
 from gpt4d.parallel import collectives
-from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.pipeline.exchange import Edge, Exchange
+from gpt4d.parallel.pipeline.exchange import Exchange
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.stage import Stage
 
@@ -47,13 +48,14 @@ def continuation(
         window = torch.tensor([text + [end] * (length - len(text))], device=device)
 
         def compute(part, received, window=window):
-            return model(window, sample_ids, documents(window), part, received)
+            out = model(window, sample_ids, documents(window), part, received)
+            return {"logits" if part.ends else STREAM: out}
 
         with torch.no_grad():
-            logits = forward_over_stages(stage, exchange, compute)
+            result = forward_over_stages(stage, exchange, compute)
         drawn = -1
-        if logits is not None:
-            whole = collectives.all_gather(logits[0, len(text) - 1], grid.x)[: settings.vocab_size]
+        if result is not None:
+            whole = collectives.all_gather(result["logits"][0, len(text) - 1], grid.x)[: settings.vocab_size]
             drawn = _draw(whole.float().cpu(), temperature, top_k, generator)
         # One rank's draw counts, so that ranks that round differently still end together.
         choice = torch.full((), drawn if grid.stage.index == 0 else -1, dtype=torch.int64, device=device)
@@ -65,16 +67,12 @@ def continuation(
 
 
 def _exchange(stage: Stage, length: int) -> Exchange | None:
-    """Return the exchange of the residual stream of one text, which all ranks that split the batch have whole."""
+    """Return the exchange of what crosses for one text, which all ranks that split the batch have."""
     if stage.exchange is None:
         return None
     model: Any = stage.module
-    description = registry.describe(model.config)
-    layout, shape = Layout((), *description.stream.dims[1:]), description.stream_shape(1, length)
-    edges = [
-        Edge(names[0], *edge, layout, shape, stage.weights.compute_dtype) for edge, names in stage.crossing.items()
-    ]
-    return stage.exchange.with_edges(edges)
+    description, dtype = registry.describe(model.config), stage.weights.compute_dtype
+    return stage.exchange.without_gradients(edges(description, stage.crossing, 1, length, dtype, whole_batch))
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -26,8 +26,8 @@ def stream_shapes(sizes):
         layer.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     with torch.no_grad():
         module(*tiny_batch(grid)[::2])
-    description = registry.describe(TINY_MODEL)
-    return shapes, grid.local_shape(description.stream_shape(4, 12), description.stream)
+    stream = registry.describe(TINY_MODEL).stream
+    return shapes, grid.local_shape(stream.shape(4, 12), stream.layout)
 
 
 def test_activations_between_blocks_have_the_described_layout(ranks):

@@ -10,10 +10,10 @@ from gpt4d.model.costs import (
     PositionEmbeddingCost,
     TokenEmbeddingCost,
 )
-from gpt4d.model.description import Description, Unit
+from gpt4d.model.description import Description, EdgeTensor, Unit
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.residual import ResidualBlock
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.layout import CHUNK, Layout
 
 
 def describe(config: GPT2Config) -> Description:
@@ -53,8 +53,11 @@ def describe(config: GPT2Config) -> Description:
             Divisibility("model.hidden", h, ("x", "z")),
             Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
         ),
-        stream=Layout(("data", "z"), ("y",)),
-        stream_shape=lambda samples, length: (samples * length, h),
+        stream=EdgeTensor(
+            Layout(("data", "z"), ("y",)),
+            lambda samples, length: (samples * length, h),
+            sequence_parallel=Layout(("data", "z", CHUNK, "x"), ("y",)),
+        ),
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

@@ -73,6 +73,7 @@ class Exchange:
         ranks_per_host: consecutive ranks of the job on each host.
         device: of this rank.
         new_group: makes the process group of some ranks; all ranks of the job call it.
+        chunks: of a microbatch, each of which x splits where a layout says so.
     """
 
     def __init__(
@@ -84,9 +85,14 @@ class Exchange:
         ranks_per_host: int,
         device: torch.device,
         new_group: Callable[[list[int]], dist.ProcessGroup],
+        chunks: int = 1,
     ):
         rank, count = dist.get_rank(), len(stages)
-        meshes = [StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host) for stage in stages]
+        # Where nothing splits the chunks' tokens, all chunks are one tile.
+        meshes = [
+            StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host, chunks if stage.sizes.x > 1 else 1)
+            for stage in stages
+        ]
         self.links: dict[tuple[int, int], Link] = {}  # by the stages that send and receive
         self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
         self._names: dict[tuple[int, int], list[str]] = {}
@@ -113,23 +119,23 @@ class Exchange:
             gradient = gradient_plan(weight, partial)
             self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient, tied.dtype)
 
-    def _prepare(self, edge: Edge) -> None:
+    def _prepare(self, edge: Edge, gradients: bool = True) -> None:
         source, target = edge.source % len(self._meshes), edge.target % len(self._meshes)
         if (link := self.links.get((source, target))) is None:
             return
         meshes = self._meshes[source], self._meshes[target]
         forward = plan(edge.shape, edge.layout, meshes[0], edge.layout, meshes[1], self._strategy)
         self._add(edge.name, edge.source, edge.target, link.prepare(forward, edge.dtype))
-        if edge.has_gradient:
+        if gradients and edge.has_gradient:
             back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)
             self._add(edge.name, edge.target, edge.source, back)
 
-    def with_edges(self, edges: Sequence[Edge]) -> "Exchange":
-        """Return an exchange of other tensors over the same links."""
+    def without_gradients(self, edges: Sequence[Edge]) -> "Exchange":
+        """Return an exchange of other tensors over the same links, for forwards alone."""
         other = copy(self)
         other._reshardings, other._names = {}, {}
         for edge in edges:
-            other._prepare(edge)
+            other._prepare(edge, gradients=False)
         return other
 
     def _add(self, name: str, source: int, target: int, resharding: Resharding) -> None:

@@ -69,7 +69,7 @@ class StageRuntime:
             terms[name] += 1
         self.reducer.begin(terms)
         stage.module.train()
-        total = _Step(self, batches, divisor).run(program)
+        total = _Step(self, batches, divisor, stage.exchange).run(program)
         if stage.exchange:
             self._add_gradients_of_copies(stage.exchange)
         self.reducer.finish()
@@ -116,46 +116,57 @@ class StageRuntime:
         stage.weights.begin(weight_order(actions, stage.layer_weights))
         stage.module.eval()
         with torch.no_grad():
-            total = _Step(self, batches, 1.0).run(program)
+            total = _Step(self, batches, 1.0, stage.evaluation_exchange).run(program)
         stage.weights.finish()
         return total
 
 
 def forward_over_stages(
-    stage: Stage, exchange: Exchange | None, compute: Callable[[Any, Tensors], torch.Tensor]
-) -> torch.Tensor | None:
-    """Compute one forward, one part of the model after another, and return what the last part returns.
+    stage: Stage, exchange: Exchange | None, compute: Callable[[Any, Tensors], Tensors]
+) -> Tensors | None:
+    """Compute one forward, one part of the model after another, and return what the last part produces.
 
     Stages without the last part get None.
 
     Args:
         stage: of this rank.
         exchange: of the tensors that cross; None if there is one stage.
-        compute: returns the output of a part from what earlier parts have produced for it.
+        compute: returns what a part produces, by name, from what earlier parts have produced for it.
     """
-    sending, result = [], None
+    sending: list[Arrival] = []
+    local: dict[tuple[int, int], Tensors] = {}
+    produced: Tensors = {}
     for place, part in stage.parts.items():
         received: dict[str, torch.Tensor] = {}
         for source in stage.sources(place):
+            if source in stage.parts:
+                received |= local.pop((source, place))
+                continue
             assert exchange is not None
             received |= exchange.start(Transfer(Action("F", 0, source), place), None).wait()
-        out = compute(part, received)
+        produced = compute(part, received)
         for target in stage.targets(place):
+            crossing = {name: produced[name] for name in stage.crossing[place, target]}
+            if target in stage.parts:
+                local[place, target] = crossing
+                continue
             assert exchange is not None
-            crossing = dict.fromkeys(stage.crossing[place, target], out)
             sending.append(exchange.start(Transfer(Action("F", 0, place), target), crossing))
-        if not stage.targets(place):
-            result = out
     for arrival in sending:
         arrival.wait()
-    return result
+    return None if stage.targets(place) else produced
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a tensor that a part has received, zero if the loss does not depend on it."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 class _Step:
     """The state of one program in execution."""
 
-    def __init__(self, runtime: StageRuntime, batches: Iterable[Any], divisor: float):
-        self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, runtime.stage.exchange
+    def __init__(self, runtime: StageRuntime, batches: Iterable[Any], divisor: float, exchange: Exchange | None):
+        self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, exchange
         self.divisor = divisor
         self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
         self._remaining: Iterator[Any] = iter(batches)
@@ -219,13 +230,16 @@ class _Step:
         received, produced = self._in_flight.pop((place, microbatch))
         gradients: dict[str, torch.Tensor] = {}
         for target in stage.targets(place):
+            if not any(produced[name].is_floating_point() for name in stage.crossing[place, target]):
+                continue
             for name, gradient in self._take_gradients(action, target, place).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        roots = [LOSS] if LOSS in produced else list(gradients)
+        roots = [name for name in (LOSS, *gradients) if name in produced and produced[name].requires_grad]
         torch.autograd.backward([produced[name] for name in roots], [gradients.get(name) for name in roots])
         for source, tensors in received.items():
-            gradients = {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
-            self._to_send[Transfer(action, source)] = gradients
+            inputs = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+            if inputs:
+                self._to_send[Transfer(action, source)] = {name: _gradient(tensor) for name, tensor in inputs.items()}
 
     def _take_gradients(self, action: Action, target: int, place: int) -> Tensors:
         """Return the gradients of what crossed to ``target``, whose backward may have been split."""

@@ -18,14 +18,15 @@ class Costs:
         forward: by virtual stage.
         input_gradient: by virtual stage.
         weight_gradient: by virtual stage; a whole backward takes the sum of both.
-        transfers: by edge, of the tensors that cross it forward, and of their gradients as much. A tensor may skip
-            stages.
+        transfers: by edge, of the tensors that cross it forward. A tensor may skip stages.
+        gradients: by edge, of the gradients that cross it back, if any; None: as ``transfers``.
     """
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
     transfers: Mapping[Edge, float] = field(default_factory=dict)
+    gradients: Mapping[Edge, float] | None = None
 
     @classmethod
     def equal(
@@ -73,15 +74,19 @@ class Timeline:
     def seconds(self) -> float:
         return max(spans[-1].stop for spans in self.stages)
 
-    def peak_waiting(self, stage: int) -> int:
-        """Return the most tensors that a stage has received for forwards that have not started."""
+    def peak_waiting(self, stage: int, tensors: Mapping[Edge, int] | None = None) -> int:
+        """Return the most tensors that a stage has received for forwards that have not started.
+
+        ``tensors``: how many cross each edge, or their bytes; None: one.
+        """
         count = len(self.stages)
         uses = {span.action: span.start for span in self.stages[stage]}
         changes = []
         for transfer in self.transfers:
             if transfer.action.kind == "F" and transfer.target % count == stage:
                 used = uses[transfer.action._replace(virtual_stage=transfer.target)]
-                changes += [(transfer.stop, 1), (used, -1)]
+                size = tensors[transfer.source, transfer.target] if tensors else 1
+                changes += [(transfer.stop, size), (used, -size)]
         waiting = peak = 0
         for _, change in sorted(changes):
             waiting += change
@@ -100,11 +105,15 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
     of the sending stage's actions. Raises Deadlock if stages wait for each other.
     """
     count = len(orders)
-    inputs: defaultdict[int, list[Edge]] = defaultdict(list)
-    outputs: defaultdict[int, list[Edge]] = defaultdict(list)
-    for edge in costs.transfers:
-        outputs[edge[0]].append(edge)
-        inputs[edge[1]].append(edge)
+    # By direction and virtual stage, the edges along which it receives and sends, with the other end and the seconds.
+    inputs: defaultdict[tuple[bool, int], list[tuple[Edge, int, float]]] = defaultdict(list)
+    outputs: defaultdict[tuple[bool, int], list[tuple[Edge, int, float]]] = defaultdict(list)
+    back = costs.transfers if costs.gradients is None else costs.gradients
+    for forward, transfers in ((True, costs.transfers), (False, back)):
+        for edge, seconds in transfers.items():
+            source, target = edge if forward else edge[::-1]
+            outputs[forward, source].append((edge, target, seconds))
+            inputs[forward, target].append((edge, source, seconds))
     arrivals: dict[tuple[Action, Edge], float] = {}  # the producing action, and the edge
     links: defaultdict[tuple[int, int], float] = defaultdict(float)  # stages → when the link becomes free
     timeline = Timeline([[] for _ in orders], [])
@@ -115,8 +124,7 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
         if kind == "W":
             return 0.0
         latest = 0.0
-        for edge in inputs[stage] if kind == "F" else outputs[stage]:
-            producer = edge[0] if kind == "F" else edge[1]
+        for edge, producer, _ in inputs[kind == "F", stage]:
             kinds = "F" if kind == "F" else "BI"
             found = [arrivals.get((action._replace(kind=k, virtual_stage=producer), edge)) for k in kinds]
             time = next((time for time in found if time is not None), None)
@@ -129,11 +137,10 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
         kind, _, stage = action
         if kind == "W":
             return
-        for edge in outputs[stage] if kind == "F" else inputs[stage]:
-            target = edge[1] if kind == "F" else edge[0]
+        for edge, target, seconds in outputs[kind == "F", stage]:
             link = stage % count, target % count
             start = max(stop, links[link])
-            links[link] = arrivals[action, edge] = start + costs.transfers[edge]
+            links[link] = arrivals[action, edge] = start + seconds
             timeline.transfers.append(TransferSpan(action, stage, target, start, links[link]))
 
     places = [0] * count

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt4d.config import ConfigError, GridSizes
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.layout import CHUNK, Layout
 
 Tile = tuple[tuple[int, int], ...]  # (start, stop) along each dim of the global tensor
 
@@ -16,12 +16,14 @@ Tile = tuple[tuple[int, int], ...]  # (start, stop) along each dim of the global
 class StageMesh:
     """The mesh of one stage: its axes, outermost first, and the rank and host of each device in row-major order.
 
-    Any device may be on any host, which describes every placement of a 4-D grid.
+    Any device may be on any host, which describes every placement of a 4-D grid. Where a layout names ``CHUNK``, a
+    device has a tile of each of ``chunks`` chunks, one after another.
     """
 
     axes: tuple[tuple[str, int], ...]  # name and size
     devices: tuple[int, ...]  # ranks
     hosts: tuple[int, ...]
+    chunks: int = 1
 
     def __post_init__(self):
         count = math.prod(size for _, size in self.axes)
@@ -44,20 +46,25 @@ class StageMesh:
         return cls(axes, tuple(range(first_device, first_device + count)), hosts)
 
     @classmethod
-    def of_grid(cls, ranks: Sequence[int], sizes: GridSizes, ranks_per_host: int = 1) -> "StageMesh":
+    def of_grid(cls, ranks: Sequence[int], sizes: GridSizes, ranks_per_host: int = 1, chunks: int = 1) -> "StageMesh":
         """Return the mesh (data, z, y, x) of a stage's ``Grid`` on ``ranks``, the stage's ranks in the job, in order.
 
         Rank r is on host ``r // ranks_per_host``.
         """
         axes = tuple(reversed(sizes._asdict().items()))  # GridSizes names the innermost axis first
-        return cls(axes, tuple(ranks), tuple(rank // ranks_per_host for rank in ranks))
+        return cls(axes, tuple(ranks), tuple(rank // ranks_per_host for rank in ranks), chunks)
 
-    def tiles(self, shape: tuple[int, ...], layout: Layout) -> dict[int, Tile]:
-        """Return, by device, the tile of a tensor of ``shape`` that the device holds under ``layout``."""
+    def chunks_of(self, layout: Layout) -> range:
+        """Return the indices of the chunks of each of which a device holds a tile under ``layout``."""
+        return range(self.chunks if CHUNK in layout.axes else 1)
+
+    def tiles(self, shape: tuple[int, ...], layout: Layout, chunk: int = 0) -> dict[int, Tile]:
+        """Return, by device, the tile of a tensor of ``shape``, or of a chunk, that it holds under ``layout``."""
         sizes = dict(self.axes)
+        extents = {CHUNK: self.chunks, **sizes}
         indices = itertools.product(*(range(size) for size in sizes.values()))
         return {
-            device: layout.tile(shape, sizes, dict(zip(sizes, index, strict=True)))
+            device: layout.tile(shape, extents, {CHUNK: chunk, **dict(zip(sizes, index, strict=True))})
             for device, index in zip(self.devices, indices, strict=True)
         }
 

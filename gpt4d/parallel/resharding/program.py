@@ -5,10 +5,11 @@ need only data from earlier rounds. Both ends have a message in rounds of the sa
 a round ends only when the peers of all its messages have joined, as with NCCL, no ranks wait for each other in a cycle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.resharding.mesh import Tile
 from gpt4d.parallel.resharding.planning import ReshardingPlan, Send
 
@@ -61,15 +62,18 @@ def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_typ
     """Return the program of ``rank``, a device of one of the two meshes, for elements of ``element_bytes``."""
     receives = rank in plan.destination_mesh.devices
     mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
-    own = mesh.tiles(plan.shape, layout)[rank]
+    own = [mesh.tiles(plan.shape, layout, chunk)[rank] for chunk in mesh.chunks_of(layout)]
+    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # the dim in which tiles follow
     steps, turns = [], {} if receives else _turns(plan)
     for number, send in enumerate(plan.sends):
         if rank == send.sender or rank in send.receivers:
             rounds = _rounds(plan, send, rank, MIN_CHUNK_BYTES[device_type] // element_bytes)
             turn = turns.get(number, (None, None))
-            slices = _local_slices(send.tile, own)
+            slices = _local_slices(send.tile, own, chunked)
             steps.append(SendStep(send.task, slices, _tile_shape(send.tile), not receives, rounds, *turn))
-    return RankProgram(_tile_shape(own), receives, tuple(steps))
+    shape = list(_tile_shape(own[0]))
+    shape[chunked] = sum(_tile_shape(tile)[chunked] for tile in own)
+    return RankProgram(tuple(shape), receives, tuple(steps))
 
 
 def _turns(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
@@ -140,8 +144,15 @@ def _split(elements: int, count: int) -> list[tuple[int, int]]:
     return [Layout(("part",)).tile((elements,), {"part": count}, {"part": index})[0] for index in range(count)]
 
 
-def _local_slices(tile: Tile, own: Tile) -> tuple[slice, ...]:
-    return tuple(slice(start - a, stop - a) for (start, stop), (a, _) in zip(tile, own, strict=True))
+def _local_slices(tile: Tile, own: Sequence[Tile], chunked: int) -> tuple[slice, ...]:
+    """Return where a tile is in a tensor that consists of the tiles ``own``, one after another in a dim."""
+    before = 0
+    for part in own:
+        if all(a <= start and stop <= b for (start, stop), (a, b) in zip(tile, part, strict=True)):
+            offsets = [a - (before if dim == chunked else 0) for dim, (a, _) in enumerate(part)]
+            return tuple(slice(start - o, stop - o) for (start, stop), o in zip(tile, offsets, strict=True))
+        before += part[chunked][1] - part[chunked][0]
+    raise AssertionError(f"{tile} is not inside one of {own}")
 
 
 def _tile_shape(tile: Tile) -> tuple[int, ...]:

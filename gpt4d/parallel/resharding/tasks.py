@@ -31,8 +31,8 @@ def unit_tasks(
     """
     shared = set(source_mesh.devices) & set(destination_mesh.devices)
     assert not shared, f"the meshes of a resharding must be disjoint, but both contain {shared}"
-    senders = _devices_by_tile(source_mesh.tiles(shape, source))
-    receivers = _devices_by_tile(destination_mesh.tiles(shape, destination))
+    senders = _devices_by_tile(shape, source, source_mesh)
+    receivers = _devices_by_tile(shape, destination, destination_mesh)
     overlaps = []
     for dim in range(len(shape)):
         sources, destinations = ({tile[dim] for tile in tiles} for tiles in (senders, receivers))
@@ -43,10 +43,11 @@ def unit_tasks(
     return [UnitTask(_intersection(s, d), senders[s], receivers[d]) for s, d in tile_pairs]
 
 
-def _devices_by_tile(tiles: dict[int, Tile]) -> dict[Tile, tuple[int, ...]]:
+def _devices_by_tile(shape: tuple[int, ...], layout: Layout, mesh: StageMesh) -> dict[Tile, tuple[int, ...]]:
     devices: dict[Tile, list[int]] = {}
-    for device, tile in tiles.items():
-        devices.setdefault(tile, []).append(device)
+    for chunk in mesh.chunks_of(layout):
+        for device, tile in mesh.tiles(shape, layout, chunk).items():
+            devices.setdefault(tile, []).append(device)
     return {tile: tuple(holders) for tile, holders in devices.items()}
 
 

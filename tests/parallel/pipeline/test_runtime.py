@@ -5,13 +5,14 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import compose
+from gpt4d.model import registry
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.step import TrainStep, build_stage, connect_stages, mask_replicas
+from gpt4d.task import registry as tasks
 from gpt4d.validation import validate
-from tests.seams import toy_torch
 from tests.seams.test_toy import configure, plain_toy, squared_error
 
 
@@ -22,7 +23,7 @@ def step_of_toy(config, world_size):
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
     stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
     connect_stages(plan, stage, ranks_per_host=world_size)
-    task = toy_torch.Regression(config)
+    task = tasks.get(registry.of(config.model).task).create(config)
     task.connect(stage, plan.micro_batch_size(stage_plan))
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
     runtime = StageRuntime(stage, reducer, task.compute)
@@ -35,6 +36,18 @@ def step_of_toy(config, world_size):
     }
     stage.exchange.close()
     return losses, gradients
+
+
+def check_step(ranks, config, world_size, loss, gradients):
+    """Check a step of a toy over stages against its loss and its gradients on one device."""
+    seen = {}
+    for losses, parts in ranks.run(world_size, step_of_toy, config, world_size):
+        assert losses == [pytest.approx(loss, rel=1e-12)] * 2
+        for name, (place, part) in parts.items():
+            seen.setdefault(name, torch.full_like(gradients[name], torch.nan))[place] = part
+    assert seen.keys() == gradients.keys()
+    for name, gradient in seen.items():
+        assert (gradient - gradients[name]).norm() <= 1e-12 * gradients[name].norm(), name
 
 
 PIPELINE = "parallel.pipeline."
@@ -62,15 +75,7 @@ def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_
     model = plain_toy(config, torch.float64)
     error = squared_error(model, config, range(16), torch.float64)
     error.backward()
-    expected, seen = model.gradients(), {}
-    for losses, gradients in ranks.run(world_size, step_of_toy, config, world_size):
-        assert losses == [pytest.approx(error.item(), rel=1e-12)] * 2
-        for name, (place, part) in gradients.items():
-            whole = seen.setdefault(name, torch.full_like(expected[name], torch.nan))
-            whole[place] = part
-    assert seen.keys() == expected.keys()
-    for name, gradient in seen.items():
-        assert (gradient - expected[name]).norm() <= 1e-12 * expected[name].norm(), name
+    check_step(ranks, config, world_size, error.item(), model.gradients())
 
 
 class RandomTokens:

@@ -55,6 +55,16 @@ def serial(ranks, tiny, made, tmp_path):
         (2, (PIPELINE + "stages=2",)),
         (6, (PIPELINE + "stages=2", PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "optim.shard_states=true")),
         (4, (PIPELINE + "stages=4", PIPELINE + "schedule=1f1b", "train.activation_checkpointing=full")),
+        (
+            4,
+            (
+                PIPELINE + "stages=2",
+                PIPELINE + "schedule=interleaved_1f1b",
+                PIPELINE + "chunks_per_stage=2",
+                "parallel.gx=2",
+                "parallel.sequence_parallel=true",
+            ),
+        ),
     ],
     ids=str,
 )
