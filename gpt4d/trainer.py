@@ -90,7 +90,7 @@ class Trainer:
             self.progress = self.checkpoints.resume(self.train_step, self.log)
             for message in self.slow:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
-            profile = Profile(self.config, self.stage.module, self.train_step.optimizer, self.log, self.progress.step)
+            profile = Profile(self.config, self.train_step, self.log, self.progress.step)
             with profile, stop.deferred():
                 self._loop(profile, stop)
             self._finish()
