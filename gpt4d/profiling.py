@@ -1,12 +1,11 @@
-"""``profile.steps``: torch profiler traces of chosen steps on every rank, and a timeline of the last of them."""
+"""``profile.steps``: torch profiler traces of chosen steps on every rank, and pictures of the last of them."""
 
 import inspect
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
@@ -16,10 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
-from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.pipeline import plot, recording
 from gpt4d.parallel.traffic import now, seconds_between
 from gpt4d.parallel.turns import Turn
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.runtime.consensus import all_gather_object
+from gpt4d.step import TrainStep
 from gpt4d.timeline import LayerSpan
 
 
@@ -27,14 +28,14 @@ class Profile:
     """Context of a training loop that starts after step ``done``; each step runs inside ``step(number)``.
 
     The profiled steps leave ``run.dir/traces/steps_…/rank_00000.json.gz`` of each rank, for chrome://tracing or
-    Perfetto, and rank 0's ``timeline.png`` of the last step. Results do not change. On other steps nothing is
-    recorded, and the model has no hooks.
+    Perfetto, and of the last step rank 0's ``timeline.png`` and, of more than one stage, ``pipeline.png``. Results do
+    not change. On other steps nothing is recorded, and the model has no hooks.
     """
 
-    def __init__(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, logger, done: int):
-        self.config, self.model, self.optimizer, self.logger = config, model, optimizer, logger
-        weights = cast(WeightStream, model.weights)
-        self.grid, self.device = weights.grid, weights.device
+    def __init__(self, config: Config, train_step: TrainStep, logger, done: int):
+        self.config, self.train_step, self.logger = config, train_step, logger
+        self.stage, self.runtime = train_step.stage, train_step.runtime
+        self.grid, self.device = self.stage.grid, self.stage.weights.device
         self.recording = ExitStack()
         first, last = profiled_steps(config) or (0, 0)
         self.first, self.last = max(first, done + 1), min(last, config.train.steps)
@@ -59,13 +60,14 @@ class Profile:
         if number == self.first:
             self._start()
         self.recorder.spans.clear()
+        self.runtime.recording = recording.Recording()
         start = now(self.device)
         with record_function(f"step {number}"):
             yield
         if number == self.last:
-            stop = now(self.device)
+            stop, recorded = now(self.device), self.runtime.recording
             self.recording.close()
-            self._write(start, stop)
+            self._write(start, stop, recorded)
             del self.trace, self.recorder  # They are large, and the run may continue for long.
 
     def _start(self) -> None:
@@ -73,14 +75,17 @@ class Profile:
         if self.device.type != "cpu":
             activities.append(ProfilerActivity.CUDA)
         self.trace = self.recording.enter_context(profile(activities=activities))
-        self.recording.enter_context(_name_collectives(self.grid))
+        self.recording.enter_context(_name_collectives(self.stage.axes.values()))
+        self.recording.callback(setattr, self.runtime, "recording", None)
         chunked = self.config.parallel.chunks > 1
-        recorder = _LayerRecorder(self.model, self.optimizer, self.device, chunked)
+        recorder = _LayerRecorder(self.stage.module, self.train_step.optimizer, self.device, chunked)
         self.recorder = self.recording.enter_context(recorder)
 
-    def _write(self, start, stop) -> None:
+    def _write(self, start, stop, recorded: recording.Recording) -> None:
         directory = Path(self.config.run.dir) / "traces" / f"steps_{self.first:08d}-{self.last:08d}"
         directory.mkdir(parents=True, exist_ok=True)
+        if self.stage.exchange:
+            self._draw_pipeline(directory, recorded.since(start))
         with _replace_when_complete(directory / f"rank_{self.grid.world.index:05d}.json.gz") as path:
             self.trace.export_chrome_trace(str(path))
         if self.grid.world.index:
@@ -89,11 +94,22 @@ class Profile:
             span._replace(start=seconds_between(start, span.start), stop=seconds_between(start, span.stop))
             for span in self.recorder.spans
         ]
-        axes = {axis.name: axis.traffic.since(start) for axis in self.grid if axis.size > 1}
+        axes = {name: axis.traffic.since(start) for name, axis in self.stage.axes.items()}
         title = f"{self.config.run.name}: step {self.last} on grid {self.grid.sizes} (x, y, z, data), rank 0"
         with _replace_when_complete(directory / "timeline.png") as path:
             timeline.draw(path, title, seconds_between(start, stop), spans, axes)
         self.logger.event("profile", f"traces and timeline: {directory}", step=self.last, path=str(directory))
+
+    def _draw_pipeline(self, directory: Path, recorded: recording.Recording) -> None:
+        """Write ``pipeline.png`` on rank 0: the last step on the first rank of each stage. All ranks call this."""
+        gathered = all_gather_object((self.stage.index, recorded) if self.grid.stage.index == 0 else None)
+        if self.grid.world.index:
+            return
+        of_stages = dict(filter(None, gathered))
+        timeline_of_all = recording.timeline([of_stages[index] for index in range(len(of_stages))])
+        title = f"{self.config.run.name}: step {self.last}, {self.config.parallel.pipeline.schedule}"
+        with _replace_when_complete(directory / "pipeline.png") as path:
+            plot.draw(timeline_of_all, title, path)
 
 
 class _LayerRecorder:
@@ -208,7 +224,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules: the outermost and the innermost that are called, without the model itself."""
     outermost: list[str] = []
     for name, module in model.named_modules():
-        if not name or isinstance(module, nn.ModuleList):
+        if not name or isinstance(module, (nn.ModuleDict, nn.ModuleList)):
             continue
         contained = any(name.startswith(f"{other}.") for other in outermost)
         if not contained:
@@ -232,14 +248,14 @@ def _nodes(output: torch.Tensor, inputs: tuple) -> list[Node]:
 
 
 @contextmanager
-def _name_collectives(grid: Grid) -> Iterator[None]:
+def _name_collectives(axes: Iterable[Axis]) -> Iterator[None]:
     """Name collectives by kind and axis in the profiler's trace while entered."""
-    for axis in grid:
+    for axis in axes:
         axis.traffic.named_range = record_function
     try:
         yield
     finally:
-        for axis in grid:
+        for axis in axes:
             axis.traffic.named_range = nullcontext
 
 

@@ -59,6 +59,9 @@ class Trainer:
             with watchdog.limit("connecting the pipeline's stages") if watchdog else nullcontext():
                 connect_stages(plan, self.stage, hosts.count(hosts[0]), gpu.backend_timeout(timeout_s))
             self.hang_detector.axes = self.stage.axes
+            self.hang_detector.places = {
+                rank: f"stage {index}" for index, stage in enumerate(plan.stages) for rank in stage.ranks
+            }
         self.hang_detector.name_layers(self.stage.module)
         self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
         self.monitor = LossMonitor(config.train, config.optim.lr)
@@ -87,17 +90,17 @@ class Trainer:
             self.progress = self.checkpoints.resume(self.train_step, self.log)
             for message in self.slow:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
-            profile = Profile(self.config, self.stage.module, self.train_step.optimizer, self.log, self.progress.step)
+            profile = Profile(self.config, self.train_step, self.log, self.progress.step)
             with profile, stop.deferred():
                 self._loop(profile, stop)
             self._finish()
+            if self.stage.exchange:  # not after an error, which must not wait for transfers
+                self.stage.exchange.close()
         finally:
             if self.watchdog:
                 self.watchdog.hang_detector = None
             self.task.close()
             self.checkpoints.close()
-            if self.stage.exchange:
-                self.stage.exchange.close()
             self.log.close()
 
     def _loop(self, profile: Profile, stop: StopRequest) -> None:

@@ -89,6 +89,7 @@ class HangDetector:
 
     def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
         self.axes, self.timeout_s, self.directory = axes, timeout_s, directory
+        self.places: Mapping[int, str] = {}  # of the job's ranks, for reports: "stage 1"
         self.startup_s = _STARTUP_S
         self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
         self._layers: dict[int, str] = {}
@@ -221,6 +222,11 @@ class Watchdog:
         self._stopped.wait(_SILENT_AFTER_ERROR_S)
         return [rank for rank in range(self.size) if rank != self.rank and self._heartbeats(rank) == before[rank]]
 
+    def _name(self, rank: int) -> str:
+        """Return a rank's number, place and host: "rank 3 (stage 1) on nid002"."""
+        place = self.hang_detector and self.hang_detector.places.get(rank)
+        return f"rank {rank}{f' ({place})' if place else ''} on {self._host(rank)}"
+
     def _host(self, rank: int) -> str:
         return self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "an unknown host"
 
@@ -281,7 +287,7 @@ class Watchdog:
         The rank that detected the hang finds out which ranks are missing and shares the message through the store.
         """
         directory, record = detector.directory, detector.record()
-        text = f"rank {self.rank} on {self._host(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
+        text = f"{self._name(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
         text += f"waiting for: {record['waiting']}\n\n{record.pop('stack')}"
         with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
             directory.mkdir(parents=True, exist_ok=True)
@@ -292,7 +298,7 @@ class Watchdog:
             layer = f" of {waiting['layer']}" if waiting["layer"] else ""
             self.store.set(
                 "hang",
-                f"hang: rank {failure.rank} on {failure.host} waited {waiting['s']:.0f} s ({detector.limit[1]}) for "
+                f"hang: {self._name(failure.rank)} waited {waiting['s']:.0f} s ({detector.limit[1]}) for "
                 f"{waiting['name']}{layer}: {missing}; see {directory} for the stack of each rank",
             )
         return self.store.get("hang").decode() if self._wait_for_key("hang", 2 * _RECORD_S) else str(failure)
@@ -300,9 +306,11 @@ class Watchdog:
     def _missing_ranks(self, waiting: dict) -> Iterator[str]:
         """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead.
 
-        If all of them have, a rank that one of them waits for itself, on another axis, is missing.
+        If such a rank waits itself, on another axis, it is the fault of a rank that this one waits for; so is it if all
+        ranks of the axis have started the collective.
         """
         unexplained, explained, missing = deque([waiting]), set[tuple](), False
+        late = list[str]()  # ranks that have not started something because they wait themselves
         while unexplained and not missing:
             waiting = unexplained.popleft()
             key = waiting["axis"], waiting["number"], *waiting["members"]
@@ -311,17 +319,22 @@ class Watchdog:
             explained.add(key)
             it = "it" if len(explained) == 1 else waiting["name"]
             for rank in waiting["members"]:
-                name = f"rank {rank} on {self._host(rank)}"
+                name = self._name(rank)
                 if not self._wait_for_key(f"record/{rank}", _RECORD_S):
                     missing = True
                     yield f"{name} does not answer"
                     continue
                 record = json.loads(self.store.get(f"record/{rank}"))
-                if record["begun"][waiting["axis"]] < waiting["number"]:
-                    missing = True
-                    yield f"{name} has not started {it} and is in {record['where']}"
-                elif record["waiting"]:
+                phrase = f"{name} has not started {it} and is in {record['where']}"
+                started = record["begun"][waiting["axis"]] >= waiting["number"]
+                if record["waiting"]:
                     unexplained.append(record["waiting"])
+                    late += [] if started else [phrase]
+                elif not started:
+                    missing = True
+                    yield phrase
+        if not missing:
+            yield from late
 
     def _wait_for_key(self, key: str, timeout_s: float) -> bool:
         """Return whether ``key`` is in the store within ``timeout_s``."""

@@ -102,7 +102,7 @@ def test_the_error_names_remedies_if_nothing_fits():
 
 
 def test_auto_selects_the_best_grid(tiny):
-    config = tiny("parallel.mode=auto")
+    config = tiny("parallel.mode=auto", "parallel.pipeline.stages=1")
     plan, (best, *_) = validate(config, 8), rank(config, 8, top=3).plans
     assert plan.sizes == best.sizes and plan.candidates[0].startswith(f"{best.sizes} (")
     assert plan.config.parallel.mode == "4d" and validate(plan.config, 8).sizes == best.sizes
@@ -115,6 +115,7 @@ SLOW_LINKS = (
     "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
     "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",
     "cluster.levels=[{ranks: 2, group_gb_s: 0.05}, {ranks: 4, group_gb_s: 10}]", "parallel.cache_layers=all",
+    "parallel.pipeline.stages=1",
 )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def test_the_planner_gathers_once_per_step_where_there_are_microbatches():
 
 
 def test_training_uses_the_grid_that_auto_selects(ranks, tiny):
-    config = tiny("parallel.mode=auto", "train.steps=2")
+    config = tiny("parallel.mode=auto", "parallel.pipeline.stages=1", "train.steps=2")
     ranks.run(4, train_in_rank, config)
     plan = validate(config, 4)
     assert bytes_sent(config.run.dir) == bytes_planned(plan.config, plan.sizes)

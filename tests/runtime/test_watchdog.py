@@ -187,3 +187,22 @@ def test_the_missing_rank_is_found_across_axes():
     records[3] |= {"begun": {"x": 5, "z": 3}, "waiting": waits("z", 3, 1, 3)}  # all have started everything
     one.store.set("record/3", json.dumps(records[3]))
     assert list(one._missing_ranks(waits("x", 5, 0, 1))) == []
+
+
+def test_a_rank_that_is_late_because_it_waits_is_named_only_if_no_other_is():
+    """Rank 0 waits for 1, which has not started that because it waits for 2. Rank 2 sleeps."""
+    one = watchdog_of(0, 3, [])
+    records = [
+        {"begun": {"0 to 1": 5}, "waiting": waits("0 to 1", 5, 0, 1), "where": "traffic.py"},
+        {"begun": {"0 to 1": 4, "1 to 2": 7}, "waiting": waits("1 to 2", 7, 1, 2), "where": "traffic.py"},
+        {"begun": {"1 to 2": 6}, "waiting": None, "where": "loader.py:52 (step)"},
+    ]
+
+    def missing() -> list[str]:
+        for rank, record in enumerate(records):
+            one.store.set(f"record/{rank}", json.dumps(record))
+        return [phrase.replace(" on an unknown host", "") for phrase in one._missing_ranks(records[0]["waiting"])]
+
+    assert missing() == ["rank 2 has not started all_reduce 1 to 2 and is in loader.py:52 (step)"]
+    records[2] |= {"begun": {"1 to 2": 7}, "waiting": waits("1 to 2", 7, 1, 2)}  # the ranks wait for each other
+    assert missing() == ["rank 1 has not started it and is in traffic.py"]

@@ -59,6 +59,12 @@ class Arrival:
         received = {name: transfer.wait() for name, transfer in self.transfers.items()}
         return {name: tensor for name, tensor in received.items() if tensor is not None}
 
+    @property
+    def interval(self) -> tuple:
+        """When this rank started the first transfer and when the last one was complete; call it after ``wait``."""
+        transfers = list(self.transfers.values())
+        return transfers[0].started, transfers[-1].stopped
+
 
 class Exchange:
     """This rank's links to other stages, and the plans of what crosses them.
@@ -152,10 +158,21 @@ class Exchange:
         source, target = transfer.action.virtual_stage, transfer.target
         return Arrival(
             {
-                name: self._reshardings[name, source, target].start(None if sent is None else sent[name])
+                name: self._reshardings[name, source, target].start(
+                    None if sent is None else sent[name], name=self._describe(name, transfer)
+                )
                 for name in self._names[source, target]
             }
         )
+
+    def _describe(self, name: str, transfer: Transfer) -> str:
+        (kind, microbatch, source), target = transfer
+        tensor, direction = (name, "forward") if kind == "F" else (f"gradient of {name}", "backward")
+        return f"{tensor} of microbatch {microbatch}, {direction} from {self._place(source)} to {self._place(target)}"
+
+    def _place(self, virtual_stage: int) -> str:
+        chunk, stage = divmod(virtual_stage, len(self._meshes))
+        return f"chunk {chunk} of stage {stage}" if chunk else f"stage {stage}"
 
     @property
     def owned(self) -> list[str]:
@@ -169,12 +186,14 @@ class Exchange:
 
     def start_gradient(self, name: str, gradient: torch.Tensor | None) -> Resharded:
         """Start to send the gradient of a copy, or to receive it if this stage owns the weight."""
-        return self._gradients[name].start(gradient)
+        transfer = self._gradients[name]
+        return transfer.start(gradient, name=f"gradient of the copy of {name}, {transfer.link.axis.name}")
 
     def start_weight(self, name: str, weight: torch.Tensor) -> Resharded:
         """Start to send a weight to its copy, which is ``weight`` on the stage that has it."""
         transfer = self._weights[name]
-        return transfer.start(out=weight) if name in self.held else transfer.start(weight)
+        local, out = (None, weight) if name in self.held else (weight, None)
+        return transfer.start(local, out, name=f"copy of {name}, {transfer.link.axis.name}")
 
     def close(self) -> None:
         for link in self.links.values():

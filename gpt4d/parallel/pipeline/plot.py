@@ -38,7 +38,7 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
     panel.invert_yaxis()
     panel.set_xlim(0, timeline.seconds)
     panel.set_xlabel("seconds")
-    panel.set_title(f"{title}: {timeline.seconds:g} s", fontsize=10)
+    panel.set_title(f"{title}: {timeline.seconds:.3g} s", fontsize=10)
     kinds = [kind for kind in _COLORS if any(span.action.kind == kind for spans in timeline.stages for span in spans)]
     handles = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8)

@@ -1,6 +1,7 @@
 """The execution of a stage's program: forwards, backwards, and the tensors that cross its edges."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
 from gpt4d.parallel.pipeline.program import Program, Transfer
+from gpt4d.parallel.pipeline.recording import Recording
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.stage import Stage
+from gpt4d.parallel.traffic import now
 
 LOSS = "loss"
 Tensors = Mapping[str, torch.Tensor]
@@ -40,10 +43,13 @@ class StageRuntime:
         stage: what this rank computes.
         reducer: sums the stage's gradients.
         compute: computes a part of the model on a microbatch.
+
+    While ``recording`` is set, the times of actions and transfers are added to it.
     """
 
     def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
         self.stage, self.reducer, self.compute = stage, reducer, compute
+        self.recording: Recording | None = None
 
     def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
@@ -167,14 +173,14 @@ class _Step:
 
     def __init__(self, runtime: StageRuntime, batches: Iterable[Any], divisor: float, exchange: Exchange | None):
         self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, exchange
-        self.divisor = divisor
+        self.divisor, self.recording = divisor, runtime.recording
         self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
         self._remaining: Iterator[Any] = iter(batches)
         self._batches: list[Any] = []
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by virtual stage and microbatch
         self._to_send: dict[Transfer, Tensors] = {}
         self._arrivals: dict[Transfer, Arrival] = {}
-        self._sending: list[Arrival] = []
+        self._sending: dict[Transfer, Arrival] = {}
 
     def run(self, program: Program) -> torch.Tensor:
         execute = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradients}
@@ -183,14 +189,29 @@ class _Step:
                 self._start(step)
             else:
                 execute[step.kind](step)
-        for arrival in self._sending:
-            arrival.wait()
+        for transfer, arrival in self._sending.items():
+            self._wait(transfer, arrival)
         return self.total
+
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
+        if self.recording is None:
+            yield
+            return
+        start = now(self.total.device)
+        yield
+        self.recording.actions.append((action, start, now(self.total.device)))
+
+    def _wait(self, transfer: Transfer, arrival: Arrival) -> Tensors:
+        received = arrival.wait()
+        if self.recording is not None:
+            self.recording.transfers.append((transfer, *arrival.interval))
+        return received
 
     def _start(self, transfer: Transfer) -> None:
         assert self.exchange is not None
         if (sent := self._to_send.pop(transfer, None)) is not None:
-            self._sending.append(self.exchange.start(transfer, sent))
+            self._sending[transfer] = self.exchange.start(transfer, sent)
         else:
             self._arrivals[transfer] = self.exchange.start(transfer, None)
 
@@ -198,7 +219,7 @@ class _Step:
         """Wait for the tensors of a transfer, which may come from another part of this stage."""
         if (local := self._to_send.pop(transfer, None)) is not None:
             return local
-        return self._arrivals.pop(transfer).wait()
+        return self._wait(transfer, self._arrivals.pop(transfer))
 
     def _batch(self, microbatch: int) -> Any:
         while len(self._batches) <= microbatch:
@@ -214,7 +235,9 @@ class _Step:
             for tensor in received[source].values():
                 tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
         inputs = {name: tensor for tensors in received.values() for name, tensor in tensors.items()}
-        produced = self.compute(stage.module, stage.parts[place], self._batch(microbatch), inputs)
+        batch = self._batch(microbatch)
+        with self._recorded(action):
+            produced = self.compute(stage.module, stage.parts[place], batch, inputs)
         if LOSS in produced:
             loss = produced[LOSS] / self.divisor
             self.total += loss.detach()
@@ -235,7 +258,8 @@ class _Step:
             for name, gradient in self._take_gradients(action, target, place).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         roots = [name for name in (LOSS, *gradients) if name in produced and produced[name].requires_grad]
-        torch.autograd.backward([produced[name] for name in roots], [gradients.get(name) for name in roots])
+        with self._recorded(action):
+            torch.autograd.backward([produced[name] for name in roots], [gradients.get(name) for name in roots])
         for source, tensors in received.items():
             inputs = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
             if inputs:
@@ -254,4 +278,5 @@ class _Step:
             self._backward(action)
 
     def _weight_gradients(self, action: Action) -> None:
-        self.stage.weights.compute_delayed_gradients()
+        with self._recorded(action):
+            self.stage.weights.compute_delayed_gradients()

@@ -83,8 +83,12 @@ class Resharding:
         # The strategy signal leaves most elements unwritten: zeros keep them finite.
         return torch.zeros(elements, dtype=self.dtype, device=self.link.device)
 
-    def start(self, local: torch.Tensor | None = None, out: torch.Tensor | None = None) -> "Transfer":
+    def start(
+        self, local: torch.Tensor | None = None, out: torch.Tensor | None = None, name: str | None = None
+    ) -> "Transfer":
         """Start sending ``local``, this rank's tensor on the source mesh, or receiving, into ``out`` if given.
+
+        ``name`` is what the transfer is called in hang reports and profiler traces.
 
         Do not change ``local`` and do not use ``out`` before ``wait`` returns. All ranks of the link start the same
         transfers in the same order. With the strategy signal the received values are meaningless.
@@ -95,7 +99,7 @@ class Resharding:
         else:
             assert local is not None and local.dtype == self.dtype and out is None
             local = local.detach().contiguous().view(self.program.shape)
-        return Transfer(self, local)
+        return Transfer(self, local, name or f"reshard {self.link.axis.name}")
 
     def _destination(self, out: torch.Tensor | None) -> torch.Tensor:
         shape = self.program.shape[self.plan.num_summed :]
@@ -178,12 +182,12 @@ def _wait_all(handles: list[dist.Work]) -> None:
 class Transfer:
     """A transfer in flight. ``wait`` returns this rank's local tensor, or None on a source."""
 
-    def __init__(self, resharding: Resharding, local: torch.Tensor):
+    def __init__(self, resharding: Resharding, local: torch.Tensor, name: str):
         link = resharding.link
         self.resharding, self.link, self.local = resharding, link, local
         traffic = link.axis.traffic
         traffic.bytes += resharding.sent_bytes
-        self.collective = traffic.start(f"reshard {link.axis.name}")
+        self.collective = traffic.start(name)
         self.started = now(link.device)  # on a GPU, an event after the source's computation
         if link.stream is not None:
             local.record_stream(link.stream)

@@ -1,0 +1,115 @@
+"""A stage fails, hangs, is signaled or has a non-finite loss: all stages end, save or skip the step together."""
+
+import functools
+import re
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel.pipeline.program import Transfer
+from gpt4d.parallel.pipeline.runtime import LOSS, _Step
+from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
+from tests.grids import metric_lines, train_in_rank
+from tests.jobs import LaunchedJob
+from tests.runtime.test_faults import at_step, losses, signal_itself
+
+PIPELINE = "parallel.pipeline."
+TWO = ("train.steps=6", PIPELINE + "stages=2", PIPELINE + "microbatches=4")
+
+
+def fail_while_it_receives(rank):
+    """In step 3, let stage 1 fail after it has started to receive what stage 2 never sends."""
+    if rank == 1:
+
+        def act(trainer):
+            trainer.stage.exchange.start(Transfer(Action("B", 0, 2), 1), None)
+            raise ValueError("the dog ate it")
+
+        at_step(3, act)
+
+
+def test_an_exception_on_one_stage_ends_all_stages_with_its_message(ranks, tiny):
+    config = tiny(*TWO, "model.layers=3", PIPELINE + "stages=3")
+    with LaunchedJob(ranks.context, config, 3, fail_while_it_receives) as job:
+        assert job.exit_codes() == [1] * 3, job.outputs()
+        outputs = job.outputs()
+    assert re.search(r"error: rank 1 on \S+ failed: ValueError: the dog ate it\n$", outputs[0]), outputs[0]
+    assert "Traceback" in outputs[1] and not any("Traceback" in outputs[rank] for rank in (0, 2))
+
+
+def sleep_instead_of(action, rank):
+    """In step 5, let rank 0 sleep instead of computing a forward."""
+    execute = _Step._forward
+
+    def sleep(step, current):
+        if str(current) == action:
+            threading.Event().wait()
+        execute(step, current)
+
+    if rank == 0:
+        at_step(5, lambda _: setattr(_Step, "_forward", sleep))
+
+
+@pytest.mark.parametrize(
+    ("action", "edge", "chunks"),
+    [
+        ("0F3", "stream of microbatch 3, forward from stage 0 to stage 1", ()),
+        (
+            "2F1",
+            "stream of microbatch 1, forward from chunk 1 of stage 0 to chunk 1 of stage 1",
+            ("model.layers=4", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"),
+        ),
+    ],
+)
+def test_a_hang_is_reported_with_stages_edge_microbatch_and_missing_rank(ranks, tiny, action, edge, chunks):
+    config = tiny(*TWO, *chunks, "parallel.timeout_s=2")
+    with LaunchedJob(ranks.context, config, 2, functools.partial(sleep_instead_of, action)) as job:
+        assert job.exit_codes() == [1, 1]
+        output = job.outputs()[0]
+    message = rf"hang: rank 1 \(stage 1\) on \S+ waited \d+ s \(parallel.timeout_s\) for {edge}: rank 0 \(stage 0\) on"
+    assert re.search(rf"error: {message} \S+ has not started it and is in runtime.py:\d+ \(run\)", output), output
+
+
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+def test_a_signal_to_a_rank_of_one_stage_saves_all_stages(ranks, tiny, tmp_path, number, target):
+    uninterrupted = tiny(*TWO, f"run.dir={tmp_path / 'uninterrupted'}")
+    ranks.run(2, train_in_rank, uninterrupted)
+    config = tiny(*TWO)
+    with LaunchedJob(ranks.context, config, 2, functools.partial(signal_itself, number, 3, target)) as job:
+        assert job.exit_codes() == [75, 75], job.outputs()
+        (stopped,) = [line for line in job.metric_lines() if line.get("event") == "signal"]
+        assert 3 <= stopped["step"] <= 5
+    ranks.run(2, train_in_rank, config)
+    assert losses(config) == losses(uninterrupted)
+
+
+def train_with_a_nan(config):
+    """On a rank: train with a loss of step 3 that is not a number. Return the weight of embedding and head."""
+    trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
+    compute = trainer.train_step.runtime.compute
+
+    def broken(*arguments):
+        produced = compute(*arguments)
+        broken_step = LOSS in produced and trainer.progress.step == 2
+        return {LOSS: produced[LOSS] * torch.nan} if broken_step else produced
+
+    trainer.train_step.runtime.compute = broken
+    trainer.run()
+    return dict(trainer.stage.module.named_parameters())["tokens.weight"].detach()
+
+
+def test_a_nan_on_the_last_stage_skips_the_step_on_all_stages_as_one_stage_does(ranks, tiny, tmp_path):
+    serial, config = tiny("train.steps=6", f"run.dir={tmp_path / 'serial'}"), tiny(*TWO)
+    (expected,) = ranks.run(1, train_with_a_nan, serial)
+    owned, copied = ranks.run(2, train_with_a_nan, config)
+    assert torch.equal(owned, copied) and torch.allclose(owned, expected, rtol=1e-4)
+    steps = {run.run.dir: metric_lines(run.run.dir) for run in (serial, config)}
+    for lines in steps.values():
+        assert [line["skipped"] for line in lines] == [0, 0, 1, 1, 1, 1] and lines[2]["loss"] is None
+    serial_losses, pipeline_losses = ([line["loss"] for line in lines if line["loss"]] for lines in steps.values())
+    assert pipeline_losses == pytest.approx(serial_losses, rel=1e-5)
