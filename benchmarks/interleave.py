@@ -185,7 +185,7 @@ def serve(
 
 
 def _virtual_results(answer: dict, device_report: dict, steps: int) -> dict:
-    """Return what has a meaning on virtual devices: waits, and the largest figures of all ranks' reports.
+    """Return what has a meaning on virtual devices: times, and the largest figures of all ranks' reports.
 
     ``cpu_bound``: the processor was the bottleneck on a rank. Every rank calls it.
     """
@@ -197,7 +197,7 @@ def _virtual_results(answer: dict, device_report: dict, steps: int) -> dict:
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     busy_s, late_share, cpu_bound = figures.tolist()
     results = {"busy_s": busy_s, "host_late_share": late_share, "cpu_bound": bool(cpu_bound)}
-    return results | {key: value for key, value in answer.items() if key == "exposed_s"}
+    return results | {key: value for key, value in answer.items() if key.endswith("_s")}
 
 
 def share_process_groups() -> None:

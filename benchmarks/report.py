@@ -14,9 +14,9 @@ _WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd
 def row(family: str, name: str, answers: list[dict]) -> dict:
     """Return one contender's median step time, minimum, maximum, every repeat, and the other keys of its answers.
 
-    ``exposed_s`` is the median wait per axis, a key ending in ``_s`` or ``_share`` its median, any other key the last
-    step's value. Turns on virtual devices in which the processor was the bottleneck do not count: ``not_counted`` is
-    their number. If none counts, the row has no figures.
+    A key ending in ``_s`` or ``_share`` is its median, or that of each item, such as the wait for each axis in
+    ``exposed_s``; any other key is the last step's value. Turns on virtual devices in which the processor was the
+    bottleneck do not count: ``not_counted`` is their number. If none counts, the row has no figures.
     """
     result: dict = {"family": family, "name": name}
     counted = [answer for answer in answers if not answer.get("cpu_bound")]
@@ -32,8 +32,8 @@ def row(family: str, name: str, answers: list[dict]) -> dict:
         "seconds": seconds,
     }
     for key, last in counted[-1].items():
-        if key == "exposed_s":
-            result[key] = {axis: statistics.median(a[key][axis] for a in counted) for axis in last}
+        if isinstance(last, dict):
+            result[key] = {item: statistics.median(a[key][item] for a in counted) for item in last}
         elif key.endswith(("_s", "_share")):
             result[key] = statistics.median(a[key] for a in counted)
         elif key not in ("seconds", "cpu_bound"):

@@ -6,10 +6,11 @@ computed as megatron does (each shard once, summed over the tensor-parallel grou
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from benchmarks.settings import WorkerConfig
 from benchmarks.workers.torch_gpt import adamw, torch_state_dict
 from benchmarks.workers.training import OPTIM, Workload, initial_weights, repeat_step, sequences, workload
 from gpt4d.config import from_arguments
+from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
@@ -36,6 +38,7 @@ SETTINGS = {
 BUCKET_PARAMETERS = 256 << 10
 
 _NAMES = {
+    "head.weight": "output_layer.weight",  # tied: only a last stage that is not the first has it
     "tokens.weight": "embedding.word_embeddings.weight",
     "positions.weight": "embedding.position_embeddings.weight",
     "norm": "decoder.final_layernorm",
@@ -57,14 +60,14 @@ def without_cuda() -> None:
 
 
 class MegatronGroups:
-    """Process groups for one tensor-parallel size, which megatron keeps in the globals of a module."""
+    """Process groups for one tensor- and pipeline-parallel size, which megatron keeps in the globals of a module."""
 
-    def __init__(self, tensor: int):
+    def __init__(self, tensor: int, pipeline: int = 1):
         from megatron.core import parallel_state
 
         self.globals = vars(parallel_state)
         self.before = self._values()
-        parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
         self.values = self._values()
         self.globals.update(self.before)
 
@@ -80,6 +83,50 @@ class MegatronGroups:
             self.globals.update(self.before)
 
 
+def transformer_config(sizes: GPT2Config, tensor: int, **options: Any):
+    """Return megatron's configuration of a GPT-2 with a tensor-parallel size."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        layernorm_epsilon=sizes.norm_epsilon,
+        activation_func=partial(F.gelu, approximate="tanh"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        **options,
+    )
+
+
+def causal_mask(sizes: GPT2Config) -> torch.Tensor:
+    """Return the mask of attention, which megatron would create on CUDA."""
+    future = torch.ones(sizes.max_positions, sizes.max_positions, dtype=torch.bool).triu_(1)
+    return future[None, None]
+
+
+def load(model: torch.nn.Module, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup, layers: range) -> None:
+    """Load what ``model``, which has these layers, has of a state dict of ``TorchGPT``.
+
+    As in ``TorchGPT``, each head's query, key and value are adjacent.
+    """
+    index, parameters = group.rank(), dict(model.named_parameters())
+    for name, tensor in state.items():
+        if (parameter := parameters.pop(_megatron_name(name, layers.start), None)) is None:
+            continue  # it is on another stage, or tied
+        if getattr(parameter, "tensor_model_parallel", False):
+            tensor = tensor.chunk(group.size(), parameter.partition_dim)[index]
+        with torch.no_grad():
+            parameter.copy_(tensor)
+    assert not parameters, f"parameters without a value: {', '.join(parameters)}"
+
+
 class MegatronTraining:
     def __init__(self, tensor: int, overlapping: bool, work: Workload, weights: dict[str, torch.Tensor]):
         self.state = MegatronGroups(tensor)
@@ -92,26 +139,11 @@ class MegatronTraining:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-        from megatron.core.transformer import TransformerConfig
 
         sizes = work.model
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.replicas = parallel_state.get_data_parallel_group()
-        config = TransformerConfig(
-            num_layers=sizes.layers,
-            hidden_size=sizes.hidden,
-            num_attention_heads=sizes.heads,
-            layernorm_epsilon=sizes.norm_epsilon,
-            activation_func=partial(F.gelu, approximate="tanh"),
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            tensor_model_parallel_size=self.group.size(),
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-        )
+        config = transformer_config(sizes, self.group.size())
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(normalization="LayerNorm"),
@@ -119,7 +151,7 @@ class MegatronTraining:
             max_sequence_length=sizes.max_positions,
             share_embeddings_and_output_weights=True,
         )
-        self._load(model, torch_state_dict(weights, sizes))
+        load(model, torch_state_dict(weights, sizes), self.group, range(sizes.layers))
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlapping, bucket_size=BUCKET_PARAMETERS)
         self.model = DistributedDataParallel(config, ddp_config, model)
         self.parameters = list(model.parameters())
@@ -127,21 +159,7 @@ class MegatronTraining:
         self.optimizer = adamw(self.parameters)
         self.ids, self.targets = sequences(self.replicas.rank(), self.replicas.size(), sizes, work.batch)
         self.positions = torch.arange(sizes.max_positions).expand_as(self.ids)
-        future = torch.ones(sizes.max_positions, sizes.max_positions, dtype=torch.bool).triu_(1)
-        self.mask = future[None, None]  # megatron would create its own on CUDA
-
-    def _load(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Load a state dict of ``TorchGPT``. As in ``TorchGPT``, each head's query, key and value are adjacent."""
-        index, parameters = self.group.rank(), dict(model.named_parameters())
-        for name, tensor in state.items():
-            if name == "head.weight":  # tied
-                continue
-            parameter = parameters.pop(_megatron_name(name))
-            if getattr(parameter, "tensor_model_parallel", False):
-                tensor = tensor.chunk(self.group.size(), parameter.partition_dim)[index]
-            with torch.no_grad():
-                parameter.copy_(tensor)
-        assert not parameters, f"parameters without a value: {', '.join(parameters)}"
+        self.mask = causal_mask(sizes)
 
     def step(self) -> Callable[[], dict]:
         with self.state.current():
@@ -169,14 +187,17 @@ class MegatronTraining:
         return {"loss": self.loss.item() / self.replicas.size()}
 
 
-def _megatron_name(name: str) -> str:
-    """Map ``blocks.2.qkv.weight`` to ``decoder.layers.2.self_attention.linear_qkv.weight``, for example."""
+def _megatron_name(name: str, first_layer: int) -> str:
+    """Map ``blocks.2.qkv.weight`` to ``decoder.layers.2.self_attention.linear_qkv.weight``, for example.
+
+    Layers count from the first one of a stage.
+    """
     if name in _NAMES:
         return _NAMES[name]
     layer, _, kind = name.rpartition(".")
     if layer.startswith("blocks."):
         _, index, layer = layer.split(".")
-        return f"decoder.layers.{index}.{_NAMES[layer]}.{kind}"
+        return f"decoder.layers.{int(index) - first_layer}.{_NAMES[layer]}.{kind}"
     return f"{_NAMES[layer]}.{kind}"
 
 

@@ -1,0 +1,140 @@
+"""Our training step over stages: contenders are ``schedule/strategy``, such as ``eager_1f1b/broadcast``.
+
+``1f1b/broadcast/waiting`` waits for each transfer where it starts, on both ends, instead of computing beside it.
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
+from benchmarks.virtual import VirtualDevice
+from benchmarks.workers.stages import END, LAST, LinkGroups, StagesConfig
+from benchmarks.workers.training import OPTIM
+from gpt4d.config import from_arguments
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline import runtime
+from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
+from gpt4d.parallel.pipeline.program import Transfer
+from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.runtime.consensus import all_gather_object
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
+from gpt4d.step import TrainStep, build_stage, connect_stages
+
+
+class ActionTimes:
+    """When this rank's virtual device executes the actions of a step, without the waits for other stages."""
+
+    def __init__(self, device: VirtualDevice):
+        self.device = device
+        self.spans: list[tuple[Action, float, float]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the actions that the runtime executes from now on."""
+        self.spans.clear()
+        step = runtime._Step
+        with (
+            patch.object(step, "_take", self._take(step._take)),
+            patch.object(step, "_forward", self._timed(step._forward)),
+            patch.object(step, "_backward", self._timed(step._backward)),
+            patch.object(step, "_weight_gradients", self._timed(step._weight_gradients)),
+        ):
+            yield
+
+    def _take(self, original: Callable) -> Callable:
+        def take(step, transfer: Transfer):
+            tensors = original(step, transfer)
+            self._begun = self.device.stream.clock
+            return tensors
+
+        return take
+
+    def _timed(self, original: Callable) -> Callable:
+        def execute(step, action: Action) -> None:
+            self._begun = self.device.stream.clock
+            original(step, action)
+            self.spans.append((action, self._begun, self.device.stream.clock))
+
+        return execute
+
+    def results(self, stopped: float) -> dict[str, float]:
+        """Return the seconds of each kind of action on each virtual stage, and those of the rest of the step.
+
+        They are medians over the microbatches but the last, which counts alone, and the longest of all ranks. Every
+        rank calls it. ``stopped`` is when the step was complete on this rank.
+        """
+        by_kind = defaultdict(list)
+        last = max(action.microbatch for action, *_ in self.spans)
+        for action, start, stop in self.spans:
+            key = f"{action.kind}{action.virtual_stage}"
+            by_kind[key + LAST if action.microbatch == last else key].append(stop - start)
+        own = {kind: statistics.median(seconds) for kind, seconds in by_kind.items()}
+        times: dict[str, float] = {}
+        # All processes are on one machine, so they have one clock.
+        gathered = all_gather_object((own, max(stop for *_, stop in self.spans), stopped))
+        for of_rank, *_ in gathered:
+            times |= {kind: max(seconds, times.get(kind, 0.0)) for kind, seconds in of_rank.items()}
+        _, action_stops, step_stops = zip(*gathered, strict=True)
+        return dict(sorted(times.items())) | {END: max(step_stops) - max(action_stops)}
+
+
+class StagedTraining:
+    """The trainer's optimizer step over stages, as this rank's stage."""
+
+    def __init__(self, name: str, config: StagesConfig, links: LinkGroups, device: VirtualDevice | None):
+        schedule, strategy, *waiting = name.split("/")
+        plan = config.plan(schedule, strategy)
+        own = plan.stage_of(dist.get_rank())
+        self.device, self.grid = device, Grid(own.sizes, ranks=own.ranks)
+        self.stage = build_stage(plan.config, self.grid, torch.device("cpu"), plan=plan)
+        with links.of_contender():
+            connect_stages(plan, self.stage, config.ranks)
+        assert self.stage.exchange is not None
+        if waiting:
+            self.stage.exchange.start = partial(_start_and_wait, self.stage.exchange)  # type: ignore[method-assign]
+        self.train_step = TrainStep(self.stage, _compute, OPTIM)
+        self.microbatches = config.share(self.grid.batch_shard, own.sizes.batch_shards)
+        self.tokens = config.batch * config.length
+
+    def step(self) -> Callable[[], dict]:
+        times = ActionTimes(self.device) if self.device else None
+        with times.recording() if times else nullcontext():
+            self.loss = self.train_step(self.microbatches, len(self.microbatches), self.tokens, OPTIM.lr).loss
+        stopped = self.device.stream.clock if self.device else 0.0
+        return partial(self._collect_results, times, stopped)
+
+    def _collect_results(self, times: ActionTimes | None, stopped: float) -> dict:
+        exposed = {axis: seen.traffic.read()["exposed_s"] for axis, seen in self.stage.axes.items()}
+        results = {"loss": self.loss.item(), "exposed_s": exposed}
+        return results | ({"actions_s": times.results(stopped)} if times else {})
+
+
+def _compute(module, part, batch, received):
+    return module.compute(part, received, *batch)
+
+
+def _start_and_wait(exchange: Exchange, transfer: Transfer, sent: runtime.Tensors | None) -> Arrival:
+    arrival = Exchange.start(exchange, transfer, sent)
+    arrival.wait()
+    return arrival
+
+
+if __name__ == "__main__":
+    answers = redirect_stdout_for_answers()
+    config = from_arguments(StagesConfig, sys.argv[1:])
+    device = config.virtual_device()
+    with process_group(Launch.from_environment(), torch.device("cpu")):
+        links = LinkGroups()
+        share_process_groups()
+        with device or nullcontext():
+            trainings = {name: StagedTraining(name, config, links, device) for name in config.contenders.split(",")}
+        serve({name: training.step for name, training in trainings.items()}, answers, device)
