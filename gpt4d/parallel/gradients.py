@@ -71,18 +71,19 @@ class GradientReducer:
         weights.on_gradient = lambda p: this._on_gradient(p)
         weights.pre_gather_hook = lambda p: this._wait_bucket(this._bucket_of.get(p))
 
-    def begin(self, terms: Mapping[str, int]) -> None:
+    def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
         """Start a step in which each parameter's gradient has the number of ``terms`` given. ``finish`` ends it.
 
-        Names of other parameters are ignored.
+        Names of other parameters are ignored. ``beside_backward`` false: all sums start in ``finish``.
         """
+        self._beside_backward = self.overlap and beside_backward
         own = ((name, count) for name, count in terms.items() if name in self.parameters)
         self._missing = Counter({self.parameters[name]: count for name, count in own})
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._missing[parameter] -= 1
         bucket = self._bucket_of.get(parameter)
-        if self.overlap and bucket and all(self._missing[p] == 0 for p in self._members(bucket)):
+        if self._beside_backward and bucket and all(self._missing[p] == 0 for p in self._members(bucket)):
             self._send(bucket)
 
     def _members(self, bucket: Bucket) -> list[nn.Parameter]:

@@ -43,22 +43,29 @@ def rank(config: Config, devices: int, description: Description) -> PipelineRank
     """
     ranking = PipelineRanking()
     candidates = sorted(_candidates(config, devices, description, ranking))
-    ranking.pruned = max(0, len(candidates) - _NUM_ESTIMATED)
     search = _Search(config, description)
-    for candidate in candidates[:_NUM_ESTIMATED]:
-        sizes = (candidate.sizes,) * candidate.stages
-        found = [search.plan(sizes, count) for count in _numbers(search.config(sizes), sizes)]
-        fitting = [plan for plan in found if plan.memory_gib <= config.cluster.memory_gib]
-        if fitting:
-            ranking.plans.append(min(fitting, key=lambda plan: plan.step_time_s))
-        elif found:
-            ranking.too_large[candidate.sizes] = min(plan.memory_gib for plan in found)
+    for estimated, candidate in enumerate(candidates):
+        if len(ranking.plans) == _NUM_ESTIMATED:
+            ranking.pruned = len(candidates) - estimated
+            break
+        fastest, needed = search.fastest((candidate.sizes,) * candidate.stages)
+        if fastest:
+            ranking.plans.append(fastest)
+        else:
+            ranking.too_large[candidate.sizes] = needed
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
     alternatives = [candidate.sizes for candidate in candidates]
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
         ranking.plans[place] = search.improved(plan, alternatives)
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
     return ranking
+
+
+def any_fits(config: Config, devices: int, description: Description) -> bool:
+    """Return whether any pipeline on ``devices`` devices can train this."""
+    search = _Search(config, description)
+    candidates = _candidates(config, devices, description, PipelineRanking())
+    return any(search.fastest((candidate.sizes,) * candidate.stages)[0] for candidate in candidates)
 
 
 def _candidates(
@@ -117,6 +124,13 @@ class _Search:
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         layouts = stage_layouts(sizes, stage_parts(config, self.description))
         return PipelineEstimate(config, self.description, layouts, microbatches, self._known).plan()
+
+    def fastest(self, sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
+        """Return the fastest plan of those numbers of microbatches that fit, if any, and the least GiB of all."""
+        found = [self.plan(sizes, count) for count in _numbers(self.config(sizes), sizes)]
+        fitting = [plan for plan in found if plan.memory_gib <= self._config.cluster.memory_gib]
+        fastest = min(fitting, key=lambda plan: plan.step_time_s, default=None)
+        return fastest, min(plan.memory_gib for plan in found)
 
     def improved(self, plan: Plan, grids: Sequence[GridSizes]) -> Plan:
         """Return the plan with what makes it faster, if it fits.

@@ -65,9 +65,9 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
-    description, stages = registry.describe_run(config), config.parallel.pipeline.stages
-    ranking = Ranking() if stages and stages > 1 else _rank_grids(config, devices, description, top, cost)
-    if cost == "ours" and stages != 1 and config.train.micro_batch_size is None:
+    description = registry.describe_run(config)
+    ranking = _rank_grids(config, devices, description, top, cost) if _may_have_one_stage(config) else Ranking()
+    if cost == "ours" and _may_have_stages(config):
         found = pipelines.rank(config, devices, description)
         ranking.pruned += found.pruned
         ranking.fitting += len(found.plans)
@@ -196,12 +196,22 @@ def fewest_devices(config: Config, limit: int) -> int | None:
     """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can."""
     description = registry.describe_run(config)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
-        for sizes in grids(devices):
+        for sizes in grids(devices) if _may_have_one_stage(config) else ():
             if not grid_problem(description.rules, config.train, config.parallel, sizes):
                 estimate = Estimate(config, sizes, description)
                 if largest_micro_batch(estimate)[0] is not None:
                     return devices
+        if _may_have_stages(config) and pipelines.any_fits(config, devices, description):
+            return devices
     return None
+
+
+def _may_have_one_stage(config: Config) -> bool:
+    return config.parallel.pipeline.stages in (None, 1)
+
+
+def _may_have_stages(config: Config) -> bool:
+    return config.parallel.pipeline.stages != 1 and config.train.micro_batch_size is None
 
 
 def check_open(parallel: ParallelConfig) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.grid import BATCH_AXES, Axis
+from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.program import Transfer
 from gpt4d.parallel.plan import StagePlan
@@ -119,11 +119,10 @@ class Exchange:
         self.copies = [tied for tied in copies if self._stage in (tied.owner, tied.holder)]
         for tied in self.copies:
             weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder], strategy)
-            # Gradients on the copy's stage are not yet summed over the axes that split the batch.
-            partial = tuple(axis for axis in BATCH_AXES if axis not in tied.layout.axes)
             self._weights[tied.name] = self.links[tied.owner, tied.holder].prepare(weight, tied.dtype)
-            gradient = gradient_plan(weight, partial)
-            self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient, tied.dtype)
+            self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient_plan(weight), tied.dtype)
+        self._arriving: list[Resharded] = []  # copies of weights
+        self._leaving: list[Resharded] = []
 
     def _prepare(self, edge: Edge, gradients: bool = True) -> None:
         source, target = edge.source % len(self._meshes), edge.target % len(self._meshes)
@@ -184,16 +183,35 @@ class Exchange:
         """Names of the weights of which this stage has a copy."""
         return [tied.name for tied in self.copies if tied.holder == self._stage]
 
-    def start_gradient(self, name: str, gradient: torch.Tensor | None) -> Resharded:
-        """Start to send the gradient of a copy, or to receive it if this stage owns the weight."""
+    def send_gradient(self, name: str, gradient: torch.Tensor) -> Resharded:
+        """Start to send the gradient of a copy, summed over the samples of its stage, to the weight's owner."""
+        return self._start_gradient(name, gradient)
+
+    def receive_gradients(self) -> dict[str, Resharded]:
+        """Start to receive the gradients of the copies of this stage's weights."""
+        return {name: self._start_gradient(name, None) for name in self.owned}
+
+    def _start_gradient(self, name: str, gradient: torch.Tensor | None) -> Resharded:
         transfer = self._gradients[name]
         return transfer.start(gradient, name=f"gradient of the copy of {name}, {transfer.link.axis.name}")
 
-    def start_weight(self, name: str, weight: torch.Tensor) -> Resharded:
+    def start_weight(self, name: str, weight: torch.Tensor) -> None:
         """Start to send a weight to its copy, which is ``weight`` on the stage that has it."""
-        transfer = self._weights[name]
-        local, out = (None, weight) if name in self.held else (weight, None)
-        return transfer.start(local, out, name=f"copy of {name}, {transfer.link.axis.name}")
+        transfer, what = self._weights[name], f"copy of {name}"
+        if name in self.held:
+            self._arriving.append(transfer.start(out=weight, name=f"{what}, {transfer.link.axis.name}"))
+        else:
+            self._leaving.append(transfer.start(weight, name=f"{what}, {transfer.link.axis.name}"))
+
+    def wait_for_held(self) -> None:
+        """Wait until this stage's copies of weights are up to date."""
+        while self._arriving:
+            self._arriving.pop().wait()
+
+    def wait_for_owned(self) -> None:
+        """Wait until the weights that are sent to copies may change."""
+        while self._leaving:
+            self._leaving.pop().wait()
 
     def close(self) -> None:
         for link in self.links.values():

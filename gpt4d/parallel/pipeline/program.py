@@ -1,8 +1,9 @@
 """What each stage does in a step: its actions, and when it starts to send and to receive. No torch here.
 
-Both ends start a transfer as soon as its tensor exists in the simulated step, so that a receiver is ready while it
-computes something else. All transfers have one global order, that of these times, and each stage starts its own in this
-order. So no stages wait for each other in a cycle, even where a transfer blocks all that a stage starts after it.
+The sending stage starts a transfer as soon as its tensor exists. The receiving one starts it before the action during
+which that happens in the simulated step, so that it is ready while it computes something else. All transfers have one
+global order, that of these times, and each stage starts its own in this order. So no stages wait for each other in a
+cycle, even where a transfer blocks all that a stage starts after it.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,12 @@ def programs(orders: Sequence[Order], costs: Costs) -> list[Program]:
         own = [span for span in crossing if stage in (span.source % count, span.target % count)]
         program: Program = []
         started = 0
-        for action, start, _ in spans:
-            while started < len(own) and stops[own[started].action] <= start:
+        for action, start, stop in spans:
+            while started < len(own):
+                receives = own[started].target % count == stage
+                exists = stops[own[started].action]
+                if exists > start and not (receives and exists < stop):
+                    break
                 program.append(Transfer(own[started].action, own[started].target))
                 started += 1
             program.append(action)

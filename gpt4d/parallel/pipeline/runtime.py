@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.order import weight_order
@@ -14,6 +15,7 @@ from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
 from gpt4d.parallel.pipeline.program import Program, Transfer
 from gpt4d.parallel.pipeline.recording import Recording
 from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.resharding.transfer import Transfer as Resharded
 from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.traffic import now
 
@@ -73,15 +75,21 @@ class StageRuntime:
         terms |= dict.fromkeys(stage.cached_for_step, 1)
         for name in stage.exchange.owned if stage.exchange else ():
             terms[name] += 1
-        self.reducer.begin(terms)
+        # The first stage is the last to finish. A sum on another one would only delay the gradient that it waits for.
+        self.reducer.begin(terms, beside_backward=stage.index == 0)
         stage.module.train()
-        total = _Step(self, batches, divisor, stage.exchange).run(program)
+        step = _Step(self, batches, divisor, stage.exchange)
+        last = 1 + max((place for place, item in enumerate(program) if isinstance(item, Transfer)), default=-1)
+        step.run(program[:last])
+        copies = stage.exchange.receive_gradients() if stage.exchange else {}
+        step.run(program[last:])
+        total = step.finish()
         if stage.exchange:
-            self._add_gradients_of_copies(stage.exchange)
+            self._add_gradients_of_copies(stage.exchange, copies)
         self.reducer.finish()
         return total
 
-    def _add_gradients_of_copies(self, exchange: Exchange) -> None:
+    def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, Resharded]) -> None:
         """Add the gradients of copied weights on other stages to this stage's, once among the ranks to be summed."""
         weights, grid = self.stage.weights, self.stage.grid
         weights.finish()
@@ -89,20 +97,25 @@ class StageRuntime:
         sent = []
         for copy in exchange.copies:
             parameter: Any = parameters[copy.name]
+            summed = [grid[axis] for axis in BATCH_AXES if axis not in copy.layout.axes]
             if copy.name in exchange.held:
-                sent.append(exchange.start_gradient(copy.name, parameter.grad))
+                gradient = parameter.grad
+                for axis in summed:
+                    gradient = collectives.all_reduce(gradient, axis)
+                sent.append(exchange.send_gradient(copy.name, gradient))
                 parameter.grad = None
                 continue
-            gradient = exchange.start_gradient(copy.name, None).wait()
-            if all(grid[axis].index == 0 for axis in BATCH_AXES if axis not in copy.layout.axes):
+            gradient = received[copy.name].wait()
+            if all(axis.index == 0 for axis in summed):
                 parameter.grad.add_(gradient)
             weights.on_gradient(parameter)
         for transfer in sent:
             transfer.wait()
+        exchange.wait_for_owned()  # weights that the step before has sent, and that the update changes
 
     def send_copied_weights(self) -> None:
-        """Send updated weights to the stages that have copies of them."""
-        stage, transfers = self.stage, []
+        """Start to send updated weights to the stages that have copies of them; a forward waits for its own."""
+        stage = self.stage
         if stage.exchange is None:
             return
         parameters = dict(stage.module.named_parameters())
@@ -110,9 +123,7 @@ class StageRuntime:
             parameter = parameters[copy.name]
             if copy.name in stage.exchange.owned:
                 stage.weights.pre_gather_hook(parameter)
-            transfers.append(stage.exchange.start_weight(copy.name, parameter.detach()))
-        for transfer in transfers:
-            transfer.wait()
+            stage.exchange.start_weight(copy.name, parameter.detach())
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the sum of this rank's losses over some microbatches, float64, without gradients."""
@@ -122,7 +133,9 @@ class StageRuntime:
         stage.weights.begin(weight_order(actions, stage.layer_weights))
         stage.module.eval()
         with torch.no_grad():
-            total = _Step(self, batches, 1.0, stage.evaluation_exchange).run(program)
+            step = _Step(self, batches, 1.0, stage.evaluation_exchange)
+            step.run(program)
+            total = step.finish()
         stage.weights.finish()
         return total
 
@@ -142,6 +155,8 @@ def forward_over_stages(
     sending: list[Arrival] = []
     local: dict[tuple[int, int], Tensors] = {}
     produced: Tensors = {}
+    if exchange:
+        exchange.wait_for_held()
     for place, part in stage.parts.items():
         received: dict[str, torch.Tensor] = {}
         for source in stage.sources(place):
@@ -182,13 +197,16 @@ class _Step:
         self._arrivals: dict[Transfer, Arrival] = {}
         self._sending: dict[Transfer, Arrival] = {}
 
-    def run(self, program: Program) -> torch.Tensor:
+    def run(self, program: Program) -> None:
         execute = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradients}
         for step in program:
             if isinstance(step, Transfer):
                 self._start(step)
             else:
                 execute[step.kind](step)
+
+    def finish(self) -> torch.Tensor:
+        """Wait until everything is sent, and return the sum of the losses."""
         for transfer, arrival in self._sending.items():
             self._wait(transfer, arrival)
         return self.total
@@ -236,6 +254,8 @@ class _Step:
                 tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
         inputs = {name: tensor for tensors in received.values() for name, tensor in tensors.items()}
         batch = self._batch(microbatch)
+        if self.exchange:
+            self.exchange.wait_for_held()
         with self._recorded(action):
             produced = self.compute(stage.module, stage.parts[place], batch, inputs)
         if LOSS in produced:

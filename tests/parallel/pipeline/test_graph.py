@@ -9,7 +9,7 @@ from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.planning import orders_of
-from gpt4d.parallel.pipeline.simulation import simulate
+from gpt4d.parallel.pipeline.simulation import Costs, simulate
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.parallel.pipeline import graph  # noqa: F401 – registers the family
@@ -99,8 +99,11 @@ def test_activations_cross_in_the_compute_dtype_integers_as_int64_and_masks_as_b
     }
 
 
+NO_LATENCY = "cluster.levels=[{group_gb_s: 1, latency_us: 0}]"
+
+
 def test_costs_count_every_tensor_and_no_gradient_of_integers_and_masks():
-    costs = validate(configure(PIPELINE + "stages=4"), 4).costs
+    costs = validate(configure(PIPELINE + "stages=4", NO_LATENCY), 4).costs
     hop = costs.transfers[1, 2]
     stream, integer = 24 * 4, 8  # bytes per row
     assert costs.transfers[0, 1] == pytest.approx((2 + integer / stream) * hop)
@@ -111,11 +114,18 @@ def test_costs_count_every_tensor_and_no_gradient_of_integers_and_masks():
 
 
 def test_skips_wait_in_the_memory_of_the_last_stage():
-    """Eager 1F1B runs far ahead on the first stage, whose skips reach the last one long before it uses them."""
-    plan = validate(configure(PIPELINE + "stages=4", PIPELINE + "microbatches=8"), 4)
+    """Eager 1F1B runs far ahead on the first stage, whose skips reach the last one long before it uses them.
+
+    Before 1F1B's second forward on stage 3, two tensors of microbatches 1 to 3 from stage 0, one of 1 and 2 from stage
+    1 and the stream of 1 wait; with eager 1F1B those of 1 to 5, of 1 to 4 and the streams of 1 and 2.
+    """
+    plan = validate(configure(PIPELINE + "stages=4", PIPELINE + "microbatches=8", NO_LATENCY), 4)
+    stream_s = plan.costs.transfers[1, 2]
+    transfers = {edge: 0.1 * seconds / stream_s for edge, seconds in plan.costs.transfers.items()}
+    costs = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, transfers)
     tensors = {edge: len(names) for edge, names in plan.crossing.items()}
     streams = {edge: names.count("stream") for edge, names in plan.crossing.items()}
-    for name, all_waiting, streams_waiting in (("1f1b", 7, 1), ("eager_1f1b", 10, 1)):
-        timeline = simulate(orders_of(name, 4, 8, plan.costs), plan.costs)
+    for name, all_waiting, streams_waiting in (("1f1b", 9, 1), ("eager_1f1b", 16, 2)):
+        timeline = simulate(orders_of(name, 4, 8, costs), costs)
         assert timeline.peak_waiting(3, tensors) == all_waiting
         assert timeline.peak_waiting(3, streams) == streams_waiting
