@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import report
 from benchmarks.cluster import EmulatedCluster
@@ -27,11 +28,10 @@ from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.config.pipeline import STRATEGIES
 from gpt4d.model import registry
-from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.pipeline.simulation import Costs, Edge, simulate
+from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, simulate
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import ReshardingPlan, gradient_plan
@@ -100,8 +100,8 @@ def parse_contenders(text: str) -> list[str]:
     return list(dict.fromkeys([*names, *(f"{schedule}/signal" for schedule in schedules)]))
 
 
-def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, float], float]:
-    """Return the planned seconds of each edge, and those of copied weights and their gradients at the end of a step."""
+def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, float], "CopySeconds"]:
+    """Return the planned seconds of each edge, and those of copied weights and their gradients."""
     description = registry.describe(config.model)
     whole = registry.describe_run(plan.config)
     meshes = [StageMesh.of_grid(stage.ranks, stage.sizes, config.ranks) for stage in plan.stages]
@@ -114,20 +114,39 @@ def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, floa
         nbytes = math.prod(resharding.shape[resharding.num_summed :]) * _BYTES
         return 0.0 if strategy == "signal" else float(resharding.makespan) * nbytes * 8 / (config.mbit * 1e6)
 
-    shape, layout = description.stream_shape(config.samples, config.length), description.stream
+    shape, layout = description.stream.shape(config.samples, config.length), description.stream.layout
     edges = {
         (place, place + 1): seconds(planned(shape, layout, place % count, (place + 1) % count))
         for place in range(plan.virtual_stages - 1)
     }
     described = [whole.stage(stage.parts) for stage in plan.stages]
-    copied_s = 0.0
+    copies_s = CopySeconds(0.0, 0.0)
     for holder, stage in enumerate(described):
         for name, spec in stage.copied.items():
             owner = next(i for i, s in enumerate(described) if name in s.parameters and name not in s.copied)
             weight = planned(spec.shape, spec.layout, owner, holder)
-            partial = tuple(axis for axis in BATCH_AXES if axis not in spec.layout.axes)
-            copied_s += seconds(weight) + seconds(gradient_plan(weight, partial))
-    return edges, copied_s
+            copies_s = CopySeconds(
+                copies_s.gradients + seconds(gradient_plan(weight)), copies_s.weights + seconds(weight)
+            )
+    return edges, copies_s
+
+
+class CopySeconds(NamedTuple):
+    """Seconds in which the gradients of copied weights reach their owners, and in which the weights return."""
+
+    gradients: float
+    weights: float
+
+    def exposed(self, timeline: Timeline) -> float:
+        """Return what a step of ``timeline`` waits for them.
+
+        Gradients leave after the last backward of the stage that has the copies, the last one, and the first stage
+        needs them after its own. Weights leave at the end of a step, and the last stage needs them for its first
+        forward.
+        """
+        first, last = timeline.stages[0], timeline.stages[-1]
+        late = max(0.0, last[-1].stop + self.gradients - first[-1].stop)
+        return late + max(0.0, self.weights - last[0].start)
 
 
 @dataclass(frozen=True)
@@ -153,7 +172,8 @@ def costs_of(
 
     last = {key.removesuffix(LAST): value for key, value in actions_s.items() if key.endswith(LAST)}
     backward = "B" if "B0" in actions_s else "I"
-    return MeasuredCosts(seconds("F"), seconds(backward), seconds("W"), edges, microbatches - 1, last)
+    costs = seconds("F"), seconds(backward), seconds("W"), edges
+    return MeasuredCosts(*costs, last_microbatch=microbatches - 1, last_s=last)
 
 
 def predict(config: StagesConfig, name: str, actions_s: Mapping[str, float]) -> float:
@@ -165,9 +185,9 @@ def predict(config: StagesConfig, name: str, actions_s: Mapping[str, float]) -> 
     plan = config.plan(schedule, strategy)
     chunks = plan.config.parallel.pipeline.chunks_per_stage
     orders = orders_of(schedule, config.stages, config.microbatches, plan.costs, chunks)
-    edges, copied_s = transfers(config, plan)
+    edges, copies_s = transfers(config, plan)
     timeline = simulate(orders, costs_of(actions_s, plan.virtual_stages, config.microbatches, edges))
-    return timeline.seconds + actions_s[END] + copied_s
+    return timeline.seconds + actions_s[END] + copies_s.exposed(timeline)
 
 
 def add_predictions(config: StagesConfig, rows: Iterable[dict]) -> None:

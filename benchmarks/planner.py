@@ -32,6 +32,7 @@ from gpt4d.config import (
     LevelConfig,
     MeasuredConfig,
     ParallelConfig,
+    PipelineConfig,
     TrainConfig,
     divisors,
     read_cluster,
@@ -82,7 +83,7 @@ def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
     training = Config(
         model=model,
         train=TrainConfig(seq_len=model.max_positions, batch_size=batch),
-        parallel=ParallelConfig(cache_layers="all"),
+        parallel=ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1)),
         cluster=read_cluster(path),
     )
     return {cost: rank(training, config.hosts * config.ranks, cost=cost).plans for cost in _COSTS}

@@ -34,7 +34,7 @@ class ScalingBenchmark:
 
 def best_plan(model: str, devices: int, cluster: str) -> Plan:
     overrides = [f"model={model}", f"cluster={cluster}", f"train.batch_size={_SEQUENCES}"]
-    config = compose([*overrides, "train.activation_checkpointing=full"])
+    config = compose([*overrides, "train.activation_checkpointing=full", "parallel.pipeline.stages=1"])
     ranking = rank(config, devices, top=1)
     ranking.check(config, devices)
     return ranking.plans[0]

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.check import CheckContext, Outcome
 from benchmarks.gpu.timing import device_of, synchronize
+from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
@@ -196,7 +196,8 @@ def check(context: CheckContext) -> Outcome:
 def _check_bits(outcome: Outcome, device: torch.device) -> None:
     """Require initial weights and dropout masks to have the same bits as on the CPU."""
     config = GPT2Config(layers=2, hidden=64, heads=4, vocab_size=1000, max_positions=64)
-    models = [GPT(config, WeightStream(Grid.single_device(), device=place)) for place in (torch.device("cpu"), device)]
+    streams = [WeightStream(Grid.single_device(), device=place) for place in (torch.device("cpu"), device)]
+    models = [registry.build(config, weights) for weights in streams]
     for model in models:
         initialize(model, 1, model.weights.grid)
     for (name, expected), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):

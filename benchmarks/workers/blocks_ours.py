@@ -60,7 +60,7 @@ class Gpt4dBlocks:
 
     def step(self) -> Callable[[], dict]:
         self.weights.begin(self.order, self.cached)
-        x = run_blocks(self.weights, self.blocks, self.inputs.flatten(0, 1), self.tokens)
+        x = run_blocks(self.weights, [*self.blocks.values()], self.inputs.flatten(0, 1), self.tokens)
         x.backward(self.upstream.flatten(0, 1))
         self.weights.finish()
         return self.collect_results

@@ -58,6 +58,7 @@ class GradientReducer:
         buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)
         self.buckets = list(buckets)
         self._bucket_of = {self.parameters[name]: bucket for bucket in self.buckets for name in bucket.names}
+        self._beside_backward = overlap
         self._missing: Counter[nn.Parameter] = Counter()  # terms that gradients of this step still lack
         self._sent: dict[Bucket, Pending] = {}
         self._axes_left: dict[Bucket, list[str]] = {}  # of sent buckets, the axes to sum over after the current one

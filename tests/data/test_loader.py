@@ -21,12 +21,14 @@ def data():
 @pytest.mark.parametrize(("shards", "micro"), [(1, None), (2, 1), (4, None), (4, 2)])
 def test_shards_microbatches_and_workers_do_not_change_the_batch(workers, shards, micro):
     for first in (0, 24, 8):  # 8 is not the step that was read ahead
-        microbatches = []
+        by_shard = []
         for shard in range(shards):
             loader = Loader(data(), 8, shard, shards, micro, CPU, workers)
             list(loader.step(max(0, first - 8)))
-            microbatches += loader.step(first)
+            by_shard.append(list(loader.step(first)))
             loader.close()
+        # A microbatch is a part of the global batch, of which each shard has a part.
+        microbatches = [part for parts in zip(*by_shard, strict=True) for part in parts]
         ids, targets = batch(data(), first, 8)
         assert torch.equal(torch.cat([part.inputs["ids"] for part in microbatches]), ids)
         assert torch.equal(torch.cat([part.targets for part in microbatches]), targets)

@@ -121,5 +121,22 @@ def test_a_run_in_mode_atp_continues_on_another_mesh(cluster, tiny, tmp_path):
         )  # fmt: skip
         assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
         assert f"parallel.mode=atp on local: DeviceMesh({2 if steps == 10 else 1}, " in job.output()
+    assert_continued_once(run)
+
+
+def test_a_run_on_two_stages_continues_on_one(cluster, tiny, tmp_path):
+    run, environment = tmp_path / "run", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [*overrides(tiny("checkpoint.every=5")), f"run.dir={run}"]
+    for steps, settings in ((10, ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]), (20, [])):
+        job = cluster.sbatch(
+            "--nodes=2", str(ROOT / "scripts/slurm/generic.sh"), *arguments, *settings, f"train.steps={steps}",
+            log=tmp_path / f"log{steps}", environment=environment | {"MASTER_ADDR": "127.0.0.1"},
+        )  # fmt: skip
+        assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
+        assert f"grid {'1x1x1x1 + 1x1x1x1' if steps == 10 else '1x1x1x2'} (" in job.output()
+    assert_continued_once(run)
+
+
+def assert_continued_once(run: Path) -> None:
     assert list(losses_and_norms(run)) == list(range(1, 21))
     assert [line["event"] for line in metric_lines(run) if "event" in line].count("resume") == 1
