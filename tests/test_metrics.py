@@ -40,7 +40,7 @@ def train_and_note_timing(config, device_type):
     original, timed = trainer._step, []
 
     def step(stop):
-        timed.append({axis.traffic.timed for axis in trainer.stage.grid})
+        timed.append({axis.traffic.timed for axis in trainer.stage.axes.values()})
         return original(stop)
 
     trainer._step = step

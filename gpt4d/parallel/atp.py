@@ -6,7 +6,7 @@ process groups, which cannot be copied: copy its state dict, not the layer. Each
 the norm of all gradients is a sum over the mesh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,8 +74,8 @@ class _Weights:
 
     gather_for_backward = gather
 
-    def scatter(self, weight: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def add_gradient(self, weight: nn.Parameter, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return compute()
 
 
 class ATPLinear(nn.Module):

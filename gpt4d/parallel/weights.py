@@ -231,18 +231,22 @@ class WeightStream:
             for add in self._delayed.popleft():
                 add()
 
-    def add_gradient(self, shard: nn.Parameter, compute: Callable[[], torch.Tensor]) -> None:
-        """Compute the gradient of a gathered weight and ``scatter`` it: now, or when the delayed ones are computed."""
+    def add_gradient(self, shard: nn.Parameter, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """Compute the gradient of a gathered weight and ``scatter`` it: now, or when the delayed ones are computed.
+
+        The result, None, is the layer's gradient for autograd.
+        """
         if self._delays:
             self._delayed[-1].append(lambda: self.scatter(shard, compute()))
         else:
             self.scatter(shard, compute())
+        return None
 
     def scatter(self, shard: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add the gradient of the gathered weight, summed over z, to ``shard.grad``, before ``finish`` returns.
 
         The backward of a layer passes the parameter itself: under activation checkpointing, autograd may hand out a
-        copy, and a gradient stored there is lost. The result, None, is the layer's gradient for autograd.
+        copy, and a gradient stored there is lost.
         """
         gradient = gradient.to(self.dtype)
         missing = self._missing.pop(shard, self._terms.get(shard, 1)) - 1

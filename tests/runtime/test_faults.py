@@ -107,7 +107,7 @@ def kill_itself(phase, target, rank, step=5):
 
     owner, name = {
         "start": (RunCheckpoints, "resume"),
-        "forward": (GPT, "loss_sum"),
+        "forward": (GPT, "compute"),
         "backward": (GradientReducer, "_on_gradient"),
         "optimizer": (optim, "update"),
         "save": (storage.Writer, "write_data"),

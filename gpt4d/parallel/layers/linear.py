@@ -192,7 +192,7 @@ class ProductFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out_BN):
         (x_BK,) = (ctx.keeper or ctx).saved_tensors
-        call, d_x, d_bias = ctx.call, None, None
+        call, d_x, of_weight, d_bias = ctx.call, None, None, None
         context, weights = call.context, call.context.weights
         if call.d_output:
             d_out_BN = call.take("d_output")
@@ -214,10 +214,10 @@ class ProductFunction(torch.autograd.Function):
             def d_weight() -> torch.Tensor:
                 return product(left.t(), right, weights.dtype).view(-1, *call.weight.shape[1:])
 
-            weights.add_gradient(call.weight, d_weight)
+            of_weight = weights.add_gradient(call.weight, d_weight)
         if call.bias is not None:
             d_bias = d_rows.sum(0, dtype=call.bias.dtype).view(call.bias.shape)
-        return d_x, None, d_bias, None  # the weight's gradient goes to the stream
+        return d_x, of_weight, d_bias, None
 
 
 class ScatteredOutputFunction(torch.autograd.Function):
