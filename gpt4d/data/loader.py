@@ -21,7 +21,7 @@ class Loader:
     sequences, and no sequence is in two shards.
     ``micro_batch_size`` None means one microbatch per step. Each of ``workers`` threads reads two spans ahead; a span
     is the steps that hold about a million of this rank's tokens, at least one step. The batches do not depend on
-    ``workers``, which may be 0.
+    ``workers``, which may be 0. ``reads`` false: this rank needs the numbers of its samples alone, and all tokens are 0.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Loader:
         micro_batch_size: int | None,
         device: torch.device,
         workers: int,
+        reads: bool = True,
     ):
         self.sequences, self.batch_size, self.device, self.workers = sequences, batch_size, device, workers
         self.shard_size = batch_size // shards
@@ -40,7 +41,8 @@ class Loader:
         parts = np.arange(batch_size).reshape(-1, shards, self.micro_batch_size)
         self.places = parts[:, shard]  # [microbatches, microbatch]: this rank's samples of a global batch
         self.waited_s = 0.0  # time that steps waited for data since the caller last set this to 0
-        self._threads = ThreadPoolExecutor(workers, "loader") if workers else None
+        self._nothing = None if reads else torch.zeros((), dtype=torch.int64, device=device)
+        self._threads = ThreadPoolExecutor(workers, "loader") if workers and reads else None
         steps = min(_SPAN_TOKENS // (self.shard_size * sequences.length), sequences.count // batch_size)
         self._steps_per_span = max(1, steps)
         self._ready: dict[int, torch.Tensor] = {}  # rows of a step, by its first sample id
@@ -51,16 +53,21 @@ class Loader:
 
         ``inputs["ids"]`` and ``targets`` are [microbatch, length], ``sample_ids`` [microbatch], all int64.
         """
-        started = time.perf_counter()
-        if first not in self._ready:
-            self._ready = self._load_steps(first)
-        rows = self._ready[first]
-        self.waited_s += time.perf_counter() - started
+        rows = self._rows(first)
         for places, part in zip(self.places, rows.split(self.micro_batch_size), strict=True):
             first_id = first + int(places[0])
             sample_ids = torch.arange(first_id, first_id + self.micro_batch_size, device=self.device)
             moved = part.to(self.device, non_blocking=True).long()
             yield Batch({"ids": moved[:, :-1]}, moved[:, 1:], sample_ids)
+
+    def _rows(self, first: int) -> torch.Tensor:
+        if self._nothing is not None:
+            return self._nothing.expand(self.shard_size, self.sequences.length + 1)
+        started = time.perf_counter()
+        if first not in self._ready:
+            self._ready = self._load_steps(first)
+        self.waited_s += time.perf_counter() - started
+        return self._ready[first]
 
     def close(self) -> None:
         if self._threads:

@@ -68,8 +68,10 @@ class LanguageModeling:
         data, train = self.config.data, self.config.train
         grid, device = stage.grid, stage.weights.device
         shard = train.batch_size, grid.batch_shard, grid.sizes.batch_shards, micro_batch_size, device
-        self._loader = Loader(self._training, *shard, data.workers)
-        self._validation = Loader(self._held_out, *shard, workers=0) if self._held_out else None
+        # Between the first and the last stage of a pipeline, tokens only tell where documents end.
+        reads = data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
+        self._loader = Loader(self._training, *shard, data.workers, reads)
+        self._validation = Loader(self._held_out, *shard, workers=0, reads=reads) if self._held_out else None
 
     @property
     def waited_s(self) -> float:

@@ -41,6 +41,16 @@ def test_shards_microbatches_and_workers_do_not_change_the_batch(workers, shards
     loader.close()
 
 
+def test_a_rank_that_needs_no_tokens_reads_none_and_has_the_same_samples():
+    sequences = data()
+    expected = list(Loader(sequences, 8, 1, 2, 2, CPU, workers=0).step(16))
+    sequences.rows = None
+    loaded = list(Loader(sequences, 8, 1, 2, 2, CPU, workers=1, reads=False).step(16))
+    assert [part.sample_ids.tolist() for part in loaded] == [part.sample_ids.tolist() for part in expected]
+    assert [part.targets.shape for part in loaded] == [part.targets.shape for part in expected]
+    assert not any(part.inputs["ids"].any() for part in loaded)
+
+
 def test_the_next_step_is_read_ahead():
     read, sequences = threading.Event(), data()
     rows = sequences.rows

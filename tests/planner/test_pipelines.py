@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gpt4d.config import Config, GridSizes, compose, divisors, grid_problem, possible_microbatches, with_stages
 from gpt4d.model import registry
-from gpt4d.parallel.grid import Grid
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.search import rank
 from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts, transfer_seconds
 from gpt4d.planner.workload import grids, training_state
-from gpt4d.step import TrainStep, build_stage, connect_stages
+from gpt4d.step import TrainStep
 from gpt4d.validation import validate
-from tests.parallel.pipeline.test_runtime import RandomTokens
 from tests.planner.test_memory import memory_peak
+from tests.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
 MODEL = (
@@ -33,12 +31,8 @@ SLOW = (
 
 def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
     """On a rank: its stage, and the most memory of a step in bytes, with weights and states."""
-    plan = validate(config, world_size)
-    stage_plan = plan.stage_of(dist.get_rank())
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
-    stage = build_stage(config, grid, torch.device("cpu"), plan=plan)
-    connect_stages(plan, stage, ranks_per_host=world_size)
-    data = RandomTokens(config, plan, stage_plan, grid)
+    plan, stage = own_stage(config, world_size, torch.float32, ranks_per_host=world_size)
+    data = RandomTokens(config, plan, stage)
     step = TrainStep(stage, data.compute, config.optim)
 
     def run() -> None:
@@ -47,8 +41,8 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 
     peak = memory_peak(run)
     stage.exchange.close()
-    description = registry.describe_run(config).stage(stage_plan.parts)
-    state = training_state(description, stage_plan.sizes, config.optim.shard_states)
+    description = registry.describe_run(config).stage(plan.stages[stage.index].parts)
+    state = training_state(description, stage.grid.sizes, config.optim.shard_states)
     return stage.index, peak + state["weights"] + state["optimizer"]
 
 

@@ -111,32 +111,29 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     assert losses_and_norms(run) == losses_and_norms(uninterrupted)
 
 
-def test_a_run_in_mode_atp_continues_on_another_mesh(cluster, tiny, tmp_path):
-    run, environment = tmp_path / "run", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [*overrides(tiny("checkpoint.every=5")), f"run.dir={run}", "parallel.mode=atp"]
-    for steps, mesh in ((10, ("parallel.d1=2", "parallel.d2=1")), (20, ("parallel.d2=2", "parallel.chunks=2"))):
-        job = cluster.sbatch(
-            "--nodes=2", str(ROOT / "scripts/slurm/generic.sh"), *arguments, *mesh, f"train.steps={steps}",
-            log=tmp_path / f"log{steps}", environment=environment | {"MASTER_ADDR": "127.0.0.1"},
-        )  # fmt: skip
-        assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
-        assert f"parallel.mode=atp on local: DeviceMesh({2 if steps == 10 else 1}, " in job.output()
-    assert_continued_once(run)
-
-
-def test_a_run_on_two_stages_continues_on_one(cluster, tiny, tmp_path):
+@pytest.mark.parametrize(
+    "starts",
+    [
+        {
+            10: ("local: DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
+            20: ("local: DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
+        },
+        {
+            10: ("grid 1x1x1x1 + 1x1x1x1 (", ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]),
+            20: ("grid 1x1x1x2 (", []),
+        },
+    ],
+    ids=["from an ATP mesh to another", "from two stages to one"],
+)  # fmt: skip
+def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, starts):
     run, environment = tmp_path / "run", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [*overrides(tiny("checkpoint.every=5")), f"run.dir={run}"]
-    for steps, settings in ((10, ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]), (20, [])):
+    for steps, (line, settings) in starts.items():
         job = cluster.sbatch(
             "--nodes=2", str(ROOT / "scripts/slurm/generic.sh"), *arguments, *settings, f"train.steps={steps}",
             log=tmp_path / f"log{steps}", environment=environment | {"MASTER_ADDR": "127.0.0.1"},
         )  # fmt: skip
         assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
-        assert f"grid {'1x1x1x1 + 1x1x1x1' if steps == 10 else '1x1x1x2'} (" in job.output()
-    assert_continued_once(run)
-
-
-def assert_continued_once(run: Path) -> None:
+        assert line in job.output()
     assert list(losses_and_norms(run)) == list(range(1, 21))
     assert [line["event"] for line in metric_lines(run) if "event" in line].count("resume") == 1

@@ -2,29 +2,24 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gpt4d.config import compose
 from gpt4d.model import registry
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
-from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
-from gpt4d.step import TrainStep, build_stage, connect_stages, mask_replicas
+from gpt4d.step import TrainStep, mask_replicas
 from gpt4d.task import registry as tasks
-from gpt4d.validation import validate
 from tests.seams.test_toy import configure, plain_toy, squared_error
+from tests.stages import RandomTokens, own_stage
 
 
 def step_of_toy(config, world_size):
     """On a rank: the loss of an evaluation and of a step in float64, and this stage's parts of its gradients."""
-    plan = validate(config, world_size)
-    stage_plan = plan.stage_of(dist.get_rank())
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
-    stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
-    connect_stages(plan, stage, ranks_per_host=world_size)
+    plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
+    grid = stage.grid
     task = tasks.get(registry.of(config.model).task).create(config)
-    task.connect(stage, plan.micro_batch_size(stage_plan))
+    task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
     runtime = StageRuntime(stage, reducer, task.compute)
     units = config.train.batch_size * config.train.seq_len
@@ -78,35 +73,10 @@ def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_
     check_step(ranks, config, world_size, error.item(), model.gradients())
 
 
-class RandomTokens:
-    """Batches of random tokens, equal on every grid, and the computation of GPT-2 on them."""
-
-    def __init__(self, config, plan, stage_plan, grid):
-        self.config, self.plan, self.grid = config, plan, grid
-        self.size = plan.micro_batch_size(stage_plan)
-
-    def batches(self, step):
-        train, model = self.config.train, self.config.model
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, model.vocab_size, (train.batch_size, train.seq_len + 1), generator=generator)
-        for part in torch.arange(train.batch_size).chunk(self.plan.microbatches):
-            own = part.split(self.size)[self.grid.batch_shard]
-            yield ids[own, :-1], ids[own, 1:], own
-
-    @staticmethod
-    def compute(module, part, batch, received):
-        return module.compute(part, received, *batch)
-
-
 def losses_of_gpt(config, world_size):
     """On a rank: losses and gradient norms of three steps of AdamW in float64, and the loss of an evaluation."""
-    plan = validate(config, world_size)
-    stage_plan = plan.stage_of(dist.get_rank())
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
-    stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
-    if len(plan.stages) > 1:
-        connect_stages(plan, stage, ranks_per_host=2)
-    data = RandomTokens(config, plan, stage_plan, grid)
+    plan, stage = own_stage(config, world_size)
+    data = RandomTokens(config, plan, stage)
     step = TrainStep(stage, data.compute, config.optim)
     units, numbers = config.train.batch_size * config.train.seq_len, []
     for number in range(3):

@@ -2,20 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gpt4d.config import GridSizes, compose
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
-from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import plan
 from gpt4d.parallel.resharding.program import rank_program
-from gpt4d.step import build_stage, connect_stages, mask_replicas
-from gpt4d.validation import validate
-from tests.parallel.pipeline.test_runtime import RandomTokens
+from gpt4d.step import mask_replicas
+from tests.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
 GPT = (
@@ -31,14 +28,10 @@ SPLIT, RECOMPUTED, CHUNKS = (
 
 def step_of_gpt(config, world_size):
     """On a rank: the loss of an evaluation and of a step in float64, and this stage's parts of its gradients."""
-    plan = validate(config, world_size)
-    stage_plan = plan.stage_of(dist.get_rank())
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
-    stage = build_stage(config, grid, torch.device("cpu"), torch.float64, plan=plan)
-    if len(plan.stages) > 1:
-        connect_stages(plan, stage, ranks_per_host=2)
+    plan, stage = own_stage(config, world_size)
+    grid = stage.grid
     parameters = {name: p for name, p in stage.module.named_parameters() if name not in stage.copies}
-    data = RandomTokens(config, plan, stage_plan, grid)
+    data = RandomTokens(config, plan, stage)
     runtime = StageRuntime(stage, GradientReducer(stage.weights, parameters), data.compute)
     units = config.train.batch_size * config.train.seq_len
     losses = [
