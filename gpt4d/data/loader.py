@@ -21,7 +21,7 @@ class Loader:
     sequences, and no sequence is in two shards.
     ``micro_batch_size`` None means one microbatch per step. Each of ``workers`` threads reads two spans ahead; a span
     is the steps that hold about a million of this rank's tokens, at least one step. The batches do not depend on
-    ``workers``, which may be 0. ``reads`` false: this rank needs the numbers of its samples alone, and all tokens are 0.
+    ``workers``, which may be 0. ``reads`` false: this rank only needs the numbers of its samples; all tokens are 0.
     """
 
     def __init__(
