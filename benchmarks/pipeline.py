@@ -36,6 +36,7 @@ from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import ReshardingPlan, gradient_plan
 from gpt4d.parallel.resharding.planning import plan as plan_resharding
+from gpt4d.planner.stages import PipelineEstimate, stage_layouts
 from gpt4d.runtime.errors import one_line_errors
 
 _BYTES = 4  # float32
@@ -190,11 +191,24 @@ def predict(config: StagesConfig, name: str, actions_s: Mapping[str, float]) -> 
     return timeline.seconds + actions_s[END] + copies_s.exposed(timeline)
 
 
+def planned(config: StagesConfig, schedule: str) -> float:
+    """Return the planner's seconds of a step, from the rates of links and devices alone."""
+    plan = config.plan(schedule, "broadcast")
+    layouts = stage_layouts([stage.sizes for stage in plan.stages], [stage.parts for stage in plan.stages])
+    description = registry.describe_run(plan.config)
+    return PipelineEstimate(plan.config, description, layouts, config.microbatches).step_time_s
+
+
 def add_predictions(config: StagesConfig, rows: Iterable[dict]) -> None:
-    """Add to our rows the predicted step, its relative error, and the throughput relative to signal's."""
+    """Add to our rows the predicted step, its relative error, and the throughput relative to signal's.
+
+    Rows with broadcasts also get the step that the planner expects.
+    """
     ours = {row["name"]: row for row in report.counting([*rows]) if row["family"] == "ours"}
     for name, row in ours.items():
         schedule, *_, last = name.split("/")
+        if last == "broadcast":
+            row["planned_s"] = planned(config, schedule)
         if (bound := ours.get(f"{schedule}/signal")) is None:
             continue
         row["throughput_of_signal"] = bound["median_s"] / row["median_s"]
@@ -253,6 +267,8 @@ def describe(row: dict) -> str:
         text += f"  {row['throughput_of_signal']:.1%} of signal's throughput"
     if "predicted_s" in row:
         text += f"  predicted {row['predicted_s']:.3f} s, {row['prediction_error']:+.1%}"
+    if "planned_s" in row:
+        text += f"  planned {row['planned_s']:.3f} s"
     return text
 
 
