@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +91,8 @@ def build_stage(
     )
     if plan is not None and plan.virtual_stages > 1:
         stage.crossing = plan.crossing
-        stage.program = partial(training_program, plan, index)
-        stage.evaluation = partial(evaluation_program, plan, index)
+        stage.program = lru_cache(partial(training_program, plan, index))
+        stage.evaluation = lru_cache(partial(evaluation_program, plan, index))
     return stage
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, with_stages
+from gpt4d.config.checks import shortened
 from gpt4d.model.description import Description
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
@@ -27,6 +28,7 @@ class PipelineRanking:
     plans: list[Plan] = field(default_factory=list)
     pruned: int = 0  # number of pipelines that only the quick estimate has judged
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids of stages that do not fit, and their GiB
+    problem: str | None = None  # why the first pipeline that is not possible is not
 
 
 class _Candidate(NamedTuple):
@@ -76,13 +78,18 @@ def _candidates(
     counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(description.blocks)]
     for stages in counts:
         if devices % stages:
-            continue
-        parallel = with_stages(config, stages).parallel
-        for sizes in grids(devices // stages):
-            numbers = not grid_problem(description.rules, config.train, parallel, sizes) and _numbers(
-                replace(config, parallel=parallel), (sizes,) * stages
+            possible = shortened(divisors(devices))
+            ranking.problem = (
+                f"parallel.pipeline.stages={stages}: does not divide {devices} device(s); use one of {possible}"
             )
+            continue
+        staged = with_stages(config, stages)
+        for sizes in grids(devices // stages):
+            problem = grid_problem(description.rules, config.train, staged.parallel, sizes)
+            numbers = [] if problem else _numbers(staged, (sizes,) * stages)
             if not numbers:
+                problem = problem or _no_numbers(staged)
+                ranking.problem = ranking.problem or problem
                 continue
             state = training_state(description, sizes, config.optim.shard_states)
             needed = config.cluster.reserved_gib + (state["weights"] + state["optimizer"]) / stages / GIB
@@ -91,6 +98,14 @@ def _candidates(
                 continue
             idle = 1 + (stages - 1) / max(numbers)
             yield _Candidate(idle * paper_models.busy_s(config, sizes, description) / stages, stages, sizes)
+
+
+def _no_numbers(config: Config) -> str:
+    """Return why there is no number of microbatches to try."""
+    pipeline, batch = config.parallel.pipeline, config.train.batch_size
+    if pipeline.microbatches is not None:
+        return f"parallel.pipeline.microbatches={pipeline.microbatches}: does not cut train.batch_size={batch}"
+    return f"train.batch_size={batch}: too small for {pipeline.stages} stages"
 
 
 def _numbers(config: Config, sizes: tuple[GridSizes, ...]) -> list[int]:

@@ -70,6 +70,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     if cost == "ours" and _may_have_stages(config):
         found = pipelines.rank(config, devices, description)
         ranking.pruned += found.pruned
+        ranking.problem = ranking.problem or found.problem
         ranking.fitting += len(found.plans)
         ranking.too_large |= found.too_large
         ranking.plans = sorted(ranking.plans + found.plans, key=lambda plan: plan.step_time_s)[:top]
@@ -219,6 +220,8 @@ def check_open(parallel: ParallelConfig) -> None:
     for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
         if getattr(parallel, key) != default:
             raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; leave it out")
+    if (grids := parallel.pipeline.stage_grids) is not None:
+        raise ConfigError(f"parallel.pipeline.stage_grids={grids}: the planner chooses the grids; leave it out")
 
 
 def check_machine(cluster: ClusterConfig, devices: int) -> None:

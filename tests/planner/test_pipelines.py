@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, compose, divisors, grid_problem, possible_microbatches, with_stages
+from gpt4d.config import (
+    Config,
+    ConfigError,
+    GridSizes,
+    compose,
+    divisors,
+    grid_problem,
+    possible_microbatches,
+    with_stages,
+)
 from gpt4d.model import registry
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.search import rank
@@ -111,6 +120,19 @@ def test_what_the_configuration_sets_stays():
         assert len(plan.stages) == 2 and plan.pipeline.schedule == "gpipe" and plan.pipeline.microbatches == 4
     assert not any(plan.pipeline for plan in rank(compose([*SLOW, PIPELINE + "stages=1"]), 4).plans)
     assert not any(plan.pipeline for plan in rank(compose([*SLOW, "train.micro_batch_size=4"]), 4).plans)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["stages=3"], r"no grid of 4 .*parallel.pipeline.stages=3: does not divide 4 device\(s\); use one of 1, 2, 4"),
+        (["stages=2", "stage_grids=[1x1x1x2,2x1x1x1]"], "stage_grids=.*the planner chooses the grids; leave it out"),
+        (["stages=2", "microbatches=5"], "no grid of 4 .*microbatches=5: does not cut train.batch_size=16"),
+    ],
+)
+def test_settings_that_the_planner_cannot_follow_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(compose([*SLOW, "parallel.mode=auto", *(PIPELINE + setting for setting in settings)]), 4)
 
 
 def test_a_step_is_what_its_stages_take_and_what_they_wait():

@@ -60,6 +60,8 @@ def training_program(plan: ParallelPlan, stage: int, microbatches: int) -> Progr
     pipeline = plan.config.parallel.pipeline
     assert plan.costs is not None and pipeline.schedule is not None
     orders = orders_of(pipeline.schedule, len(plan.stages), microbatches, plan.costs, pipeline.chunks_per_stage)
+    problem = schedule.problem(orders, plan.virtual_stages, microbatches)
+    assert problem is None, problem
     return programs(orders, plan.costs)[stage]
 
 
