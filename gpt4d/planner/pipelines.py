@@ -67,7 +67,8 @@ def any_fits(config: Config, devices: int, description: Description) -> bool:
     """Return whether any pipeline on ``devices`` devices can train this."""
     search = _Search(config, description)
     candidates = _candidates(config, devices, description, PipelineRanking())
-    return any(search.fastest((candidate.sizes,) * candidate.stages)[0] for candidate in candidates)
+    memory = config.cluster.memory_gib
+    return any(search.least_gib((candidate.sizes,) * candidate.stages) <= memory for candidate in candidates)
 
 
 def _candidates(
@@ -137,8 +138,16 @@ class _Search:
         if schedule is not None:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+        return self._estimate(config, sizes, microbatches).plan()
+
+    def _estimate(self, config: Config, sizes: tuple[GridSizes, ...], microbatches: int) -> PipelineEstimate:
         layouts = stage_layouts(sizes, stage_parts(config, self.description))
-        return PipelineEstimate(config, self.description, layouts, microbatches, self._known).plan()
+        return PipelineEstimate(config, self.description, layouts, microbatches, self._known)
+
+    def least_gib(self, sizes: tuple[GridSizes, ...]) -> float:
+        """Return the GiB of the fullest stage with the smallest of the microbatches that are tried."""
+        config = self.config(sizes)
+        return max(self._estimate(config, sizes, _numbers(config, sizes)[-1]).memory_gib)
 
     def fastest(self, sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
         """Return the fastest plan of those numbers of microbatches that fit, if any, and the least GiB of all."""
