@@ -36,7 +36,7 @@ from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import ReshardingPlan, gradient_plan
 from gpt4d.parallel.resharding.planning import plan as plan_resharding
-from gpt4d.planner.stages import PipelineEstimate, stage_layouts
+from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.runtime.errors import one_line_errors
 
 _BYTES = 4  # float32
@@ -193,10 +193,7 @@ def predict(config: StagesConfig, name: str, actions_s: Mapping[str, float]) -> 
 
 def planned(config: StagesConfig, schedule: str) -> float:
     """Return the planner's seconds of a step, from the rates of links and devices alone."""
-    plan = config.plan(schedule, "broadcast")
-    layouts = stage_layouts([stage.sizes for stage in plan.stages], [stage.parts for stage in plan.stages])
-    description = registry.describe_run(plan.config)
-    return PipelineEstimate(plan.config, description, layouts, config.microbatches).step_time_s
+    return PipelineEstimate.of(config.plan(schedule, "broadcast")).step_time_s
 
 
 def add_predictions(config: StagesConfig, rows: Iterable[dict]) -> None:

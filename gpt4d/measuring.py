@@ -13,7 +13,7 @@ from gpt4d.monitor import StepMetrics, StragglerDetector
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
 from gpt4d.planner.estimate import GIB
-from gpt4d.planner.stages import PipelineEstimate, stage_layouts
+from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
 from gpt4d.runtime.consensus import all_gather_object
 from gpt4d.task.task import Task
@@ -97,17 +97,14 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
     config, dtype = plan.config, stage.weights.compute_dtype
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     config = replace(config, train=replace(config.train, precision=precision))
-    description = registry.describe_run(config)
-    size = sum(math.prod(spec.shape) for spec in description.parameters.values())
-    layouts = stage_layouts([s.sizes for s in plan.stages], [s.parts for s in plan.stages])
+    estimate = PipelineEstimate.of(plan, config)
+    size = sum(math.prod(spec.shape) for spec in estimate.description.parameters.values())
     lines = [
         f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
         f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"
     ]
-    estimate = PipelineEstimate(config, description, layouts, plan.microbatches)
-    for index, (layout, peak) in enumerate(zip(layouts, estimate.memory_gib, strict=True)):
-        state = training_state(description.stage(layout.parts), layout.sizes, config.optim.shard_states)
-        device = f"a device of stage {index}" if len(layouts) > 1 else "a device"
+    for index, (state, peak) in enumerate(zip(estimate.states, estimate.memory_gib, strict=True)):
+        device = f"a device of stage {index}" if len(plan.stages) > 1 else "a device"
         parts = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in state.items())
         peak -= config.cluster.reserved_gib
         lines.append(f"planned memory of {device} in GiB: {parts}; {peak:.3g} at the peak of a step")

@@ -13,7 +13,7 @@ from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, Unit
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.step import StepWalk
-from gpt4d.planner.workload import compute_bytes, training_state
+from gpt4d.planner.workload import compute_bytes, training_state, utilization
 
 GIB = 2**30
 _MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
@@ -75,7 +75,7 @@ class Plan:
 
 
 class Microbatch(NamedTuple):
-    """What a microbatch between others takes on a device."""
+    """Time and memory that a microbatch between others takes on a device."""
 
     forward_s: float
     backward_s: float
@@ -189,10 +189,7 @@ class Estimate:
         memory = {kind: nbytes / GIB for kind, nbytes in state.items()}
         memory["reserved"] = cluster.reserved_gib
         memory["activations"] = self.memory_gib(micro_batch) - sum(memory.values())
-        train, devices = config.train, self.sizes.devices
-        flops = self.description.training_flops(train.batch_size, train.seq_len)
-        hardware = self.description.hardware_flops(train.batch_size, train.seq_len)
-        possible = cluster.peak_tflops and cluster.peak_tflops * 1e12 * devices * seconds
+        mfu, hfu = utilization(config, self.description, self.sizes.devices, seconds)
         return Plan(
             sizes=self.sizes,
             micro_batch=micro_batch,
@@ -200,8 +197,8 @@ class Estimate:
             compute_s=compute_s,
             comm=comm,
             memory=memory,
-            mfu=possible and flops / possible,
-            hfu=possible and (hardware if train.activation_checkpointing == "full" else flops) / possible,
+            mfu=mfu,
+            hfu=hfu,
             share=self.share,
             innermost=config.parallel.innermost or "x",
             choice=self.choice,

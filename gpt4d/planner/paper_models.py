@@ -16,7 +16,7 @@ from gpt4d.model.residual import ResidualBlock
 from gpt4d.parallel.plan import strides
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
-from gpt4d.planner.workload import compute_bytes
+from gpt4d.planner.workload import compute_bytes, step_flops
 
 
 def linear_layers(description: Description, cached: Collection[str] = ()) -> list[tuple[LinearCost, int, int]]:
@@ -62,12 +62,10 @@ def layer_bytes(
 
 def busy_s(config: Config, sizes: GridSizes, description: Description) -> float:
     """Return the seconds of a step in which a grid computes and sums outputs, which nothing hides."""
-    train = config.train
-    flops = description.training_flops(train.batch_size, train.seq_len)
-    if train.activation_checkpointing == "full":
-        flops = description.hardware_flops(train.batch_size, train.seq_len)
     comm = communication(config, sizes, aware=True)
-    return flops / sizes.devices / (config.cluster.matmul_tflops * 1e12) + comm["x"] + comm["y"]
+    return (
+        step_flops(config, description) / sizes.devices / (config.cluster.matmul_tflops * 1e12) + comm["x"] + comm["y"]
+    )
 
 
 def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, float]:

@@ -1,21 +1,23 @@
 """Time and memory of a step on pipeline stages: a walk through each stage, and the simulated schedule of all."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
 from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
+from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline.cuts import balanced
 from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.schedule import peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
+from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
-from gpt4d.planner.workload import compute_bytes
+from gpt4d.planner.workload import compute_bytes, utilization
 
 _SIMULATED = 4  # microbatches per stage; each further one adds what the slowest stage takes, and no memory
 
@@ -98,6 +100,13 @@ class PipelineEstimate:
         self.description, self.stages, self.microbatches = description, stages, microbatches
         self._known = {} if known is None else known
 
+    @classmethod
+    def of(cls, plan: ParallelPlan, config: Config | None = None) -> "PipelineEstimate":
+        """Return the estimate of a plan, with other settings than its own if ``config`` is given."""
+        config = config or plan.config
+        layouts = stage_layouts([stage.sizes for stage in plan.stages], [stage.parts for stage in plan.stages])
+        return cls(config, registry.describe_run(config), layouts, plan.microbatches)
+
     def estimate(self, stage: StageLayout, parts: tuple[tuple[int, int], ...]) -> Estimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
@@ -121,7 +130,7 @@ class PipelineEstimate:
 
     @cached_property
     def _microbatches(self) -> list[Microbatch]:
-        """What a microbatch among others takes on each virtual stage."""
+        """Time and memory that a microbatch between others takes on each virtual stage."""
         return [self.estimate(stage, (part,)).microbatch(self.micro_batch(stage)) for stage, part in self._parts]
 
     @cached_property
@@ -209,20 +218,22 @@ class PipelineEstimate:
         split = (self.config.parallel.sequence_parallel and tensor.sequence_parallel) or tensor.layout
         return self._nbytes(name) // math.prod(getattr(sizes, axis) for axis in split.axes & {*GridSizes._fields})
 
+    @property
+    def states(self) -> list[dict[str, int]]:
+        """The bytes of weights, gradients and optimizer states on a device of each stage."""
+        return [self.estimate(layout, layout.parts).state for layout in self.stages]
+
     def plan(self) -> Plan:
         """Return the full estimate: bytes and waits are those of the slowest stage, memory is that of the fullest."""
         seconds, memory = self.step_time_s, self.memory_gib
         slowest = max(range(len(self.stages)), key=self._busy_s)
         fullest = max(range(len(memory)), key=memory.__getitem__)
         plan = self._alone(slowest)
-        state = {kind: nbytes / GIB for kind, nbytes in self._state(self.stages[fullest]).items()}
+        state = {kind: nbytes / GIB for kind, nbytes in self.states[fullest].items()}
         state["reserved"] = self.config.cluster.reserved_gib
         state["activations"] = memory[fullest] - sum(state.values())
-        train, cluster = self.config.train, self.config.cluster
         devices = sum(stage.sizes.devices for stage in self.stages)
-        possible = cluster.peak_tflops and cluster.peak_tflops * 1e12 * devices * seconds
-        flops = self.description.training_flops(train.batch_size, train.seq_len)
-        hardware = self.description.hardware_flops(train.batch_size, train.seq_len)
+        mfu, hfu = utilization(self.config, self.description, devices, seconds)
         sizes = [stage.sizes for stage in self.stages]
         grids = [str(grid) for grid in sizes] if len(set(sizes)) > 1 else None
         pipeline = replace(self.config.parallel.pipeline, microbatches=self.microbatches, stage_grids=grids)
@@ -234,20 +245,17 @@ class PipelineEstimate:
             step_time_s=seconds,
             idle_s=seconds - plan.step_time_s,
             memory=state,
-            mfu=possible and flops / possible,
-            hfu=possible and (hardware if train.activation_checkpointing == "full" else flops) / possible,
+            mfu=mfu,
+            hfu=hfu,
         )
-
-    def _state(self, layout: StageLayout) -> Mapping[str, int]:
-        return self.estimate(layout, layout.parts).state
 
 
 def transfer_seconds(cluster: ClusterConfig, source: StageLayout, target: StageLayout, nbytes: int) -> float:
     """Return the seconds in which a tensor of ``nbytes`` in all reaches another stage by broadcasts.
 
     Between nodes, the links of the nodes limit it (arXiv 2211.05322, §3): each node of the source sends its share, and
-    each node of the target receives every tile that its devices need once. Inside a node, each
-    device receives its tile.
+    each node of the target receives every tile that its devices need once. Inside a node, each device receives its
+    tile.
     """
     node = node_size(cluster)
     nodes = [

@@ -25,6 +25,25 @@ def training_state(description: Description, sizes: GridSizes, shard_states: boo
     return {"weights": weights, "gradients": weights, "optimizer": 2 * states}
 
 
+def step_flops(config: Config, description: Description) -> float:
+    """Return the FLOPs that all devices compute in a step, those of recomputed blocks included."""
+    train = config.train
+    if train.activation_checkpointing == "full":
+        return description.hardware_flops(train.batch_size, train.seq_len)
+    return description.training_flops(train.batch_size, train.seq_len)
+
+
+def utilization(
+    config: Config, description: Description, devices: int, seconds: float
+) -> tuple[float | None, float | None]:
+    """Return MFU and HFU of a step that takes ``seconds``; None if the cluster's peak is unknown."""
+    if not config.cluster.peak_tflops:
+        return None, None
+    possible = config.cluster.peak_tflops * 1e12 * devices * seconds
+    flops = description.training_flops(config.train.batch_size, config.train.seq_len)
+    return flops / possible, step_flops(config, description) / possible
+
+
 def compute_bytes(config: Config) -> int:
     """Return the bytes of an element of activations and gathered weights: ``train.precision`` on ``cluster``."""
     precision = config.train.precision

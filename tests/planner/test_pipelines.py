@@ -68,10 +68,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 )
 def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size, settings):
     config = compose([*MODEL, *(PIPELINE + setting for setting in settings), "train.seq_len=32"])
-    plan, description = validate(config, world_size), registry.describe_run(config)
-    layouts = stage_layouts([stage.sizes for stage in plan.stages], [stage.parts for stage in plan.stages])
-    estimate = PipelineEstimate(plan.config, description, layouts, plan.microbatches)
-    planned = estimate.memory_gib
+    planned = PipelineEstimate.of(validate(config, world_size)).memory_gib
     taken: dict[int, int] = {}
     for index, nbytes in ranks.run(world_size, peak_of_stage, config, world_size):
         taken[index] = max(taken.get(index, 0), nbytes)

@@ -58,6 +58,7 @@ STAGES = "parallel.pipeline.stages=2"
         ([STAGES, "parallel.pipeline.stage_grids=[2x2x1x1,2x1x1x1]"], "have 6 devices, but this job has 8"),
         ([STAGES, "parallel.pipeline.stage_grids=[2x2,4x1]"], "not a list of grids"),
         ([STAGES, "parallel.pipeline.chunks_per_stage=2"], "use parallel.pipeline.schedule=interleaved_1f1b"),
+        ([STAGES, "parallel.pipeline.strategy=signal"], "strategy=signal: use one of broadcast, send_recv"),
         ([STAGES, "parallel.pipeline.schedule=2f2b"], "use one of gpipe, 1f1b"),
         ([STAGES, "parallel.mode=atp", "parallel.d1=2"], "parallel.mode=atp has one stage"),
         (["parallel.pipeline.microbatches=4"], "there is one stage; set parallel.pipeline.stages"),

@@ -45,7 +45,7 @@ def made():
 
 @pytest.fixture
 def serial(ranks, tiny, made, tmp_path):
-    """What the serial run reports; it runs once."""
+    """Return what the serial run reports; it runs once."""
     if not made:
         config = tiny(*COMMON, f"run.dir={tmp_path}/serial")
         ranks.run(1, run_in_rank, config)
