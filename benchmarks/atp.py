@@ -1,14 +1,17 @@
 """ATP on virtual clusters of several topologies: every mesh with and without chunks, measured and predicted.
 
-    python -m benchmarks.atp [cases=1x8:5,8x1:5,8x1:16,2x4:16,16x1:16,4x4:16] [chunks=4] [mbit=1000] [out=docs/atp]
+    python -m benchmarks.atp [cases=1x8:5:100,8x1:16,2x4:16] [chunks=4] [mbit=200] [out=docs/atp]
 
-A case is hosts x ranks, and the percentage of a step that is computation on DeviceMesh(N, 1) without chunks: the rate
-of the virtual devices (``benchmarks.settings``) follows from it. The ATP paper's Table 3 implies 4 to 6 % on its slow
+A case is hosts x ranks, the percentage of a step that is computation on DeviceMesh(N, 1) without chunks, and perhaps a
+rate of the uplinks in place of ``mbit``. The rate of the virtual devices (``benchmarks.settings``) follows from the
+percentage. The ATP paper's Table 3 implies 4 to 6 % on its slow
 machines and 15 to 18 % on InfiniBand. The planner is given the rates of links and devices, and chooses the order of
 ranks. The mesh that it expects to be best without chunks also runs without any overlap of sums with computation, not
-even that of a backward's sums with the products of weight gradients. Writes ``out``.json and ``out``.png.
+even that of a backward's sums with the products of weight gradients. Writes ``out``.json and ``out``.png after each
+case; the same command continues an interrupted run.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,38 +30,45 @@ from gpt4d.runtime.errors import one_line_errors
 
 @dataclass
 class AtpBenchmark(DeviceConfig):
-    cases: str = "1x8:5,8x1:5,8x1:16,2x4:16,16x1:16,4x4:16"
+    cases: str = "1x8:5:100,8x1:5,8x1:16,2x4:16,16x1:16:100,4x4:16:100"
     chunks: int = 4  # compared with none
     out: str = "docs/atp"
 
 
+# Nothing of a step runs beside the next one, so a turn is one step. With faster links or larger batches, the processor
+# of this machine would be the bottleneck in some of them.
+_DEFAULTS = ("virtual=true", "mbit=200", "batch=4", "steps=1", "repeats=5")
+
+
 @dataclass(frozen=True)
 class Case:
-    """A topology and the share of a step that is computation on DeviceMesh(N, 1)."""
+    """A topology, the share of a step that is computation on DeviceMesh(N, 1), and the rate of the uplinks."""
 
     hosts: int
     ranks: int
     share: float
+    mbit: float
 
     def __str__(self) -> str:
         return f"{self.hosts} hosts × {self.ranks}, {self.share:.0%} computation"
 
 
-def parse_cases(text: str) -> list[Case]:
-    """Return the cases of a list such as ``8x1:16,2x4:5``. Raises ConfigError for another text."""
+def parse_cases(text: str, mbit: float) -> list[Case]:
+    """Return the cases of a list such as ``8x1:16,2x4:5:100``. Raises ConfigError for another text."""
     try:
-        parts = [case.replace("x", ":").split(":") for case in text.split(",")]
-        cases = [Case(int(hosts), int(ranks), float(percent) / 100) for hosts, ranks, percent in parts]
+        parts = [[*case.replace("x", ":").split(":"), mbit][:4] for case in text.split(",")]
+        cases = [Case(int(hosts), int(ranks), float(share) / 100, float(rate)) for hosts, ranks, share, rate in parts]
     except ValueError:
         cases = []
-    if not cases or not all(0 < case.share < 1 and case.hosts * case.ranks > 1 for case in cases):
-        raise ConfigError(f"cases={text}: not a list of hosts x ranks: percentage; use 8x1:16,2x4:5, for example")
+    if not cases or not all(0 < case.share < 1 and case.hosts * case.ranks > 1 and case.mbit > 0 for case in cases):
+        raise ConfigError(f"cases={text}: not a list of hosts x ranks: percentage; use 8x1:16,2x4:5:100, for example")
     return cases
 
 
 def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
     """Return the planner's prediction for a mesh in the faster order of ranks."""
-    model, batch, _ = workload(virtual=True)
+    model, batch = workload(virtual=True).model, config.batch
+    assert batch is not None
     settings = Config(
         model=model,
         train=TrainConfig(seq_len=model.max_positions, batch_size=batch),
@@ -73,7 +83,7 @@ def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
 
 def with_share(config: AtpBenchmark, case: Case) -> AtpBenchmark:
     """Return the settings of a case, with the rate of devices that gives its share of computation."""
-    config = replace(config, hosts=case.hosts, ranks=case.ranks)
+    config = replace(config, hosts=case.hosts, ranks=case.ranks, mbit=case.mbit)
     plan = predict(config, atp.AtpMesh(case.hosts * case.ranks, 1), chunks=1)
     compute_s = case.share / (1 - case.share) * (plan.step_time_s - plan.compute_s)
     return replace(config, flops=config.flops * plan.compute_s / compute_s)
@@ -172,13 +182,16 @@ def plot(cases: list[dict], chunks: int, out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    config = read_arguments(AtpBenchmark, ["virtual=true", "mbit=1000", f"out={AtpBenchmark.out}", *arguments])
-    cases, out = parse_cases(config.cases), Path(config.out)
+    config = read_arguments(AtpBenchmark, [*_DEFAULTS, f"out={AtpBenchmark.out}", *arguments])
+    cases, out = parse_cases(config.cases, config.mbit), Path(config.out)
+    command = "python -m benchmarks.atp " + " ".join(arguments)
+    earlier = json.loads(out.with_suffix(".json").read_text()) if out.with_suffix(".json").exists() else {}
+    measured = earlier.get("cases", []) if earlier.get("command") == command.strip() else []
     results = []
     for case in cases:
         print(f"--- {case}", flush=True)
-        results.append(run_case(config, case))
-        command = "python -m benchmarks.atp " + " ".join(arguments)
+        before = next((result for result in measured if result["case"] == asdict(case)), None)
+        results.append(before or run_case(config, case))
         report.write(out, command.strip(), report.machine("torch"), [], cases=results)
         plot(results, config.chunks, out)
 

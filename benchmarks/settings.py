@@ -22,6 +22,9 @@ class DeviceConfig(EmulatedClusterConfig):
 
     repeats: int = 5  # measured turns of each contender
     warm_up: int = 2  # turns of each contender before those that are measured
+    # Of our turns and of a step. The defaults are three steps of 8 sequences on cores, two of 16 on virtual devices.
+    steps: int | None = None
+    batch: int | None = None
     virtual: bool = False  # ranks compute on virtual devices, and the workload is larger
     flops: float = 2e10  # FLOP/s of a virtual device
     memory_gb_s: float = 1000.0  # of a virtual device
@@ -48,8 +51,9 @@ class DeviceConfig(EmulatedClusterConfig):
 
     def worker_arguments(self, grids: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the command-line arguments from which a worker reads its ``WorkerConfig``."""
-        settings = (f"{field.name}={getattr(self, field.name)}" for field in fields(DeviceConfig))
-        return *settings, f"grids={','.join(grids)}"
+        settings = {field.name: getattr(self, field.name) for field in fields(DeviceConfig)}
+        given = (f"{name}={value}" for name, value in settings.items() if value is not None)
+        return *given, f"grids={','.join(grids)}"
 
 
 @dataclass

@@ -28,13 +28,13 @@ class Gpt4dTraining:
     """The trainer's optimizer step on a grid such as ``4x1x2x1/whole=1``, with a rank's share of the batch at once."""
 
     def __init__(self, name: str, model: GPT2Config, batch: int):
-        sizes, parallel, sharded = parse_grid(name)
+        sizes, parallel, self.sharded = parse_grid(name)
         ranks = ranks_in_grid_order(sizes, parallel.get("innermost"))
         self.grid, self.tokens = Grid(sizes, ranks=ranks), batch * model.max_positions
         self.train_step = TrainStep(
             our_stage(self.grid, model, **parallel),
             whole_model(lambda module, batch: module.loss_sum(*batch)),
-            replace(OPTIM, shard_states=sharded),
+            replace(OPTIM, shard_states=self.sharded),
         )
         ids, targets = sequences(self.grid.batch_shard, sizes.batch_shards, model, batch)
         self.microbatch = ids, targets, torch.arange(len(ids))
@@ -53,6 +53,7 @@ if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
     config = from_arguments(WorkerConfig, sys.argv[1:])
     device, (model, batch, steps) = config.virtual_device(), workload(config.virtual)
+    steps, batch = config.steps or steps, config.batch or batch
     contenders, trainings = {}, {}
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()
@@ -61,7 +62,7 @@ if __name__ == "__main__":
                 training = trainings[name] = Gpt4dTraining(name, model, batch)
                 finish = training.train_step.reducer.wait_params
                 contenders[name] = repeat_step(training.step, steps, *([] if device else [finish]))
-        # A step leaves gathers of updated weights to the next one. On virtual devices the first measured step has them
-        # from the lead-in, and the last one leaves them to the next turn.
-        lead_ins = {name: training.step for name, training in trainings.items()}
+        # With sharded states, a step leaves gathers of updated weights to the next one. On virtual devices the first
+        # measured step has them from the lead-in, and the last one leaves them to the next turn.
+        lead_ins = {name: training.step for name, training in trainings.items() if training.sharded}
         serve(contenders, answers, device, lead_ins)
