@@ -37,7 +37,7 @@ class AtpBenchmark(DeviceConfig):
 
 # Nothing of a step runs beside the next one, so a turn is one step. With faster links or larger batches, the processor
 # of this machine would be the bottleneck in some of them.
-_DEFAULTS = ("virtual=true", "mbit=200", "batch=4", "steps=1", "repeats=5")
+_DEFAULTS = ("virtual=true", "mbit=200", "sequences=4", "steps=1", "repeats=5")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_cases(text: str, mbit: float) -> list[Case]:
 
 def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
     """Return the planner's prediction for a mesh in the faster order of ranks."""
-    model, batch = workload(virtual=True).model, config.batch
+    model, batch = workload(virtual=True).model, config.sequences
     assert batch is not None
     settings = Config(
         model=model,

@@ -24,7 +24,7 @@ class DeviceConfig(EmulatedClusterConfig):
     warm_up: int = 2  # turns of each contender before those that are measured
     # Of our turns and of a step. The defaults are three steps of 8 sequences on cores, two of 16 on virtual devices.
     steps: int | None = None
-    batch: int | None = None
+    sequences: int | None = None
     virtual: bool = False  # ranks compute on virtual devices, and the workload is larger
     flops: float = 2e10  # FLOP/s of a virtual device
     memory_gb_s: float = 1000.0  # of a virtual device

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
     config = from_arguments(WorkerConfig, sys.argv[1:])
     device, (model, batch, steps) = config.virtual_device(), workload(config.virtual)
-    steps, batch = config.steps or steps, config.batch or batch
+    steps, batch = config.steps or steps, config.sequences or batch
     contenders, trainings = {}, {}
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()
