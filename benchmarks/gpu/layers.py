@@ -14,7 +14,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.attention import CausalAttention
+from gpt4d.parallel.layers.attention import AttentionCore
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.linear import Head, Linear
@@ -133,7 +133,7 @@ def _dropout(values: Values):
 def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
     def case(values: Values):
         s = values.sizes
-        layer = CausalAttention(s.heads, drop, [values.weights.grid.x])
+        layer = AttentionCore(s.heads, drop, [values.weights.grid.x])
         layer.key = _KEY
         qkv = values.input(s.batch * s.length, 3, s.hidden)
         return layer, lambda: layer(qkv, values.tokens(with_documents))

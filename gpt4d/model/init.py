@@ -5,7 +5,7 @@ from torch import nn
 
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.attention import CausalAttention
+from gpt4d.parallel.layers.attention import AttentionCore
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layout import spec_of
 
@@ -25,5 +25,5 @@ def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
             if spec.mean:
                 parameter.add_(spec.mean)
     for name, module in model.named_modules():
-        if isinstance(module, Dropout | CausalAttention):
+        if isinstance(module, Dropout | AttentionCore):
             module.key = random.key(seed, name)

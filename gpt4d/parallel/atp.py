@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 
 from gpt4d.config import GridSizes, OverlapConfig
 from gpt4d.parallel.grid import Axis, Grid
-from gpt4d.parallel.layers.linear import FEATURES, LinearContext, multiply, start_gather
+from gpt4d.parallel.layers.linear import Matmul
+from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply, start_gather
 from gpt4d.parallel.plan import ranks_in_grid_order
 from gpt4d.parallel.turns import run_alone
 
@@ -130,7 +131,7 @@ class ATPLinear(nn.Module):
         device, dtype = x.device.type, self.weight.dtype
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         weights = _Weights(self.mesh, compute_dtype, dtype)
-        context = LinearContext(weights, self.contracted, self.produced, self.transposed)  # type: ignore[arg-type]
+        context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)  # type: ignore[arg-type]
         return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context))
 
     def extra_repr(self) -> str:

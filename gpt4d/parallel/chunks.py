@@ -1,7 +1,7 @@
 """Blocks on the chunks of a microbatch, which take turns (ATP paper, §4.1).
 
 In the backward, autograd runs the nodes that are ready in the reverse of their order of creation, so the turns of the
-forward decide which chunk computes while the gradients of another are summed (gpt4d.parallel.layers.linear).
+forward decide which chunk computes while the gradients of another are summed (gpt4d.parallel.layers.product).
 """
 
 from collections.abc import Iterable, Sequence

@@ -109,6 +109,10 @@ class Grid:
     def __getitem__(self, name: str) -> Axis:
         return getattr(self, name)
 
+    def axis(self, name: str | None) -> Axis:
+        """Return the axis of this name; for None one of this device alone, where no axis splits a dim."""
+        return Axis("none") if name is None else self[name]
+
     def __iter__(self) -> Iterator[Axis]:
         yield from (self.x, self.y, self.z, self.data)
         if self.stage is not self.world:

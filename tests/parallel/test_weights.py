@@ -242,7 +242,7 @@ def test_short_messages_make_the_same_result(ranks, message_bytes, messages):
 
 
 def products_of_a_step():
-    from gpt4d.parallel.layers.linear import _Call
+    from gpt4d.parallel.layers.product import _Call
 
     products, start = [], _Call.start_product
     with patch.object(_Call, "start_product", lambda *args: products.append(1) or start(*args)):

@@ -12,7 +12,7 @@ from torch import nn
 from gpt4d.model.description import Part
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.chunks import run_blocks
-from gpt4d.parallel.layers.attention import CausalAttention, head_split
+from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.linear import Head, Linear
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         super().__init__()
         hidden, (axes, split) = config.hidden, head_split(config.heads, weights)
         self.qkv = Linear(weights, hidden, hidden, num_fused=3, inner_split=split)
-        self.core = CausalAttention(config.heads, config.attention_dropout, axes)
+        self.core = AttentionCore(config.heads, config.attention_dropout, axes)
         self.output = Linear(weights, hidden, hidden, transposed=True, std=residual_std, inner_split=split)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:

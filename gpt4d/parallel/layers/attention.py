@@ -1,4 +1,4 @@
-"""The core of causal self-attention. Axes of the grid split the heads, so no rank needs another rank's."""
+"""The core of self-attention. Axes of the grid split the heads, so no rank needs another rank's."""
 
 import math
 from collections.abc import Sequence
@@ -10,31 +10,34 @@ from torch import nn
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers import specs
-from gpt4d.parallel.layers.linear import FEATURES
+from gpt4d.parallel.layers.product import FEATURES
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.weights import WeightStream
 
 
-def head_split(heads: int, weights: WeightStream) -> tuple[list[Axis], int | None]:
-    """Return the axes that split the heads, and the dim that y splits of the features before and after the core.
+def head_split(heads: int, weights: WeightStream, stream: str = "y") -> tuple[list[Axis], int | None]:
+    """Return the axes that split the heads, and the dim that ``stream`` splits before and after the core.
 
-    Where y splits the heads (ATP paper, §3.2), no rank repeats another's attention: the product before scatters its
-    output, instead of summing it whole on all ranks, and the one after gathers its input.
+    ``stream`` is the axis that splits the features of the residual stream. Where it splits the heads too (ATP paper,
+    §3.2), no rank repeats another's attention: the product before scatters its output, instead of summing it whole on
+    all ranks, and the one after gathers its input.
     """
     grid = weights.grid
-    names = specs.head_axes(heads, grid.x.size, grid.y.size, weights.scatter_heads)
-    return [grid[name] for name in names], FEATURES if "y" in names else None
+    names = specs.head_axes(heads, grid.x.size, grid.y.size, weights.scatter_heads, stream)
+    return [grid[name] for name in names], FEATURES if stream in names else None
 
 
-class CausalAttention(nn.Module):
+class AttentionCore(nn.Module):
     """Queries, keys and values [tokens, 3, heads·size over ``axes``] → [tokens, heads·size over ``axes``].
 
     Without dropout of the attention weights it uses torch's fused kernel. With dropout the weights are computed
     explicitly, because the dropout mask must be that of the global heads and samples. ``axes``: outermost first.
+    ``causal`` false: a token attends to all tokens of its sample, as pixels do.
     """
 
-    def __init__(self, heads: int, dropout: float, axes: Sequence[Axis]):
+    def __init__(self, heads: int, dropout: float, axes: Sequence[Axis], causal: bool = True):
         super().__init__()
+        self.causal = causal
         self.first_head, self.heads = 0, heads
         for axis in axes:
             self.heads //= axis.size
@@ -43,21 +46,24 @@ class CausalAttention(nn.Module):
 
     def forward(self, qkv: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Return the attended values of each token."""
+        assert self.causal or tokens.documents is None, "documents limit causal attention only"
         mask = None if tokens.documents is None else document_mask(tokens.documents)
         qkv = qkv.unflatten(0, (-1, tokens.length)).unflatten(-1, (self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, size]
         if self.training and self.dropout > 0:
             mixed = self._with_dropout(q, k, v, tokens.sample_ids, mask)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
         return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _with_dropout(self, q, k, v, sample_ids, mask):
         length, device = q.shape[-2], q.device
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        if self.causal:
+            if mask is None:
+                mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+            scores = scores.masked_fill(~mask, -torch.inf)
+        weights = scores.softmax(-1)
         heads = torch.arange(self.first_head, self.first_head + self.heads, device=device)
         rows = random.fold(random.fold(self.key, sample_ids)[:, None], heads)[..., None]
         rows = random.fold(rows, torch.arange(length, device=device))

@@ -1,98 +1,18 @@
 """Linear layers on the 4-D grid (4D paper, Algorithm 1), and the output head, which is one too.
 
 Shapes: B any number of batch dims, K input features, N output features, both this rank's part.
-
-A call has several autograd nodes: one for the input, one for the product and, where the output is scattered, one for
-the output. Each collective starts in one of them and ends in another, and other chunks compute in between. The
-product's node is created when its sum is complete, that is after the products of the other chunks. Since the backward
-runs nodes in the reverse order, the sum of an input's gradient, which starts in the product's node and ends in the
-input's, has the other chunks' computation beside it too.
 """
 
-import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from gpt4d.parallel import collectives
-from gpt4d.parallel.collectives import Pending
-from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers import specs
-from gpt4d.parallel.turns import Turn
+from gpt4d.parallel.layers.product import ProductContext, multiply
+from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.weights import WeightStream
-
-TOKENS, FEATURES = 0, -1  # dims of an activation that an axis may split
-
-
-class LinearContext(NamedTuple):
-    """The stream that a layer's weight comes from, the axes that split the weight's two dims, and further splits."""
-
-    weights: WeightStream
-    contracted: Axis  # splits the input's features; the output is summed over it
-    produced: Axis  # splits the output's features; the input's gradient is summed over it
-    transposed: bool = False  # the output, not the input, belongs to the residual stream
-    transposed_storage: bool = False  # the weight is stored [out, in], as an embedding is
-    inner_split: int | None = None  # dim that the other axis splits of the side that is not the stream's
-
-    def splits(self) -> tuple[int | None, int | None]:
-        """Return the dim of the input that ``produced`` splits and the dim of the output that ``contracted`` splits.
-
-        Such an input is gathered first, and the sum of such an output is scattered. None: neither.
-        """
-        stream = TOKENS if self.weights.splits_tokens else None
-        before, after = specs.sides(stream, self.inner_split, self.transposed)
-        return before if self.produced.size > 1 else None, after if self.contracted.size > 1 else None
-
-
-@dataclass
-class _Call:
-    """One call of a layer: the collectives that its autograd nodes hand to each other."""
-
-    context: LinearContext
-    weight: nn.Parameter  # not autograd's view of it: gradients must land here
-    bias: nn.Parameter | None
-    input_split: int | None
-    output_split: int | None
-    output: Pending | None = None  # the product, summed
-    shape: tuple[int, ...] = ()  # of the product
-    d_output: Pending | None = None  # the gathered gradient of a scattered output
-    d_input: Pending | None = None  # the input's gradient, summed
-
-    def take(self, name: str) -> torch.Tensor:
-        """Wait for a collective and forget it, so that its result lives no longer than it is used."""
-        pending = getattr(self, name)
-        setattr(self, name, None)
-        return pending.wait()
-
-    def start_product(self, x_BK: torch.Tensor) -> None:
-        """Compute the product with the gathered input and start to sum it over the contracted axis."""
-        context, contracted = self.context, self.context.contracted
-        with torch.no_grad():
-            rows, w = x_BK.reshape(-1, x_BK.shape[-1]), context.weights.gather(self.weight).flatten(1)
-            w = w.t() if context.transposed_storage else w
-            columns = (w.shape[1],) if context.transposed_storage else self.weight.shape[1:]
-            self.shape = (*x_BK.shape[:-1], *columns)
-            if self.bias is not None and contracted.size == 1:
-                self.output = Pending(torch.addmm(self.bias.flatten().to(w.dtype), rows, w).view(self.shape))
-            elif self.output_split is None:
-                out = (rows @ w).view(self.shape)
-                self.output = collectives.start_all_reduce(out, contracted, parameter=self.weight)
-            else:
-                self.output = start_scatter((rows @ w).view(self.shape), contracted, self.output_split, self.weight)
-
-    def local_bias(self, out: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias of an output that has been summed, in the output's dtype; None if it has been added."""
-        contracted = self.context.contracted
-        if self.bias is None or contracted.size == 1:
-            return None
-        bias = self.bias.detach()
-        if self.output_split == FEATURES:
-            bias = bias.unflatten(-1, (contracted.size, -1))[..., contracted.index, :]
-        return bias.to(out.dtype)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -107,157 +27,30 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return (a @ b).to(dtype) if torch.version.hip else torch.mm(a, b, out_dtype=dtype)
 
 
-def start_gather(x: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter | None = None) -> Pending:
-    """Start to concatenate the parts of ``x`` along a dim that the axis splits."""
-    if dim == TOKENS:
-        return collectives.start_all_gather(x, axis, parameter=parameter)
-    pending = collectives.start_all_gather(x.unsqueeze(0), axis, parameter=parameter)
-    return pending.then(lambda parts: parts.movedim(0, -2).flatten(-2))
+@dataclass(frozen=True)
+class Matmul:
+    """``x @ weight`` (gpt4d.parallel.layers.product.Operation) with a weight [K, *N], or [N, K] as an embedding is."""
 
+    transposed_storage: bool = False
 
-def start_scatter(full: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter) -> Pending:
-    """Start to sum ``full`` over the axis; each rank receives its part along a dim."""
-    if dim == TOKENS:
-        return collectives.start_reduce_scatter(full, axis, parameter=parameter)
-    parts = full.unflatten(-1, (axis.size, -1)).movedim(-2, 0)
-    return collectives.start_reduce_scatter(parts, axis, parameter=parameter).then(lambda part: part.squeeze(0))
+    def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        matrix = weight.flatten(1)
+        return matrix.t() if self.transposed_storage else matrix
 
+    def forward(self, x_BK, weight, bias):
+        rows, w = x_BK.reshape(-1, x_BK.shape[-1]), self._matrix(weight)
+        out = rows @ w if bias is None else torch.addmm(bias.flatten(), rows, w)
+        return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if self.transposed_storage else weight.shape[1:]))
 
-def placeholder(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of no memory in the place of a gradient that a ``_Call`` has in flight."""
-    return _zero(like.dtype, like.device).expand(shape)
+    def input_gradient(self, d_out_BN, weight, x_BK):
+        w = self._matrix(weight)
+        return (d_out_BN.view(-1, w.shape[1]) @ w.t()).view(x_BK.shape)
 
-
-@functools.cache
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
-
-
-class InputFunction(torch.autograd.Function):
-    """Keeps the input for the product's backward. Its own backward waits for the sum of the input's gradient.
-
-    Under activation checkpointing a recomputation ends with the last tensor that was kept. Kept here, before the
-    product, the last layer's product and its sum over an axis are not computed again only to be discarded.
-    """
-
-    @staticmethod
-    def forward(ctx, x, call: _Call):
-        if call.input_split is None:
-            ctx.save_for_backward(x)
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_x):
-        return ctx.call.take("d_input") if ctx.call.d_input else d_x, None
-
-
-class GatheredInputFunction(torch.autograd.Function):
-    """A part of the input → the whole, which it keeps for the product's backward."""
-
-    @staticmethod
-    def forward(ctx, part, whole):
-        ctx.save_for_backward(whole)
-        ctx.shape = part.shape
-        return whole.view_as(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_whole):
-        return placeholder(d_whole, ctx.shape), None  # InputFunction has the gradient
-
-
-class ProductFunction(torch.autograd.Function):
-    """``O = I·W + b`` with I [B, K], W [K, N] gathered over z, O [B, N]: waits for what ``start_product`` began.
-
-    W is not kept here: the weight stream decides whether it is gathered again. The node before keeps I, if I has a
-    gradient. Of an output that is to be scattered only the shape is returned: ScatteredOutputFunction waits for it.
-    """
-
-    @staticmethod
-    def forward(ctx, x_BK, weight, bias, call: _Call):
-        ctx.keeper = x_BK.grad_fn
-        if ctx.keeper is None:
-            ctx.save_for_backward(x_BK)
-        ctx.call = call
-        if call.output_split is not None:
-            return placeholder(x_BK, call.shape)
-        out = call.take("output")
-        if (bias := call.local_bias(out)) is not None:  # after the sum: once, not once for each rank of the axis
-            out += bias
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out_BN):
-        (x_BK,) = (ctx.keeper or ctx).saved_tensors
-        call, d_x, of_weight, d_bias = ctx.call, None, None, None
-        context, weights = call.context, call.context.weights
-        if call.d_output:
-            d_out_BN = call.take("d_output")
+    def weight_gradient(self, d_out_BN, x_BK, weight):
         rows = x_BK.reshape(-1, x_BK.shape[-1])
-        d_rows = d_out_BN.reshape(len(rows), math.prod(call.shape[x_BK.dim() - 1 :]))
-        if ctx.needs_input_grad[0]:
-            w = weights.gather_for_backward(call.weight).flatten(1)
-            d_x = (d_rows @ (w if context.transposed_storage else w.t())).view_as(x_BK)
-            if call.input_split is None:
-                call.d_input = collectives.start_all_reduce(d_x, context.produced, parameter=call.weight)
-            else:
-                call.d_input = start_scatter(d_x, context.produced, call.input_split, call.weight)
-                d_x = placeholder(d_x, d_x.shape)
-            if not weights.overlap.all_reduce:
-                call.d_input.wait()
-        if ctx.needs_input_grad[1]:
-            left, right = (d_rows, rows) if context.transposed_storage else (rows, d_rows)
-
-            def d_weight() -> torch.Tensor:
-                return product(left.t(), right, weights.dtype).view(-1, *call.weight.shape[1:])
-
-            of_weight = weights.add_gradient(call.weight, d_weight)
-        if call.bias is not None:
-            d_bias = d_rows.sum(0, dtype=call.bias.dtype).view(call.bias.shape)
-        return d_x, of_weight, d_bias, None
-
-
-class ScatteredOutputFunction(torch.autograd.Function):
-    """Waits for this rank's part of the sum of the products. Its backward starts to gather the gradient's parts."""
-
-    @staticmethod
-    def forward(ctx, shape_of_product, call: _Call):
-        ctx.call = call
-        out = call.take("output")
-        return out if (bias := call.local_bias(out)) is None else out + bias
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out):
-        call = ctx.call
-        call.d_output = start_gather(d_out, call.context.contracted, call.output_split, call.weight)
-        return placeholder(d_out, call.shape), None
-
-
-async def multiply(
-    x_BK: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
-) -> torch.Tensor:
-    """Return the output of a layer for one chunk."""
-    call = _Call(context, weight, bias, *context.splits())
-    x_BK = InputFunction.apply(x_BK, call)
-    if call.input_split is not None:
-        pending = start_gather(x_BK.detach(), context.produced, call.input_split, weight)
-        await Turn()
-        x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
-    elif call.output_split is not None:
-        await Turn()  # the product's node follows at once: after the inputs' nodes of all chunks
-    if context.weights.recomputation_ends:
-        await Turn()  # the other chunks keep their inputs, and the last one ends the recomputation
-    call.start_product(x_BK.detach())
-    if call.output_split is None:
-        await Turn()
-        return ProductFunction.apply(x_BK, weight, bias, call)
-    shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
-    await Turn()
-    return ScatteredOutputFunction.apply(shape_of_product, call)
+        d_rows = d_out_BN.view(len(rows), math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
+        left, right = (d_rows, rows) if self.transposed_storage else (rows, d_rows)
+        return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
 
 
 class Linear(nn.Module):
@@ -271,6 +64,8 @@ class Linear(nn.Module):
         in_features: global number of input features.
         out_features: global number of output features.
         transposed: exchange the roles of x and y.
+        axes: the axes that split the features, where they are others: on a stream that x splits, or of a layer whose
+            input or output every rank has whole.
         num_fused: number of matrices of ``out_features`` each in the weight, all split the same way: queries, keys
             and values of the same heads are on the same rank.
         bias: add a bias after the sum over the contracted axis.
@@ -286,15 +81,17 @@ class Linear(nn.Module):
         out_features: int,
         *,
         transposed: bool = False,
+        axes: Axes | None = None,
         num_fused: int | None = None,
         bias: bool = True,
         std: float = 0.02,
         inner_split: int | None = None,
     ):
         super().__init__()
-        contracted, produced = (weights.grid[axis] for axis in specs.linear_axes(transposed))
-        self.context = LinearContext(weights, contracted, produced, transposed, inner_split=inner_split)
-        layer = specs.linear(in_features, out_features, transposed=transposed, num_fused=num_fused, bias=bias, std=std)
+        axes = axes or specs.linear_axes(transposed)
+        contracted, produced = map(weights.grid.axis, axes)
+        self.context = ProductContext(weights, Matmul(), contracted, produced, transposed, inner_split)
+        layer = specs.linear(in_features, out_features, axes, num_fused=num_fused, bias=bias, std=std)
         self.weight = weights.parameter(layer["weight"])
         self.bias = weights.parameter(layer["bias"]) if bias else None
 
@@ -307,7 +104,7 @@ class Head(nn.Module):
 
     def __init__(self, weights: WeightStream):
         super().__init__()
-        self.context = LinearContext(weights, weights.grid.y, weights.grid.x, transposed_storage=True)
+        self.context = ProductContext(weights, Matmul(transposed_storage=True), weights.grid.y, weights.grid.x)
 
     async def forward(self, x_BK: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
         return await multiply(x_BK, embedding, None, self.context)

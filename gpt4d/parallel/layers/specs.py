@@ -3,41 +3,83 @@
 This module does not import torch.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from gpt4d.parallel.layout import Layout, ParameterSpec
 
 T = TypeVar("T")
+_MAX_PIECES = (
+    240  # of a part of a concatenation: all usual sizes of an axis divide it, and long pieces are copied faster
+)
+
+
+class Axes(NamedTuple):
+    """The axes that split the features of a layer's input and of its output; None: every rank has them whole."""
+
+    contracted: str | None  # the output is summed over it
+    produced: str | None  # the input's gradient is summed over it
+
+
+NORMAL, TRANSPOSED = Axes("y", "x"), Axes("x", "y")
 
 
 def linear(
     in_features: int,
     out_features: int,
+    axes: Axes = NORMAL,
     *,
-    transposed: bool = False,
     num_fused: int | None = None,
     bias: bool = True,
     std: float = 0.02,
 ) -> dict[str, ParameterSpec]:
     """Return weight [in, out] and bias [out] of a linear layer, or [in, num_fused, out] and [num_fused, out].
 
-    Normal: in over y, out over x; transposed: in over x, out over y. z splits the stored rows once more.
+    z splits the stored rows once more.
     """
-    contracted, produced = linear_axes(transposed)
-    shape, out = (
-        ((out_features,), ((produced,),)) if num_fused is None else ((num_fused, out_features), ((), (produced,)))
-    )
-    layout = Layout((contracted, "z"), *out)
+    columns = _named(axes.produced)
+    shape, out = ((out_features,), (columns,)) if num_fused is None else ((num_fused, out_features), ((), columns))
+    layout = Layout(_named(axes.contracted, "z"), *out)
     specs = {"weight": ParameterSpec((in_features, *shape), layout, std=std, decay=True, streamed=True)}
     if bias:
         specs["bias"] = ParameterSpec(shape, Layout(*out))
     return specs
 
 
-def linear_axes(transposed: bool) -> tuple[str, str]:
-    """Return the axes that split the rows and the columns of a linear layer's weight."""
-    return ("x", "y") if transposed else ("y", "x")
+def linear_axes(transposed: bool) -> Axes:
+    """Return the axes of a linear layer on a stream that y splits."""
+    return TRANSPOSED if transposed else NORMAL
+
+
+def _named(*axes: str | None) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis is not None)
+
+
+def conv2d(
+    in_channels: int,
+    out_channels: int,
+    kernel: tuple[int, int],
+    axes: Axes = NORMAL,
+    *,
+    bias: bool = True,
+    std: float | None = None,
+) -> dict[str, ParameterSpec]:
+    """Return weight [out, in, *kernel] and bias [out] of a convolution; [in, out, *kernel] if out is whole.
+
+    So z, which splits the stored rows, splits the channels that there are many of: the last convolution of a U-Net has
+    three output channels. ``std``: None for the standard deviation of torch's initial values.
+    """
+    std = (3 * in_channels * math.prod(kernel)) ** -0.5 if std is None else std
+    channels, split = (in_channels, out_channels), tuple(axes)
+    if axes.produced is not None:
+        channels, split = channels[::-1], split[::-1]
+    layout = Layout(_named(split[0], "z"), _named(split[1]), (), ())
+    specs = {"weight": ParameterSpec((*channels, *kernel), layout, std=std, decay=True, streamed=True)}
+    if bias:
+        specs["bias"] = ParameterSpec((out_channels,), Layout(_named(axes.produced)))
+    return specs
 
 
 def sides(stream: T, inner: T, transposed: bool) -> tuple[T, T]:
@@ -48,12 +90,14 @@ def sides(stream: T, inner: T, transposed: bool) -> tuple[T, T]:
     return (inner, stream) if transposed else (stream, inner)
 
 
-def head_axes(heads: int, x: int, y: int, scatter: bool) -> tuple[str, ...]:
+def head_axes(heads: int, x: int, y: int, scatter: bool, stream: str = "y") -> tuple[str, ...]:
     """Return the axes that split the heads of an attention, outermost first, on a grid with these sizes.
 
-    ``scatter`` (``parallel.scatter_heads``): y splits them too if there are enough.
+    The axis that does not split the stream does. ``scatter`` (``parallel.scatter_heads``): so does that of the stream
+    if there are enough heads.
     """
-    return ("x", "y") if scatter and y > 1 and heads % (x * y) == 0 else ("x",)
+    inner, size = ("x", y) if stream == "y" else ("y", x)
+    return (inner, stream) if scatter and size > 1 and heads % (x * y) == 0 else (inner,)
 
 
 def token_embedding(rows: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
@@ -70,3 +114,45 @@ def layer_norm(features: int) -> dict[str, ParameterSpec]:
     """Return weight and bias [features], features over y."""
     bias = ParameterSpec((features,), Layout(("y",)), between_layers=True)
     return {"weight": replace(bias, mean=1.0), "bias": bias}
+
+
+def group_norm(channels: int, axis: str) -> dict[str, ParameterSpec]:
+    """Return weight and bias [channels], channels over ``axis``."""
+    bias = ParameterSpec((channels,), Layout((axis,)))
+    return {"weight": replace(bias, mean=1.0), "bias": bias}
+
+
+def interleaved_pieces(channels: Sequence[int]) -> int:
+    """Return the number of pieces that each part of a concatenation is stored in: an axis must divide it."""
+    return math.gcd(*channels, _MAX_PIECES) if len(channels) > 1 else channels[0]
+
+
+def interleaved_order(channels: Sequence[int]) -> list[int]:
+    """Return the index in ``[first | second | …]`` of each channel of a concatenation as it is stored.
+
+    The parts are cut into equally many pieces and stored in turns: the first piece of each, then the second of each.
+    An axis that divides the number of pieces splits the stored order into what it splits the parts into: the first rank
+    has the first channels of each. So a concatenation has a plain layout, the same on all grids, and takes no
+    communication.
+    """
+    pieces, starts = interleaved_pieces(channels), [sum(channels[:place]) for place in range(len(channels))]
+    return [
+        start + piece * (count // pieces) + offset
+        for piece in range(pieces)
+        for start, count in zip(starts, channels, strict=True)
+        for offset in range(count // pieces)
+    ]
+
+
+def channel_groups(channels: Sequence[int], groups: int) -> list[int]:
+    """Return the group of each stored channel of a concatenation; groups are consecutive in its parts."""
+    size = sum(channels) // groups
+    return [index // size for index in interleaved_order(channels)]
+
+
+def cuts_groups(channels: Sequence[int], groups: int, parts: int) -> bool:
+    """Return whether an axis of ``parts`` devices puts channels of one group on different devices."""
+    group_of = channel_groups(channels, groups)
+    local = len(group_of) // parts
+    owned = [set(group_of[part * local : (part + 1) * local]) for part in range(parts)]
+    return sum(map(len, owned)) > groups
