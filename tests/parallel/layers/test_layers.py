@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.gradients import GradientReducer
-from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
@@ -14,30 +13,8 @@ from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
 from tests.grids import batch_part, grid_name
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def stream(sizes):
-    return WeightStream(Grid(sizes), torch.float64, torch.float64)
-
-
-def part(whole, weights, layout):
-    return whole[weights.grid.local_slices(whole.shape, layout)]
-
-
-def fill(parameter, whole, weights):
-    with torch.no_grad():
-        parameter.copy_(part(whole.reshape(parameter.spec.shape), weights, parameter.spec.layout))
-
-
-def close(ours, theirs):
-    assert ours.shape == theirs.shape
-    assert (ours - theirs).norm() <= 1e-13 * theirs.norm()
+from tests.parallel.layers.oracle import close, fill, normal, part, stream
 
 
 def linear(sizes, transposed, parts):

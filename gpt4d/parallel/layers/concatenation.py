@@ -1,0 +1,20 @@
+"""Concatenation of activations whose channels are split, without communication."""
+
+from collections.abc import Sequence
+
+import torch
+
+from gpt4d.parallel.layers import specs
+
+
+def concatenate(parts: Sequence[torch.Tensor], channels: Sequence[int]) -> torch.Tensor:
+    """Return the concatenation of activations [..., channels] along channels, stored in the order of
+    gpt4d.parallel.layers.specs.interleaved_order.
+
+    Args:
+        parts: this rank's channels of each activation; one axis splits them all.
+        channels: global number of channels of each.
+    """
+    pieces = specs.interleaved_pieces(channels)
+    sizes = [count // pieces for count in channels]
+    return torch.cat([part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True)], -1).flatten(-2)

@@ -1,0 +1,28 @@
+"""Global tensors of the layers' tests, this rank's parts of them, and the comparison of both, in float64."""
+
+import torch
+
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.weights import WeightStream
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def stream(sizes):
+    return WeightStream(Grid(sizes), torch.float64, torch.float64)
+
+
+def part(whole, weights, layout):
+    return whole[weights.grid.local_slices(whole.shape, layout)]
+
+
+def fill(parameter, whole, weights):
+    with torch.no_grad():
+        parameter.copy_(part(whole.reshape(parameter.spec.shape), weights, parameter.spec.layout))
+
+
+def close(ours, theirs):
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).norm() <= 1e-13 * theirs.norm()

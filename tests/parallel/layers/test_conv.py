@@ -1,0 +1,251 @@
+"""Convolutions, GroupNorm, concatenations and the layers around them against torch.nn in float64, alone, on grids."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.config import GridSizes
+from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.concatenation import concatenate
+from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.group_norm import GroupNorm
+from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
+from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding, sinusoids
+from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.turns import run_alone
+from tests.grids import BINARY_GRIDS, sampled
+from tests.parallel.layers.oracle import close, fill, normal, part, stream
+
+BATCH = ("data", "z")
+GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
+
+
+def pixels(axis):
+    """The layout of an activation."""
+    return Layout(BATCH, (), (), (axis,) if axis else ())
+
+
+def first_channels(x):
+    return x.movedim(-1, 1)
+
+
+def last_channels(x):
+    return x.movedim(1, -1)
+
+
+def conv(sizes, channels, kernel, axes, options):
+    """On a rank: one convolution, its gradients and the bytes it sends."""
+    weights = stream(sizes)
+    layer = Conv2d(weights, *channels, kernel, axes, **options)
+    total = GradientReducer(weights, dict(layer.named_parameters()))
+    kh, kw = (kernel, kernel) if isinstance(kernel, int) else kernel
+    inputs, weight, bias = normal(8, 6, 4, channels[0]), normal(*channels[::-1], kh, kw, seed=1), normal(channels[1])
+    order = (1, 0, 2, 3) if axes.produced is None else (0, 1, 2, 3)  # of the stored weight
+    fill(layer.weight, weight.permute(order), weights)
+    fill(layer.bias, bias, weights)
+    in_layout = pixels(axes.contracted)
+    out_layout = pixels(axes.contracted if options.get("scatter_output") else axes.produced)
+    mine = part(inputs, weights, in_layout).requires_grad_()
+    ours = run_alone(layer(mine))
+
+    inputs, weight, bias = (t.requires_grad_() for t in (inputs, weight, bias))
+    pictures = first_channels(inputs)
+    if (factor := options.get("upsampling", 1)) > 1:
+        pictures = F.interpolate(pictures, scale_factor=factor, mode="nearest")
+    places = {key: options[key] for key in ("stride", "padding") if key in options}
+    theirs = last_channels(F.conv2d(pictures, weight, bias, **places))
+    upstream = normal(*theirs.shape, seed=3)
+    ours.backward(part(upstream, weights, out_layout))
+    theirs.backward(upstream)
+    close(ours, part(theirs, weights, out_layout))
+    close(mine.grad, part(inputs.grad, weights, in_layout))
+    total.finish()
+    for parameter, whole in ((layer.weight, weight.grad.permute(order)), (layer.bias, bias.grad)):
+        close(parameter.grad, part(whole, weights, parameter.spec.layout))
+
+
+CONVOLUTIONS = {
+    "normal": ((8, 16), 3, NORMAL, {"padding": 1}),
+    "transposed": ((16, 8), 3, TRANSPOSED, {"padding": 1}),
+    "1x1": ((8, 16), 1, TRANSPOSED, {}),
+    "any kernel, stride and padding": ((16, 16), (2, 3), NORMAL, {"stride": (1, 2), "padding": (0, 1)}),
+    "downsampling": ((8, 16), 3, TRANSPOSED, {"stride": 2, "padding": 1}),
+    "upsampling": ((16, 8), 3, NORMAL, {"padding": 1, "upsampling": 2}),
+    "of pictures": ((3, 16), 3, Axes(None, "y"), {"padding": 1}),
+    "to pictures": ((16, 3), 3, Axes("y", None), {"padding": 1}),
+    "scattered": ((16, 8), 1, Axes("x", None), {"scatter_output": True}),
+}
+
+
+@pytest.mark.parametrize("sizes", sampled(GRIDS))
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_a_convolution_is_algorithm_1(ranks, sizes, case):
+    ranks.run(sizes.devices, conv, sizes, *CONVOLUTIONS[case])
+
+
+def group_norm(sizes, channels, groups, axis, offset):
+    """On a rank: a norm of a concatenation, of which every rank has its channels of each part."""
+    weights = stream(sizes)
+    layer = GroupNorm(weights, groups, channels, axis)
+    order = specs.interleaved_order(channels)
+    count = sum(channels)
+    parts = [normal(4, 3, 5, size, seed=seed) + offset for seed, size in enumerate(channels)]
+    weight, bias, upstream = normal(count, seed=11), normal(count, seed=12), normal(4, 3, 5, count, seed=13)
+    fill(layer.weight, weight[order], weights)
+    fill(layer.bias, bias[order], weights)
+    layout = Layout((), (), (), (axis,))
+    mine = [part(whole, weights, layout).requires_grad_() for whole in parts]
+    ours = layer(concatenate(mine, channels))
+    ours.backward(part(upstream[..., order], weights, layout))
+
+    whole = [t.requires_grad_() for t in (*parts, weight, bias)]
+    # Not F.group_norm, whose gradients lose digits to an offset.
+    grouped = first_channels(torch.cat(parts, -1)).unflatten(1, (groups, -1))
+    normalized = F.layer_norm(grouped, grouped.shape[2:], eps=1e-5)
+    theirs = last_channels(normalized.flatten(1, 2)) * weight + bias
+    theirs.backward(upstream)
+    bound = 1e-13 * (1 + offset)
+    found = [ours, *(t.grad for t in mine), layer.weight.grad, layer.bias.grad]
+    expected = [theirs[..., order], *(t.grad for t in whole[:-2]), weight.grad[order], bias.grad[order]]
+    layouts = [layout] * (1 + len(channels)) + [Layout((axis,))] * 2
+    for one, other, where in zip(found, expected, layouts, strict=True):
+        other = part(other, weights, where)
+        assert (one - other).norm() <= bound * other.norm()
+    return weights.grid[axis].traffic.read()["bytes"]
+
+
+# Channels, groups and ranks: whole groups on each rank; a rank cuts every group; ranks cut some groups; a group
+# straddles two parts of a concatenation; a group of all channels.
+NORMS = [
+    ((16,), 8, 4, False),
+    ((24,), 6, 4, True),
+    ((24,), 2, 4, True),
+    ((24,), 4, 3, True),
+    ((16, 8), 4, 2, True),
+    ((16, 8), 6, 2, False),
+    ((16, 8), 2, 4, True),
+    ((8, 24), 1, 2, True),
+    ((8, 4, 4), 4, 4, True),
+]
+
+
+@pytest.mark.parametrize(("channels", "groups", "parts", "cut"), NORMS, ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, channels, groups, parts, cut, offset):
+    """With an offset too: a difference of large squares would lose it. Statistics alone are sent, and only if cut."""
+    sent = ranks.run(parts, group_norm, GridSizes(1, parts), channels, groups, "y", offset)
+    statistics = 4 * groups * 8
+    assert sent == [((parts - 1) * 3 + 2 * (parts - 1) / parts * 2) * statistics * cut] * parts
+
+
+def test_a_norm_of_channels_over_x(ranks):
+    ranks.run(4, group_norm, GridSizes(2, 2), (8, 4), 3, "x", 0.0)
+
+
+def test_the_order_of_a_concatenation_keeps_that_of_its_parts():
+    order = specs.interleaved_order((8, 4))
+    assert order == [0, 1, 8, 2, 3, 9, 4, 5, 10, 6, 7, 11]
+    assert specs.interleaved_order((6,)) == list(range(6))
+    for parts in (2, 4):
+        for rank in range(parts):
+            own = set(order[rank * 12 // parts : (rank + 1) * 12 // parts])
+            assert own == {*range(rank * 8 // parts, (rank + 1) * 8 // parts)} | {
+                *range(8 + rank * 4 // parts, 8 + (rank + 1) * 4 // parts)
+            }
+
+
+def attention(sizes, stream_axis):
+    """On a rank: an attention of pixels over heads, on a stream that ``stream_axis`` splits."""
+    weights = stream(sizes)
+    other, heads, channels = {"x": "y", "y": "x"}[stream_axis], 4, 16
+    axes, split = head_split(heads, weights, stream_axis)
+    qkv = Linear(weights, channels, channels, axes=Axes(stream_axis, other), num_fused=3, inner_split=split)
+    output = Linear(weights, channels, channels, axes=Axes(other, stream_axis), transposed=True, inner_split=split)
+    core = AttentionCore(heads, 0.0, axes, causal=False)
+    parameters = {f"{n}.{p}": v for n, m in (("qkv", qkv), ("output", output)) for p, v in m.named_parameters()}
+    total = GradientReducer(weights, parameters)
+    whole = {name: normal(*p.spec.shape, seed=i).mul_(0.3) for i, (name, p) in enumerate(parameters.items())}
+    for name, parameter in parameters.items():
+        fill(parameter, whole[name], weights)
+    inputs, upstream, layout = normal(8, 2, 3, channels, seed=7), normal(8, 2, 3, channels, seed=8), pixels(stream_axis)
+    mine = part(inputs, weights, layout).requires_grad_()
+
+    async def ours_of(x):
+        rows = x.flatten(0, 2)
+        mixed = core(await qkv(rows), Tokens(torch.arange(len(x)), 6))
+        return (await output(mixed)).view(x.shape)
+
+    ours = run_alone(ours_of(mine))
+    ours.backward(part(upstream, weights, layout))
+    total.finish()
+
+    for tensor in (inputs, *whole.values()):
+        tensor.requires_grad_()
+    values = torch.einsum("bhwc,ckn->bhwkn", inputs, whole["qkv.weight"]) + whole["qkv.bias"]
+    q, k, v = values.flatten(1, 2).unflatten(-1, (heads, -1)).permute(2, 0, 3, 1, 4)
+    mixed = (q @ k.mT / (channels // heads) ** 0.5).softmax(-1) @ v
+    theirs = mixed.transpose(1, 2).reshape(inputs.shape) @ whole["output.weight"] + whole["output.bias"]
+    theirs.backward(upstream)
+    bound = 1e-12
+    for one, other in [(ours, part(theirs, weights, layout)), (mine.grad, part(inputs.grad, weights, layout))] + [
+        (p.grad, part(whole[name].grad, weights, p.spec.layout)) for name, p in parameters.items()
+    ]:
+        assert (one - other).norm() <= bound * other.norm()
+
+
+@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, sizes, axis):
+    ranks.run(sizes.devices, attention, sizes, axis)
+
+
+def time_embedding(sizes, axis):
+    """On a rank: the embedding of timesteps and the scales and shifts of one block."""
+    weights = stream(sizes)
+    layers = torch.nn.ModuleDict({"time": TimeEmbedding(weights, 8, 16), "block": ScaleShift(weights, 16, 8, axis)})
+    parameters = dict(layers.named_parameters())
+    total = GradientReducer(weights, parameters)
+    whole = {name: normal(*p.spec.shape, seed=i) for i, (name, p) in enumerate(parameters.items())}
+    for name, parameter in parameters.items():
+        fill(parameter, whole[name], weights)
+    steps, inputs, upstream = torch.arange(8.0).double() * 100, normal(8, 2, 3, 8, seed=7), normal(8, 2, 3, 8, seed=8)
+    layout = pixels(axis)
+    mine = part(inputs, weights, layout).requires_grad_()
+
+    async def ours_of(x):
+        return await layers["block"](x, await layers["time"](part(steps, weights, Layout(BATCH))))
+
+    ours = run_alone(ours_of(mine))
+    ours.backward(part(upstream, weights, layout))
+    total.finish()
+    for tensor in (inputs, *whole.values()):
+        tensor.requires_grad_()
+    angles = steps[:, None] * 10000.0 ** -(torch.arange(4).double() / 4)
+    embedding = torch.cat((angles.cos(), angles.sin()), -1)
+    embedding = F.silu(embedding @ whole["time.up.weight"] + whole["time.up.bias"])
+    embedding = F.silu(embedding @ whole["time.down.weight"] + whole["time.down.bias"])
+    values = embedding @ whole["block.linear.weight"].flatten(1) + whole["block.linear.bias"].flatten()
+    scale, shift = values[:, None, None].chunk(2, -1)
+    theirs = inputs * (1 + scale) + shift
+    theirs.backward(upstream)
+    for one, other in [(ours, part(theirs, weights, layout)), (mine.grad, part(inputs.grad, weights, layout))] + [
+        (p.grad, part(whole[name].grad, weights, p.spec.layout)) for name, p in parameters.items()
+    ]:
+        assert (one - other).norm() <= 1e-12 * other.norm()
+
+
+@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_scales_and_shifts_come_from_one_embedding_on_all_ranks(ranks, sizes, axis):
+    ranks.run(sizes.devices, time_embedding, sizes, axis)
+
+
+def test_sinusoids_are_those_of_diffusers():
+    embeddings = pytest.importorskip("diffusers.models.embeddings")
+    steps = torch.tensor([0, 1, 10, 999])
+    theirs = embeddings.get_timestep_embedding(steps, 32, flip_sin_to_cos=True, downscale_freq_shift=0)
+    assert torch.equal(sinusoids(steps, 32), theirs)
