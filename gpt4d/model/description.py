@@ -44,11 +44,11 @@ class Walk(Protocol):
     def stream_tokens(self) -> int:
         """Tokens of this device between the layers."""
 
-    def head_axes(self, heads: int) -> tuple[str, ...]:
-        """Return the axes that split the heads of an attention."""
+    def head_axes(self, heads: int, stream: str = "y") -> tuple[str, ...]:
+        """Return the axes that split the heads of an attention on a stream whose features ``stream`` splits."""
 
-    def size(self, axis: str) -> int:
-        """Return the devices along an axis."""
+    def size(self, axis: str | None) -> int:
+        """Return the devices along an axis; 1 for None, where no axis splits a dim."""
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
         """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""
@@ -62,7 +62,7 @@ class Walk(Protocol):
     def scratch(self, nbytes: int) -> None:
         """Take memory for a moment."""
 
-    def start(self, kind: str, axis: str, nbytes: float) -> object:
+    def start(self, kind: str, axis: str | None, nbytes: float) -> object:
         """Start a collective beside the computation: ``all_reduce``, ``all_gather`` or ``reduce_scatter``."""
 
     def wait(self, collective: object) -> None:

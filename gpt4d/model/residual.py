@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.model.costs import LayerNormCost, LinearCost
+from gpt4d.model.costs import LayerNormCost
 from gpt4d.model.description import LayerCost, Walk
+from gpt4d.model.product_costs import LinearCost
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 

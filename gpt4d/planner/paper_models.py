@@ -10,8 +10,9 @@ from typing import cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
-from gpt4d.model.costs import MASTER_BYTES, LinearCost
+from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
+from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
 from gpt4d.parallel.plan import strides
 from gpt4d.planner.device import sent_bytes

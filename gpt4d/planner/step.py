@@ -36,7 +36,7 @@ class ChunkWalk:
         self.stream_tokens = self.tokens // (self.sizes.x if self.sequence_parallel else 1)
         self.device = device = step.device
         self.compute, self.scratch = device.compute, device.scratch
-        self.start, self.wait, self.do = device.start, device.wait, device.do
+        self.wait, self.do = device.wait, device.do
         self.held = 0  # by layers: not gathered weights, not gradients
         self.unit: Unit = step.description.units[0]  # where the walk is
         self.held_by_omitted: dict[str, int] = {}
@@ -45,11 +45,14 @@ class ChunkWalk:
     def recomputed(self) -> bool:
         return self.step.recompute and self.unit.block
 
-    def size(self, axis: str) -> int:
-        return getattr(self.sizes, axis)
+    def size(self, axis: str | None) -> int:
+        return 1 if axis is None else getattr(self.sizes, axis)
 
-    def head_axes(self, heads: int) -> tuple[str, ...]:
-        return head_axes(heads, self.sizes.x, self.sizes.y, self.step.config.parallel.scatter_heads)
+    def head_axes(self, heads: int, stream: str = "y") -> tuple[str, ...]:
+        return head_axes(heads, self.sizes.x, self.sizes.y, self.step.config.parallel.scatter_heads, stream)
+
+    def start(self, kind: str, axis: str | None, nbytes: float) -> object:
+        return None if axis is None else self.device.start(kind, axis, nbytes)
 
     async def turn(self, collective: object = None) -> None:
         if self.step.num_chunks > 1:

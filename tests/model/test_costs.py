@@ -2,61 +2,28 @@
 collectives are those of the step in the same order."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.parallel import collectives, hosts
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import linear
 from gpt4d.parallel.pipeline.runtime import whole_model
-from gpt4d.parallel.traffic import Works
-from gpt4d.planner.device import KINDS, Device, Links, sent_bytes
+from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
 from tests.fake_time import FakeTime
 from tests.grids import grid_name, token_loss
+from tests.model.recording import recorded_collectives
 
 FLOPS, LAUNCH_US = 2e10, 20.0
 MODEL = GPT2Config(layers=2, hidden=512, heads=8, vocab_size=512, max_positions=256)
 BATCH = 16
 GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 1, 1), (4, 1, 2, 1), (2, 2, 2, 1), (1, 4, 2, 1), (1, 1, 1, 8))]
-
-
-@pytest.fixture
-def rank_0(monkeypatch):
-    """Return a function that makes this process the first of some ranks, the others of which do not exist.
-
-    Collectives return at once and compute nothing, and products are those of a GPU.
-    """
-
-    def start_process_group(world_size: int) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-
-    def exchange(full, axis):
-        return Works([], []), full.chunk(axis.size)[:1]
-
-    def gather(shard, axis):
-        return Works([], []), [shard.new_empty(axis.size, shard.numel())]
-
-    def multiply(a, b, dtype):
-        return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-
-    monkeypatch.setattr(hosts, "connect", lambda group: None)
-    monkeypatch.setattr(collectives, "_exchange_parts", exchange)
-    monkeypatch.setattr(collectives, "_gather_pieces", gather)
-    monkeypatch.setattr(collectives, "_add_parts", lambda received, full: received[0])
-    monkeypatch.setattr(linear, "product", multiply)
-    yield start_process_group
-    dist.destroy_process_group()
 
 
 def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
@@ -116,27 +83,12 @@ def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]
     """Return (kind, axis, bytes) of each collective that a step starts, and of each that is planned."""
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
     step = TrainStep(stage, whole_model(token_loss), OptimConfig(), config.parallel.overlap.data)
-    samples, started, planned = config.train.batch_size // sizes.batch_shards, [], []
+    samples = config.train.batch_size // sizes.batch_shards
     ids = torch.zeros(samples, config.train.seq_len, dtype=torch.int64)
     size = config.train.micro_batch_size or samples
     microbatches = [(part, part, torch.arange(len(part))) for part in ids.split(size)]
 
-    def recorded(kind, start):
-        def record(tensor, axis, *rest, parameter=None):
-            if axis.size > 1:
-                started.append((kind, axis.name, sent_bytes(kind, axis.size, tensor.nbytes)))
-            return start(tensor, axis, *rest, parameter=parameter)
-
-        return record
-
-    class RecordingDevice(Device):
-        def start(self, kind, axis, nbytes):
-            if self.links.sizes[axis] > 1:
-                planned.append((kind, axis, sent_bytes(kind, self.links.sizes[axis], nbytes)))
-            return super().start(kind, axis, nbytes)
-
-    patches = {f"start_{kind}": recorded(kind, getattr(collectives, f"start_{kind}")) for kind in KINDS}
-    with patch.multiple(collectives, **patches), patch("gpt4d.planner.step.Device", RecordingDevice):
+    with recorded_collectives() as (started, planned):
         step(microbatches, len(microbatches), ids.numel(), 1e-3)
         estimate = Estimate(config, sizes)
         estimate._walk(size, estimate.description.blocks).run(len(microbatches))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
-from gpt4d.model.costs import ActivationCost, LinearCost
+from gpt4d.model.costs import ActivationCost
 from gpt4d.model.description import Description, EdgeTensor, Unit, Walk
 from gpt4d.model.family import Family
+from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.order import LayerWeights

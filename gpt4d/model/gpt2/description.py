@@ -1,17 +1,17 @@
 """GPT-2 without torch: layers in the order of execution, what the grid must divide, FLOPs."""
 
 from gpt4d.config import Divisibility
+from gpt4d.model.attention_costs import AttentionCost
 from gpt4d.model.costs import (
     ActivationCost,
-    CausalAttentionCost,
     CrossEntropyCost,
     LayerNormCost,
-    LinearCost,
     PositionEmbeddingCost,
     TokenEmbeddingCost,
 )
 from gpt4d.model.description import Description, EdgeTensor, Unit
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
 from gpt4d.parallel.layout import CHUNK, Layout
 
@@ -24,7 +24,7 @@ def describe(config: GPT2Config) -> Description:
             (
                 LayerNormCost("attention_norm", h),
                 LinearCost("attention.qkv", h, h, num_fused=3, heads=config.heads),
-                CausalAttentionCost(config.heads, h, dropout=config.attention_dropout > 0),
+                AttentionCost(config.heads, h, dropout=config.attention_dropout > 0),
                 LinearCost("attention.output", h, h, transposed=True, heads=config.heads),
             ),
             (

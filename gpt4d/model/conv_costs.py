@@ -1,0 +1,251 @@
+"""The costs of layers of pictures: convolutions, GroupNorm, concatenations, time embeddings. No torch here.
+
+``positions`` are the pixels of one picture, whose channels an axis splits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpt4d.model.costs import STATISTIC, ActivationCost, SimpleCost, cast, prefixed
+from gpt4d.model.description import LayerCost, Walk
+from gpt4d.model.product_costs import LinearCost, ProductCost, ProductSizes
+from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.order import LayerWeights
+
+
+@dataclass(frozen=True)
+class Conv2dCost(ProductCost):
+    """A convolution of pictures of ``size`` (height, width). Arguments as for gpt4d.parallel.layers.conv.Conv2d."""
+
+    name: str
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, int]
+    size: tuple[int, int]
+    axes: Axes = specs.NORMAL
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    upsampling: int = 1
+    bias: bool = True
+    scatter_output: bool = False
+    input_gradient: bool = True
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        layer = specs.conv2d(self.in_channels, self.out_channels, self.kernel, self.axes, bias=self.bias)
+        return prefixed(self.name, layer)
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        height, width = (
+            (extent * self.upsampling + 2 * padding - kernel) // stride + 1
+            for extent, padding, kernel, stride in zip(self.size, self.padding, self.kernel, self.stride, strict=True)
+        )
+        return height, width
+
+    def flops(self, length: int) -> float:
+        return 2 * math.prod(self.out_size) * self.in_channels * self.out_channels * math.prod(self.kernel)
+
+    @property
+    def _axes(self) -> Axes:
+        return self.axes
+
+    def _sizes(self, walk: Walk) -> ProductSizes:
+        k = self.in_channels // walk.size(self.axes.contracted)
+        n = self.out_channels // walk.size(self.axes.produced)
+        element, weight = walk.samples * walk.element_bytes, k * n * math.prod(self.kernel)
+        in_bytes, out_bytes = math.prod(self.size) * k * element, math.prod(self.out_size) * n * element
+        return ProductSizes(in_bytes, out_bytes, weight, 2 * walk.samples * math.prod(self.out_size) * weight)
+
+    def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
+        return None, "features" if self.scatter_output else None
+
+    def _enlarge(self, walk: Walk) -> None:
+        if self.upsampling > 1:
+            in_bytes, large = self._sizes(walk).in_bytes, self.upsampling**2
+            walk.scratch(in_bytes * large)
+            walk.compute(moved=in_bytes * (1 + large))
+
+    _read_input = _write_input_gradient = _enlarge
+
+    def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:
+        walk.compute(moved=2 * nbytes)  # into the order of the stored weight
+
+
+@dataclass(frozen=True)
+class GroupNormCost(SimpleCost):
+    """GroupNorm over the channels of an activation, or of a concatenation, that ``axis`` splits.
+
+    In a residual branch its input may belong to the stream (``branch``), which keeps it.
+    """
+
+    name: str
+    channels: tuple[int, ...]
+    groups: int
+    positions: int
+    axis: str = "y"
+    branch: bool = False
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return prefixed(self.name, specs.group_norm(sum(self.channels), self.axis))
+
+    def _bytes(self, walk: Walk) -> tuple[int, int, int]:
+        """Return the bytes of the activation, of the same in float32, and of two statistics of each channel."""
+        local = walk.samples * (sum(self.channels) // walk.size(self.axis))
+        return local * self.positions * walk.element_bytes, local * self.positions * 4, 2 * local * STATISTIC
+
+    def _exchange(self, walk: Walk, kind: str, count: int) -> None:
+        """Exchange ``count`` statistics of each group, if the axis cuts groups."""
+        if specs.cuts_groups(self.channels, self.groups, walk.size(self.axis)):
+            walk.do(kind, self.axis, count * walk.samples * self.groups * STATISTIC)
+
+    async def forward(self, walk: Walk) -> None:
+        x, wide, statistics = self._bytes(walk)
+        walk.hold(x + statistics)
+        walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
+        cast(walk, x, wide)
+        walk.compute(moved=6 * wide, operations=12)
+        self._exchange(walk, "all_gather", 3)
+        walk.compute(moved=4 * wide, operations=8)
+        cast(walk, x, wide)
+
+    async def backward(self, walk: Walk) -> None:
+        x, wide, statistics = self._bytes(walk)
+        walk.scratch(4 * wide)
+        cast(walk, x, wide)
+        walk.compute(moved=9 * wide, operations=9)
+        self._exchange(walk, "all_reduce", 2)
+        walk.compute(moved=11 * wide, operations=8)
+        cast(walk, x, wide)
+        walk.release(statistics)
+        for name in self.parameters():
+            walk.add_gradient(name)
+        if not self.branch:
+            walk.release(x)
+
+
+@dataclass(frozen=True)
+class ConcatenationCost(SimpleCost):
+    """A concatenation of activations along channels that ``axis`` splits: a copy, without communication.
+
+    The first part is the stream, which it replaces. The others stay with the layers that have produced them.
+    """
+
+    channels: tuple[int, ...]
+    positions: int
+    axis: str = "y"
+
+    def _bytes(self, walk: Walk) -> tuple[int, int]:
+        """Return the bytes of the stream and of the concatenation."""
+        pixel = walk.samples * self.positions * walk.element_bytes
+        return self.channels[0] // walk.size(self.axis) * pixel, sum(self.channels) // walk.size(self.axis) * pixel
+
+    async def forward(self, walk: Walk) -> None:
+        stream, whole = self._bytes(walk)
+        walk.hold(whole)
+        walk.compute(moved=2 * whole)
+        walk.release(stream)
+
+    async def backward(self, walk: Walk) -> None:
+        _, whole = self._bytes(walk)
+        walk.hold(whole)  # the gradients of all parts: those of skips stay until their producers' backward
+        walk.compute(moved=2 * whole, operations=len(self.channels))
+        walk.release(whole)
+
+
+class SequenceCost:
+    """Layers one after another, each of which takes the output of the one before."""
+
+    layers: Sequence[LayerCost]
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {name: spec for layer in self.layers for name, spec in layer.parameters().items()}
+
+    def weights(self) -> LayerWeights:
+        uses = [layer.weights() for layer in self.layers]
+        return LayerWeights(
+            tuple(name for use in uses for name in use.forward),
+            tuple(name for use in uses for name in use.recomputation),
+            tuple(name for use in reversed(uses) for name in use.backward),
+        )
+
+    def flops(self, length: int) -> float:
+        return sum(layer.flops(length) for layer in self.layers)
+
+    async def forward(self, walk: Walk) -> None:
+        for layer in self.layers:
+            await layer.forward(walk)
+
+    async def backward(self, walk: Walk) -> None:
+        for layer in reversed(self.layers):
+            await layer.backward(walk)
+
+
+@dataclass(frozen=True)
+class TimeEmbeddingCost(SequenceCost):
+    """The embedding of timesteps, whole on every rank of x and y (gpt4d.parallel.layers.time_embedding)."""
+
+    channels: int
+    hidden: int
+
+    @cached_property
+    def layers(self) -> tuple[LayerCost, ...]:  # type: ignore[override]
+        whole = Axes(None, None)
+        return (
+            LinearCost("up", self.channels, self.hidden, axes=whole, positions=1, input_gradient=False),
+            ActivationCost(self.hidden, self.hidden, axis=None, positions=1),
+            LinearCost("down", self.hidden, self.hidden, axes=whole, positions=1),
+        )
+
+
+@dataclass(frozen=True)
+class ScaleShiftCost:
+    """Scales and shifts of channels by a linear layer of the time embedding, which stays with its producer."""
+
+    name: str
+    hidden: int
+    channels: int
+    positions: int
+    axis: str
+
+    @cached_property
+    def _linear(self) -> LinearCost:
+        name = f"{self.name}.linear" if self.name else "linear"
+        return LinearCost(name, self.hidden, self.channels, num_fused=2, axes=Axes(None, self.axis), positions=1)
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return self._linear.parameters()
+
+    def weights(self) -> LayerWeights:
+        return self._linear.weights()
+
+    def flops(self, length: int) -> float:
+        return self._linear.flops(length)
+
+    def _bytes(self, walk: Walk) -> tuple[int, int, int]:
+        """Return the bytes of the embedding, of the scales and shifts, and of the activation."""
+        local = walk.samples * (self.channels // walk.size(self.axis)) * walk.element_bytes
+        return walk.samples * self.hidden * walk.element_bytes, 2 * local, local * self.positions
+
+    async def forward(self, walk: Walk) -> None:
+        embedding, _, x = self._bytes(walk)
+        walk.hold(embedding)
+        walk.compute(moved=2 * embedding)
+        await self._linear.forward(walk)
+        walk.hold(x)
+        walk.compute(moved=2 * x, operations=2)
+
+    async def backward(self, walk: Walk) -> None:
+        embedding, _, x = self._bytes(walk)
+        walk.hold(x)
+        walk.scratch(x)
+        walk.compute(moved=9 * x, operations=9)
+        walk.release(2 * x)
+        await self._linear.backward(walk)
+        walk.compute(moved=5 * embedding, operations=2)
+        walk.release(embedding)
+        # The scales and shifts and their gradients have the same size: the linear layer has released one of the two.

@@ -1,0 +1,215 @@
+"""The costs of products with streamed weights: linear layers, and what convolutions share with them. No torch here."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpt4d.model.costs import MASTER_BYTES, prefixed, rows
+from gpt4d.model.description import Walk
+from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.order import LayerWeights
+
+
+class ProductSizes(NamedTuple):
+    """A product on one device. Input and output are whole: gathered, or not scattered yet."""
+
+    in_bytes: int
+    out_bytes: int
+    weight: int  # elements
+    flops: float
+
+
+class ProductCost:
+    """What linear layers and convolutions share (gpt4d.parallel.layers.product).
+
+    A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
+    """
+
+    name: str
+    bias: bool
+    input_gradient: bool
+
+    @property
+    def _weight(self) -> str:
+        return f"{self.name}.weight"
+
+    def weights(self) -> LayerWeights:
+        names = (self._weight,)
+        return LayerWeights(names, names, names if self.input_gradient else ())
+
+    @property
+    def _axes(self) -> Axes:
+        raise NotImplementedError
+
+    def _sizes(self, walk: Walk) -> ProductSizes:
+        raise NotImplementedError
+
+    def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
+        """Return what the other axis may split of the input and of the output: "tokens", "features" or nothing."""
+        raise NotImplementedError
+
+    def _read_input(self, walk: Walk) -> None:
+        """Compute what precedes a product with the input."""
+
+    def _write_input_gradient(self, walk: Walk) -> None:
+        """Compute what follows the product that the input's gradient comes from."""
+
+    def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:
+        """Compute what follows the product that the weight's gradient comes from."""
+
+    def _splits(self, walk: Walk) -> tuple[str | None, str | None]:
+        """Return what is split of the input, which is gathered, and of the output, which is scattered."""
+        before, after = self._split_sides(walk)
+        contracted, produced = self._axes
+        return before if walk.size(produced) > 1 else None, after if walk.size(contracted) > 1 else None
+
+    async def take_input(self, walk: Walk) -> None:
+        """Begin a forward: keep the input, gathered if it is split."""
+        before, after = self._splits(walk)
+        if before:
+            whole, axis = self._sizes(walk).in_bytes, self._axes.produced
+            part = whole // walk.size(axis)
+            walk.hold(whole)
+            await walk.turn(walk.start("all_gather", axis, part))
+            if before == "features":
+                walk.scratch(whole)
+                walk.compute(moved=2 * whole)  # the attention core keeps its part
+            else:
+                walk.release(part)
+        elif after:
+            await walk.turn()
+
+    async def forward(self, walk: Walk) -> None:
+        await self.take_input(walk)
+        in_bytes, out_bytes, weight, flops = self._sizes(walk)
+        contracted, (_, after) = self._axes.contracted, self._splits(walk)
+        walk.gather(self._weight)
+        self._read_input(walk)
+        walk.hold(out_bytes)
+        walk.compute(flops, in_bytes + weight * walk.element_bytes + out_bytes)
+        walk.multiplied()
+        if after == "features":
+            walk.scratch(out_bytes)
+            walk.compute(moved=2 * out_bytes)
+        part = out_bytes // walk.size(contracted) if after else out_bytes
+        walk.hold(part if after else 0)
+        await walk.turn(walk.start("reduce_scatter" if after else "all_reduce", contracted, out_bytes))
+        walk.release(out_bytes if after else 0)
+        if self.bias and walk.size(contracted) > 1:  # otherwise the product adds it
+            walk.compute(moved=2 * part)
+
+    def gather_gradient(self, walk: Walk) -> object:
+        """Start to gather the gradient of an output that was scattered, as the backward begins; None for another."""
+        contracted, (_, after) = self._axes.contracted, self._splits(walk)
+        if not after:
+            return None
+        out_bytes = self._sizes(walk).out_bytes
+        walk.hold(out_bytes)
+        return walk.start("all_gather", contracted, out_bytes // walk.size(contracted))
+
+    async def backward(self, walk: Walk, keep_gradient: bool = False, gathering: object = None) -> None:
+        """Walk through the backward.
+
+        Args:
+            walk: the device.
+            keep_gradient: the gradient of the output stays held, since the residual stream needs it too.
+            gathering: what ``gather_gradient`` has started.
+        """
+        in_bytes, out_bytes, weight, flops = self._sizes(walk)
+        (contracted, produced), (before, after) = self._axes, self._splits(walk)
+        pending = None
+        if after:
+            if gathering is None:
+                await walk.turn(self.gather_gradient(walk))
+            else:
+                walk.wait(gathering)
+            if after == "features":
+                walk.scratch(out_bytes)
+                walk.compute(moved=2 * out_bytes)
+            walk.release(0 if keep_gradient else out_bytes // walk.size(contracted))
+        if self.input_gradient:
+            walk.gather(self._weight)
+            walk.hold(in_bytes)
+            walk.compute(flops, out_bytes + weight * walk.element_bytes + in_bytes)
+            walk.multiplied()
+            self._write_input_gradient(walk)
+            if before == "features":
+                walk.scratch(in_bytes)
+                walk.compute(moved=2 * in_bytes)
+            if before:
+                walk.hold(in_bytes // walk.size(produced))
+            pending = walk.start("reduce_scatter" if before else "all_reduce", produced, in_bytes)
+            if not walk.overlap.all_reduce:
+                walk.wait(pending)
+                pending = None
+        gradient = weight * MASTER_BYTES
+        walk.hold(gradient)
+        self._read_input(walk)
+        walk.compute(flops, in_bytes + out_bytes + gradient)
+        self._write_weight_gradient(walk, gradient)
+        walk.scatter(self._weight)
+        if self.bias:
+            walk.compute(moved=out_bytes)
+            walk.add_gradient(f"{self.name}.bias")
+        walk.release(out_bytes if after or not keep_gradient else 0)
+        walk.release(in_bytes if walk.recomputed else 0)  # a recomputed input is dropped once it has been read
+        await walk.turn(pending)
+        walk.release(0 if walk.recomputed else in_bytes)
+        if before and self.input_gradient:
+            walk.release(in_bytes)  # the gradient before it was scattered
+        if before == "features":
+            walk.release(in_bytes // walk.size(produced))  # what the attention core has kept
+
+
+@dataclass(frozen=True)
+class LinearCost(ProductCost):
+    """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead.
+
+    ``heads``: of the attention that it leads to or from, which the axis of the stream's features may split too
+    (gpt4d.parallel.layers.attention). ``axes``: those of gpt4d.parallel.layers.linear.Linear.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    transposed: bool = False
+    num_fused: int | None = None
+    bias: bool = True
+    tied: str | None = None
+    input_gradient: bool = True
+    heads: int | None = None
+    axes: Axes | None = None
+    positions: int | None = None  # rows of a sample; None: its tokens
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        if self.tied:
+            return {}
+        fused, bias = self.num_fused, self.bias
+        layer = specs.linear(self.in_features, self.out_features, self._axes, num_fused=fused, bias=bias)
+        return prefixed(self.name, layer)
+
+    @property
+    def _weight(self) -> str:
+        return f".{self.tied}" if self.tied else f"{self.name}.weight"
+
+    @property
+    def _axes(self) -> Axes:
+        return self.axes or specs.linear_axes(self.transposed)
+
+    def flops(self, length: int) -> float:
+        positions = length if self.positions is None else self.positions
+        return 2 * positions * self.in_features * self.out_features * (self.num_fused or 1)
+
+    def _sizes(self, walk: Walk) -> ProductSizes:
+        k = self.in_features // walk.size(self._axes.contracted)
+        n = self.out_features * (self.num_fused or 1) // walk.size(self._axes.produced)
+        count, element = rows(walk, self.positions), walk.element_bytes
+        return ProductSizes(count * k * element, count * n * element, k * n, 2 * count * (k * n))
+
+    def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
+        stream, inner = "tokens" if walk.sequence_parallel else None, None
+        axis = self._axes.produced if self.transposed else self._axes.contracted
+        if self.heads and axis and axis in walk.head_axes(self.heads, axis):
+            inner = "features"
+        return specs.sides(stream, inner, self.transposed)

@@ -1,0 +1,36 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpt4d.parallel import collectives, hosts
+from gpt4d.parallel.layers import linear
+from gpt4d.parallel.traffic import Works
+
+
+@pytest.fixture
+def rank_0(monkeypatch):
+    """Return a function that makes this process the first of some ranks, the others of which do not exist.
+
+    Collectives return at once and compute nothing, and products are those of a GPU.
+    """
+
+    def start_process_group(world_size: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+    def exchange(full, axis):
+        return Works([], []), full.chunk(axis.size)[:1]
+
+    def gather(shard, axis):
+        return Works([], []), [shard.new_empty(axis.size, shard.numel())]
+
+    def multiply(a, b, dtype):
+        return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+
+    monkeypatch.setattr(hosts, "connect", lambda group: None)
+    monkeypatch.setattr(collectives, "_exchange_parts", exchange)
+    monkeypatch.setattr(collectives, "_gather_pieces", gather)
+    monkeypatch.setattr(collectives, "_add_parts", lambda received, full: received[0])
+    monkeypatch.setattr(linear, "product", multiply)
+    yield start_process_group
+    dist.destroy_process_group()
