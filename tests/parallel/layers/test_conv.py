@@ -1,23 +1,31 @@
 """Convolutions, GroupNorm, concatenations and the layers around them against torch.nn in float64, alone, on grids."""
 
+import math
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel import collectives
+from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
-from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.conv import Conv2d, Convolution
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding, sinusoids
 from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.turns import run_alone
-from tests.grids import BINARY_GRIDS, sampled
+from gpt4d.parallel.weights import WeightStream
+from tests.grids import BINARY_GRIDS, global_tensor, sampled
 from tests.parallel.layers.oracle import close, fill, normal, part, stream
 
 BATCH = ("data", "z")
@@ -249,3 +257,117 @@ def test_sinusoids_are_those_of_diffusers():
     steps = torch.tensor([0, 1, 10, 999])
     theirs = embeddings.get_timestep_embedding(steps, 32, flip_sin_to_cos=True, downscale_freq_shift=0)
     assert torch.equal(sinusoids(steps, 32), theirs)
+
+
+class Residual(torch.nn.Module):
+    """A block of a U-Net on a stream that y splits, with a scattered shortcut."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.norm = GroupNorm(weights, 3, 8)
+        self.widen = Conv2d(weights, 8, 16, 3, NORMAL, padding=1)
+        self.inner = GroupNorm(weights, 4, 16, "x")
+        self.scale = ScaleShift(weights, 16, 16, "x")
+        self.narrow = Conv2d(weights, 16, 8, 3, TRANSPOSED, padding=1)
+        self.shortcut = Conv2d(weights, 8, 8, 1, Axes("y", None), scatter_output=True)
+
+    async def forward(self, x, embedding):
+        inner = await self.widen(F.silu(self.norm(x)))
+        inner = F.silu(await self.scale(self.inner(inner), embedding))
+        return await self.shortcut(x) + await self.narrow(inner)
+
+
+def blocks(sizes, options, delayed=False):
+    """On a rank: global gradients of blocks that are cut into chunks and recomputed, and beside each sum what ran."""
+    weights = WeightStream(Grid(sizes), torch.float64, torch.float64, **options)
+    layers = torch.nn.ModuleList([Residual(weights), Residual(weights)])
+    parameters = dict(layers.named_parameters())
+    total = GradientReducer(weights, parameters)
+    for seed, parameter in enumerate(parameters.values()):
+        fill(parameter, normal(*parameter.spec.shape, seed=seed), weights)
+    x, upstream, embedding = normal(8, 4, 4, 8, seed=91), normal(8, 4, 4, 8, seed=92), normal(8, 16, seed=93)
+    x = part(x, weights, pixels("y")).requires_grad_()
+    embedding = part(embedding, weights, Layout(BATCH, ())).requires_grad_()
+    with overlapped() as beside:
+        out = run_blocks(weights, layers, x, embedding)
+        with weights.delaying_weight_gradients() if delayed else nullcontext():
+            out.backward(part(upstream, weights, pixels("y")))
+        if delayed:
+            assert all(p.grad is None for p in parameters.values() if p.spec.streamed)
+            weights.compute_delayed_gradients()
+    total.finish()
+    grads = {name: global_tensor(p.grad, p.spec, weights.grid) for name, p in parameters.items()}
+    of_x = [(out, pixels("y")), (x.grad, pixels("y")), (embedding.grad, Layout(BATCH, ()))]
+    for name, (tensor, layout) in zip(("out", "x", "embedding"), of_x, strict=True):
+        shape = tuple(
+            size * math.prod(getattr(sizes, axis) for axis in axes)
+            for size, axes in zip(tensor.shape, layout.dims, strict=True)
+        )
+        grads[name] = global_tensor(tensor, ParameterSpec(shape, layout), weights.grid)
+    return grads, beside
+
+
+@contextmanager
+def overlapped():
+    """Record for each sum over x or y of a convolution's outputs or gradients how many convolutions ran beside it."""
+    beside, computed, start = [], [0], collectives.start_all_reduce
+
+    def counted(compute):
+        def call(*args, **options):
+            computed[0] += 1
+            return compute(*args, **options)
+
+        return call
+
+    def started(tensor, axis, *rest, parameter=None):
+        pending, begun = start(tensor, axis, *rest, parameter=parameter), computed[0]
+        if pending.run and parameter is not None and parameter.dim() == 4:
+            wait = pending.run.wait
+
+            def waited():
+                beside.append(computed[0] - begun)
+                wait()
+
+            pending.run.wait = waited
+        return pending
+
+    with (
+        patch.object(collectives, "start_all_reduce", started),
+        patch.object(Convolution, "forward", counted(Convolution.forward)),
+        patch.object(Convolution, "input_gradient", counted(Convolution.input_gradient)),
+        patch.object(Convolution, "weight_gradient", counted(Convolution.weight_gradient)),
+    ):
+        yield beside
+
+
+@pytest.fixture(scope="module")
+def serial(ranks):
+    ((expected, _),) = ranks.run(1, blocks, GridSizes(), {})
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "delayed"),
+    [
+        ((2, 2, 1, 1), {"num_chunks": 4}, False),
+        ((1, 2, 2, 1), {"recompute": True}, False),
+        ((2, 1, 1, 2), {"recompute": True, "num_chunks": 2}, False),
+        ((2, 2, 2, 1), {"num_chunks": 2}, True),
+        pytest.param((2, 2, 2, 1), {"recompute": True, "num_chunks": 2}, True, marks=pytest.mark.full),
+        pytest.param((2, 2, 2, 2), {"recompute": True, "num_chunks": 2}, False, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_blocks_of_convolutions_are_exact_in_chunks_recomputed_and_delayed(ranks, serial, sizes, options, delayed):
+    sizes = GridSizes(*sizes)
+    grads, _ = ranks.run(sizes.devices, blocks, sizes, options, delayed)[0]
+    for name, expected in serial.items():
+        assert (grads[name] - expected).norm() <= 1e-12 * expected.norm(), name
+
+
+def test_other_chunks_convolve_while_a_convolution_is_summed(ranks):
+    """And the weight's gradient is computed while that of the input is summed: only a last chunk's output waits."""
+    for _, beside in ranks.run(4, blocks, GridSizes(2, 2), {"num_chunks": 4}):
+        outputs_and_gradients = 2 * (2 + 2) * 4  # blocks, sums over x or y, chunks
+        assert len(beside) == outputs_and_gradients
+        assert 8 * beside.count(0) <= len(beside)
