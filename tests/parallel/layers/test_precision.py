@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.conv import Conv2d
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.norm import LayerNorm, LayerNormFunction
 from gpt4d.parallel.layers.tokens import Tokens
@@ -91,3 +93,25 @@ def test_a_norm_of_bf16_features_is_that_of_their_values(weights, x, upstream):
     expected.backward(upstream.double())
     for ours, theirs in ((out, expected), (x.grad, wide.grad)):
         assert ours.dtype == torch.bfloat16 and (ours - theirs).norm() < 4e-3 * theirs.norm()
+
+
+def test_weight_and_bias_of_a_convolution_and_of_a_group_norm(weights):
+    pixels = (8, 16, 16, FEATURES)
+    x, upstream = normal(*pixels).bfloat16().requires_grad_(), normal(*pixels, seed=1).bfloat16()
+    conv = Conv2d(weights, FEATURES, FEATURES, 3, padding=1)
+    with torch.no_grad():
+        conv.weight.zero_(), conv.bias.zero_()
+    run_alone(conv(x)).backward(upstream)
+    weights.finish()
+    wide, d_out = x.detach().double(), upstream.double()
+    weight = torch.zeros(FEATURES, FEATURES, 3, 3, dtype=torch.float64, requires_grad=True)
+    (F.conv2d(wide.movedim(-1, 1), weight, padding=1) * d_out.movedim(-1, 1)).sum().backward()
+    close(conv.weight.grad, weight.grad)
+    close(conv.bias.grad, d_out.sum((0, 1, 2)))
+    norm = GroupNorm(weights, 4, FEATURES)
+    with torch.no_grad():
+        norm.weight.fill_(1), norm.bias.zero_()
+    norm(x).backward(upstream)
+    exact = F.group_norm(wide.movedim(-1, 1), 4).movedim(1, -1) * d_out
+    close(norm.weight.grad, exact.sum((0, 1, 2)))
+    close(norm.bias.grad, d_out.sum((0, 1, 2)))
