@@ -146,7 +146,8 @@ def interleaved_order(channels: Sequence[int]) -> list[int]:
 
 def channel_groups(channels: Sequence[int], groups: int) -> list[int]:
     """Return the group of each stored channel of a concatenation; groups are consecutive in its parts."""
-    size = sum(channels) // groups
+    size, uneven = divmod(sum(channels), groups)
+    assert not uneven, f"{groups} groups do not divide {sum(channels)} channels"
     return [index // size for index in interleaved_order(channels)]
 
 

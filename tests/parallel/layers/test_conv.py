@@ -264,7 +264,7 @@ class Residual(torch.nn.Module):
 
     def __init__(self, weights):
         super().__init__()
-        self.norm = GroupNorm(weights, 3, 8)
+        self.norm = GroupNorm(weights, 1, 8)
         self.widen = Conv2d(weights, 8, 16, 3, NORMAL, padding=1)
         self.inner = GroupNorm(weights, 4, 16, "x")
         self.scale = ScaleShift(weights, 16, 16, "x")
