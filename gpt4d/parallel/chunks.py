@@ -4,7 +4,8 @@ In the backward, autograd runs the nodes that are ready in the reverse of their 
 forward decide which chunk computes while the gradients of another are summed (gpt4d.parallel.layers.product).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,29 +14,91 @@ from gpt4d.parallel.turns import run
 from gpt4d.parallel.weights import WeightStream
 
 
+class Node(NamedTuple):
+    """A block in a graph of blocks: the names of the tensors that it takes, and of the one that it returns.
+
+    Its ``forward`` is a coroutine from these tensors, in this order, and what all blocks take.
+    """
+
+    block: nn.Module
+    uses: tuple[str, ...]
+    produces: str
+
+
 def run_blocks(weights: WeightStream, blocks: Iterable[nn.Module], x: torch.Tensor, *others) -> torch.Tensor:
     """Call blocks one after another on the chunks of a microbatch and return the output of the last one.
+
+    Args:
+        weights: as for ``run_graph``.
+        blocks: modules whose ``forward`` is a coroutine from ``x`` and ``others`` to the next block's ``x``.
+        x: activations, cut along dim 0.
+        others: as for ``run_graph``.
+    """
+    return run_graph(weights, [Node(block, ("x",), "x") for block in blocks], {"x": x}, ("x",), *others)["x"]
+
+
+def run_graph(
+    weights: WeightStream,
+    nodes: Sequence[Node],
+    tensors: Mapping[str, torch.Tensor],
+    results: Collection[str],
+    *others,
+) -> dict[str, torch.Tensor]:
+    """Call the blocks of a graph in their order on the chunks of a microbatch and return the tensors ``results``.
 
     Chunks may be in different blocks at the same time, unless blocks are recomputed: they are recomputed one by one.
 
     Args:
         weights: the stream of the blocks, which decides the number of chunks and whether blocks are recomputed.
-        blocks: modules whose ``forward`` is a coroutine from ``x`` and ``others`` to the next block's ``x``.
-        x: activations, cut along dim 0.
+        nodes: the blocks.
+        tensors: what they use besides their own outputs, by name; cut along dim 0.
+        results: names of tensors, given or produced.
         others: further inputs of each block, which have a method ``chunk`` too; None stays None.
     """
     count = weights.num_chunks
-    xs = list(x.chunk(count)) if count > 1 else [x]
-    cut = [[None] * count if other is None else other.chunk(count) for other in others]
-    for together in [[block] for block in blocks] if weights.recomputes else [list(blocks)]:
-        xs = weights.checkpointed(_run_chunks, together, xs, cut)
-    return torch.cat(xs) if count > 1 else xs[0]
+    cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}
+    chunks = [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
+    del tensors, cut  # a tensor lives until its last use
+    rest = [[None] * count if other is None else other.chunk(count) for other in others]
+    alive = _alive_after(nodes, results)
+    if weights.recomputes:
+        for node, names in zip(nodes, alive, strict=True):
+            inputs = [{name: chunk[name] for name in node.uses} for chunk in chunks]
+            chunks = [_only(chunk, names - {node.produces}) for chunk in chunks]
+            outputs = weights.checkpointed(_run_chunks, [node], [{node.produces}], inputs, rest)
+            for chunk, output in zip(chunks, outputs, strict=True):
+                chunk |= output
+    else:
+        chunks = _run_chunks(nodes, alive, chunks, rest)
+    return {name: torch.cat([chunk[name] for chunk in chunks]) if count > 1 else chunks[0][name] for name in results}
 
 
-def _run_chunks(blocks: Sequence[nn.Module], xs: list[torch.Tensor], others: list) -> list[torch.Tensor]:
-    async def call(x: torch.Tensor, *rest) -> torch.Tensor:
-        for block in blocks:
-            x = await block(x, *rest)
-        return x
+Tensors = dict[str, torch.Tensor]
 
-    return run(call(*inputs) for inputs in zip(xs, *others, strict=True))
+
+def _alive_after(nodes: Sequence[Node], results: Collection[str]) -> list[set[str]]:
+    """Return the names of the tensors that are used after each node, or are results."""
+    alive, after = {*results}, list[set[str]]()
+    for node in reversed(nodes):
+        after.append(alive)
+        alive = alive - {node.produces} | {*node.uses}
+    return after[::-1]
+
+
+def _only(tensors: Tensors, names: set[str]) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def _run_chunks(
+    nodes: Sequence[Node], alive: Sequence[set[str]], inputs: Sequence[Tensors], others: Sequence
+) -> list[Tensors]:
+    """Run nodes on each chunk and return the tensors that are alive after them."""
+
+    async def call(tensors: Tensors, *rest) -> Tensors:
+        for (block, uses, produces), names in zip(nodes, alive, strict=True):
+            output = block(*[tensors[name] for name in uses], *rest)
+            tensors = _only(tensors, names - {produces})
+            tensors[produces] = await output
+        return tensors
+
+    return run(call(*given) for given in zip(inputs, *others, strict=True))
