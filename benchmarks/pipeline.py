@@ -28,6 +28,7 @@ from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.config.pipeline import STRATEGIES
 from gpt4d.model import registry
+from gpt4d.model.description import STREAM
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action
@@ -115,7 +116,8 @@ def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, floa
         nbytes = math.prod(resharding.shape[resharding.num_summed :]) * _BYTES
         return 0.0 if strategy == "signal" else float(resharding.makespan) * nbytes * 8 / (config.mbit * 1e6)
 
-    shape, layout = description.stream.shape(config.samples, config.length), description.stream.layout
+    stream = description.tensors[STREAM]
+    shape, layout = stream.shape(config.samples, config.length), stream.layout
     edges = {
         (place, place + 1): seconds(planned(shape, layout, place % count, (place + 1) % count))
         for place in range(plan.virtual_stages - 1)

@@ -188,8 +188,8 @@ class Description:
     Attributes:
         units: layers and blocks in the order of execution. Equal blocks should share one layer object.
         rules: what the grid has to divide, in the user's terms.
-        stream: the activations from each unit to the next one, [samples or tokens, …].
-        skips: tensors besides the stream, by the name under which units produce and use them.
+        tensors: what units pass on, by name. ``STREAM`` goes from each unit to the next one; other tensors go from the
+            unit that produces them to those that use them. A model need not have a stream.
         whole: names of the blocks whose weights are whole on every rank of z.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
@@ -198,16 +198,10 @@ class Description:
 
     units: tuple[Unit, ...]
     rules: tuple[Divisibility, ...]
-    stream: EdgeTensor
-    skips: Mapping[str, EdgeTensor] = field(default_factory=dict)
+    tensors: Mapping[str, EdgeTensor]
     model_flops: Callable[[int, int], float] | None = None
     whole: frozenset[str] = frozenset()
     copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> dict[str, EdgeTensor]:
-        """All tensors that units pass on, by name."""
-        return {STREAM: self.stream, **self.skips}
 
     def crossing(self, parts: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, ...]]:
         """Return the names of the tensors on each edge between parts of this whole model.
@@ -217,9 +211,10 @@ class Description:
         Args:
             parts: the first unit and the one after the last of each part, in order.
         """
-        names = {(place, place + 1): [STREAM] for place in range(len(parts) - 1)}
+        chain = range(len(parts) - 1) if STREAM in self.tensors else range(0)
+        names = {(place, place + 1): [STREAM] for place in chain}
         part_of = {unit: place for place, (first, stop) in enumerate(parts) for unit in range(first, stop)}
-        for name in self.skips:
+        for name in [name for name in self.tensors if name != STREAM]:
             (producer,) = (index for index, unit in enumerate(self.units) if name in unit.produces)
             for user in (index for index, unit in enumerate(self.units) if name in unit.uses):
                 assert producer < user, f"unit {user} uses {name}, which unit {producer} produces only later"

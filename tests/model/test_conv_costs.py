@@ -22,7 +22,7 @@ from gpt4d.model.conv_costs import (
     TimeEmbeddingCost,
 )
 from gpt4d.model.costs import ActivationCost, SimpleCost
-from gpt4d.model.description import Description, EdgeTensor, LayerCost, Unit
+from gpt4d.model.description import STREAM, Description, EdgeTensor, LayerCost, Unit
 from gpt4d.model.init import initialize
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.parallel.chunks import run_blocks
@@ -157,7 +157,9 @@ DESCRIPTION = Description(
         Unit("", SquareCost(3 * SIDE**2 * 4)),
     ),
     rules=(),
-    stream=EdgeTensor(Layout(("data", "z"), (), (), ("y",)), lambda samples, length: (samples, SIDE, SIDE, C)),
+    tensors={
+        STREAM: EdgeTensor(Layout(("data", "z"), (), (), ("y",)), lambda samples, length: (samples, SIDE, SIDE, C))
+    },
 )
 
 

@@ -4,6 +4,7 @@ import torch
 
 from gpt4d.config import GridSizes, compose
 from gpt4d.model import registry
+from gpt4d.model.description import STREAM
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.weights import WeightStream
 from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch
@@ -26,7 +27,7 @@ def stream_shapes(sizes):
         layer.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     with torch.no_grad():
         module(*tiny_batch(grid)[::2])
-    stream = registry.describe(TINY_MODEL).stream
+    stream = registry.describe(TINY_MODEL).tensors[STREAM]
     return shapes, grid.local_shape(stream.shape(4, 12), stream.layout)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
 from gpt4d.model.costs import ActivationCost
-from gpt4d.model.description import Description, EdgeTensor, Unit, Walk
+from gpt4d.model.description import STREAM, Description, EdgeTensor, Unit, Walk
 from gpt4d.model.family import Family
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
@@ -118,11 +118,13 @@ def describe(config: ToyConfig) -> Description:
             Divisibility("model.narrow", config.narrow, ("x", "z")),
             Divisibility("model.outputs", config.outputs, ("x",)),
         ),
-        stream=EdgeTensor(
-            Layout(("data", "z"), ("y",)),
-            lambda samples, length: (samples * length, config.hidden),
-            sequence_parallel=Layout(("data", "z", "x"), ("y",)),  # rows are independent: chunks need not be whole
-        ),
+        tensors={
+            STREAM: EdgeTensor(
+                Layout(("data", "z"), ("y",)),
+                lambda samples, length: (samples * length, config.hidden),
+                sequence_parallel=Layout(("data", "z", "x"), ("y",)),  # rows are independent: chunks need not be whole
+            )
+        },
     )
 
 

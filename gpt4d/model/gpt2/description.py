@@ -9,7 +9,7 @@ from gpt4d.model.costs import (
     PositionEmbeddingCost,
     TokenEmbeddingCost,
 )
-from gpt4d.model.description import Description, EdgeTensor, Unit
+from gpt4d.model.description import STREAM, Description, EdgeTensor, Unit
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
@@ -53,11 +53,13 @@ def describe(config: GPT2Config) -> Description:
             Divisibility("model.hidden", h, ("x", "z")),
             Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
         ),
-        stream=EdgeTensor(
-            Layout(("data", "z"), ("y",)),
-            lambda samples, length: (samples * length, h),
-            sequence_parallel=Layout(("data", "z", CHUNK, "x"), ("y",)),
-        ),
+        tensors={
+            STREAM: EdgeTensor(
+                Layout(("data", "z"), ("y",)),
+                lambda samples, length: (samples * length, h),
+                sequence_parallel=Layout(("data", "z", CHUNK, "x"), ("y",)),
+            )
+        },
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

@@ -44,7 +44,7 @@ def describe(config: GraphConfig) -> Description:
         "classes": integers,
         "mask": replace(integers, kind="mask"),
     }
-    return replace(description, units=tuple(units), skips=skips)
+    return replace(description, units=tuple(units), tensors={**description.tensors, **skips})
 
 
 def _build(config: GraphConfig, weights, parts):
