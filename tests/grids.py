@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import Config, GridSizes, OverlapConfig, ParallelConfig, TrainConfig
+from gpt4d.config import Config, GridSizes, ModelConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
-from gpt4d.model.gpt2 import hugging_face as hf
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
@@ -92,19 +91,26 @@ def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch
     return whole
 
 
+def to_hf(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Global tensors of our parameters under the names and in the shapes of the family's Hugging Face library."""
+    adapter = registry.of(config).hugging_face()
+    theirs = [zip(adapter.names(n, config), adapter.to_hf(n, t, config), strict=True) for n, t in tensors.items()]
+    return {name: tensor for pairs in theirs for name, tensor in pairs}
+
+
 def hf_state(model: GPT) -> dict[str, torch.Tensor]:
     """A serial model's weights as a state dict of GPT2LMHeadModel."""
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    state = {hf.name(n): hf.to_hf(n, weight, model.config) for n, weight in weights.items()}
+    state = to_hf({n: p.detach().clone() for n, p in model.named_parameters()}, model.config)
     return {**state, "lm_head.weight": state["transformer.wte.weight"]}
 
 
-def fill_from_hf(model: GPT, state: dict[str, torch.Tensor]) -> None:
-    """Copies this rank's part of every weight of such a state dict into ``model``."""
-    grid = model.weights.grid
+def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Copies this rank's part of every weight of a state dict of the family's Hugging Face model into ``model``."""
+    grid, adapter = model.weights.grid, registry.of(model.config).hugging_face()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = hf.from_hf(name, state[hf.name(name)], parameter.spec.shape)
+            theirs = [state[key] for key in adapter.names(name, model.config)]
+            whole = adapter.from_hf(name, theirs, parameter.spec.shape, model.config)
             parameter.copy_(whole[grid.local_slices(parameter.spec.shape, parameter.spec.layout)])
 
 

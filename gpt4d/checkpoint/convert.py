@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to and from model directories of transformers.
+"""Conversion of checkpoints to and from model directories of transformers and diffusers.
 
 Both directions copy tensor by tensor from file to file, so the model need not fit into memory.
 """
@@ -24,38 +24,42 @@ from gpt4d.model import registry
 from gpt4d.model.family import Family, HuggingFaceAdapter
 
 _SHARD_BYTES = 2 << 30  # size limit of a safetensors file, and of what is in memory at once
-_INDEX = "model.safetensors.index.json"
+_INDEX = ".safetensors.index.json"
 
 
 def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write a checkpoint's model, and its tokenizer if it has one, for transformers.
+    """Write a checkpoint's model, and its tokenizer if it has one, for transformers or diffusers.
 
-    Raises ConfigError if ``out`` exists or transformers has no such models.
+    Raises ConfigError if ``out`` exists or neither has such models.
     """
     files, model = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint).model
-    adapter = _adapter(registry.of(model))
+    adapter = adapter_of(registry.of(model))
     with _new_directory(out) as directory:
         shards = _group_by_size([n for n in files.tensors if n.startswith("model.")], files, shard_bytes)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             single = len(shards) == 1
-            file = "model.safetensors" if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = f"{adapter.FILE}{'' if single else f'-{number:05}-of-{len(shards):05}'}.safetensors"
             tensors = {}
             for name in names:
                 ours = name.removeprefix("model.")
-                tensors[adapter.name(ours)] = adapter.to_hf(ours, files.global_tensor(name), model)
+                theirs = adapter.to_hf(ours, files.global_tensor(name), model)
+                tensors |= zip(adapter.names(ours, model), theirs, strict=True)
             save_file(tensors, directory / file, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
         if len(shards) > 1:
             total = sum(files.tensors[n].nbytes for names in shards for n in names)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (directory / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+            (directory / f"{adapter.FILE}{_INDEX}").write_text(json.dumps(index, indent=1) + "\n")
         _export_config(checkpoint, directory, model, adapter)
 
 
-def _adapter(family: Family) -> HuggingFaceAdapter:
+def adapter_of(family: Family) -> HuggingFaceAdapter:
+    """Return the family's adapter. Raises ConfigError if it has none."""
     if family.hugging_face is None:
-        raise ConfigError(f"model family {family.name}: transformers has no such models; train with gpt4d itself")
+        raise ConfigError(
+            f"model family {family.name}: transformers and diffusers have no such models; train with gpt4d itself"
+        )
     return family.hugging_face()
 
 
@@ -98,10 +102,14 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
         values = dict(json.loads((directory / "config.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"source={source}: no readable config.json ({error})") from None
-    family = registry.family_of_hf(cast(str, values.get("model_type")))
-    adapter = _adapter(family)
+    family = registry.family_of_hf(cast(str, values.get("model_type") or values.get("_class_name")))
+    adapter = adapter_of(family)
     model = adapter.config_from_hf(source, values)
-    tokenizer = _read_tokenizer(directory)
+    identity, documents = {"data": source}, dict[str, bytes]()
+    if adapter.HAS_TOKENIZER:
+        tokenizer = _read_tokenizer(directory)
+        identity["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()
+        documents[checkpoint_dir.TOKENIZER] = tokenizer
     with _new_directory(run_dir) as temporary:
         partial = checkpoint_dir.begin(temporary, step=0)
         partial.mkdir()
@@ -111,9 +119,8 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
         for (name, shape), start in zip(shapes.items(), starts, strict=True):
             chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
             tensors[f"model.{name}"] = storage.StoredTensor(torch.float32, shape, [chunk])
-        identity = {"tokenizer": hashlib.sha256(tokenizer).hexdigest(), "data": source}
         meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, [], family.task, identity)
-        documents = {checkpoint_dir.META: meta.to_json(), checkpoint_dir.TOKENIZER: tokenizer}
+        documents[checkpoint_dir.META] = meta.to_json()
         storage.complete_directory(partial, tensors, documents, {"imported.bin": entry})
         checkpoint_dir.commit(partial)
     return model
@@ -132,15 +139,17 @@ def _read_tensors(
         raise ConfigError(f"{directory}: a *.safetensors file is damaged ({error})") from None
     file_of = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 – not a dict
     for name, shape in shapes.items():
-        key = adapter.name(name)
-        if key not in file_of:
-            # A base model that was saved without its head has names without the first component.
-            key = key.partition(".")[2]
-        expected = list(adapter.to_hf(name, torch.empty(shape, device="meta"), model).shape)
-        actual = file_of[key].get_slice(key).get_shape() if key in file_of else None
-        if actual != expected:
-            raise ConfigError(f"{directory}: {key} must be of shape {expected}, but is {actual or 'missing'}")
-        yield adapter.from_hf(name, file_of[key].get_tensor(key).float(), shape)
+        tensors = []
+        shaped = adapter.to_hf(name, torch.empty(shape, device="meta"), model)
+        for key, theirs in zip(adapter.names(name, model), shaped, strict=True):
+            if key not in file_of:
+                # A base model that was saved without its head has names without the first component.
+                key = key.partition(".")[2]
+            expected, actual = list(theirs.shape), file_of[key].get_slice(key).get_shape() if key in file_of else None
+            if actual != expected:
+                raise ConfigError(f"{directory}: {key} must be of shape {expected}, but is {actual or 'missing'}")
+            tensors.append(file_of[key].get_tensor(key).float())
+        yield adapter.from_hf(name, tensors, shape, model)
 
 
 def _read_tokenizer(directory: Path) -> bytes:

@@ -15,19 +15,31 @@ if TYPE_CHECKING:  # families are described without torch; only building a model
 
 
 class HuggingFaceAdapter(Protocol):
-    """Converts a family's weights and settings to those of a transformers model and back."""
+    """Converts a family's weights and settings to those of a model of transformers or diffusers, and back.
 
-    def name(self, name: str) -> str:
-        """Return the name that transformers gives our parameter ``name``."""
+    Attributes:
+        CLASS: what loads an exported model with ``from_pretrained``.
+        FILE: name of the file of weights, without its suffix.
+        HAS_TOKENIZER: whether a model comes with a tokenizer.
+    """
 
-    def to_hf(self, name: str, tensor: "torch.Tensor", config: Any) -> "torch.Tensor":
-        """Return our global tensor in the shape that transformers uses."""
+    CLASS: str
+    FILE: str
+    HAS_TOKENIZER: bool
 
-    def from_hf(self, name: str, tensor: "torch.Tensor", shape: tuple[int, ...]) -> "torch.Tensor":
-        """Return a transformers tensor as our global tensor of ``shape``: the inverse of ``to_hf``."""
+    def names(self, name: str, config: Any) -> list[str]:
+        """Return the names of the library's tensors that our parameter ``name`` is there."""
+
+    def to_hf(self, name: str, tensor: "torch.Tensor", config: Any) -> "list[torch.Tensor]":
+        """Return our global tensor as the library has it: one tensor for each of ``names``."""
+
+    def from_hf(
+        self, name: str, tensors: "Sequence[torch.Tensor]", shape: tuple[int, ...], config: Any
+    ) -> "torch.Tensor":
+        """Return the library's tensors as our global tensor of ``shape``: the inverse of ``to_hf``."""
 
     def hf_config(self, config: Any, end_of_text: int | None = None) -> Any:
-        """Return the transformers configuration of such a model."""
+        """Return the library's configuration of such a model, which has a method ``save_pretrained(directory)``."""
 
     def config_from_hf(self, source: str, values: dict) -> ModelConfig:
         """Return our settings for the ``config.json`` of ``source``. Raises ConfigError for unsupported settings."""
@@ -47,8 +59,9 @@ class Family:
         describe: returns the torch-free description for given settings.
         build: returns parts of the model, whose parameters a weight stream creates, their values unset. It imports
             torch.
-        hugging_face: returns the adapter to transformers, if there is one. It may import transformers.
-        hf_model_types: ``model_type`` of the transformers models that the adapter reads.
+        hugging_face: returns the adapter to transformers or diffusers, if there is one. It may import that library.
+        hf_model_types: kinds of models that the adapter reads: ``model_type`` of transformers, ``_class_name`` of
+            diffusers.
     """
 
     name: str

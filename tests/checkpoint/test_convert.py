@@ -10,9 +10,8 @@ import torch
 from gpt4d.checkpoint import checkpoint_dir, convert, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
-from gpt4d.model import registry
 from tests.data import batch
-from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, train_in_rank
+from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, to_hf, train_in_rank
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,7 @@ def our_logits(config, ids):
     """Return the logits of a run's newest checkpoint, computed on one device."""
     files = storage.Files(checkpoint_dir.located(Path(config.run.dir)))
     model = build_model(config.model, GridSizes(), torch.float32)
-    adapter = registry.get("gpt2").hugging_face()
-    state = {adapter.name(n): adapter.to_hf(n, files.global_tensor(f"model.{n}"), config.model) for n in names(model)}
-    fill_from_hf(model, state)
+    fill_from_hf(model, to_hf({n: files.global_tensor(f"model.{n}") for n in names(model)}, config.model))
     model.eval()
     with torch.no_grad():
         return model(ids, torch.arange(len(ids)))[..., : config.model.vocab_size]

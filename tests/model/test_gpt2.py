@@ -16,6 +16,7 @@ from tests.grids import (
     global_tensor,
     grid_name,
     sampled,
+    to_hf,
 )
 
 BATCH, LENGTH = 16, 12
@@ -58,7 +59,7 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
         (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
     total.finish()
     norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
-    grads = {hf.name(n): hf.to_hf(n, global_tensor(p.grad, p.spec, grid), config) for n, p in model.named_parameters()}
+    grads = to_hf({n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}, config)
     own = (grid.batch_shard, grid.x.index, torch.cat(logits))
     return own, (grads if grid.world.index == 0 else None), norm
 

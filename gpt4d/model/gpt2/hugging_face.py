@@ -5,6 +5,7 @@ of their own here, and our embedding has rows of padding.
 """
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from gpt4d.model.gpt2.config import GPT2Config
 
 if TYPE_CHECKING:
     from transformers import GPT2Config as HuggingFaceConfig
+
+CLASS, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "model", True
 
 _NAMES = {
     "tokens.weight": "transformer.wte.weight",
@@ -29,14 +32,14 @@ _NAMES = {
 }
 
 
-def name(name: str) -> str:
+def names(name: str, config: GPT2Config) -> list[str]:
     """Return transformers' name: ``blocks.3.attention.qkv.weight`` is ``transformer.h.3.attn.c_attn.weight``."""
     if name in _NAMES:
-        return _NAMES[name]
+        return [_NAMES[name]]
     if block := re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name):
-        return f"{_NAMES['blocks']}.{block[1]}.{_NAMES[block[2]]}.{block[3]}"
+        return [f"{_NAMES['blocks']}.{block[1]}.{_NAMES[block[2]]}.{block[3]}"]
     layer, _, kind = name.rpartition(".")
-    return f"{_NAMES[layer]}.{kind}"
+    return [f"{_NAMES[layer]}.{kind}"]
 
 
 def hf_config(config: GPT2Config, end_of_text: int | None = None) -> "HuggingFaceConfig":
@@ -97,17 +100,18 @@ def config_from_hf(source: str, values: dict) -> GPT2Config:
     )
 
 
-def to_hf(name: str, tensor: torch.Tensor, config: GPT2Config) -> torch.Tensor:
+def to_hf(name: str, tensor: torch.Tensor, config: GPT2Config) -> list[torch.Tensor]:
     """Return our global tensor as transformers has it: without padding, queries, keys and values side by side."""
     if name == "tokens.weight":
-        return tensor[: config.vocab_size]
+        return [tensor[: config.vocab_size]]
     if ".attention.qkv." in name:
-        return tensor.flatten(-2)
-    return tensor
+        return [tensor.flatten(-2)]
+    return [tensor]
 
 
-def from_hf(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a transformers tensor as our global tensor of ``shape``; rows of padding are zero."""
+def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: GPT2Config) -> torch.Tensor:
+    """Return transformers' tensor as our global tensor of ``shape``; rows of padding are zero."""
+    (tensor,) = tensors
     if name == "tokens.weight":
         return torch.cat((tensor, tensor.new_zeros(shape[0] - len(tensor), shape[1])))
     return tensor.reshape(shape)
