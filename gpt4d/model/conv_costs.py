@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.model.costs import STATISTIC, ActivationCost, SimpleCost, cast, prefixed
+from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SimpleCost, cast, prefixed
 from gpt4d.model.description import LayerCost, Walk
-from gpt4d.model.product_costs import LinearCost, ProductCost, ProductSizes
+from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
@@ -48,11 +48,17 @@ class Conv2dCost(ProductCost):
         return height, width
 
     def flops(self, length: int) -> float:
-        return 2 * math.prod(self.out_size) * self.in_channels * self.out_channels * math.prod(self.kernel)
+        return 2 * math.prod(self.out_size) * self.global_sizes(length).weight
 
     @property
-    def _axes(self) -> Axes:
+    def split(self) -> Axes:
         return self.axes
+
+    def global_sizes(self, length: int) -> GlobalSizes:
+        weight = self.in_channels * self.out_channels * math.prod(self.kernel)
+        return GlobalSizes(
+            math.prod(self.size) * self.in_channels, math.prod(self.out_size) * self.out_channels, weight
+        )
 
     def _sizes(self, walk: Walk) -> ProductSizes:
         k = self.in_channels // walk.size(self.axes.contracted)
@@ -77,7 +83,7 @@ class Conv2dCost(ProductCost):
 
 
 @dataclass(frozen=True)
-class GroupNormCost(SimpleCost):
+class GroupNormCost(NormCost):
     """GroupNorm over the channels of an activation, or of a concatenation, that ``axis`` splits.
 
     In a residual branch its input may belong to the stream (``branch``), which keeps it.
@@ -139,22 +145,41 @@ class ConcatenationCost(SimpleCost):
     positions: int
     axis: str = "y"
 
-    def _bytes(self, walk: Walk) -> tuple[int, int]:
-        """Return the bytes of the stream and of the concatenation."""
-        pixel = walk.samples * self.positions * walk.element_bytes
-        return self.channels[0] // walk.size(self.axis) * pixel, sum(self.channels) // walk.size(self.axis) * pixel
+    def _bytes(self, walk: Walk, channels: int) -> int:
+        return walk.samples * self.positions * walk.element_bytes * (channels // walk.size(self.axis))
+
+    def stream_bytes(self, walk: Walk) -> int:
+        """Return the bytes of the stream before the concatenation."""
+        return self._bytes(walk, self.channels[0])
 
     async def forward(self, walk: Walk) -> None:
-        stream, whole = self._bytes(walk)
+        whole = self._bytes(walk, sum(self.channels))
         walk.hold(whole)
         walk.compute(moved=2 * whole)
-        walk.release(stream)
+        walk.release(self.stream_bytes(walk))
 
     async def backward(self, walk: Walk) -> None:
-        _, whole = self._bytes(walk)
+        whole = self._bytes(walk, sum(self.channels))
         walk.hold(whole)  # the gradients of all parts: those of skips stay until their producers' backward
         walk.compute(moved=2 * whole, operations=len(self.channels))
         walk.release(whole)
+
+
+@dataclass(frozen=True)
+class ForkCost(SimpleCost):
+    """An activation that the next layer and a concatenation take: in the backward, their gradients are added up."""
+
+    channels: int
+    positions: int
+    axis: str = "y"
+
+    async def forward(self, walk: Walk) -> None:
+        """Both take the same memory."""
+
+    async def backward(self, walk: Walk) -> None:
+        x = walk.samples * self.positions * (self.channels // walk.size(self.axis)) * walk.element_bytes
+        walk.compute(moved=3 * x)
+        walk.release(x)
 
 
 class SequenceCost:
@@ -249,3 +274,30 @@ class ScaleShiftCost:
         walk.compute(moved=5 * embedding, operations=2)
         walk.release(embedding)
         # The scales and shifts and their gradients have the same size: the linear layer has released one of the two.
+
+
+@dataclass(frozen=True)
+class SquaredErrorCost(SimpleCost):
+    """The summed squared error of pictures that all ranks of x and y have, in float32."""
+
+    channels: int
+    positions: int
+
+    def _bytes(self, walk: Walk) -> tuple[int, int]:
+        """Return the bytes of the prediction, and of its errors."""
+        elements = walk.samples * self.positions * self.channels
+        return elements * walk.element_bytes, elements * 4
+
+    async def forward(self, walk: Walk) -> None:
+        predicted, errors = self._bytes(walk)
+        cast(walk, predicted, errors)
+        walk.hold(errors)
+        walk.compute(moved=6 * errors, operations=3)
+        walk.release(predicted)
+
+    async def backward(self, walk: Walk) -> None:
+        predicted, errors = self._bytes(walk)
+        walk.hold(predicted)
+        walk.compute(moved=4 * errors, operations=2)
+        cast(walk, predicted, errors)
+        walk.release(errors)

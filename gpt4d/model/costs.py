@@ -46,9 +46,15 @@ class SimpleCost:
         return 0.0
 
 
+class NormCost(SimpleCost):
+    """A norm. In a residual branch its input belongs to the stream (``branch``)."""
+
+    branch: bool
+
+
 @dataclass(frozen=True)
-class LayerNormCost(SimpleCost):
-    """LayerNorm over features that y splits. In a residual branch its input belongs to the stream (``branch``)."""
+class LayerNormCost(NormCost):
+    """LayerNorm over features that y splits."""
 
     name: str
     features: int

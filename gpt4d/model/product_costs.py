@@ -11,6 +11,14 @@ from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 
 
+class GlobalSizes(NamedTuple):
+    """A product over all devices: elements of the input and the output of one sample, and of the weight."""
+
+    input: int
+    output: int
+    weight: int
+
+
 class ProductSizes(NamedTuple):
     """A product on one device. Input and output are whole: gathered, or not scattered yet."""
 
@@ -39,7 +47,12 @@ class ProductCost:
         return LayerWeights(names, names, names if self.input_gradient else ())
 
     @property
-    def _axes(self) -> Axes:
+    def split(self) -> Axes:
+        """The axes that split the features of its input and of its output."""
+        raise NotImplementedError
+
+    def global_sizes(self, length: int) -> GlobalSizes:
+        """Return its sizes over all devices; ``length``: tokens of a sample."""
         raise NotImplementedError
 
     def _sizes(self, walk: Walk) -> ProductSizes:
@@ -61,14 +74,14 @@ class ProductCost:
     def _splits(self, walk: Walk) -> tuple[str | None, str | None]:
         """Return what is split of the input, which is gathered, and of the output, which is scattered."""
         before, after = self._split_sides(walk)
-        contracted, produced = self._axes
+        contracted, produced = self.split
         return before if walk.size(produced) > 1 else None, after if walk.size(contracted) > 1 else None
 
     async def take_input(self, walk: Walk) -> None:
         """Begin a forward: keep the input, gathered if it is split."""
         before, after = self._splits(walk)
         if before:
-            whole, axis = self._sizes(walk).in_bytes, self._axes.produced
+            whole, axis = self._sizes(walk).in_bytes, self.split.produced
             part = whole // walk.size(axis)
             walk.hold(whole)
             await walk.turn(walk.start("all_gather", axis, part))
@@ -83,7 +96,7 @@ class ProductCost:
     async def forward(self, walk: Walk) -> None:
         await self.take_input(walk)
         in_bytes, out_bytes, weight, flops = self._sizes(walk)
-        contracted, (_, after) = self._axes.contracted, self._splits(walk)
+        contracted, (_, after) = self.split.contracted, self._splits(walk)
         walk.gather(self._weight)
         self._read_input(walk)
         walk.hold(out_bytes)
@@ -101,7 +114,7 @@ class ProductCost:
 
     def gather_gradient(self, walk: Walk) -> object:
         """Start to gather the gradient of an output that was scattered, as the backward begins; None for another."""
-        contracted, (_, after) = self._axes.contracted, self._splits(walk)
+        contracted, (_, after) = self.split.contracted, self._splits(walk)
         if not after:
             return None
         out_bytes = self._sizes(walk).out_bytes
@@ -117,7 +130,7 @@ class ProductCost:
             gathering: what ``gather_gradient`` has started.
         """
         in_bytes, out_bytes, weight, flops = self._sizes(walk)
-        (contracted, produced), (before, after) = self._axes, self._splits(walk)
+        (contracted, produced), (before, after) = self.split, self._splits(walk)
         pending = None
         if after:
             if gathering is None:
@@ -186,7 +199,7 @@ class LinearCost(ProductCost):
         if self.tied:
             return {}
         fused, bias = self.num_fused, self.bias
-        layer = specs.linear(self.in_features, self.out_features, self._axes, num_fused=fused, bias=bias)
+        layer = specs.linear(self.in_features, self.out_features, self.split, num_fused=fused, bias=bias)
         return prefixed(self.name, layer)
 
     @property
@@ -194,22 +207,25 @@ class LinearCost(ProductCost):
         return f".{self.tied}" if self.tied else f"{self.name}.weight"
 
     @property
-    def _axes(self) -> Axes:
+    def split(self) -> Axes:
         return self.axes or specs.linear_axes(self.transposed)
 
     def flops(self, length: int) -> float:
-        positions = length if self.positions is None else self.positions
-        return 2 * positions * self.in_features * self.out_features * (self.num_fused or 1)
+        return 2 * (self.positions or length) * self.global_sizes(length).weight
+
+    def global_sizes(self, length: int) -> GlobalSizes:
+        positions, columns = self.positions or length, self.out_features * (self.num_fused or 1)
+        return GlobalSizes(positions * self.in_features, positions * columns, self.in_features * columns)
 
     def _sizes(self, walk: Walk) -> ProductSizes:
-        k = self.in_features // walk.size(self._axes.contracted)
-        n = self.out_features * (self.num_fused or 1) // walk.size(self._axes.produced)
+        k = self.in_features // walk.size(self.split.contracted)
+        n = self.out_features * (self.num_fused or 1) // walk.size(self.split.produced)
         count, element = rows(walk, self.positions), walk.element_bytes
         return ProductSizes(count * k * element, count * n * element, k * n, 2 * count * (k * n))
 
     def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
         stream, inner = "tokens" if walk.sequence_parallel else None, None
-        axis = self._axes.produced if self.transposed else self._axes.contracted
+        axis = self.split.produced if self.transposed else self.split.contracted
         if self.heads and axis and axis in walk.head_axes(self.heads, axis):
             inner = "features"
         return specs.sides(stream, inner, self.transposed)

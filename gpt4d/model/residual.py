@@ -1,36 +1,81 @@
-"""The cost of a block of residual branches, from those of its layers. No torch here."""
+"""The costs of blocks, from those of their layers. No torch here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.model.costs import LayerNormCost
+from gpt4d.model.conv_costs import ConcatenationCost, ForkCost
+from gpt4d.model.costs import NormCost, rows
 from gpt4d.model.description import LayerCost, Walk
-from gpt4d.model.product_costs import LinearCost
+from gpt4d.model.product_costs import ProductCost
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 
 
 @dataclass(frozen=True)
-class ResidualBlock:
-    """Residual branches one after another, ``x + branch(x)`` each, on a stream of ``features`` that y splits.
+class ProductBlock:
+    """A block of a single product, whose input is all that its backward needs: nothing is computed again.
 
-    Under activation checkpointing only the block's input is kept, and the block is computed again in the backward up
+    ``fork``: of its output.
+    """
+
+    product: ProductCost
+    fork: ForkCost | None = None
+
+    @property
+    def products(self) -> list[ProductCost]:
+        return [self.product]
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return self.product.parameters()
+
+    def weights(self) -> LayerWeights:
+        return self.product.weights()._replace(recomputation=())
+
+    def flops(self, length: int) -> float:
+        return self.product.flops(length)
+
+    async def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
+        await (self.product.take_input(walk) if recomputing else self.product.forward(walk))
+
+    def gather_gradient(self, walk: Walk) -> object:
+        return self.product.gather_gradient(walk)
+
+    async def backward(self, walk: Walk, gathering: object = None) -> None:
+        if self.fork:
+            await self.fork.backward(walk)
+        await self.product.backward(walk, gathering=gathering)
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """Residual branches one after another, ``x + branch(x)`` each, on a stream of ``features`` that ``axis`` splits.
+
+    Under activation checkpointing only the block's inputs are kept, and the block is computed again in the backward up
     to the input of its last product. ``dropout``: a mask is applied to each branch's output, which takes the last
-    product to compute again as well.
+    product to compute again as well. ``concatenation``: of the stream and another tensor, before the first branch.
+    ``shortcut``: takes the place of ``x`` in the sum behind the first branch, whose input has other features.
+    ``fork``: of the output.
     """
 
     branches: tuple[Sequence[LayerCost], ...]
     features: int
     dropout: bool = False
+    axis: str = "y"
+    positions: int | None = None  # of a sample; None: its tokens
+    concatenation: ConcatenationCost | None = None
+    shortcut: ProductCost | None = None
+    in_features: int | None = None  # of the first branch; None: ``features``
+    fork: ForkCost | None = None
 
     @cached_property
     def _layers(self) -> list[LayerCost]:
-        return [layer for branch in self.branches for layer in branch]
+        first: list[LayerCost] = [self.shortcut] if self.shortcut else []
+        return [*first, *(layer for branch in self.branches for layer in branch)]
 
     @property
-    def linears(self) -> list[LinearCost]:
-        return [layer for layer in self._layers if isinstance(layer, LinearCost)]
+    def products(self) -> list[ProductCost]:
+        return [layer for layer in self._layers if isinstance(layer, ProductCost)]
 
     def parameters(self) -> dict[str, ParameterSpec]:
         return {name: spec for layer in self._layers for name, spec in layer.parameters().items()}
@@ -47,52 +92,78 @@ class ResidualBlock:
     def flops(self, length: int) -> float:
         return sum(layer.flops(length) for layer in self._layers)
 
-    def _stream_bytes(self, walk: Walk) -> int:
-        return walk.stream_tokens * (self.features // walk.sizes.y) * walk.element_bytes
+    def _bytes(self, walk: Walk, features: int) -> int:
+        count = walk.stream_tokens if self.positions is None else rows(walk, self.positions)
+        return count * (features // walk.size(self.axis)) * walk.element_bytes
+
+    def _streams(self, walk: Walk) -> Iterator[tuple[Sequence[LayerCost], ProductCost | None, int, int]]:
+        """Yield each branch with the shortcut beside it, and the bytes of the stream before and after it."""
+        x = self._bytes(walk, self.features)
+        before = self._bytes(walk, self.in_features or self.features)
+        for index, branch in enumerate(self.branches):
+            yield branch, None if index else self.shortcut, x if index else before, x
+
+    @property
+    def _last(self) -> ProductCost:
+        product = self.branches[-1][-1]
+        assert isinstance(product, ProductCost), "a residual branch ends with a product"
+        return product
 
     async def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
-        x = self._stream_bytes(walk)
-        for index, branch in enumerate(self.branches):
-            ends = recomputing and index == len(self.branches) - 1
+        if self.concatenation:
+            await self.concatenation.forward(walk)
+            if recomputing or not keep:
+                walk.hold(self.concatenation.stream_bytes(walk))  # the block's input stays
+        for branch, shortcut, before, x in self._streams(walk):
+            ends = recomputing and branch is self.branches[-1]
+            if shortcut:
+                await shortcut.forward(walk)
             kept = 0  # bytes that the layer before has left
             for layer in branch:
-                before = walk.held
-                if ends and not self.dropout and layer is branch[-1]:
-                    assert isinstance(layer, LinearCost), "a residual branch ends with a product"
-                    await layer.take_input(walk)
+                held = walk.held
+                if ends and not self.dropout and layer is self._last:
+                    await self._last.take_input(walk)
                 else:
                     await layer.forward(walk)
                 if not keep:
                     walk.release(kept)
-                    kept = walk.held - before + kept
-            if ends:
-                walk.release(x if self.dropout else 0)  # the output, which the backward does not need
+                    kept = walk.held - held + kept
+            if ends:  # without the output, which the backward does not need
+                walk.release((x if self.dropout else 0) + (x if shortcut else 0))
                 return
             walk.hold(x)
             walk.compute(moved=3 * x)
-            walk.release(x)
+            walk.release(2 * x if shortcut else x)
             if not keep:
                 walk.release(kept - x)
-                walk.release(x if index else 0)  # the stream between this branch and the one before
+                input_of_block = branch is self.branches[0] and not self.concatenation
+                walk.release(0 if input_of_block else before)
 
     def gather_gradient(self, walk: Walk) -> object:
         """Start what precedes a recomputation: the last product's gradient is gathered, unless a mask comes before."""
-        product = self.branches[-1][-1]
-        assert isinstance(product, LinearCost), "a residual branch ends with a product"
-        return None if self.dropout else product.gather_gradient(walk)
+        return None if self.dropout else self._last.gather_gradient(walk)
 
     async def backward(self, walk: Walk, gathering: object = None) -> None:
-        x = self._stream_bytes(walk)
-        for branch in reversed(self.branches):
+        if self.fork:
+            await self.fork.backward(walk)
+        inputs = 0  # bytes of the branches' inputs
+        for branch, shortcut, before, _ in reversed(list(self._streams(walk))):
             *inner, product = branch
             # The gradient of the output is that of the stream too: it stays.
-            assert isinstance(product, LinearCost), "a residual branch ends with a product"
+            assert isinstance(product, ProductCost), "a residual branch ends with a product"
             await product.backward(walk, keep_gradient=True, gathering=gathering)
             gathering = None
             for layer in reversed(inner):
                 await layer.backward(walk)
-            if not isinstance(branch[0], LayerNormCost):
-                walk.hold(x)  # the first layer has released its input, the stream, which is released below
-            walk.compute(moved=3 * x)
-            walk.release(x)
-        walk.release(len(self.branches) * x)  # the inputs of the branches
+            if not isinstance(branch[0], NormCost):
+                walk.hold(before)  # the first layer has released its input, the stream, which is released below
+            if shortcut:
+                await shortcut.backward(walk)
+                walk.hold(before)  # it has released its input as well
+            walk.compute(moved=3 * before)
+            walk.release(before)
+            inputs += before
+        walk.release(inputs)
+        if self.concatenation:
+            walk.release(self.concatenation.stream_bytes(walk) if walk.recomputed else 0)
+            await self.concatenation.backward(walk)

@@ -4,6 +4,7 @@ DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D 
 order of ranks, the devices along d1 are the neighbors: ``innermost`` is x; it is y in the paper's.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.paper_models import linear_layers
+from gpt4d.planner.paper_models import products
 from gpt4d.planner.search import check_machine, largest_micro_batch
 from gpt4d.planner.topology import RankSpan, crossed_levels, group_bandwidth, spans
 from gpt4d.planner.workload import compute_bytes
@@ -64,15 +65,15 @@ def all_reduce_bandwidths(
 
 
 def all_reduced_elements(description: Description, samples: int, length: int) -> tuple[float, float]:
-    """Return the elements that linear layers sum along the first and the second dimension, over forward and backward.
+    """Return the elements that products sum along the first and the second dimension, over forward and backward.
 
     The second dimension sums the outputs of layers that leave the residual stream (7h in a GPT-2 block), the first
     those of layers that return to it (2h). The paper counts as much for the backward; the layers send a little less.
     """
-    out = {False: 0, True: 0}
-    for layer, blocks, _ in linear_layers(description):
-        out[layer.transposed] += blocks * layer.out_features * (layer.num_fused or 1)
-    return 2 * samples * length * out[True], 2 * samples * length * out[False]
+    summed = Counter[str | None]()
+    for product, blocks, _ in products(description):
+        summed[product.split.contracted] += blocks * product.global_sizes(length).output
+    return 2 * samples * summed["x"], 2 * samples * summed["y"]
 
 
 def communication(

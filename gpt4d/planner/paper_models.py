@@ -1,7 +1,8 @@
 """The 4D paper's two performance models (§V, Eq. 1-10) as published: seconds of communication only.
 
-They count the four fully connected layers of each transformer block. They omit embedding and head, norms and biases,
-latency, computation and overlap, which the planner's own model includes.
+They count the products of blocks: the four fully connected layers of a transformer block, the convolutions of a U-Net.
+They omit embedding and head, norms and biases, latency, computation and overlap, all of which the planner's own model
+has.
 """
 
 from collections import Counter
@@ -12,19 +13,24 @@ from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
-from gpt4d.model.product_costs import LinearCost
-from gpt4d.model.residual import ResidualBlock
+from gpt4d.model.product_costs import GlobalSizes, ProductCost
+from gpt4d.model.residual import ProductBlock, ResidualBlock
+from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.plan import strides
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes, step_flops
 
 
-def linear_layers(description: Description, cached: Collection[str] = ()) -> list[tuple[LinearCost, int, int]]:
-    """Return the blocks' linear layers, each with the number of blocks that have it and of those in ``cached``."""
+def products(description: Description, cached: Collection[str] = ()) -> list[tuple[ProductCost, int, int]]:
+    """Return the products of blocks, each with the number of blocks that have it and of those in ``cached``."""
     blocks = Counter(block.layer for block in description.blocks)
     kept = Counter(block.layer for block in description.blocks if block.name in cached)
-    return [(layer, n, kept[block]) for block, n in blocks.items() for layer in cast(ResidualBlock, block).linears]
+    return [
+        (product, n, kept[block])
+        for block, n in blocks.items()
+        for product in cast(ResidualBlock | ProductBlock, block).products
+    ]
 
 
 def bandwidths(
@@ -37,26 +43,30 @@ def bandwidths(
     }
 
 
-def layer_bytes(
-    m: float, k: int, n: int, transposed: bool, sizes: GridSizes, element: int, gradient: int
+def product_bytes(
+    whole: GlobalSizes, samples: float, split: Axes, sizes: GridSizes, element: int, gradient: int
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes a rank sends for one layer, by axis and collective (Eq. 4-8).
+    """Return the bytes a rank sends for one product, by axis and collective (Eq. 4-8).
 
-    ``m``: rows per data-parallel group. ``element``: bytes per element of activations and gathered weights;
-    ``gradient``: of weight gradients.
+    Args:
+        whole: the product of one sample over all devices: m·k, m·n and k·n elements in the paper's notation.
+        samples: per data-parallel group.
+        split: the axes of its input's and its output's features.
+        sizes: the grid.
+        element: bytes per element of activations and gathered weights.
+        gradient: bytes per element of weight gradients.
     """
-    gx, gy = (sizes.y, sizes.x) if transposed else (sizes.x, sizes.y)
-    weight = k * n / (gx * gy)
-    along_y = sent_bytes("all_reduce", gy, m * n / (sizes.z * gx) * element)
-    along_x = sent_bytes("all_reduce", gx, m * k / (sizes.z * gy) * element)
-    y, x = ("x", "y") if transposed else ("y", "x")
+    contracted, produced = (1 if axis is None else getattr(sizes, axis) for axis in split)
+    weight = whole.weight / (contracted * produced)
+    output = sent_bytes("all_reduce", contracted, samples * whole.output / (sizes.z * produced) * element)
+    of_input = sent_bytes("all_reduce", produced, samples * whole.input / (sizes.z * contracted) * element)
+    along = {split.contracted: {"forward": output}, split.produced: {"backward": of_input}}
     return {
         "z": {
             "all_gather": sent_bytes("all_gather", sizes.z, weight / sizes.z * element),
             "reduce_scatter": sent_bytes("reduce_scatter", sizes.z, weight * gradient),
         },
-        y: {"forward": along_y},
-        x: {"backward": along_x},
+        **{axis: kinds for axis, kinds in along.items() if axis is not None},
         "data": {"all_reduce": sent_bytes("all_reduce", sizes.data, weight / sizes.z * gradient)},
     }
 
@@ -75,14 +85,14 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
     Activation checkpointing repeats the forward's collectives, except the all-gathers of cached weights.
     """
     e, cluster = compute_bytes(config), config.cluster
-    m = config.train.batch_size * config.train.seq_len / sizes.data
+    samples, length = config.train.batch_size / sizes.data, config.train.seq_len
     recompute = config.train.activation_checkpointing == "full"
     description = registry.describe(config.model)
     cached = description.cached_units(config.parallel.cache_layers)
     sent = dict.fromkeys(sizes._asdict(), 0.0)
-    for layer, blocks, kept in linear_layers(description, cached):
-        k, n = layer.in_features, layer.out_features * (layer.num_fused or 1)
-        for axis, kinds in layer_bytes(m, k, n, layer.transposed, sizes, e, MASTER_BYTES).items():
+    for product, blocks, kept in products(description, cached):
+        whole = product.global_sizes(length)
+        for axis, kinds in product_bytes(whole, samples, product.split, sizes, e, MASTER_BYTES).items():
             for kind, nbytes in kinds.items():
                 sent[axis] += nbytes * blocks
                 if recompute and kind == "forward":

@@ -11,7 +11,9 @@ import torch
 from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.product_costs import GlobalSizes
 from gpt4d.parallel import collectives
+from gpt4d.parallel.layers import specs
 from gpt4d.planner import paper_models
 from gpt4d.planner.device import KINDS, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, node_size, spans, speed
@@ -46,12 +48,13 @@ def test_collectives_send_the_bytes_of_equations_1_to_3():
 
 def test_a_layer_sends_the_bytes_of_equations_4_to_8():
     """m=64 rows per data group, k=16, n=48 on (2, 2, 4, 2), elements of one byte."""
-    sent = paper_models.layer_bytes(64, 16, 48, False, GridSizes(2, 2, 4, 2), 1, 1)
+    whole = GlobalSizes(64 * 16, 64 * 48, 16 * 48)
+    sent = paper_models.product_bytes(whole, 1, specs.NORMAL, GridSizes(2, 2, 4, 2), 1, 1)
     assert sent["z"] == {"all_gather": 3 * 16 * 48 / 16, "reduce_scatter": 3 / 4 * 16 * 48 / 4}
     assert sent["y"] == {"forward": 2 * 1 / 2 * 64 * 48 / (4 * 2)}
     assert sent["x"] == {"backward": 2 * 1 / 2 * 64 * 16 / (4 * 2)}
     assert sent["data"] == {"all_reduce": 2 * 1 / 2 * 16 * 48 / 16}
-    transposed = paper_models.layer_bytes(64, 16, 48, True, GridSizes(4, 1, 1, 1), 1, 1)
+    transposed = paper_models.product_bytes(whole, 1, specs.TRANSPOSED, GridSizes(4, 1, 1, 1), 1, 1)
     assert transposed["x"] == {"forward": 2 * 3 / 4 * 64 * 48} and transposed["y"] == {"backward": 0}
 
 
