@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpt4d.config import Config, ConfigError, ModelConfig, register_model
-from gpt4d.model import gpt2
+from gpt4d.model import gpt2, unet
 from gpt4d.model.description import Description, Part
 from gpt4d.model.family import Family
 
@@ -46,7 +46,7 @@ def of(config: ModelConfig) -> Family:
 
 
 def family_of_hf(model_type: str) -> Family:
-    """Return the family that reads transformers models of ``model_type``. Raises ConfigError if there is none."""
+    """Return the family that reads models of this kind (``hf_model_types``). Raises ConfigError if there is none."""
     supported = {kind: family for family in _families.values() for kind in family.hf_model_types}
     if model_type not in supported:
         raise ConfigError(
@@ -80,3 +80,4 @@ def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | 
 
 
 register(gpt2.FAMILY)
+register(unet.FAMILY)

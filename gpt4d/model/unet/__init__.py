@@ -1,0 +1,88 @@
+"""U-Nets for diffusion after Nichol & Dhariwal, with or without attention at every level. No torch here."""
+
+from gpt4d.config import Config, ConfigError, check_at_least, check_choice, check_fraction, divisors
+from gpt4d.model.family import Family
+from gpt4d.model.unet import structure
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.model.unet.description import describe
+
+
+def _check(config: Config) -> None:
+    model = config.model
+    assert isinstance(model, UNetConfig)
+    for key in ("image_size", "image_channels", "channels", "blocks_per_level", "head_size", "groups", "timesteps"):
+        check_at_least(f"model.{key}", getattr(model, key), 1)
+    check_at_least("model.norm_epsilon", model.norm_epsilon, 0)
+    check_fraction("model.dropout", model.dropout)
+    check_choice("model.noise_schedule", model.noise_schedule, ("linear", "cosine"))
+    check_choice("model.prediction", model.prediction, ("epsilon", "v"))
+    if not model.multipliers or min(model.multipliers) < 1:
+        raise ConfigError(f"model.multipliers={model.multipliers}: each level needs one; use [1, 2, 2, 2], for example")
+    if model.channels % 2:
+        raise ConfigError(f"model.channels={model.channels}: odd; use an even number, half sines and half cosines")
+    halvings = 2 ** (len(model.multipliers) - 1)
+    if model.image_size % halvings:
+        raise ConfigError(
+            f"model.image_size={model.image_size}: cannot be halved {len(model.multipliers) - 1} times; use a multiple "
+            f"of {halvings}, or fewer model.multipliers"
+        )
+    _check_channels(model)
+    if config.parallel.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel=true: splits the tokens of a text, and a U-Net has none; use false, or "
+            "parallel.chunks for the overlap of sums"
+        )
+
+
+def _check_channels(model: UNetConfig) -> None:
+    """Check that groups and heads divide the channels of every block."""
+    for block in structure.blocks(model):
+        for channels in (sum(block.in_channels), block.output.channels):
+            if block.kind == "residual" and channels % model.groups:
+                raise ConfigError(
+                    f"model.groups={model.groups}: does not divide the {channels} channels of {block.name}; use one of "
+                    f"{', '.join(map(str, divisors(model.channels)))}"
+                )
+        if block.attention and block.output.channels % model.head_size:
+            raise ConfigError(
+                f"model.head_size={model.head_size}: does not divide the {block.output.channels} channels of "
+                f"{block.name}; use one of {', '.join(map(str, divisors(model.channels)))}"
+            )
+
+
+def _hugging_face():
+    from gpt4d.model.unet import hugging_face  # imports torch
+
+    return hugging_face
+
+
+def _build(config: UNetConfig, weights, parts):
+    from gpt4d.model.unet.model import UNet  # imports torch
+
+    return UNet(config, weights, parts)
+
+
+FAMILY = Family(
+    name="unet",
+    config=UNetConfig,
+    structure=(
+        "image_size",
+        "image_channels",
+        "channels",
+        "multipliers",
+        "blocks_per_level",
+        "attention_at",
+        "head_size",
+        "groups",
+        "norm_epsilon",
+        "timesteps",
+        "noise_schedule",
+        "prediction",
+    ),
+    task="diffusion",
+    check=_check,
+    describe=describe,
+    build=_build,
+    hugging_face=_hugging_face,
+    hf_model_types=("UNet2DModel",),
+)

@@ -1,0 +1,235 @@
+"""Weights under the names and shapes of diffusers' UNet2DModel, and its settings.
+
+diffusers stores linear weights [out, in] and queries, keys and values apart, and has the channels of a concatenation in
+the order of its parts; ours are stored in pieces (gpt4d.parallel.layers.specs.interleaved_order).
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gpt4d.config import ConfigError
+from gpt4d.model.unet import structure
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.parallel.layers.specs import interleaved_order
+
+FILE = "diffusion_pytorch_model"  # of the weights
+CLASS = "diffusers.UNet2DModel"
+HAS_TOKENIZER = False
+
+_OUTSIDE = {
+    "time.up": "time_embedding.linear_1",
+    "time.down": "time_embedding.linear_2",
+    "input": "conv_in",
+    "norm": "conv_norm_out",
+    "output": "conv_out",
+}
+_RESNET = {
+    "first_norm": "norm1",
+    "first": "conv1",
+    "time.linear": "time_emb_proj",
+    "second_norm": "norm2",
+    "second": "conv2",
+    "shortcut": "conv_shortcut",
+}
+_ATTENTION = {
+    "attention.norm": ("group_norm",),
+    "attention.qkv": ("to_q", "to_k", "to_v"),
+    "attention.output": ("to_out.0",),
+}
+_LINEAR = ("time.up", "time.down", "time.linear", "attention.output")
+_IN_FIRST = ("shortcut", "output")  # convolutions whose weight is stored [in, out, kh, kw]
+_OF_INPUT = ("first_norm", "first", "shortcut")  # layers that see the channels of a block's input
+_REQUIRED = {
+    "resnet_time_scale_shift": "scale_shift",
+    "time_embedding_type": "positional",
+    "time_embedding_dim": None,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "center_input_sample": False,
+    "act_fn": "silu",
+    "downsample_type": "conv",
+    "upsample_type": "conv",
+    "downsample_padding": 1,
+    "mid_block_scale_factor": 1,
+    "mid_block_type": "UNetMidBlock2D",
+    "add_attention": True,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+}
+
+
+class Settings(NamedTuple):
+    """Settings of a UNet2DModel."""
+
+    values: dict[str, Any]
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write ``config.json``."""
+        (Path(directory) / "config.json").write_text(json.dumps(self.values, indent=2) + "\n")
+
+
+def names(name: str, config: UNetConfig) -> list[str]:
+    """Return diffusers' names of what our parameter ``name`` is there: queries, keys and values are three."""
+    layer, kind = _layer(name)
+    if (number := _block(name)) is None:
+        return [f"{_OUTSIDE[layer]}.{kind}"]
+    place = _places(len(config.multipliers), config.blocks_per_level)[number]
+    if layer == "conv":
+        return [f"{place.sampler}.conv.{kind}"]
+    if layer in _ATTENTION:
+        return [f"{place.attention}.{part}.{kind}" for part in _ATTENTION[layer]]
+    return [f"{place.resnet}.{_RESNET[layer]}.{kind}"]
+
+
+def to_hf(name: str, tensor: torch.Tensor, config: UNetConfig) -> list[torch.Tensor]:
+    """Return our global tensor as diffusers has it: one tensor for each of ``names``."""
+    layer, kind = _layer(name)
+    if (order := _stored_order(name, config)) is not None:
+        tensor = tensor.index_select(_channel_dim(layer, kind), order.argsort().to(tensor.device))
+    if layer == "attention.qkv":
+        return [part.t().contiguous() if kind == "weight" else part for part in tensor.unbind(-2)]
+    if layer in _LINEAR:
+        return [tensor.flatten(1).t().contiguous() if kind == "weight" else tensor.flatten()]
+    if layer in _IN_FIRST and kind == "weight":
+        tensor = tensor.transpose(0, 1)
+    return [tensor.contiguous()]
+
+
+def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: UNetConfig) -> torch.Tensor:
+    """Return diffusers' tensors as our global tensor of ``shape``: the inverse of ``to_hf``."""
+    layer, kind = _layer(name)
+    if layer == "attention.qkv":
+        return torch.stack([part.t() if kind == "weight" else part for part in tensors], -2).contiguous()
+    (tensor,) = tensors
+    if layer in _LINEAR:
+        return (tensor.t() if kind == "weight" else tensor).reshape(shape)
+    if layer in _IN_FIRST and kind == "weight":
+        tensor = tensor.transpose(0, 1)
+    if (order := _stored_order(name, config)) is not None:
+        tensor = tensor.index_select(_channel_dim(layer, kind), order.to(tensor.device))
+    return tensor.contiguous()
+
+
+def hf_config(config: UNetConfig, end_of_text: int | None = None) -> Settings:
+    """Return the settings of such a UNet2DModel."""
+    sizes = [config.image_size >> level for level in range(len(config.multipliers))]
+    attended = [size in config.attention_at for size in sizes]
+    return Settings(
+        {
+            "_class_name": "UNet2DModel",
+            "sample_size": config.image_size,
+            "in_channels": config.image_channels,
+            "out_channels": config.image_channels,
+            "block_out_channels": [config.channels * multiplier for multiplier in config.multipliers],
+            "down_block_types": ["AttnDownBlock2D" if attention else "DownBlock2D" for attention in attended],
+            "up_block_types": ["AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attended)],
+            "layers_per_block": config.blocks_per_level,
+            "attention_head_dim": config.head_size,
+            "norm_num_groups": config.groups,
+            "attn_norm_num_groups": config.groups,  # otherwise the attention in the middle has no norm
+            "norm_eps": config.norm_epsilon,
+            "dropout": config.dropout,
+            **_REQUIRED,
+        }
+    )
+
+
+def config_from_hf(source: str, values: dict) -> UNetConfig:
+    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently.
+
+    The diffusion's own settings, which diffusers keeps in another file, have their defaults.
+    """
+    widths, layers = values.get("block_out_channels") or [0], values.get("layers_per_block")
+    size, attention = values.get("sample_size"), values.get("attention_head_dim")
+    attended = ["Attn" in kind for kind in values.get("down_block_types") or []]
+    plain = {False: ("DownBlock2D", "UpBlock2D"), True: ("AttnDownBlock2D", "AttnUpBlock2D")}
+    required = dict(_REQUIRED) | {
+        "down_block_types": [plain[flag][0] for flag in attended],
+        "up_block_types": [plain[flag][1] for flag in reversed(attended)],
+        "in_channels": values.get("out_channels"),
+        "attn_norm_num_groups": values.get("norm_num_groups"),
+    }
+    for key, value in required.items():
+        if values.get(key) != value:
+            raise ConfigError(
+                f"{source}: {key}={values.get(key)!r} in config.json is not supported; use a model with {value!r}"
+            )
+    for key, number in (("sample_size", size), ("layers_per_block", layers), ("attention_head_dim", attention)):
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"{source}: {key}={number!r} in config.json is not a size; use a number above 0")
+    if any(width % widths[0] for width in widths):
+        raise ConfigError(f"{source}: block_out_channels={widths} in config.json: not multiples of the first one")
+    assert size is not None and layers is not None and attention is not None
+    return UNetConfig(
+        name=source,
+        image_size=size,
+        image_channels=values["in_channels"],
+        channels=widths[0],
+        multipliers=[width // widths[0] for width in widths],
+        blocks_per_level=layers,
+        attention_at=[size >> level for level, flag in enumerate(attended) if flag],
+        head_size=attention,
+        groups=values.get("norm_num_groups", 32),
+        dropout=values.get("dropout", 0.0),
+        norm_epsilon=values.get("norm_eps", 1e-5),
+    )
+
+
+class _Place(NamedTuple):
+    """Names of diffusers' modules."""
+
+    resnet: str
+    attention: str
+    sampler: str
+
+
+@functools.cache
+def _places(levels: int, blocks_per_level: int) -> list[_Place]:
+    """Return where each of our blocks is in a UNet2DModel."""
+
+    def place(kind: str, number: int, layer: int) -> _Place:
+        block = f"{kind}_blocks.{number}" if kind != "mid" else "mid_block"
+        return _Place(f"{block}.resnets.{layer}", f"{block}.attentions.{layer}", f"{block}.{kind}samplers.0")
+
+    down = [
+        place("down", level, layer)
+        for level in range(levels)
+        for layer in range(blocks_per_level + (level < levels - 1))  # the last one is the change of level
+    ]
+    up = [
+        place("up", number, layer)
+        for number in range(levels)
+        for layer in range(blocks_per_level + 1 + (number < levels - 1))
+    ]
+    return [*down, place("mid", 0, 0), place("mid", 0, 1), *up]
+
+
+def _block(name: str) -> int | None:
+    """Return the number of the block that has a parameter, if one has."""
+    return int(name.split(".")[1]) if name.startswith("blocks.") else None
+
+
+def _layer(name: str) -> tuple[str, str]:
+    """Return the layer's name within its block, if it is in one, and "weight" or "bias"."""
+    layer, _, kind = name.rpartition(".")
+    return (layer if _block(name) is None else layer.split(".", 2)[2]), kind
+
+
+def _channel_dim(layer: str, kind: str) -> int:
+    """Return the dim of a stored tensor that has the channels of a layer's input."""
+    return 1 if layer == "first" and kind == "weight" else 0
+
+
+def _stored_order(name: str, config: UNetConfig) -> torch.Tensor | None:
+    """Return the index in diffusers' order of each input channel as it is stored, if the order is another one."""
+    layer, kind = _layer(name)
+    number = _block(name)
+    if number is None or layer not in _OF_INPUT or (kind == "bias" and layer != "first_norm"):
+        return None
+    channels = structure.blocks(config)[number].in_channels
+    return torch.tensor(interleaved_order(channels)) if len(channels) > 1 else None

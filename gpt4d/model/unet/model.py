@@ -1,0 +1,176 @@
+"""A U-Net for diffusion, readable as a serial model: its layers decide where tensors live.
+
+Shapes: B pictures, S height and width, C channels of this rank, E features of the time embedding, T pixels of all
+pictures.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt4d.model.description import Part
+from gpt4d.model.unet import structure
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, level_axes
+from gpt4d.parallel.chunks import Node, run_graph
+from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.concatenation import concatenate
+from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layers.group_norm import GroupNorm
+from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
+from gpt4d.parallel.layers.tokens import Tokens, tokens_of
+from gpt4d.parallel.turns import run_alone
+from gpt4d.parallel.weights import WeightStream
+
+
+class Attention(nn.Module):
+    """Attention of each pixel to all pixels of its picture, added to the stream."""
+
+    def __init__(self, config: UNetConfig, weights: WeightStream, stream: Tensor):
+        super().__init__()
+        channels, heads = stream.channels, stream.channels // config.head_size
+        before = level_axes(stream.axis)
+        axes, split = head_split(heads, weights, stream.axis)
+        self.norm = GroupNorm(weights, config.groups, channels, stream.axis, config.norm_epsilon)
+        self.qkv = Linear(weights, channels, channels, num_fused=3, axes=before, inner_split=split)
+        self.core = AttentionCore(heads, 0.0, axes, causal=False)
+        after = Axes(*reversed(before))
+        self.output = Linear(weights, channels, channels, axes=after, transposed=True, std=0.0, inner_split=split)
+
+    async def forward(self, x_BSSC: torch.Tensor, pixels: Tokens) -> torch.Tensor:
+        normal_TC = self.norm(x_BSSC).flatten(0, 2)
+        attended_TC = await self.output(self.core(await self.qkv(normal_TC), pixels))
+        return x_BSSC + attended_TC.view_as(x_BSSC)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions, the second one's input scaled and shifted by the time embedding; then attention, if any."""
+
+    def __init__(self, config: UNetConfig, weights: WeightStream, block: Block):
+        super().__init__()
+        self.block = block
+        wide, channels, (outer, inner) = sum(block.in_channels), block.output.channels, block.axes
+        norm = config.groups, config.norm_epsilon
+        self.shortcut = None
+        if wide != channels:
+            self.shortcut = Conv2d(weights, wide, channels, 1, Axes(outer, None), scatter_output=True)
+        self.first_norm = GroupNorm(weights, norm[0], block.in_channels, outer, norm[1])
+        self.first = Conv2d(weights, wide, channels, 3, Axes(outer, inner), padding=1)
+        self.second_norm = GroupNorm(weights, norm[0], channels, inner, norm[1])
+        self.time = ScaleShift(weights, structure.embedding_size(config), channels, inner)
+        self.dropout = Dropout(config.dropout, weights.grid.axis(inner))
+        self.second = Conv2d(weights, channels, channels, 3, Axes(inner, outer), padding=1, std=0.0)
+        self.attention = Attention(config, weights, block.output) if block.attention else None
+
+    async def forward(self, x_BSSC: torch.Tensor, *rest) -> torch.Tensor:
+        """Return the stream after the block. ``rest``: the skip, if it takes one, the embedding, and the samples."""
+        *skip, embedding_BE, samples = rest
+        pixels = replace(samples, length=self.block.output.size**2)
+        if skip:
+            x_BSSC = concatenate([x_BSSC, *skip], self.block.in_channels)
+        shortcut_BSSC = x_BSSC if self.shortcut is None else await self.shortcut(x_BSSC)
+        h_BSSC = await self.first(F.silu(self.first_norm(x_BSSC)))
+        h_BSSC = F.silu(await self.time(self.second_norm(h_BSSC), embedding_BE))
+        h_BSSC = self.dropout(h_BSSC.flatten(0, 2), pixels).view_as(h_BSSC)
+        x_BSSC = shortcut_BSSC + await self.second(h_BSSC)
+        return x_BSSC if self.attention is None else await self.attention(x_BSSC, pixels)
+
+
+class LevelChange(nn.Module):
+    """A convolution with stride 2, or one of a picture enlarged by 2."""
+
+    def __init__(self, weights: WeightStream, block: Block):
+        super().__init__()
+        scale = {"stride": 2} if block.kind == "down" else {"upsampling": 2}
+        self.conv = Conv2d(weights, block.stream.channels, block.output.channels, 3, block.axes, padding=1, **scale)
+
+    async def forward(self, x_BSSC: torch.Tensor, samples: Tokens) -> torch.Tensor:
+        return await self.conv(x_BSSC)
+
+
+class UNet(nn.Module):
+    """A U-Net, or parts of one, on the grid of ``weights``.
+
+    Its values are not set until ``gpt4d.model.init.initialize``.
+    """
+
+    def __init__(self, config: UNetConfig, weights: WeightStream, parts: Sequence[Part]):
+        super().__init__()
+        self.config, self.weights, self.parts = config, weights, parts
+        self.all_blocks = structure.blocks(config)
+        first, last = structure.first_tensor(config), self.all_blocks[-1].output
+        if any(part.begins for part in parts):
+            self.time = TimeEmbedding(weights, config.channels, structure.embedding_size(config))
+            axes = Axes(None, first.axis)
+            self.input = Conv2d(weights, config.image_channels, first.channels, 3, axes, padding=1)
+        self.blocks = nn.ModuleDict(
+            {str(index): self._build(self.all_blocks[index]) for part in parts for index in part.blocks}
+        )
+        if any(part.ends for part in parts):
+            self.norm = GroupNorm(weights, config.groups, last.channels, last.axis, config.norm_epsilon)
+            axes = Axes(last.axis, None)
+            self.output = Conv2d(weights, last.channels, config.image_channels, 3, axes, padding=1, std=0.0)
+
+    def _build(self, block: Block) -> nn.Module:
+        if block.kind == "residual":
+            return ResidualBlock(self.config, self.weights, block)
+        return LevelChange(self.weights, block)
+
+    def forward(self, x_BSSC: torch.Tensor, timesteps_B: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        """Return the prediction [B, S, S, image channels] of a whole model for noisy pictures ``x_BSSC``.
+
+        Args:
+            x_BSSC: this rank's pictures, [B, S, S, image channels].
+            timesteps_B: how noisy they are, [B].
+            sample_ids_B: their indices in the whole run, which dropout depends on.
+        """
+        (part,) = self.parts
+        (prediction,) = self.compute(part, {}, x_BSSC, timesteps_B, sample_ids_B).values()
+        return prediction
+
+    def compute(
+        self,
+        part: Part,
+        received: Mapping[str, torch.Tensor],
+        x_BSSC: torch.Tensor,
+        timesteps_B: torch.Tensor,
+        sample_ids_B: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that a part produces for later parts, or the last part's ``prediction``.
+
+        Args:
+            part: one of ``parts``.
+            received: what earlier parts have produced for this one.
+            x_BSSC: as for ``forward``; the first part uses it.
+            timesteps_B: as for ``forward``; the first part uses it.
+            sample_ids_B: as for ``forward``.
+        """
+        tensors, wanted = dict(received), self._wanted(part)
+        if part.begins:
+            tensors[EMBEDDING] = run_alone(self.time(timesteps_B))
+            tensors[INPUT] = run_alone(self.input(x_BSSC.to(self.weights.compute_dtype)))
+        nodes = [
+            Node(self.blocks[str(index)], self.all_blocks[index].uses, self.all_blocks[index].name)
+            for index in part.blocks
+        ]
+        samples = tokens_of(self.weights, sample_ids_B, length=1)
+        produced = run_graph(self.weights, nodes, tensors, wanted, samples)
+        if not part.ends:
+            return produced
+        (x_BSSC,) = produced.values()
+        return {"prediction": run_alone(self.output(F.silu(self.norm(x_BSSC))))}
+
+    def _wanted(self, part: Part) -> list[str]:
+        """Return the names of the tensors that exist after a part, its own or received, and that later units use."""
+        last = part.blocks.stop
+        exist = {INPUT, EMBEDDING, *(block.name for block in self.all_blocks[part.blocks.start : last])}
+        if not part.begins:
+            exist -= {INPUT, EMBEDDING}
+        later = [name for block in self.all_blocks[last:] for name in block.uses] + [self.all_blocks[-1].name]
+        return [name for name in dict.fromkeys(later) if name in exist]

@@ -1,0 +1,113 @@
+"""The blocks of a U-Net in the order of execution, and the tensors that they pass on. No torch here.
+
+Levels are numbered from 0, that of whole pictures. y splits the channels of even levels, x those of odd ones: a
+residual block changes the axis twice, a change of level once. So encoder and decoder agree at every level.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.parallel.layers.specs import Axes
+
+INPUT, EMBEDDING = "input", "embedding"
+
+
+class Tensor(NamedTuple):
+    """An activation [samples, size, size, channels] that a unit passes on, and the axis that splits its channels."""
+
+    name: str
+    channels: int
+    size: int
+    axis: str
+
+
+class Block(NamedTuple):
+    """A residual block, with attention or without, or a change of level.
+
+    Attributes:
+        name: prefix of its parameters, and the name of what it produces.
+        kind: what it computes.
+        stream: the output of the unit before.
+        skip: an output of the encoder that is concatenated to the stream.
+        output: what it produces.
+        attention: whether attention follows the convolutions.
+    """
+
+    name: str
+    kind: Literal["residual", "down", "up"]
+    stream: Tensor
+    skip: Tensor | None
+    output: Tensor
+    attention: bool
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Names of the tensors that it uses."""
+        skip = (self.skip.name,) if self.skip else ()
+        return (self.stream.name, *skip, *((EMBEDDING,) if self.kind == "residual" else ()))
+
+    @property
+    def axes(self) -> Axes:
+        """The axis of its first convolution's input, and the one of its output: the other one."""
+        return level_axes(self.stream.axis)
+
+    @property
+    def in_channels(self) -> tuple[int, ...]:
+        """Channels of the stream and, if it has one, of the skip."""
+        return (self.stream.channels, *((self.skip.channels,) if self.skip else ()))
+
+
+def level_axes(axis: str) -> Axes:
+    """Return the axes of a convolution whose input's channels ``axis`` splits."""
+    return Axes(axis, "x" if axis == "y" else "y")
+
+
+def embedding_size(config: UNetConfig) -> int:
+    """Return the features of the time embedding."""
+    return 4 * config.channels
+
+
+def first_tensor(config: UNetConfig) -> Tensor:
+    """Return the output of the first convolution."""
+    return _tensor(config, INPUT, config.channels, 0)
+
+
+def _tensor(config: UNetConfig, name: str, channels: int, level: int) -> Tensor:
+    return Tensor(name, channels, config.image_size >> level, "yx"[level % 2])
+
+
+def blocks(config: UNetConfig) -> list[Block]:
+    """Return the blocks: those of the encoder, two in the middle, those of the decoder."""
+    return list(_blocks(config))
+
+
+def _blocks(config: UNetConfig) -> Iterator[Block]:
+    levels = len(config.multipliers)
+    widths = [config.channels * multiplier for multiplier in config.multipliers]
+    skips = [first_tensor(config)]
+    number, stream = 0, skips[0]
+
+    def block(kind, level: int, channels: int, attention: bool = False, skip: Tensor | None = None) -> Block:
+        nonlocal number, stream
+        name = f"blocks.{number}"
+        result = Block(name, kind, stream, skip, _tensor(config, name, channels, level), attention)
+        number, stream = number + 1, result.output
+        return result
+
+    for level, width in enumerate(widths):
+        attention = config.image_size >> level in config.attention_at
+        for _ in range(config.blocks_per_level):
+            yield block("residual", level, width, attention)
+            skips.append(stream)
+        if level < levels - 1:
+            yield block("down", level + 1, width)
+            skips.append(stream)
+    for attention in (True, False):
+        yield block("residual", levels - 1, widths[-1], attention)
+    for level, width in reversed(list(enumerate(widths))):
+        attention = config.image_size >> level in config.attention_at
+        for _ in range(config.blocks_per_level + 1):
+            yield block("residual", level, width, attention, skips.pop())
+        if level:
+            yield block("up", level - 1, width)

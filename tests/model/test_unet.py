@@ -1,0 +1,164 @@
+"""Invariant 1 for U-Nets: prediction and gradients on every grid are those of diffusers' UNet2DModel."""
+
+import math
+
+import pytest
+import torch
+
+from gpt4d.config import Config, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
+from gpt4d.model import registry
+from gpt4d.model.unet import hugging_face as adapter
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.parallel import collectives
+from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.pipeline.runtime import StageRuntime
+from gpt4d.step import mask_replicas
+from tests.grids import BINARY_GRIDS, fill_from_hf, sampled, to_hf
+from tests.stages import own_stage
+
+# Both axes split streams, heads and groups: there are groups of which a rank has a part only.
+TINY = UNetConfig(
+    image_size=8, channels=16, multipliers=[1, 2], blocks_per_level=1, attention_at=[8, 4], head_size=8, groups=2
+)
+BATCH = 16
+
+
+def pictures():
+    """Noisy pictures [batch, size, size, 3], their timesteps, what to predict, and sample ids."""
+    generator = torch.Generator().manual_seed(0)
+    shape = BATCH, TINY.image_size, TINY.image_size, TINY.image_channels
+    noisy, wanted = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return noisy, torch.randint(0, 1000, (BATCH,), generator=generator).double(), wanted, torch.arange(BATCH)
+
+
+class Sinusoids(torch.nn.Module):
+    """The sinusoids of diffusers' Timesteps in float64; there they are float32."""
+
+    def forward(self, timesteps):
+        half = TINY.channels // 2
+        angles = timesteps[:, None] * torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float64) / half)
+        return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """A UNet2DModel in float64 with random weights: its state dict, prediction, loss and gradients."""
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel.from_config(adapter.hf_config(TINY).values).double().eval()
+    model.time_proj = Sinusoids()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
+    noisy, timesteps, wanted, _ = pictures()
+    prediction = model(noisy.movedim(-1, 1), timesteps).sample.movedim(1, -1)
+    loss = (prediction - wanted).square().sum() / BATCH
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return model.state_dict(), prediction.detach(), loss.item(), grads
+
+
+ONE = GridSizes()
+
+
+def settings(sizes=ONE, **changes):
+    """The configuration of a grid; ``changes``: stages, chunks, microbatch, recompute."""
+    pipeline = PipelineConfig(**changes.pop("pipeline", {}))
+    train = {key: changes.pop(key) for key in ("micro_batch_size", "activation_checkpointing") if key in changes}
+    parallel = ParallelConfig(gx=sizes.x, gy=sizes.y, gz=sizes.z, pipeline=pipeline, **changes)
+    return Config(model=TINY, parallel=parallel, train=TrainConfig(seq_len=1, batch_size=BATCH, **train))
+
+
+def squared_error(module, part, batch, received):
+    noisy, timesteps, wanted, ids = batch
+    produced = module.compute(part, received, noisy, timesteps, ids)
+    if "prediction" in produced:
+        return {"loss": (produced["prediction"] - wanted).square().sum()}
+    return produced
+
+
+def step(config, world_size, state):
+    """On a rank: the losses of an evaluation and of a step in float64, and this stage's parts of its gradients."""
+    plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
+    fill_from_hf(stage.module, state)
+    grid, size = stage.grid, plan.micro_batch_size(plan.stages[stage.index])
+
+    def batches():
+        for part in torch.arange(BATCH).chunk(plan.microbatches):
+            own = part.split(size)[grid.batch_shard]
+            yield [tensor[own] for tensor in pictures()]
+
+    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
+    runtime = StageRuntime(stage, reducer, squared_error)
+    losses = [runtime.evaluate(batches(), plan.microbatches) / BATCH]
+    losses.append(runtime.forward_backward(batches(), plan.microbatches, BATCH))
+    losses = [collectives.all_reduce(mask_replicas(loss, grid), grid.world).item() for loss in losses]
+    if stage.exchange:
+        stage.exchange.close()
+    named = stage.module.named_parameters()
+    return losses, {n: (p.spec.shape, grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in named}
+
+
+def check(ranks, oracle, config, devices):
+    state, _, loss, grads = oracle
+    wholes = {}
+    for losses, parts in ranks.run(devices, step, config, devices, state):
+        assert losses == [pytest.approx(loss, rel=1e-12)] * 2
+        for name, (shape, place, part) in parts.items():
+            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            whole[place] = part
+    ours = to_hf(wholes, config.model)
+    assert ours.keys() == grads.keys()
+    for name, grad in grads.items():
+        # A bias before a norm of one group per channel has no gradient but for rounding.
+        assert (ours[name] - grad).norm() <= 1e-12 * max(grad.norm(), 1e-3), name
+
+
+@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
+def test_loss_and_gradients_equal_diffusers_unet(ranks, oracle, sizes):
+    check(ranks, oracle, settings(sizes), sizes.devices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        (GridSizes(2, 2, 2), {"activation_checkpointing": "full"}),
+        (GridSizes(2, 2, 1, 2), {"chunks": 2, "micro_batch_size": 4}),
+        (GridSizes(2, 2), {"chunks": 4, "activation_checkpointing": "full", "cache_layers": 3}),
+        (GridSizes(1, 2, 2), {"cache_layers": "all", "cache_scope": "step", "micro_batch_size": 2}),
+        (GridSizes(2, 1, 2), {"whole_layers": 2, "scatter_heads": False}),
+    ],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_how_they_are_computed(ranks, oracle, sizes, changes):
+    check(ranks, oracle, settings(sizes, **dict(changes)), sizes.devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        (2, {"pipeline": {"stages": 2}}),
+        (4, {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
+        (6, {"pipeline": {"stages": 2, "stage_grids": ["2x1x1x2", "1x2x1x1"]}}),
+        (8, {"pipeline": {"stages": 2, "schedule": "zb_h1"}, "activation_checkpointing": "full"}),
+        (2, {"pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "chunks_per_stage": 2}}),
+    ],
+    ids=str,
+)
+def test_gradients_over_stages_equal_diffusers_unet(ranks, oracle, devices, changes):
+    sizes = GridSizes(2, 2) if devices == 8 else ONE
+    check(ranks, oracle, settings(sizes, **dict(changes)), devices)
+
+
+def test_weights_survive_the_way_to_diffusers_and_back(oracle):
+    state, *_ = oracle
+    shapes = {name: spec.shape for name, spec in registry.describe(TINY).parameters.items()}
+    ours = {
+        name: adapter.from_hf(name, [state[key] for key in adapter.names(name, TINY)], shape, TINY)
+        for name, shape in shapes.items()
+    }
+    assert all(ours[name].shape == shape for name, shape in shapes.items())
+    back = to_hf(ours, TINY)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
