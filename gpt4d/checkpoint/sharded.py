@@ -12,6 +12,7 @@ from gpt4d.config import ConfigError
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.runtime.consensus import run_on_all_ranks
+from gpt4d.task.averages import PREFIX
 
 _STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its step counter is the run's
 
@@ -70,6 +71,20 @@ def load(
         for state in optimizer.state.values():
             state["step"].fill_(progress.step)
     return progress
+
+
+def load_averages(directory: Path, model: nn.Module, grid: Grid) -> bool:
+    """Load averages of weights (``gpt4d.task.averages``) into a model, if the checkpoint has them; return whether.
+
+    All ranks must call this function after ``load``, which verifies the checkpoint.
+    """
+    files = storage.Files(directory)
+    if not any(name.startswith(f"extra.{PREFIX}") for name in files.tensors):
+        return False
+    named: dict[str, Any] = dict(model.named_parameters())
+    shards = {f"extra.{PREFIX}{name}": LocalShard(p.detach(), p.spec) for name, p in named.items()}
+    run_on_all_ranks(lambda: fill(shards, files, grid))
+    return True
 
 
 def fill(shards: Mapping[str, LocalShard], files: storage.Files, grid: Grid) -> None:

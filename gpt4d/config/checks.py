@@ -178,12 +178,13 @@ def check_values(config: Config, family: ModelFamily) -> None:
         "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
-        "logging.every": 1, "logging.sample_tokens": 0, "parallel.overlap.prefetch": 0,
+        "logging.every": 1, "logging.sample_tokens": 0,
+        "logging.sample_images": 0, "logging.sample_steps": 1, "parallel.overlap.prefetch": 0,
         "parallel.timeout_s": 1, "parallel.chunks": 1,
     }  # fmt: skip
     for key, least in at_least.items():
         check_at_least(key, value_of(config, key), least)
-    for key in ("optim.beta1", "optim.beta2"):
+    for key in ("optim.beta1", "optim.beta2", "optim.ema_decay"):
         check_fraction(key, value_of(config, key))
     _check_mode(config.parallel)
     check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))

@@ -167,6 +167,7 @@ class OptimConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # maximum norm of the global gradient; 0: no clipping
+    ema_decay: float = 0.0  # of the averages of weights that samples are drawn with; 0: no averages
     shard_states: bool = False  # each device of the data axis stores and updates a shard of the states (ZeRO-1)
 
 
@@ -191,6 +192,8 @@ class LoggingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     sample_prompt: str = "My fellow citizens,"  # continued by the trained model at the end; empty: none
     sample_tokens: int = 80
+    sample_images: int = 36  # that a diffusion model draws at the end, into samples.png; 0: none
+    sample_steps: int = 50  # of DDIM for each of them
 
 
 @dataclass

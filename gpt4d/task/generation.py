@@ -41,7 +41,7 @@ def continuation(
     generator = torch.Generator().manual_seed(seed)
     length = min(settings.max_positions, len(ids) + tokens)
     sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
-    exchange = _exchange(stage, length)
+    exchange = exchange_of_all(stage, 1, length)
     model.eval()
     for _ in range(tokens):
         text = ids[-length:]
@@ -66,13 +66,13 @@ def continuation(
     return tokenizer.decode(ids)
 
 
-def _exchange(stage: Stage, length: int) -> Exchange | None:
-    """Return the exchange of what crosses for one text, which all ranks that split the batch have."""
+def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:
+    """Return the exchange of what crosses for some samples, which all ranks that split a batch have."""
     if stage.exchange is None:
         return None
     model: Any = stage.module
     description, dtype = registry.describe(model.config), stage.weights.compute_dtype
-    return stage.exchange.without_gradients(edges(description, stage.crossing, 1, length, dtype, whole_batch))
+    return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, whole_batch))
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -15,6 +15,7 @@ from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.model.description import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
+from gpt4d.task.averages import WeightAverages
 from gpt4d.task.generation import continuation
 from gpt4d.task.task import Artifact
 
@@ -72,6 +73,7 @@ class LanguageModeling:
         reads = data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
         self._loader = Loader(self._training, *shard, data.workers, reads)
         self._validation = Loader(self._held_out, *shard, workers=0, reads=reads) if self._held_out else None
+        self._averages = WeightAverages(stage, self.config.optim.ema_decay)
 
     @property
     def waited_s(self) -> float:
@@ -111,15 +113,17 @@ class LanguageModeling:
         documents = batch.inputs.get("documents")
         return model.compute(part, received, batch.inputs["ids"], batch.targets, batch.sample_ids, documents)
 
-    def after_update(self, step: int) -> None: ...
+    def after_update(self, step: int) -> None:
+        self._averages.update(step)
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging
         if not (logging.sample_prompt and logging.sample_tokens):
             return None
-        text = continuation(
-            self._stage, self._files.tokenizer(), logging.sample_prompt, logging.sample_tokens, self._documents
-        )
+        with self._averages.applied():
+            text = continuation(
+                self._stage, self._files.tokenizer(), logging.sample_prompt, logging.sample_tokens, self._documents
+            )
         return Artifact(f"\n{text}\n", {"text": text})
 
     def summary(self) -> str:
@@ -138,7 +142,7 @@ class LanguageModeling:
         return {TOKENIZER: self._tokenizer_json}
 
     def extra_state(self) -> Mapping:
-        return {}
+        return self._averages.state()
 
     def close(self) -> None:
         self._loader.close()

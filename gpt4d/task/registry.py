@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.task import language_config
+from gpt4d.task import diffusion_config, language_config
 from gpt4d.task.task import Task
 
 
@@ -44,4 +44,11 @@ def _create_language_modeling(config: Config) -> Task:
     return LanguageModeling(config)
 
 
+def _create_diffusion(config: Config) -> Task:
+    from gpt4d.task.diffusion import Diffusion  # imports torch
+
+    return Diffusion(config)
+
+
+register(TaskEntry("diffusion", diffusion_config.check, _create_diffusion))
 register(TaskEntry("language_modeling", language_config.check, _create_language_modeling))

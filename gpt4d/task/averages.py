@@ -1,0 +1,59 @@
+"""Exponential moving averages of weights, which samples are drawn with."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.stage import Stage
+
+PREFIX = "average."  # of the names in a checkpoint
+
+
+class WeightAverages:
+    """Averages of this rank's parts of the parameters that its stage saves.
+
+    After step n they are ``average + (1 - d)·(weight - average)`` with d the smaller one of ``decay`` and
+    n / (n + 9), so that the first weights are soon forgotten. ``decay`` 0: there are no averages, and the methods do
+    nothing.
+    """
+
+    def __init__(self, stage: Stage, decay: float):
+        self.weights, self.decay = stage.weights, decay
+        named = dict[str, Any](stage.module.named_parameters()) if decay else {}
+        self._parameters = {name: parameter for name, parameter in named.items() if name not in stage.copies}
+        self._averages = [parameter.detach().clone() for parameter in self._parameters.values()]
+
+    def update(self, step: int) -> None:
+        """Take the weights after ``step`` into account."""
+        if self.decay:
+            torch._foreach_lerp_(self._averages, self._current(), 1 - min(self.decay, step / (step + 9)))
+
+    def state(self) -> Mapping[str, tuple[torch.Tensor, ParameterSpec]]:
+        """Return the averages for a checkpoint, by name."""
+        named = zip(self._parameters.items(), self._averages, strict=True)
+        return {f"{PREFIX}{name}": (average, parameter.spec) for (name, parameter), average in named}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the parameters their averages inside the context."""
+        current = self._current()
+        trained = [weight.clone() for weight in current]
+        self._set(current, self._averages)
+        try:
+            yield
+        finally:
+            self._set(current, trained)
+
+    def _current(self) -> list[torch.Tensor]:
+        """Return the weights, once those that other ranks have updated are here."""
+        for parameter in self._parameters.values():
+            self.weights.pre_gather_hook(parameter)
+        return [parameter.detach() for parameter in self._parameters.values()]
+
+    @staticmethod
+    def _set(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        if weights:
+            torch._foreach_copy_(weights, values)

@@ -1,0 +1,57 @@
+"""Generation of pictures: noise from which a diffusion model removes a little at each step."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpt4d.parallel import collectives
+from gpt4d.parallel.pipeline.runtime import forward_over_stages
+from gpt4d.parallel.stage import Stage
+from gpt4d.task.diffusion_process import DiffusionProcess
+from gpt4d.task.generation import exchange_of_all
+
+
+def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> np.ndarray:
+    """Return pictures, uint8 [count, size, size, channels]. Every rank of the job calls it and gets the same ones.
+
+    Picture i depends on ``seed`` and i alone. ``steps``: of DDIM.
+    """
+    model: Any = stage.module
+    settings, grid, device = model.config, stage.grid, stage.weights.device
+    process = DiffusionProcess(settings.noise_schedule, settings.timesteps, settings.prediction, device)
+    shape = settings.image_size, settings.image_size, settings.image_channels
+    numbers = torch.arange(count, device=device)
+    exchange = exchange_of_all(stage, count, length=1)
+    model.eval()
+
+    def predict(x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        def compute(part, received):
+            return model.compute(part, received, x, timesteps, numbers)
+
+        result = forward_over_stages(stage, exchange, compute)
+        # One rank's prediction counts, so that ranks that round differently continue with the same pictures.
+        own = result is not None and grid.stage.index == 0
+        prediction = result["prediction"].float() if result is not None and own else torch.zeros_like(x)
+        return collectives.all_reduce(prediction, grid.world)
+
+    with torch.no_grad():
+        x_0 = process.ddim(predict, process.sampling_noise(seed, numbers, shape), steps)
+    return ((x_0.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
+
+
+def save_pictures(pictures: np.ndarray, path: Path, scale: int = 2, gap: int = 2) -> None:
+    """Write pictures, uint8 [n, size, size, channels], side by side as one picture file, enlarged by ``scale``."""
+    from PIL import Image
+
+    count, size, _, channels = pictures.shape
+    columns = int(np.ceil(np.sqrt(count)))
+    rows, cell = -(-count // columns), size + gap
+    sheet = np.full((rows * cell + gap, columns * cell + gap, channels), 255, np.uint8)
+    for index, picture in enumerate(pictures):
+        top, left = gap + index // columns * cell, gap + index % columns * cell
+        sheet[top : top + size, left : left + size] = picture
+    image = Image.fromarray(sheet.squeeze(-1) if channels == 1 else sheet)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST).save(path)
