@@ -83,6 +83,22 @@ class Conv2dCost(ProductCost):
 
 
 @dataclass(frozen=True)
+class PicturesCost(SimpleCost):
+    """The pictures of a microbatch in the dtype of activations, which every rank of x and y has whole."""
+
+    channels: int
+    positions: int
+
+    async def forward(self, walk: Walk) -> None:
+        x = walk.samples * self.positions * self.channels * walk.element_bytes
+        walk.hold(x)
+        walk.compute(moved=2 * x)
+
+    async def backward(self, walk: Walk) -> None:
+        """Data has no gradient, and the layer behind has released the pictures."""
+
+
+@dataclass(frozen=True)
 class GroupNormCost(NormCost):
     """GroupNorm over the channels of an activation, or of a concatenation, that ``axis`` splits.
 
@@ -216,6 +232,12 @@ class TimeEmbeddingCost(SequenceCost):
 
     channels: int
     hidden: int
+
+    async def forward(self, walk: Walk) -> None:
+        sinusoids = walk.samples * self.channels * walk.element_bytes
+        walk.hold(sinusoids)
+        walk.compute(moved=2 * sinusoids, operations=5)
+        await super().forward(walk)
 
     @cached_property
     def layers(self) -> tuple[LayerCost, ...]:  # type: ignore[override]

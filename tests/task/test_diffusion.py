@@ -1,0 +1,145 @@
+"""Diffusion runs: invariants 1 and 2 and planned bytes for a U-Net, averaged weights, generated pictures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gpt4d.checkpoint import checkpoint_dir, storage
+from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.validation import validate
+from tests.grids import bytes_planned, bytes_sent, metric_lines, on_grid, train_in_rank
+
+SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder of 48 pictures, each with a gradient of a color of its own."""
+    folder = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
+    ramp = np.linspace(0, 1, SIZE)[:, None, None] * np.linspace(0.5, 1, SIZE)[None, :, None]
+    for number in range(48):
+        color = generator.integers(50, 255, 3)
+        Image.fromarray((ramp * color).astype(np.uint8)).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def tiny(photos, tmp_path, request):
+    """Return the configuration of six steps of a tiny U-Net with overrides."""
+
+    def make(*overrides, run="run"):
+        return compose(
+            [
+                "model=unet_tiny", f"model.image_size={SIZE}", "model.channels=16", "model.multipliers=[1,2]",
+                "model.blocks_per_level=1", "model.attention_at=[4]", "model.head_size=8", "model.groups=4",
+                "model.timesteps=50", "data=pictures", f"data.path={photos}", "data.validation_fraction=0.3",
+                f"data.cache_dir={tmp_path / 'cache'}", "train.steps=6", "train.batch_size=8", "train.validate_every=0",
+                "train.validation_batches=1", "checkpoint.every=3", "logging.every=1", "logging.sample_images=4",
+                "logging.sample_steps=3", "optim.ema_decay=0.9", "optim.warmup_steps=1", f"run.dir={tmp_path / run}",
+                *overrides,
+            ]
+        )  # fmt: skip
+
+    return make
+
+
+def losses_and_norms(run_dir):
+    return [value for line in metric_lines(run_dir) for value in (line["loss"], line["grad_norm"])]
+
+
+def event(run_dir, name):
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if line.get("event") == name)
+
+
+def pixels(run_dir):
+    return np.asarray(Image.open(Path(run_dir) / "samples.png")).astype(int)
+
+
+@pytest.fixture
+def serial(ranks, tiny):
+    config = tiny(run="serial")
+    ranks.run(1, train_in_rank, config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides"),
+    [
+        (GridSizes(2, 2, 2), ()),
+        (GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true")),
+        (GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
+        (GridSizes(2, 1, 2, 2), ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.whole_layers=2")),
+    ],
+    ids=str,
+)
+def test_a_run_on_a_grid_equals_the_serial_run_and_sends_the_planned_bytes(ranks, tiny, serial, sizes, overrides):
+    config = tiny(*on_grid(sizes), *overrides)
+    ranks.run(sizes.devices, train_in_rank, config)
+    assert losses_and_norms(config.run.dir) == pytest.approx(losses_and_norms(serial.run.dir), rel=1e-5)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
+    assert np.abs(pixels(config.run.dir) - pixels(serial.run.dir)).max() <= 1
+    ours, theirs = (event(run.run.dir, "validation")["loss"] for run in (config, serial))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 6])
+def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, devices):
+    grids = ["parallel.pipeline.stage_grids=[2x1x1x2,1x2x1x1]"] if devices == 6 else []
+    config = tiny("parallel.pipeline.stages=2", *grids)
+    ranks.run(devices, train_in_rank, config)
+    assert losses_and_norms(config.run.dir) == pytest.approx(losses_and_norms(serial.run.dir), rel=1e-5)
+    assert np.abs(pixels(config.run.dir) - pixels(serial.run.dir)).max() <= 1
+
+
+def tensors(run_dir, prefix):
+    files = storage.Files(checkpoint_dir.located(Path(run_dir)))
+    return {name: files.global_tensor(name) for name in files.tensors if name.startswith(prefix)}
+
+
+def test_averages_continue_on_another_grid_and_follow_the_weights(ranks, tiny, serial):
+    """Three steps on four ranks, three on one: the averages are those of six steps on one device."""
+    ranks.run(4, train_in_rank, tiny("parallel.gx=2", "parallel.gz=2", "train.steps=3", "optim.schedule_steps=6"))
+    config = tiny("optim.schedule_steps=6")
+    ranks.run(1, train_in_rank, config)
+    ours, theirs = (tensors(run.run.dir, "extra.average.") for run in (config, serial))
+    assert ours.keys() == theirs.keys() and len(ours) == len(tensors(serial.run.dir, "model."))
+    for name, average in theirs.items():
+        assert torch.allclose(ours[name], average, rtol=1e-4, atol=1e-6), name
+    weight, average = (tensors(serial.run.dir, f"{kind}.blocks.0.first.weight") for kind in ("model", "extra.average"))
+    (weight,), (average,) = weight.values(), average.values()
+    assert 0 < (weight - average).abs().max() < 0.1
+
+
+def test_generate_writes_the_pictures_that_the_run_ended_with(serial, tmp_path, capsys):
+    from gpt4d import generate
+
+    out = tmp_path / "pictures.png"
+    generate.main([f"checkpoint={serial.run.dir}", f"out={out}", "images=4", "steps=3"])
+    assert np.abs(np.asarray(Image.open(out)).astype(int) - pixels(serial.run.dir)).max() <= 1
+    with pytest.raises(ConfigError, match="out=…: missing"):
+        generate.main([f"checkpoint={serial.run.dir}", "prompt=a"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data=sotu",), "data.source=sotu: text, but model=unet_tiny trains on pictures; use data=blue_marble"),
+        (("model.image_size=9",), "model.image_size=9: cannot be halved 1 times; use a multiple of 2"),
+        (("model.groups=3",), "model.groups=3: does not divide the 16 channels of blocks.0; use one of 1, 2, 4"),
+        (("parallel.sequence_parallel=true",), "parallel.sequence_parallel=true: splits the tokens of a text"),
+        (("logging.sample_steps=51",), "logging.sample_steps=51: more than model.timesteps=50; lower it"),
+        (("parallel.gx=8",), "parallel.gx=8: does not divide"),
+        (("model.noise_schedule=sigmoid",), "model.noise_schedule=sigmoid: use one of linear, cosine"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line_with_a_remedy(tiny, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        validate(tiny(*overrides), 8)
+    assert message in str(error.value) and "\n" not in str(error.value)
