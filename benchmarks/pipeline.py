@@ -6,7 +6,7 @@ A case is the grid of each stage and the number of microbatches. The default gri
 GPT, (dp, op, pp) = (2, 2, 2) and (4, 1, 2). Contenders are ``schedule/strategy``, ``1f1b/send_recv/waiting`` without
 computation beside transfers, ``all``, or ``ablation`` for those of the paper's Fig. 9; each schedule also runs with the
 strategy signal. torch's and megatron-core's pipelines with the same cuts take turns with ours (``peers=false``:
-without).
+without). ``channels=128`` trains a U-Transformer instead of a GPT, whose skips go straight to the stages that use them.
 
 Each step of ours is predicted by the simulator of schedules (``gpt4d.parallel.pipeline.simulation``). It is given the
 seconds of each action as the virtual devices execute it with the strategy signal, those after the last action, and for
@@ -28,7 +28,6 @@ from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.config.pipeline import STRATEGIES
 from gpt4d.model import registry
-from gpt4d.model.description import STREAM
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action
@@ -116,11 +115,14 @@ def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, floa
         nbytes = math.prod(resharding.shape[resharding.num_summed :]) * _BYTES
         return 0.0 if strategy == "signal" else float(resharding.makespan) * nbytes * 8 / (config.mbit * 1e6)
 
-    stream = description.tensors[STREAM]
-    shape, layout = stream.shape(config.samples, config.length), stream.layout
+    def crosses(name: str, source: int, target: int) -> float:
+        tensor = description.tensors[name]
+        shape = tensor.shape(config.samples, config.seq_len)
+        return seconds(planned(shape, tensor.layout, source % count, target % count))
+
     edges = {
-        (place, place + 1): seconds(planned(shape, layout, place % count, (place + 1) % count))
-        for place in range(plan.virtual_stages - 1)
+        (source, target): sum(crosses(name, source, target) for name in names)
+        for (source, target), names in plan.crossing.items()
     }
     described = [whole.stage(stage.parts) for stage in plan.stages]
     copies_s = CopySeconds(0.0, 0.0)
@@ -236,16 +238,17 @@ def run_case(config: PipelineBenchmark, grid: str, microbatches: int) -> dict:
         return WorkerSpec(family, f"benchmarks.workers.{module}", needs, tuple(arguments))
 
     specs = [spec("ours", "stages_ours", names)]
-    if config.peers and sizes.devices == sizes.data:  # inside a stage torch has replicas
+    peers = config.peers and not config.channels
+    if peers and sizes.devices == sizes.data:  # inside a stage torch has replicas
         specs.append(spec("torch", "stages_torch", ["Schedule1F1B", "ScheduleInterleaved1F1B"]))
-    if config.peers:
+    if peers:
         specs.append(spec("megatron-core", "stages_megatron", ["1F1B"], "megatron"))
     with EmulatedCluster(config) as cluster:
         rows = interleave(cluster, specs, config.repeats, config.warm_up)
     add_predictions(config, rows)
     for row in rows:
         if "median_s" in row:
-            row["tokens_per_s"] = config.batch * config.length / row["median_s"]
+            row["images_per_s" if config.channels else "tokens_per_s"] = config.batch * config.seq_len / row["median_s"]
         print(describe(row), flush=True)
     comparisons = compare(rows)
     print({name: round(ratio, 3) for name, ratio in comparisons.items()}, flush=True)

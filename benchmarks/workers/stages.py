@@ -1,4 +1,4 @@
-"""The workload of ``benchmarks.pipeline``, equal for all workers: a GPT-2 in stages, its microbatches, its groups."""
+"""The workload of ``benchmarks.pipeline``, equal for all workers: a model in stages, its microbatches, its groups."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from benchmarks.planner import plain_rates
 from benchmarks.settings import DeviceConfig, parse_sizes
 from benchmarks.workers.training import sequences
-from gpt4d.config import Config, ParallelConfig, PipelineConfig, TrainConfig
+from gpt4d.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
 
@@ -25,7 +26,7 @@ END = "end"  # the rest of the step, from the end of the last action of all rank
 
 @dataclass
 class StagesConfig(DeviceConfig):
-    """Stages of equal grids on consecutive ranks, and the GPT-2 that they train."""
+    """Stages of equal grids on consecutive ranks, and the GPT-2 or the U-Transformer that they train."""
 
     stages: int = 2
     grid: str = "2x1x1x2"  # of each stage: gx·gy·gz·gdata
@@ -36,11 +37,27 @@ class StagesConfig(DeviceConfig):
     hidden: int = 1024
     heads: int = 16
     length: int = 128  # tokens of a sequence
-    samples: int = 4  # sequences of a microbatch, over all ranks of a stage
+    samples: int = 4  # sequences or pictures of a microbatch, over all ranks of a stage
+    channels: int = 0  # of the first level of a U-Transformer; 0: a GPT-2
+    picture: int = 32  # its height and width
 
     @property
-    def model(self) -> GPT2Config:
+    def model(self) -> ModelConfig:
+        if self.channels:
+            sizes = [self.picture >> level for level in range(4)]
+            return UNetConfig(
+                "benchmark", self.picture, channels=self.channels, blocks_per_level=1, attention_at=sizes, head_size=64
+            )
+        return self.gpt
+
+    @property
+    def gpt(self) -> GPT2Config:
         return GPT2Config("benchmark", self.layers, self.hidden, self.heads, _VOCABULARY, max_positions=self.length)
+
+    @property
+    def seq_len(self) -> int:
+        """Units of a sample: tokens, or one picture."""
+        return 1 if self.channels else self.length
 
     @property
     def batch(self) -> int:
@@ -59,7 +76,7 @@ class StagesConfig(DeviceConfig):
         )
         config = Config(
             model=self.model,
-            train=TrainConfig(seq_len=self.length, batch_size=self.batch),
+            train=TrainConfig(seq_len=self.seq_len, batch_size=self.batch),
             parallel=ParallelConfig(
                 gx=sizes.x, gy=sizes.y, gz=sizes.z, gdata=sizes.data, cache_layers="all", pipeline=pipeline
             ),
@@ -68,13 +85,22 @@ class StagesConfig(DeviceConfig):
         return resolve(config, self.hosts * self.ranks)
 
     def share(self, index: int, shares: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return this rank's token ids and targets of each microbatch, which a stage splits into ``shares``."""
-        ids, targets = sequences(0, 1, self.model, self.batch)
+        """Return what the model takes of each microbatch on this rank; a stage splits it into ``shares``.
+
+        For a GPT-2 these are token ids, targets and sample ids, for a U-Transformer noisy pictures, timesteps, sample
+        ids and targets.
+        """
         size = self.samples // shares
         own = [
             torch.arange(m * self.samples + index * size, m * self.samples + (index + 1) * size)
             for m in range(self.microbatches)
         ]
+        if self.channels:
+            generator = torch.Generator().manual_seed(0)
+            shape = self.batch, self.picture, self.picture, 3
+            noisy, targets = (torch.randn(shape, generator=generator) for _ in range(2))
+            return [(noisy[rows], rows, rows, targets[rows]) for rows in own]
+        ids, targets = sequences(0, 1, self.gpt, self.batch)
         return [(ids[rows], targets[rows], rows) for rows in own]
 
 

@@ -60,7 +60,7 @@ class MegatronPipeline:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-        sizes, stages = self.config.model, self.config.stages
+        sizes, stages = self.config.gpt, self.config.stages
         self.tensor, self.replicas = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_data_parallel_group(),

@@ -103,12 +103,12 @@ class StagedTraining:
             self.stage.exchange.start = partial(_start_and_wait, self.stage.exchange)  # type: ignore[method-assign]
         self.train_step = TrainStep(self.stage, _compute, OPTIM)
         self.microbatches = config.share(self.grid.batch_shard, own.sizes.batch_shards)
-        self.tokens = config.batch * config.length
+        self.units = config.batch * config.seq_len
 
     def step(self) -> Callable[[], dict]:
         times = ActionTimes(self.device) if self.device else None
         with times.recording() if times else nullcontext():
-            self.loss = self.train_step(self.microbatches, len(self.microbatches), self.tokens, OPTIM.lr).loss
+            self.loss = self.train_step(self.microbatches, len(self.microbatches), self.units, OPTIM.lr).loss
         stopped = self.device.stream.clock if self.device else 0.0
         return partial(self._collect_results, times, stopped)
 
@@ -119,7 +119,11 @@ class StagedTraining:
 
 
 def _compute(module, part, batch, received):
-    return module.compute(part, received, *batch)
+    if len(batch) == 3:
+        return module.compute(part, received, *batch)
+    *inputs, targets = batch
+    produced = module.compute(part, received, *inputs)
+    return {"loss": (produced["prediction"] - targets).square().mean((1, 2, 3)).sum()} if part.ends else produced
 
 
 def _start_and_wait(exchange: Exchange, transfer: Transfer, sent: runtime.Tensors | None) -> Arrival:

@@ -63,7 +63,7 @@ class TorchPipeline:
         ends = [dist.new_group([place, last + place]) for place in range(size)]
         self.pipeline, self.tied = columns[replica], ends[replica]
         self.index, self.replicas, self.samples = index, size, config.samples // size
-        model = build_torch_gpt(initial_weights(config.model), config.model)
+        model = build_torch_gpt(initial_weights(config.gpt), config.gpt)
         whole = registry.describe_run(plan.config)
         parts = [TorchPart(model, whole.part(*bounds)) for bounds in plan.stages[index].parts]
         self.parameters = list(chain.from_iterable(part.parameters() for part in parts))
@@ -72,7 +72,7 @@ class TorchPipeline:
         shape = self.samples, config.length
         ids = torch.zeros(shape, dtype=torch.long)
         hidden = torch.zeros(*shape, config.hidden, requires_grad=True)  # so that its gradient crosses too
-        logits = torch.zeros(*shape, config.model.padded_vocab_size, requires_grad=True)
+        logits = torch.zeros(*shape, config.gpt.padded_vocab_size, requires_grad=True)
         stages = [
             PipelineStage(
                 DistributedDataParallel(part, process_group=rows[index]) if size > 1 else part,
