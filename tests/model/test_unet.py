@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
+from gpt4d.config import Config, DataConfig, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.unet import hugging_face as adapter
 from gpt4d.model.unet.config import UNetConfig
@@ -67,7 +67,12 @@ def settings(sizes=ONE, **changes):
     pipeline = PipelineConfig(**changes.pop("pipeline", {}))
     train = {key: changes.pop(key) for key in ("micro_batch_size", "activation_checkpointing") if key in changes}
     parallel = ParallelConfig(gx=sizes.x, gy=sizes.y, gz=sizes.z, pipeline=pipeline, **changes)
-    return Config(model=TINY, parallel=parallel, train=TrainConfig(seq_len=1, batch_size=BATCH, **train))
+    return Config(
+        model=TINY,
+        data=DataConfig(source="blue_marble"),
+        parallel=parallel,
+        train=TrainConfig(seq_len=1, batch_size=BATCH, **train),
+    )
 
 
 def squared_error(module, part, batch, received):
