@@ -1,4 +1,4 @@
-"""Order of the samples: the i-th sequence of a run is a pure function of (seed, i), on every grid."""
+"""Order of the samples: the i-th sample of a run is a pure function of (seed, i), on every grid."""
 
 import hashlib
 import math
@@ -11,7 +11,7 @@ from gpt4d.config import ConfigError
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
-_BLOCK = 4096  # sequences whose positions are computed at once
+_BLOCK = 4096  # samples whose positions are computed at once
 _MAX_PERIOD = 100_000  # of a blend, whose choices are kept in memory
 
 
@@ -45,24 +45,16 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ values >> np.uint64(31)
 
 
-class Sequences:
-    """Tokens cut into ``count`` sequences of ``length``, each followed by one more token as the last target.
+class Order:
+    """Order in which a run takes ``count`` samples: sample ``i`` is at place ``i mod count`` of its epoch's order."""
 
-    Sample ``i`` of a run is the sequence at place ``i mod count`` of its epoch's order.
-    """
-
-    def __init__(self, tokens: Tokens, length: int, seed: int, shuffle: bool):
-        self.tokens, self.length, self.seed, self.shuffle = tokens, length, seed, shuffle
-        self.count = max(0, len(tokens) - 1) // length
-        self._block_size = min(_BLOCK, 4 * max(1, self.count))  # each epoch in a block costs a permutation
+    def __init__(self, count: int, seed: int, shuffle: bool):
+        self.count, self.seed, self.shuffle = count, seed, shuffle
+        self._block_size = min(_BLOCK, 4 * max(1, count))  # each epoch in a block costs a permutation
         self._block = lru_cache(maxsize=4)(self._positions_of_block)
 
-    def rows(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the samples as rows [n, length + 1] in the files' dtype."""
-        return self.tokens.rows(self.positions(sample_ids) * self.length, self.length + 1)
-
     def positions(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the position of each sample among the ``count`` sequences of the files."""
+        """Return the position of each sample among the ``count`` samples of the files."""
         if not self.shuffle:
             return sample_ids % self.count
         blocks, offsets = np.divmod(sample_ids, self._block_size)
@@ -79,6 +71,23 @@ class Sequences:
         for epoch in np.unique(epochs).tolist():
             within[epochs == epoch] = permute(within[epochs == epoch], self.count, self.seed, epoch)
         return within
+
+
+class Sequences:
+    """Tokens cut into ``count`` sequences of ``length``, each followed by one more token as the last target."""
+
+    def __init__(self, tokens: Tokens, length: int, seed: int, shuffle: bool):
+        self.tokens, self.length = tokens, length
+        self.count = max(0, len(tokens) - 1) // length
+        self.order = Order(self.count, seed, shuffle)
+
+    def rows(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the samples as rows [n, length + 1] in the files' dtype."""
+        return self.tokens.rows(self.positions(sample_ids) * self.length, self.length + 1)
+
+    def positions(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the position of each sample among the ``count`` sequences of the files."""
+        return self.order.positions(sample_ids)
 
 
 class Blend:
