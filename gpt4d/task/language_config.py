@@ -16,4 +16,4 @@ def check(config: Config) -> None:
             f"data.tokenizer_vocab={vocabulary}: more than model.vocab_size={model.vocab_size}; "
             "the model needs a row for every token, so lower data.tokenizer_vocab or raise model.vocab_size"
         )
-    check_data(config.data)
+    check_data(config.data, model.name)
