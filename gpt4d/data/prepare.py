@@ -5,12 +5,9 @@ model.vocab_size=50257``. Train on the files with ``data=tokens data.path=DIR``.
 preparation. ``python -m gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
 """
 
-import errno
-import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -19,14 +16,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gpt4d.config import ConfigError, DataConfig, check_data, compose
 from gpt4d.data import parts, tokens
+from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
 from gpt4d.data.sampler import integer_shares
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.files import sync
 from gpt4d.model import registry  # noqa: F401 – registers the settings of the model families for compose
 from gpt4d.runtime.errors import one_line_errors
-
-_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ def corpus(config: DataConfig) -> Corpus:
                     f"with data.tokenizer={sources[0].directory}"
                 )
         return Corpus(sources, shares)
-    directory = Path(os.path.expanduser(config.cache_dir)) / f"{config.name}-{identity_of(config)[:16]}"
+    directory = in_cache(config, identity_of(config))
     return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True))], [1])
 
 
@@ -77,46 +72,17 @@ def prepare(config: DataConfig, out: Path, on_progress: Callable[[str], None] = 
     ConfigError if there is no text to train on, or if ``out`` contains something else.
     """
     identity = identity_of(config)
-    try:
-        if not out.exists():
-            _prepare_and_rename(config, identity, out, on_progress)
-        elif not (out / tokens.HEADER).exists():
-            raise ConfigError(f"out={out}: exists and has no token files; choose another directory, or remove it")
-    except OSError as error:
-        remedy = "; free space, or choose a writable directory" if error.errno in _NOT_WRITABLE else ""
-        raise ConfigError(f"{error.filename or out}: {error.strerror or error}{remedy}") from None
+    created = write_once(out, lambda partial: Preparation(config, identity, partial, on_progress).run(), on_progress)
+    if created:
+        (out / PROGRESS).unlink()  # only now, since a preparation without it would start over
+    elif not (out / tokens.HEADER).exists():
+        raise ConfigError(f"out={out}: exists and has no token files; choose another directory, or remove it")
     files = TokenFiles.open(out)
     if files.header["identity"] != identity:
         raise ConfigError(
             f"out={out}: has the tokens of another corpus or other settings; choose another directory, or remove it"
         )
     return files
-
-
-def _prepare_and_rename(config: DataConfig, identity: str, out: Path, on_progress: Callable[[str], None]) -> None:
-    partial = out.with_name(out.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with _lock(partial, on_progress):
-        if not out.exists():  # another job may have prepared it while this one waited
-            Preparation(config, identity, partial, on_progress).run()
-            os.rename(partial, out)
-            sync(out.parent)
-            (out / PROGRESS).unlink()  # only now, since a preparation without it would start over
-
-
-@contextmanager
-def _lock(directory: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
-    """Let one job at a time prepare ``directory``. The lock belongs to the directory and survives its renaming."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_progress(f"waiting for another job that prepares {directory}")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def main(arguments: list[str]) -> None:

