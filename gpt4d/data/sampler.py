@@ -24,8 +24,7 @@ def permute(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
     bits = (size - 1).bit_length()
     low = np.uint64(bits - bits // 2)
     masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << int(low)) - 1)
-    digests = [hashlib.blake2b(repr((key, turn)).encode(), digest_size=8).digest() for turn in range(_ROUNDS)]
-    keys = np.frombuffer(b"".join(digests), "<u8")
+    keys = np.concatenate([_hash(key, turn) for turn in range(_ROUNDS)])
     result = indices.astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):
@@ -36,6 +35,16 @@ def permute(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
         result[outside] = halves[0] << low | halves[1]
         outside = outside[result[outside] >= size]
     return result.astype(np.int64)
+
+
+def random_bits(indices: np.ndarray, *key: int | str) -> np.ndarray:
+    """Return a pseudo-random Boolean for each index, a function of ``key`` and the index."""
+    return _mix(_mix(indices.astype(np.uint64)) + _hash(key)) >> np.uint64(63) == 1
+
+
+def _hash(*values: object) -> np.ndarray:
+    """Return a hash of values as an array of one number."""
+    return np.frombuffer(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "<u8")
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -79,6 +88,7 @@ class Sequences:
     def __init__(self, tokens: Tokens, length: int, seed: int, shuffle: bool):
         self.tokens, self.length = tokens, length
         self.count = max(0, len(tokens) - 1) // length
+        self.row_shape: tuple[int, ...] = (length + 1,)
         self.order = Order(self.count, seed, shuffle)
 
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
@@ -117,7 +127,7 @@ class Blend:
             choices.append(source)
             before.append(taken[source])
             taken[source] += 1
-        self.length = sources[0].length
+        self.row_shape = sources[0].row_shape
         self.choices, self.before, self.shares = np.array(choices), np.array(before), np.array(shares)
         self.count = min(source.count * self.period // share for source, share in zip(sources, shares, strict=True))
 
@@ -130,7 +140,7 @@ class Blend:
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the samples as rows [n, length + 1] in the files' dtype."""
         sources, source_ids = self.choose(sample_ids)
-        rows = np.empty((len(sample_ids), self.length + 1), self.sources[0].tokens.dtype)
+        rows = np.empty((len(sample_ids), *self.row_shape), self.sources[0].tokens.dtype)
         for source in np.unique(sources).tolist():
             rows[sources == source] = self.sources[source].rows(source_ids[sources == source])
         return rows

