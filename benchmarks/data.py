@@ -79,8 +79,8 @@ def load_batches(tokens: Tokens) -> int:
     loader = Loader(sequences, BATCH, 0, 1, None, torch.device("cpu"), workers=1)
     batches = sequences.count // BATCH
     for batch in range(batches):
-        for _ in loader.step(batch * BATCH):
-            pass
+        for rows, _ in loader.step(batch * BATCH):
+            rows.long()  # as the task does
     loader.close()
     return batches * BATCH * LENGTH
 

@@ -1,4 +1,4 @@
-"""The batch that a loader yields and a training step consumes."""
+"""The batch that a task yields and a training step consumes."""
 
 from typing import NamedTuple
 

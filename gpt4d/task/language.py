@@ -1,5 +1,6 @@
 """Language modeling: the next token of text. Batches of token ids, cross-entropy, a continued prompt."""
 
+import itertools
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -84,7 +85,7 @@ class LanguageModeling:
         self._loader.waited_s = seconds
 
     def batches(self, first_sample: int) -> Iterator[Batch]:
-        return map(self._with_documents, self._loader.step(first_sample))
+        return itertools.starmap(self._batch, self._loader.step(first_sample))
 
     @property
     def validation_steps(self) -> int:
@@ -93,11 +94,15 @@ class LanguageModeling:
 
     def validation_batches(self, index: int) -> Iterator[Batch]:
         assert self._validation is not None
-        return map(self._with_documents, self._validation.step(index * self.config.train.batch_size))
+        return itertools.starmap(self._batch, self._validation.step(index * self.config.train.batch_size))
 
-    def _with_documents(self, batch: Batch) -> Batch:
-        documents = self._documents(batch.inputs["ids"])
-        return batch if documents is None else batch._replace(inputs=batch.inputs | {"documents": documents})
+    def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor) -> Batch:
+        ids = rows.long()  # the rows have moved to the device in the files' dtype
+        inputs = {"ids": ids[:, :-1]}
+        documents = self._documents(inputs["ids"])
+        if documents is not None:
+            inputs["documents"] = documents
+        return Batch(inputs, ids[:, 1:], sample_ids)
 
     def _documents(self, ids_BS: torch.Tensor) -> torch.Tensor | None:
         """Return for each token how many documents of its sequence end before it; None if attention ignores them."""

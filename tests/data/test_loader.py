@@ -2,12 +2,13 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from gpt4d.data.loader import Loader
+from gpt4d.data.pictures import Pictures
 from gpt4d.data.sampler import Sequences
-from tests.data import batch
 from tests.data.test_sampler import in_parts
 
 CPU = torch.device("cpu")
@@ -15,6 +16,11 @@ CPU = torch.device("cpu")
 
 def data():
     return Sequences(in_parts(1000), length=5, seed=2, shuffle=True)
+
+
+def whole_rows(first, size):
+    """Return the rows of ``size`` samples from ``first`` on."""
+    return torch.from_numpy(data().rows(np.arange(first, first + size)))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -28,27 +34,33 @@ def test_shards_microbatches_and_workers_do_not_change_the_batch(workers, shards
             by_shard.append(list(loader.step(first)))
             loader.close()
         # A microbatch is a part of the global batch, of which each shard has a part.
-        microbatches = [part for parts in zip(*by_shard, strict=True) for part in parts]
-        ids, targets = batch(data(), first, 8)
-        assert torch.equal(torch.cat([part.inputs["ids"] for part in microbatches]), ids)
-        assert torch.equal(torch.cat([part.targets for part in microbatches]), targets)
-        assert torch.cat([part.sample_ids for part in microbatches]).tolist() == list(range(first, first + 8))
+        rows, sample_ids = zip(*[part for parts in zip(*by_shard, strict=True) for part in parts], strict=True)
+        assert torch.equal(torch.cat(rows), whole_rows(first, 8))
+        assert torch.cat(sample_ids).tolist() == list(range(first, first + 8))
     loader = Loader(data(), 8, 0, 1, None, CPU, workers)
     for first in (16, 24, 32):
-        (loaded,) = loader.step(first)
-        ids, targets = batch(data(), first, 8)
-        assert torch.equal(loaded.inputs["ids"], ids) and torch.equal(loaded.targets, targets)
+        ((rows, _),) = loader.step(first)
+        assert torch.equal(rows, whole_rows(first, 8))
     loader.close()
 
 
-def test_a_rank_that_needs_no_tokens_reads_none_and_has_the_same_samples():
+def test_a_rank_that_needs_no_rows_reads_none_and_has_the_same_samples():
     sequences = data()
     expected = list(Loader(sequences, 8, 1, 2, 2, CPU, workers=0).step(16))
     sequences.rows = None
     loaded = list(Loader(sequences, 8, 1, 2, 2, CPU, workers=1, reads=False).step(16))
-    assert [part.sample_ids.tolist() for part in loaded] == [part.sample_ids.tolist() for part in expected]
-    assert [part.targets.shape for part in loaded] == [part.targets.shape for part in expected]
-    assert not any(part.inputs["ids"].any() for part in loaded)
+    assert [sample_ids.tolist() for _, sample_ids in loaded] == [sample_ids.tolist() for _, sample_ids in expected]
+    assert [rows.shape for rows, _ in loaded] == [rows.shape for rows, _ in expected]
+    assert not any(rows.any() for rows, _ in loaded)
+
+
+def test_rows_of_several_dims_are_loaded_as_they_are():
+    array = np.random.default_rng(0).integers(0, 256, (20, 3, 4, 2), np.uint8)
+    loader = Loader(Pictures(array, seed=2, shuffle=False, flip=False), 4, 1, 2, 1, CPU, workers=1)
+    rows, sample_ids = zip(*loader.step(8), strict=True)
+    assert torch.equal(torch.cat(rows), torch.from_numpy(array[[9, 11]])) and rows[0].dtype == torch.uint8
+    assert torch.cat(sample_ids).tolist() == [9, 11]
+    loader.close()
 
 
 def test_the_next_step_is_read_ahead():
