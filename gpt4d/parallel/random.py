@@ -58,8 +58,26 @@ def normal(
         rows = rows.unsqueeze(-1) * size + torch.arange(cut.start, cut.stop, device=device)
     keys = fold(state, rows.flatten())
     first, last = (slices[-1].start, slices[-1].stop) if slices else (0, 1)
+    return _normal_columns(keys, first, last).view([cut.stop - cut.start for cut in slices])
+
+
+def normal_rows(keys: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return standard normal numbers [n, columns], float32, of which row i depends on ``keys[i]`` (int64 [n]) alone."""
+    return _normal_columns(keys, 0, columns)
+
+
+def integers(keys: torch.Tensor, bound: int) -> torch.Tensor:
+    """Return an integer from 0 to ``bound`` - 1 for each of ``keys``, both int64, independent of ``normal_rows``.
+
+    ``bound`` is at most 2^31; the probabilities differ by 2^-32 at most.
+    """
+    return (_shift_right(mix(keys.clone()), 32) * bound) >> 32
+
+
+def _normal_columns(keys: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return columns ``first`` to ``last`` of standard normal numbers [n, …], whose rows have these keys."""
     columns = last - first
-    out = torch.empty(len(keys), columns, dtype=torch.float32, device=device)
+    out = torch.empty(len(keys), columns, dtype=torch.float32, device=keys.device)
     centers, widths = _intervals(out.device)
     chunk = _CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // max(1, columns))
@@ -70,7 +88,7 @@ def normal(
         torch.index_select(centers, 0, interval, out=part.view(-1))
         # Not addcmul, which rounds once on some devices and twice on others.
         part.add_(place.mul_(widths.index_select(0, interval).view_as(part)))
-    return out.view([cut.stop - cut.start for cut in slices])
+    return out
 
 
 @functools.cache

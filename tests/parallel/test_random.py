@@ -49,6 +49,31 @@ def test_normal_numbers_have_the_recorded_bits():
     assert hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest() == "ac974ed6b4b081de"
 
 
+def test_rows_of_normal_numbers_depend_on_their_keys_only(monkeypatch):
+    keys = random.fold(random.key(0, "w"), torch.arange(50))
+    rows = random.normal_rows(keys, 21)
+    assert torch.equal(rows, random.normal(random.key(0, "w"), (50, 21), whole_of((50, 21))))
+    some = torch.tensor([7, 49, 7, 0])
+    monkeypatch.setattr(random, "_CPU_CHUNK", 30)
+    assert torch.equal(random.normal_rows(keys[some], 21), rows[some])
+    assert torch.equal(random.normal_rows(keys, 5), rows[:, :5])
+
+
+@pytest.mark.parametrize("bound", [1, 7, 1000, 2**31])
+def test_integers_are_uniform_and_depend_on_their_keys_only(bound):
+    keys = random.fold(random.key(0, "t"), torch.arange(70_000))
+    before = keys.clone()
+    values = random.integers(keys, bound)
+    assert torch.equal(keys, before) and torch.equal(random.integers(keys[30:40], bound), values[30:40])
+    assert values.dtype == torch.int64 and values.min() >= 0 and values.max() < bound
+    counts = (values // (bound / min(bound, 7))).long().bincount()
+    assert len(counts) == min(bound, 7)
+    assert (counts - 70_000 / len(counts)).abs().max() < 5 * 10_000**0.5
+    if bound == 7:  # not a function of the numbers that the same keys give
+        first = random.normal_rows(keys, 1).flatten()
+        assert abs(torch.corrcoef(torch.stack([values.double(), first.double()]))[0, 1]) < 5 / 70_000**0.5
+
+
 def test_the_intervals_have_the_moments_of_the_normal_distribution():
     center, width = (table.double() for table in random._intervals(torch.device("cpu")))
     places = 2**16
