@@ -2,8 +2,8 @@
 
     verify  checkpoint=runs/NAME             check all files and tensors
     inspect checkpoint=runs/NAME             print metadata and tensors
-    export  checkpoint=runs/NAME out=DIR     for transformers: AutoModelForCausalLM.from_pretrained("DIR")
-    import  source=gpt2|DIR out=runs/NAME    from transformers: a run at step 0, from which to train
+    export  checkpoint=runs/NAME out=DIR     for transformers or diffusers: AutoModelForCausalLM.from_pretrained("DIR")
+    import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: a run at step 0, from which to train
 
 ``checkpoint`` is a checkpoint or a run directory, of which ``verify`` checks all checkpoints and the other commands use
 the newest.
@@ -102,7 +102,8 @@ def export(config: ExportConfig) -> None:
 
     directory, out = checkpoint_dir.located(Path(config.checkpoint)), Path(config.out)
     convert.export(directory, out)
-    print(f'{out}: exported from {directory}; load it with AutoModelForCausalLM.from_pretrained("{out}")')
+    adapter = convert.adapter_of(registry.of(checkpoint_dir.Meta.read(directory).model))
+    print(f'{out}: exported from {directory}; load it with {adapter.CLASS}.from_pretrained("{out}")')
 
 
 def import_(config: ImportConfig) -> None:
@@ -112,9 +113,13 @@ def import_(config: ImportConfig) -> None:
     defaults = asdict(type(model)(name=model.name))
     changed = {f"model.{key}": value for key, value in asdict(model).items() if value != defaults[key]}
     settings = f"model={registry.of(model).name} optim=adamw {_key_values(changed)}"
-    tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
-    print(f"{config.out}: imported at step 0. To train it on your text:\n")
-    print(f"python train.py run.dir={config.out} {settings} data=text data.path='…' data.tokenizer={tokenizer}")
+    if convert.adapter_of(registry.of(model)).HAS_TOKENIZER:
+        tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
+        kind, data = "text", f"data=text data.path='…' data.tokenizer={tokenizer}"
+    else:
+        kind, data = "pictures", "data=pictures data.path='…'"
+    print(f"{config.out}: imported at step 0. To train it on your {kind}:\n")
+    print(f"python train.py run.dir={config.out} {settings} {data}")
 
 
 def _key_values(values: Mapping) -> str:
