@@ -1,10 +1,11 @@
 """Losses of the same run on several grids, lying on each other.
 
-    python -m benchmarks.grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [steps=100] [out=docs/grids]
+    python -m benchmarks.grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [model=gpt_tiny] [steps=100] [out=docs/grids]
 
 Trains ``train.py`` once on each grid, gx × gy × gz × gdata, under torchrun in a temporary directory, and compares the
-losses with those of the first grid. Writes every loss to ``out``.json and the picture to ``out``.png. It takes a few
-minutes on two cores.
+losses with those of the first grid. ``ddp4`` in place of a grid is the same run in torch's DistributedDataParallel on
+four ranks, with the model of transformers or diffusers (``benchmarks.workers.ddp_run``). Writes every loss to
+``out``.json and the picture to ``out``.png. It takes a few minutes on two cores.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from benchmarks import report
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
+_DDP = "ddp"
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -33,18 +35,23 @@ class GridsBenchmark:
 
 
 def train(grid: str, config: GridsBenchmark, directory: Path) -> list[float]:
-    """Return the loss of each step on ``grid``, such as 2x2x2x1. Raises ConfigError if the run fails."""
-    sizes = dict(zip(("gx", "gy", "gz", "gdata"), map(int, grid.split("x")), strict=True))
-    overrides = [f"parallel.{key}={size}" for key, size in sizes.items()]
+    """Return the loss of each step on ``grid``, such as 2x2x2x1 or ddp4. Raises ConfigError if the run fails."""
+    in_torch, sizes = grid.startswith(_DDP), () if grid.startswith(_DDP) else map(int, grid.split("x"))
+    overrides = [f"parallel.g{axis}={size}" for axis, size in zip(("x", "y", "z", "data"), sizes, strict=not in_torch)]
+    overrides += ["logging.sample_images=0"] if config.model.startswith("u") else []
     overrides += [f"model={config.model}", f"train.steps={config.steps}", "train.precision=fp32", "logging.every=1"]
     overrides += [f"optim.lr={config.lr}", f"optim.min_lr={config.lr / 10}"]
     overrides += ["train.validation_batches=0", "logging.sample_tokens=0", "checkpoint.resume=never"]
     overrides += [f"run.dir={directory / grid}", f"data.cache_dir={directory / 'cache'}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(math.prod(sizes.values())), "train.py", *overrides]
+    losses = directory / f"{grid}.json"
+    program = ["-m", "benchmarks.workers.ddp_run", f"out={losses}"] if in_torch else ["train.py"]
+    command = [*launcher, "--nproc-per-node", str(_ranks(grid)), *program, *overrides]
     job = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True)
     if job.returncode:
         raise ConfigError(f"grids={grid}: the run failed: {job.stderr.strip()[-2000:]}")
+    if in_torch:
+        return json.loads(losses.read_text())
     lines = map(json.loads, (directory / grid / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "event" not in line]
 
@@ -54,7 +61,7 @@ def differences(losses: list[float], reference: list[float]) -> list[float]:
     return [abs(loss - other) / other for loss, other in zip(losses, reference, strict=True)]
 
 
-def plot(losses: dict[str, list[float]], out: Path) -> None:
+def plot(losses: dict[str, list[float]], model: str, out: Path) -> None:
     """Draw the loss curves (left) and their relative differences to the first grid's on a log axis (right)."""
     from matplotlib.figure import Figure
 
@@ -70,9 +77,9 @@ def plot(losses: dict[str, list[float]], out: Path) -> None:
     for index, grid in enumerate(others, 1):
         values = [value or math.nan for value in differences(losses[grid], losses[reference])]  # No log of 0.
         right.plot(steps, values, next(markers), color=f"C{index}", markersize=4, label=grid)
-    left.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
+    left.set(xlabel="step", ylabel="loss", title=f"Loss of {model}")
     right.set(
-        xlabel="step", yscale="log", ylim=(1e-9, 1e-5), title=f"Relative difference to {reference}, where not equal"
+        xlabel="step", yscale="log", ylim=(1e-9, 1e-4), title=f"Relative difference to {reference}, where not equal"
     )
     left.legend(title="gx × gy × gz × gdata")
     right.legend()
@@ -80,9 +87,13 @@ def plot(losses: dict[str, list[float]], out: Path) -> None:
     figure.savefig(out.with_suffix(".png"), dpi=120)
 
 
+def _ranks(grid: str) -> int:
+    return int(grid.removeprefix(_DDP)) if grid.startswith(_DDP) else math.prod(map(int, grid.split("x")))
+
+
 def _name(grid: str) -> str:
-    ranks = math.prod(map(int, grid.split("x")))
-    return f"{grid}: {ranks} device{'s' * (ranks > 1)}"
+    ranks = _ranks(grid)
+    return f"{'torch DDP' if grid.startswith(_DDP) else grid}: {ranks} device{'s' * (ranks > 1)}"
 
 
 def main(arguments: list[str]) -> None:
@@ -99,7 +110,7 @@ def main(arguments: list[str]) -> None:
     command = " ".join(["python -m benchmarks.grids", *arguments])
     rows = [{"grid": grid, "losses": values} for grid, values in losses.items()]
     report.write(out, command, report.machine("torch"), rows, model=config.model, steps=config.steps, lr=config.lr)
-    plot(losses, out)
+    plot(losses, config.model, out)
 
 
 if __name__ == "__main__":
