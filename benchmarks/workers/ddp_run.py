@@ -1,5 +1,6 @@
-"""The run of ``train.py`` with the same overrides in torch's DDP: transformers' GPT-2 or diffusers' UNet2DModel, torch's
-AdamW and clipping, our data, initial weights and learning rates. Writes the losses to ``out``.
+"""The run of ``train.py`` with the same overrides in torch's DDP, with the model of transformers or diffusers.
+
+AdamW and clipping are torch's; data, initial weights and learning rates are ours. Writes the losses to ``out``.
 
     torchrun --nproc-per-node 4 -m benchmarks.workers.ddp_run out=FILE model=unet_tiny train.steps=100
 """
