@@ -7,6 +7,7 @@ import torch
 
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
+from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import GIB, Estimate
@@ -14,6 +15,15 @@ from gpt4d.planner.workload import training_state
 from gpt4d.step import TrainStep, build_stage
 from tests.grids import grid_name, token_loss
 
+U_NET = (
+    "model=unet_tiny",
+    "model.image_size=16",
+    "model.multipliers=[1,2]",
+    "model.blocks_per_level=1",
+    "model.attention_at=[8]",
+    "model.head_size=16",
+    "model.groups=8",
+)
 MODEL = ("model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.max_positions=32")
 
 
@@ -22,15 +32,26 @@ class MeasuredTraining:
 
     def __init__(self, config: Config, sizes: GridSizes):
         self.stage = build_stage(config, Grid(sizes), torch.device("cpu"))
-        self.step = TrainStep(self.stage, whole_model(token_loss), config.optim, config.parallel.overlap.data)
         share = config.train.batch_size // sizes.batch_shards
-        ids = torch.randint(config.model.vocab_size, (share, config.train.seq_len))
-        size = config.train.micro_batch_size or share
-        self.batches = [(part, part, torch.arange(len(part))) for part in ids.split(size)]
+        size, model = config.train.micro_batch_size or share, config.model
+        if isinstance(model, UNetConfig):
+            loss = picture_loss
+            pictures = torch.randn(share, model.image_size, model.image_size, model.image_channels)
+            self.batches = [(part, torch.arange(len(part)), part) for part in pictures.split(size)]
+        else:
+            loss = token_loss
+            ids = torch.randint(model.vocab_size, (share, config.train.seq_len))
+            self.batches = [(part, part, torch.arange(len(part))) for part in ids.split(size)]
+        self.step = TrainStep(self.stage, whole_model(loss), config.optim, config.parallel.overlap.data)
 
     def run(self) -> None:
         self.step(self.batches, len(self.batches), 1, 1e-3)
         self.step.reducer.wait_params()
+
+
+def picture_loss(module: torch.nn.Module, batch: tuple) -> torch.Tensor:
+    noisy, ids, targets = batch
+    return (module(noisy, ids, ids) - targets).square().sum()
 
 
 def state_taken(config: Config, sizes: GridSizes) -> dict[str, int]:
@@ -103,7 +124,26 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
     ids=str,
 )
 def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrides):
-    config = compose([*MODEL, "train.batch_size=8", "cluster.reserved_gib=0", *overrides])
+    check_peak(ranks, sizes, [*MODEL, "train.batch_size=8", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides"),
+    [
+        (GridSizes(), []),
+        (GridSizes(), ["train.activation_checkpointing=full"]),
+        (GridSizes(2, 2, 1, 1), ["train.micro_batch_size=4"]),
+        (GridSizes(2, 1, 2, 1), ["train.activation_checkpointing=full", "parallel.chunks=2"]),
+        (GridSizes(1, 2, 1, 2), ["train.precision=bf16"]),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_step_of_a_unet_is_predicted_within_10_percent(ranks, sizes, overrides):
+    check_peak(ranks, sizes, [*U_NET, "train.batch_size=16", *overrides])
+
+
+def check_peak(ranks, sizes, overrides):
+    config = compose([*overrides, "cluster.reserved_gib=0"])
     state = training_state(registry.describe_run(config), sizes, config.optim.shard_states)
     taken = max(ranks.run(sizes.devices, peak_taken, config, sizes)) + state["weights"] + state["optimizer"]
     estimate = Estimate(config, sizes)
