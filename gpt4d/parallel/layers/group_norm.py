@@ -24,7 +24,7 @@ class Groups(nn.Module):
     group, its ranks exchange statistics of all groups; otherwise each rank has its own whole groups.
     """
 
-    def __init__(self, channels: Sequence[int], groups: int, axis: Axis):
+    def __init__(self, channels: tuple[int, ...], groups: int, axis: Axis):
         super().__init__()
         group_of = specs.channel_groups(channels, groups)
         local = len(group_of) // axis.size

@@ -6,14 +6,14 @@ This module does not import torch.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from gpt4d.parallel.layout import Layout, ParameterSpec
 
 T = TypeVar("T")
-_MAX_PIECES = (
-    240  # of a part of a concatenation: all usual sizes of an axis divide it, and long pieces are copied faster
-)
+# Of a part of a concatenation: all usual sizes of an axis divide it, and long pieces are copied faster.
+_MAX_PIECES = 240
 
 
 class Axes(NamedTuple):
@@ -151,7 +151,8 @@ def channel_groups(channels: Sequence[int], groups: int) -> list[int]:
     return [index // size for index in interleaved_order(channels)]
 
 
-def cuts_groups(channels: Sequence[int], groups: int, parts: int) -> bool:
+@lru_cache
+def cuts_groups(channels: tuple[int, ...], groups: int, parts: int) -> bool:
     """Return whether an axis of ``parts`` devices puts channels of one group on different devices."""
     group_of = channel_groups(channels, groups)
     local = len(group_of) // parts
