@@ -85,11 +85,11 @@ def grid_problem(
 
 
 def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, micro_batch: int) -> str | None:
-    """Return in one line why a microbatch of this many sequences cannot be cut into chunks; None if it can."""
+    """Return in one line why a microbatch of this many samples cannot be cut into chunks; None if it can."""
     samples, rest = divmod(micro_batch, parallel.chunks)
     if rest:
         return (
-            f"parallel.chunks={parallel.chunks}: does not divide a device's microbatch of {micro_batch} sequence(s); "
+            f"parallel.chunks={parallel.chunks}: does not divide a device's microbatch of {micro_batch} sample(s); "
             f"use one of {shortened(divisors(micro_batch))}, or another train.micro_batch_size"
         )
     tokens = samples * train.seq_len

@@ -145,8 +145,8 @@ class ClusterConfig:
 class TrainConfig:
     steps: int = 600
     seq_len: int = _MODEL_LENGTH  # tokens; by default the model's maximum
-    batch_size: int = 8  # sequences per step over all devices
-    micro_batch_size: int | None = None  # sequences per device and microbatch; null: its share of the batch
+    batch_size: int = 8  # sequences or pictures per step over all devices
+    micro_batch_size: int | None = None  # samples per device and microbatch; null: its share of the batch
     seed: int = 0
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 elsewhere. Master weights are always fp32
     activation_checkpointing: str = "none"  # full: blocks are recomputed in the backward
@@ -154,7 +154,7 @@ class TrainConfig:
     skip_spikes: bool = False  # skip steps with a spike of loss or norm; synchronizes with the device at every step
     deterministic: bool = False  # use only algorithms that are reproducible bit by bit
     validate_every: int = 200  # steps; 0: only at the end
-    validation_batches: int = 8  # maximum number of batches of `batch_size` sequences
+    validation_batches: int = 8  # maximum number of batches of `batch_size` samples
 
 
 @dataclass
