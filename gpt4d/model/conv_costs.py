@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.model.costs import MASTER_BYTES, STATISTIC, ActivationCost, NormCost, SimpleCost, cast, prefixed
+from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SimpleCost, cast, prefixed
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes
 from gpt4d.parallel.layers import specs
@@ -116,30 +116,18 @@ class GroupNormCost(NormCost):
         return prefixed(self.name, specs.group_norm(sum(self.channels), self.axis))
 
     def _bytes(self, walk: Walk) -> tuple[int, int, int]:
-        """Return the bytes of the activation, of the same in float32, and of the statistics that are kept.
-
-        These are two numbers of each channel, or of each group in torch's kernel.
-        """
+        """Return the bytes of the activation, of the same in float32, and of two statistics of each channel."""
         local = walk.samples * (sum(self.channels) // walk.size(self.axis))
-        each = local * self.groups // sum(self.channels) if self._fused(walk) else local
-        return local * self.positions * walk.element_bytes, local * self.positions * 4, 2 * each * STATISTIC
+        return local * self.positions * walk.element_bytes, local * self.positions * 4, 2 * local * STATISTIC
 
     def _exchange(self, walk: Walk, kind: str, count: int) -> None:
         """Exchange ``count`` statistics of each group, if the axis cuts groups."""
         if specs.cuts_groups(self.channels, self.groups, walk.size(self.axis)):
             walk.do(kind, self.axis, count * walk.samples * self.groups * STATISTIC)
 
-    def _fused(self, walk: Walk) -> bool:
-        """Return whether torch's kernel computes it: for whole groups side by side, in the dtype of the weights."""
-        cut = specs.cuts_groups(self.channels, self.groups, walk.size(self.axis))
-        return len(self.channels) == 1 and not cut and walk.element_bytes == MASTER_BYTES
-
     async def forward(self, walk: Walk) -> None:
         x, wide, statistics = self._bytes(walk)
         walk.hold(x + statistics)
-        if self._fused(walk):
-            walk.compute(moved=2 * x)
-            return
         walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
         cast(walk, x, wide)
         walk.compute(moved=6 * wide, operations=12)
@@ -149,16 +137,12 @@ class GroupNormCost(NormCost):
 
     async def backward(self, walk: Walk) -> None:
         x, wide, statistics = self._bytes(walk)
-        if self._fused(walk):
-            walk.scratch(x)
-            walk.compute(moved=3 * x)
-        else:
-            walk.scratch(4 * wide)
-            cast(walk, x, wide)
-            walk.compute(moved=9 * wide, operations=9)
-            self._exchange(walk, "all_reduce", 2)
-            walk.compute(moved=11 * wide, operations=8)
-            cast(walk, x, wide)
+        walk.scratch(4 * wide)
+        cast(walk, x, wide)
+        walk.compute(moved=9 * wide, operations=9)
+        self._exchange(walk, "all_reduce", 2)
+        walk.compute(moved=11 * wide, operations=8)
+        cast(walk, x, wide)
         walk.release(statistics)
         for name in self.parameters():
             walk.add_gradient(name)

@@ -34,8 +34,6 @@ class Groups(nn.Module):
         if self.axis.size == 1:  # count the groups that are here only
             place = {group: number for number, group in enumerate(sorted(set(own)))}
             own, groups = [place[group] for group in own], len(place)
-        self.count = groups
-        self.consecutive = self.axis.size == 1 and own == sorted(own)  # each group's channels lie side by side
         members = [[channel for channel, group in enumerate(own) if group == wanted] for wanted in range(groups)]
         most = max(map(len, members))
         self.of_channel: torch.Tensor  # the group of each channel here
@@ -132,7 +130,4 @@ class GroupNorm(nn.Module):
         self.weight, self.bias = weights.parameter(layer["weight"]), weights.parameter(layer["bias"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = self.groups
-        if groups.consecutive and x.dtype == self.weight.dtype:
-            return F.group_norm(x.movedim(-1, 1), groups.count, self.weight, self.bias, self.epsilon).movedim(1, -1)
         return GroupNormFunction.apply(x, self.weight, self.bias, self.groups, self.epsilon)
