@@ -41,8 +41,15 @@ def _text(config: GenerateConfig, directory: Path, stage: Stage) -> str:
     if config.prompt is None:
         raise ConfigError("prompt=…: missing; set it to the text that the model continues")
     tokenizer = Tokenizer.from_file(str(directory / checkpoint_dir.TOKENIZER))
-    sampling = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.seed}
-    return continuation(stage, tokenizer, config.prompt, config.tokens, **sampling)
+    return continuation(
+        stage,
+        tokenizer,
+        config.prompt,
+        config.tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        seed=config.seed,
+    )
 
 
 def _pictures(config: GenerateConfig, directory: Path, stage: Stage) -> str:

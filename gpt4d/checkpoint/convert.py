@@ -40,7 +40,7 @@ def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None
         for number, names in enumerate(shards, 1):
             single = len(shards) == 1
             file = f"{adapter.FILE}{'' if single else f'-{number:05}-of-{len(shards):05}'}.safetensors"
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for name in names:
                 ours = name.removeprefix("model.")
                 theirs = adapter.to_hf(ours, files.global_tensor(name), model)

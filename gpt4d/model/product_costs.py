@@ -38,6 +38,12 @@ class ProductCost:
     bias: bool
     input_gradient: bool
 
+    def parameters(self) -> dict[str, ParameterSpec]:
+        raise NotImplementedError
+
+    def flops(self, length: int) -> float:
+        raise NotImplementedError
+
     @property
     def _weight(self) -> str:
         return f"{self.name}.weight"

@@ -35,8 +35,8 @@ class Diffusion:
 
     def __init__(self, config: Config):
         self.config = config
-        self.settings: Any = config.model
-        size, channels = self.settings.image_size, self.settings.image_channels
+        settings: Any = config.model  # of any family with the settings of pictures and of the diffusion
+        self.settings, size, channels = settings, settings.image_size, settings.image_channels
         self._files = run_on_rank0(lambda: picture_files(config.data, size, channels))
         seed, data = config.train.seed, config.data
         training, held_out = run_on_all_ranks(lambda: [self._files.array(split) for split in ("train", "validation")])

@@ -18,7 +18,7 @@ from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ProductBlock, ResidualBlock
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, level_axes
+from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, other_axis
 from gpt4d.parallel.layers.specs import Axes, interleaved_pieces
 from gpt4d.parallel.layout import Layout
 
@@ -89,13 +89,13 @@ def _silu(tensor: Tensor) -> ActivationCost:
 
 def _block(config: UNetConfig, block: Block, fork: bool) -> BlockCost:
     """Return the cost of a block; ``fork``: its output is a skip too."""
-    out, (outer, inner) = block.output, block.axes
+    out, outer, inner = block.output, block.outer, block.inner
     forked = ForkCost(out.channels, out.size**2, out.axis) if fork else None
     size = (block.stream.size, block.stream.size)
     if block.kind != "residual":
         stride, upsampling = ((2, 2), 1) if block.kind == "down" else ((1, 1), 2)
         conv = Conv2dCost(
-            "conv", block.stream.channels, out.channels, _KERNEL, size, block.axes, stride, _PADDING, upsampling
+            "conv", block.stream.channels, out.channels, _KERNEL, size, Axes(outer, inner), stride, _PADDING, upsampling
         )
         return ProductBlock(conv, forked)
     wide = sum(block.in_channels)
@@ -126,12 +126,12 @@ def _block(config: UNetConfig, block: Block, fork: bool) -> BlockCost:
 
 def _attention(config: UNetConfig, stream: Tensor) -> tuple:
     c, heads, positions = stream.channels, stream.channels // config.head_size, stream.size**2
-    axes = level_axes(stream.axis)
+    outer, inner = stream.axis, other_axis(stream.axis)
     return (
         _norm(config, "attention.norm", stream, branch=True),
-        LinearCost("attention.qkv", c, c, num_fused=3, heads=heads, axes=axes, positions=positions),
+        LinearCost("attention.qkv", c, c, num_fused=3, heads=heads, axes=Axes(outer, inner), positions=positions),
         AttentionCost(heads, c, dropout=False, stream=stream.axis, positions=positions),
-        LinearCost("attention.output", c, c, True, heads=heads, axes=Axes(*reversed(axes)), positions=positions),
+        LinearCost("attention.output", c, c, True, heads=heads, axes=Axes(inner, outer), positions=positions),
     )
 
 
@@ -149,7 +149,5 @@ def _rules(config: UNetConfig, blocks: list[Block]) -> tuple[Divisibility, ...]:
         if block.attention:
             heads = block.output.channels // config.head_size
             name = f"the attention heads of {block.name}"
-            rules.append(
-                Divisibility(name, heads, (level_axes(block.output.axis).produced or "",), "or lower model.head_size")
-            )
+            rules.append(Divisibility(name, heads, (other_axis(block.output.axis),), "or lower model.head_size"))
     return tuple(dict.fromkeys(rules))

@@ -14,7 +14,7 @@ from torch import nn
 from gpt4d.model.description import Part
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, level_axes
+from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, other_axis
 from gpt4d.parallel.chunks import Node, run_graph
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
@@ -35,12 +35,12 @@ class Attention(nn.Module):
     def __init__(self, config: UNetConfig, weights: WeightStream, stream: Tensor):
         super().__init__()
         channels, heads = stream.channels, stream.channels // config.head_size
-        before = level_axes(stream.axis)
+        outer, inner = stream.axis, other_axis(stream.axis)
         axes, split = head_split(heads, weights, stream.axis)
         self.norm = GroupNorm(weights, config.groups, channels, stream.axis, config.norm_epsilon)
-        self.qkv = Linear(weights, channels, channels, num_fused=3, axes=before, inner_split=split)
+        self.qkv = Linear(weights, channels, channels, num_fused=3, axes=Axes(outer, inner), inner_split=split)
         self.core = AttentionCore(heads, 0.0, axes, causal=False)
-        after = Axes(*reversed(before))
+        after = Axes(inner, outer)
         self.output = Linear(weights, channels, channels, axes=after, transposed=True, std=0.0, inner_split=split)
 
     async def forward(self, x_BSSC: torch.Tensor, pixels: Tokens) -> torch.Tensor:
@@ -55,7 +55,7 @@ class ResidualBlock(nn.Module):
     def __init__(self, config: UNetConfig, weights: WeightStream, block: Block):
         super().__init__()
         self.block = block
-        wide, channels, (outer, inner) = sum(block.in_channels), block.output.channels, block.axes
+        wide, channels, outer, inner = sum(block.in_channels), block.output.channels, block.outer, block.inner
         norm = config.groups, config.norm_epsilon
         self.shortcut = None
         if wide != channels:
@@ -87,8 +87,10 @@ class LevelChange(nn.Module):
 
     def __init__(self, weights: WeightStream, block: Block):
         super().__init__()
-        scale = {"stride": 2} if block.kind == "down" else {"upsampling": 2}
-        self.conv = Conv2d(weights, block.stream.channels, block.output.channels, 3, block.axes, padding=1, **scale)
+        stride, upsampling = (2, 1) if block.kind == "down" else (1, 2)
+        axes = Axes(block.outer, block.inner)
+        channels = block.stream.channels, block.output.channels
+        self.conv = Conv2d(weights, *channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)
 
     async def forward(self, x_BSSC: torch.Tensor, samples: Tokens) -> torch.Tensor:
         return await self.conv(x_BSSC)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.parallel.layers.specs import Axes
 
 INPUT, EMBEDDING = "input", "embedding"
 
@@ -48,9 +47,14 @@ class Block(NamedTuple):
         return (self.stream.name, *skip, *((EMBEDDING,) if self.kind == "residual" else ()))
 
     @property
-    def axes(self) -> Axes:
-        """The axis of its first convolution's input, and the one of its output: the other one."""
-        return level_axes(self.stream.axis)
+    def outer(self) -> str:
+        """The axis that splits the channels of its input."""
+        return self.stream.axis
+
+    @property
+    def inner(self) -> str:
+        """The axis that splits the channels of its first convolution's output."""
+        return other_axis(self.stream.axis)
 
     @property
     def in_channels(self) -> tuple[int, ...]:
@@ -58,9 +62,8 @@ class Block(NamedTuple):
         return (self.stream.channels, *((self.skip.channels,) if self.skip else ()))
 
 
-def level_axes(axis: str) -> Axes:
-    """Return the axes of a convolution whose input's channels ``axis`` splits."""
-    return Axes(axis, "x" if axis == "y" else "y")
+def other_axis(axis: str) -> str:
+    return "x" if axis == "y" else "y"
 
 
 def embedding_size(config: UNetConfig) -> int:
