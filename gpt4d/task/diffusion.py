@@ -1,8 +1,7 @@
 """Diffusion: the noise, or the velocity, in pictures to which noise was added (Ho et al.; Nichol & Dhariwal)."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,20 @@ from torch import nn
 
 from gpt4d.config import Config
 from gpt4d.data.batch import Batch
-from gpt4d.data.loader import Loader
 from gpt4d.data.pictures import Pictures, picture_files
 from gpt4d.model.description import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.task.averages import WeightAverages
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
 from gpt4d.task.pictures import generated_pictures, save_pictures
+from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact
 
+_COMPARED = 10_000  # most real pictures that samples, or each other, are compared with
 
-class Diffusion:
+
+class Diffusion(ReadingTask):
     """Diffusion on the pictures of ``config.data`` (gpt4d.task.task.Task).
 
     Rank 0 prepares pictures that are not in the cache; all ranks read them. Raises ConfigError on every rank for data
@@ -34,52 +34,26 @@ class Diffusion:
     units_per_sample = 1
 
     def __init__(self, config: Config):
-        self.config = config
         settings: Any = config.model  # of any family with the settings of pictures and of the diffusion
         self.settings, size, channels = settings, settings.image_size, settings.image_channels
         self._files = run_on_rank0(lambda: picture_files(config.data, size, channels))
         seed, data = config.train.seed, config.data
         training, held_out = run_on_all_ranks(lambda: [self._files.array(split) for split in ("train", "validation")])
-        self._training = Pictures(training, seed, data.shuffle, data.flip)
-        self._held_out = Pictures(held_out, seed, shuffle=False, flip=False) if len(held_out) else None
-        self.samples = self._training.count
+        unseen = Pictures(held_out, seed, shuffle=False, flip=False) if len(held_out) else None
+        super().__init__(config, Pictures(training, seed, data.shuffle, data.flip), unseen)
 
     def connect(self, stage: Stage, micro_batch_size: int) -> None:
-        self._stage = stage
-        data, train, model = self.config.data, self.config.train, self.settings
-        grid, device = stage.grid, stage.weights.device
+        model, device = self.settings, stage.weights.device
         self._process = DiffusionProcess(model.noise_schedule, model.timesteps, model.prediction, device)
-        shard = train.batch_size, grid.batch_shard, grid.sizes.batch_shards, micro_batch_size, device
+        super().connect(stage, micro_batch_size)
+
+    def _reads(self, stage: Stage) -> bool:
         # Between the first and the last stage of a pipeline, no picture is needed.
-        self._reads = any(part.begins or part.ends for part in stage.parts.values())
-        self._loader = Loader(self._training, *shard, data.workers, self._reads)
-        self._validation = Loader(self._held_out, *shard, workers=0, reads=self._reads) if self._held_out else None
-        self._averages = WeightAverages(stage, self.config.optim.ema_decay)
-
-    @property
-    def waited_s(self) -> float:
-        return self._loader.waited_s
-
-    @waited_s.setter
-    def waited_s(self, seconds: float) -> None:
-        self._loader.waited_s = seconds
-
-    def batches(self, first_sample: int) -> Iterator[Batch]:
-        return itertools.starmap(self._batch, self._loader.step(first_sample))
-
-    @property
-    def validation_steps(self) -> int:
-        complete = self._held_out.count // self.config.train.batch_size if self._held_out else 0
-        return min(self.config.train.validation_batches, complete)
-
-    def validation_batches(self, index: int) -> Iterator[Batch]:
-        assert self._validation is not None
-        for rows, sample_ids in self._validation.step(index * self.config.train.batch_size):
-            yield self._batch(rows, sample_ids, held_out=True)
+        return any(part.begins or part.ends for part in stage.parts.values())
 
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
         """Return noisy pictures [B, height, width, channels], their timesteps [B] and what to predict."""
-        if not self._reads:
+        if not self._reading:
             return Batch({}, None, sample_ids)
         x_0 = rows.float() / 127.5 - 1
         timesteps, noise = self._process.training_noise(
@@ -99,9 +73,6 @@ class Diffusion:
         assert batch.targets is not None
         errors = produced["prediction"] - batch.targets  # float32: the dtype of the targets, or more
         return {"loss": errors.square().sum() / math.prod(errors.shape[1:])}
-
-    def after_update(self, step: int) -> None:
-        self._averages.update(step)
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging
@@ -126,9 +97,8 @@ class Diffusion:
 
     def _distances(self, pictures: Any) -> dict[str, float]:
         """Return Fréchet distances of patches (gpt4d.task.patch_statistics)."""
-        assert self._held_out is not None
-        real = patch_statistics(self._held_out.array)
-        halves = [patch_statistics(self._training.array[start::2]) for start in (0, 1)]
+        real = patch_statistics(self._files.array("validation")[:_COMPARED])
+        halves = [patch_statistics(self._files.array("train")[start : 2 * _COMPARED : 2]) for start in (0, 1)]
         return {
             "frechet": frechet_distance(patch_statistics(pictures), real),
             "frechet_of_noise": frechet_distance(real.of_noise(pictures.shape[-1]), real),
@@ -149,9 +119,3 @@ class Diffusion:
 
     def documents(self) -> dict[str, bytes]:
         return {}
-
-    def extra_state(self) -> Mapping:
-        return self._averages.state()
-
-    def close(self) -> None:
-        self._loader.close()

@@ -1,8 +1,7 @@
 """Language modeling: the next token of text. Batches of token ids, cross-entropy, a continued prompt."""
 
-import itertools
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,20 +9,19 @@ from torch import nn
 
 from gpt4d.config import Config, ConfigError
 from gpt4d.data.batch import Batch
-from gpt4d.data.loader import Loader
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.model.description import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.task.averages import WeightAverages
 from gpt4d.task.generation import continuation
+from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact
 
 TOKENIZER = "tokenizer.json"
 
 
-class LanguageModeling:
+class LanguageModeling(ReadingTask):
     """Language modeling on the corpus of ``config.data`` (gpt4d.task.task.Task).
 
     Rank 0 prepares token files that are not in the cache; all ranks read them. Raises ConfigError on every rank for
@@ -33,8 +31,7 @@ class LanguageModeling:
     unit = "tokens"
 
     def __init__(self, config: Config):
-        self.config = config
-        self.units_per_sample = config.train.seq_len
+        self.config, self.units_per_sample = config, config.train.seq_len
         self._corpus = run_on_rank0(lambda: corpus(config.data))
         self._files = self._corpus.first
         training, held_out = run_on_all_ranks(self._read)
@@ -44,9 +41,8 @@ class LanguageModeling:
                     f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and "
                     f"the training text in {files.directory} has {len(sequences.tokens)}; use more text or lower it"
                 )
-        self._training = self._blend(training)
-        self._held_out = self._blend(held_out) if all(sequences.count for sequences in held_out) else None
-        self.samples = self._training.count
+        complete = all(sequences.count for sequences in held_out)
+        super().__init__(config, self._blend(training), self._blend(held_out) if complete else None)
 
     def _read(self) -> tuple[list[Sequences], list[Sequences]]:
         try:
@@ -65,38 +61,11 @@ class LanguageModeling:
     def _blend(self, sequences: list[Sequences]) -> Sequences | Blend:
         return sequences[0] if len(sequences) == 1 else Blend(sequences, list[float](self._corpus.weights))
 
-    def connect(self, stage: Stage, micro_batch_size: int) -> None:
-        self._stage = stage
-        data, train = self.config.data, self.config.train
-        grid, device = stage.grid, stage.weights.device
-        shard = train.batch_size, grid.batch_shard, grid.sizes.batch_shards, micro_batch_size, device
+    def _reads(self, stage: Stage) -> bool:
         # Between the first and the last stage of a pipeline, tokens only tell where documents end.
-        reads = data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
-        self._loader = Loader(self._training, *shard, data.workers, reads)
-        self._validation = Loader(self._held_out, *shard, workers=0, reads=reads) if self._held_out else None
-        self._averages = WeightAverages(stage, self.config.optim.ema_decay)
+        return self.config.data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
 
-    @property
-    def waited_s(self) -> float:
-        return self._loader.waited_s
-
-    @waited_s.setter
-    def waited_s(self, seconds: float) -> None:
-        self._loader.waited_s = seconds
-
-    def batches(self, first_sample: int) -> Iterator[Batch]:
-        return itertools.starmap(self._batch, self._loader.step(first_sample))
-
-    @property
-    def validation_steps(self) -> int:
-        complete = self._held_out.count // self.config.train.batch_size if self._held_out else 0
-        return min(self.config.train.validation_batches, complete)
-
-    def validation_batches(self, index: int) -> Iterator[Batch]:
-        assert self._validation is not None
-        return itertools.starmap(self._batch, self._validation.step(index * self.config.train.batch_size))
-
-    def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor) -> Batch:
+    def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
         ids = rows.long()  # the rows have moved to the device in the files' dtype
         inputs = {"ids": ids[:, :-1]}
         documents = self._documents(inputs["ids"])
@@ -117,9 +86,6 @@ class LanguageModeling:
         model: Any = module
         documents = batch.inputs.get("documents")
         return model.compute(part, received, batch.inputs["ids"], batch.targets, batch.sample_ids, documents)
-
-    def after_update(self, step: int) -> None:
-        self._averages.update(step)
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging
@@ -145,9 +111,3 @@ class LanguageModeling:
 
     def documents(self) -> dict[str, bytes]:
         return {TOKENIZER: self._tokenizer_json}
-
-    def extra_state(self) -> Mapping:
-        return self._averages.state()
-
-    def close(self) -> None:
-        self._loader.close()
