@@ -118,8 +118,8 @@ def change_config(directory, **values):
     ("damage", "message"),
     [
         (
-            lambda d: change_config(d, model_type="llama"),
-            "model_type='llama' is not supported; use a model of type gpt2",
+            lambda d: change_config(d, model_type="bert"),
+            "model_type='bert' is not supported; use a model of type .*gpt2",
         ),
         (lambda d: change_config(d, activation_function="relu"), "activation_function='relu'"),
         (
