@@ -289,6 +289,12 @@ def test_a_sample_is_a_function_of_seed_and_id():
     assert not np.array_equal(Pictures(array, seed=4, shuffle=True, flip=True).rows(some), whole[some])
 
 
+def test_seeds_mirror_different_samples():
+    array = arrays(100)
+    one, other = (Pictures(array, seed=seed, shuffle=False, flip=True).rows(np.arange(100)) for seed in (0, 1))
+    assert 25 < (one != other).any((1, 2, 3)).sum() < 75
+
+
 def test_without_flip_no_picture_is_mirrored_and_none_is_changed_in_place():
     array = arrays(50)
     before = array.copy()
