@@ -195,7 +195,7 @@ class LoggingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     sample_prompt: str = "My fellow citizens,"  # continued by the trained model at the end; empty: none
     sample_tokens: int = 80
-    sample_images: int = 36  # that a diffusion model draws at the end, into samples.png; 0: none
+    sample_images: int = 64  # that a diffusion model draws at the end, into samples.png; 0: none
     sample_steps: int = 50  # of DDIM for each of them
 
 

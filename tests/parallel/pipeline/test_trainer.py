@@ -27,7 +27,7 @@ def run_in_rank(config):
     trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
     if not any(part.begins or part.ends for part in trainer.stage.parts.values()):
         for loader in (trainer.task._loader, trainer.task._validation):
-            loader.sequences.rows = None  # a stage in the middle reads no tokens
+            loader.source.rows = None  # a stage in the middle reads no tokens
     trainer.run()
 
 
