@@ -110,7 +110,7 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(tiny, tmp_path):
     ("arguments", "message"),
     [
         (["checkpoint=/no/such", "prompt=a"], "/no/such: neither a checkpoint nor a run"),
-        (["checkpoint=/no/such"], "prompt=… is missing"),
+        (["prompt=a"], "checkpoint=… is missing"),
         (["checkpoint=/no/such", "prompt=a", "token=3"], "did you mean tokens?"),
     ],
 )

@@ -84,7 +84,7 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
             raise ConfigError(f"{argument!r}: not key=value; use the keys {', '.join(known_keys(schema))}")
         if key not in known_keys(schema):
             raise unknown_key(key, schema)
-        if get_type_hints(schema)[key] is str:
+        if get_type_hints(schema)[key] in (str, str | None) and value != "null":
             texts[key] = value  # kept as typed: OmegaConf would interpolate ${…}
             value = "placeholder"
         try:

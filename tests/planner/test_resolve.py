@@ -78,7 +78,7 @@ def test_mode_atp_leaves_devices_to_z_and_data():
         (["parallel.mode=atp", "parallel.gdata=-1"], "parallel.gdata=-1: every axis needs a device"),
         (
             ["parallel.chunks=4", "train.micro_batch_size=2", "train.batch_size=16"],
-            "parallel.chunks=4: does not divide a device's microbatch of 2 sequence",
+            "parallel.chunks=4: does not divide a device's microbatch of 2 sample",
         ),
         (
             [
