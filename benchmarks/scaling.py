@@ -125,17 +125,17 @@ def plot(rows: dict[str, list[dict]], out: Path) -> None:
         weak.bar(places, [100 * value for value in values], width=0.18, label=name)
     weak.set_xticks(range(len(_GPTS)), [f"{model}\n{n}" for model, n in zip(_GPTS, _DEVICES, strict=True)])
     weak.set_ylabel("% of the peak FLOP/s, including recomputation")
-    weak.set_ylim(0, 100)
+    weak.set_ylim(0, 125)
     weak.set_title("Weak scaling of GPTs (Table III)")
     for cluster, color in zip(_MACHINES, ("C0", "C1"), strict=True):
         seconds = on("gpt_strong", cluster, "step_time_s")
         strong.loglog(_DEVICES, seconds, "o-", color=color, label=f"{cluster}, predicted")
         strong.loglog(_DEVICES, [seconds[0] * _DEVICES[0] / n for n in _DEVICES], ":", color=color)
-        unets.semilogy(
+        unets.loglog(
             _DEVICES, on("unet_weak", cluster, "step_time_s"), "o-", color=color, label=f"{cluster}, best grid"
         )
         zero = on("unet_zero", cluster, "step_time_s")
-        unets.semilogy(_DEVICES, zero, "s--", color=color, label=f"{cluster}, ZeRO-3")
+        unets.loglog(_DEVICES, zero, "s--", color=color, label=f"{cluster}, ZeRO-3")
     strong.set_title("Strong scaling of gpt_80b (Fig. 9); dotted: ideal")
     unets.set_title("Weak scaling of U-Nets (Fig. 12), predicted")
     for panel in (strong, unets):
