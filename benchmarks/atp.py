@@ -1,14 +1,13 @@
 """ATP on virtual clusters of several topologies: every mesh with and without chunks, measured and predicted.
 
-    python -m benchmarks.atp [cases=1x8:5:100,8x1:16,2x4:16] [chunks=4] [mbit=200] [out=docs/atp]
+    python -m benchmarks.atp [cases=1x8:5:100,8x1:16,2x4:16] [chunks=4] [mbit=200] [out=docs/atp] [continued=true]
 
 A case is hosts x ranks, the percentage of a step that is computation on DeviceMesh(N, 1) without chunks, and perhaps a
 rate of the uplinks in place of ``mbit``. The rate of the virtual devices (``benchmarks.settings``) follows from the
-percentage. The ATP paper's Table 3 implies 4 to 6 % on its slow
-machines and 15 to 18 % on InfiniBand. The planner is given the rates of links and devices, and chooses the order of
-ranks. The mesh that it expects to be best without chunks also runs without any overlap of sums with computation, not
-even that of a backward's sums with the products of weight gradients. Writes ``out``.json and ``out``.png after each
-case; the same command continues an interrupted run.
+percentage. The ATP paper's Table 3 implies 4 to 6 % on its slow machines and 15 to 18 % on InfiniBand. The planner is
+given the rates of links and devices, and chooses the order of ranks. The mesh that it expects to be best without chunks
+also runs without any overlap of sums with computation, not even that of a backward's sums with the products of weight
+gradients. Writes ``out``.json and ``out``.png after each case; ``continued=true`` measures those that are missing.
 """
 
 import json
@@ -32,6 +31,7 @@ from gpt4d.runtime.errors import one_line_errors
 class AtpBenchmark(DeviceConfig):
     cases: str = "1x8:5:100,8x1:5,8x1:16,2x4:16,16x1:16:100,4x4:16:100"
     chunks: int = 4  # compared with none
+    continued: bool = False  # keep the cases that ``out``.json has: an earlier run was interrupted
     out: str = "docs/atp"
 
 
@@ -184,13 +184,12 @@ def plot(cases: list[dict], chunks: int, out: Path) -> None:
 def main(arguments: list[str]) -> None:
     config = read_arguments(AtpBenchmark, [*_DEFAULTS, f"out={AtpBenchmark.out}", *arguments])
     cases, out = parse_cases(config.cases, config.mbit), Path(config.out)
-    command = "python -m benchmarks.atp " + " ".join(arguments)
-    earlier = json.loads(out.with_suffix(".json").read_text()) if out.with_suffix(".json").exists() else {}
-    measured = earlier.get("cases", []) if earlier.get("command") == command.strip() else []
+    command = "python -m benchmarks.atp " + " ".join(word for word in arguments if not word.startswith("continued="))
+    kept = json.loads(out.with_suffix(".json").read_text())["cases"] if config.continued else []
     results = []
     for case in cases:
         print(f"--- {case}", flush=True)
-        before = next((result for result in measured if result["case"] == asdict(case)), None)
+        before = next((result for result in kept if result["case"] == asdict(case)), None)
         results.append(before or run_case(config, case))
         report.write(out, command.strip(), report.machine("torch"), [], cases=results)
         plot(results, config.chunks, out)

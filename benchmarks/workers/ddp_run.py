@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks.workers.library_models import library_model
 from gpt4d import optim
 from gpt4d.config import Config, compose
 from gpt4d.data.batch import Batch
@@ -26,26 +27,6 @@ from gpt4d.runtime.launch import Launch
 from gpt4d.step import build_stage
 from gpt4d.task import registry as tasks
 from gpt4d.validation import validate
-
-
-def library_model(config: Config, ours: nn.Module) -> nn.Module:
-    """Return the library's model of the same family with the weights of ours."""
-    family, model = registry.of(config.model), config.model
-    assert family.hugging_face is not None
-    adapter, state = family.hugging_face(), {}
-    for name, parameter in ours.named_parameters():
-        state |= zip(adapter.names(name, model), adapter.to_hf(name, parameter.detach(), model), strict=True)
-    if family.task == "diffusion":
-        from diffusers import UNet2DModel
-
-        theirs = UNet2DModel.from_config(adapter.hf_config(model).values)
-    else:
-        from transformers import GPT2LMHeadModel
-
-        theirs = GPT2LMHeadModel(adapter.hf_config(model))
-        state["lm_head.weight"] = state["transformer.wte.weight"]
-    theirs.load_state_dict(state)
-    return theirs
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -62,12 +43,10 @@ def run(config: Config) -> list[float]:
     stage = build_stage(config, grid, torch.device("cpu"))
     task = tasks.get(registry.of(config.model).task).create(config)
     task.connect(stage, plan.micro_batch_size(plan.stages[0]))
-    model = DistributedDataParallel(library_model(config, stage.module))
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    model = DistributedDataParallel(library_model(config.model, stage.module))
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, settings.lr, (settings.beta1, settings.beta2), settings.epsilon)
     losses = []

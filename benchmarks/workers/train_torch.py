@@ -1,6 +1,5 @@
 """torch's own parallelism on ``TorchGPT``: DDP, FSDP2, and tensor parallelism inside FSDP2."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,13 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.settings import WorkerConfig
 from benchmarks.workers.torch_gpt import TorchGPT, adamw, build_torch_gpt
-from benchmarks.workers.training import OPTIM, initial_weights, repeat_step, sequences, workload
-from gpt4d.config import from_arguments
-from gpt4d.runtime.job import process_group
-from gpt4d.runtime.launch import Launch
+from benchmarks.workers.training import OPTIM, initial_weights, repeat_step, run_worker, sequences, workload
 
 
 def apply_tensor_parallelism(model: TorchGPT, mesh: DeviceMesh) -> None:
@@ -116,11 +111,4 @@ def build_contenders(config: WorkerConfig) -> dict[str, Callable]:
 
 
 if __name__ == "__main__":
-    answers = redirect_stdout_for_answers()
-    config = from_arguments(WorkerConfig, sys.argv[1:])
-    device = config.virtual_device()
-    with process_group(Launch.from_environment(), torch.device("cpu")):
-        share_process_groups()
-        with device or nullcontext():
-            contenders = build_contenders(config)
-        serve(contenders, answers, device)
+    run_worker(build_contenders)

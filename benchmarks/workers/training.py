@@ -1,15 +1,20 @@
 """The workload of ``benchmarks.peers``, equal for all workers: a GPT-2, its initial weights, tokens and AdamW."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.interleave import ContenderStep
-from gpt4d.config import Config, OptimConfig, ParallelConfig
+from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve, share_process_groups
+from benchmarks.settings import WorkerConfig
+from gpt4d.config import Config, OptimConfig, ParallelConfig, from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 from gpt4d.step import build_stage
 
 OPTIM = OptimConfig()  # used with a constant learning rate and gradient clipping
@@ -28,6 +33,18 @@ def workload(virtual: bool) -> Workload:
         return Workload(model, batch=16, steps=2)
     model = GPT2Config("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
     return Workload(model, batch=8, steps=3)
+
+
+def run_worker(build_contenders: Callable[[WorkerConfig], Mapping[str, ContenderStep]]) -> None:
+    """Serve the contenders that ``build_contenders`` makes from the arguments of this worker."""
+    answers = redirect_stdout_for_answers()
+    config = from_arguments(WorkerConfig, sys.argv[1:])
+    device = config.virtual_device()
+    with process_group(Launch.from_environment(), torch.device("cpu")):
+        share_process_groups()
+        with device or nullcontext():
+            contenders = build_contenders(config)
+        serve(contenders, answers, device)
 
 
 def repeat_step(step: ContenderStep, steps: int, finish: Callable[[], None] = lambda: None) -> ContenderStep:

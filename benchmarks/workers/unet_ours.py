@@ -1,22 +1,17 @@
 """Our training step of the U-Net of ``benchmarks.unet`` on the grids of ``WorkerConfig``."""
 
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.settings import WorkerConfig, parse_grid
-from benchmarks.workers.training import OPTIM, repeat_step
+from benchmarks.workers.training import OPTIM, repeat_step, run_worker
 from benchmarks.workers.unets import BATCH, MODEL, STEPS, pictures
-from gpt4d.config import Config, ParallelConfig, TrainConfig, from_arguments
+from gpt4d.config import Config, ParallelConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.plan import ranks_in_grid_order
-from gpt4d.runtime.job import process_group
-from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep, build_stage
 
 
@@ -47,12 +42,10 @@ class UNetTraining:
         return {"loss": self.loss.item(), "exposed_s": exposed}
 
 
+def build_contenders(config: WorkerConfig) -> dict[str, Callable]:
+    trainings = {name: UNetTraining(name) for name in config.grids.split(",")}
+    return {name: repeat_step(training.step, STEPS) for name, training in trainings.items()}
+
+
 if __name__ == "__main__":
-    answers = redirect_stdout_for_answers()
-    config = from_arguments(WorkerConfig, sys.argv[1:])
-    device = config.virtual_device()
-    with process_group(Launch.from_environment(), torch.device("cpu")):
-        share_process_groups()
-        with device or nullcontext():
-            trainings = {name: UNetTraining(name) for name in config.grids.split(",")}
-        serve({name: repeat_step(each.step, STEPS) for name, each in trainings.items()}, answers, device)
+    run_worker(build_contenders)

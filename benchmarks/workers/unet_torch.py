@@ -1,42 +1,25 @@
 """torch's DDP and FSDP2 on diffusers' UNet2DModel, with the weights of ours."""
 
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from diffusers import UNet2DModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.settings import WorkerConfig
+from benchmarks.workers.library_models import library_model
 from benchmarks.workers.torch_gpt import adamw
-from benchmarks.workers.training import OPTIM, repeat_step
+from benchmarks.workers.training import OPTIM, repeat_step, run_worker
 from benchmarks.workers.unets import MODEL, STEPS, pictures
-from gpt4d.config import Config, TrainConfig, from_arguments
-from gpt4d.model.unet import hugging_face as adapter
+from gpt4d.config import Config, TrainConfig
 from gpt4d.parallel.grid import Grid
-from gpt4d.runtime.job import process_group
-from gpt4d.runtime.launch import Launch
 from gpt4d.step import build_stage
 
 _LAYERS = ("ResnetBlock2D", "Attention", "Downsample2D", "Upsample2D")
-
-
-def unet() -> UNet2DModel:
-    """Return a UNet2DModel with the initial weights of ours."""
-    stage = build_stage(Config(model=MODEL, train=TrainConfig(seq_len=1)), Grid.single_device(), torch.device("cpu"))
-    state = {}
-    for name, parameter in stage.module.named_parameters():
-        state |= zip(adapter.names(name, MODEL), adapter.to_hf(name, parameter.detach(), MODEL), strict=True)
-    model = UNet2DModel.from_config(adapter.hf_config(MODEL).values)
-    model.load_state_dict(state)
-    return model
 
 
 def apply_fsdp(model: nn.Module) -> None:
@@ -74,18 +57,18 @@ class UNetTraining:
         return {"loss": self.loss.item() / dist.get_world_size()}
 
 
+def build_contenders(config: WorkerConfig) -> dict[str, Callable]:
+    settings = Config(model=MODEL, train=TrainConfig(seq_len=1))
+    ours = build_stage(settings, Grid.single_device(), torch.device("cpu")).module
+    replicated, sharded = library_model(MODEL, ours), library_model(MODEL, ours)
+    apply_fsdp(sharded)
+    world = dist.get_world_size()
+    trainings = {
+        f"DDP{world}": UNetTraining(DistributedDataParallel(replicated, gradient_as_bucket_view=True)),
+        f"FSDP2 {world}": UNetTraining(sharded),
+    }
+    return {name: repeat_step(training.step, STEPS) for name, training in trainings.items()}
+
+
 if __name__ == "__main__":
-    answers = redirect_stdout_for_answers()
-    config = from_arguments(WorkerConfig, sys.argv[1:])
-    device = config.virtual_device()
-    with process_group(Launch.from_environment(), torch.device("cpu")):
-        share_process_groups()
-        with device or nullcontext():
-            replicated, sharded = unet(), unet()
-            apply_fsdp(sharded)
-            world = dist.get_world_size()
-            trainings = {
-                f"DDP{world}": UNetTraining(DistributedDataParallel(replicated, gradient_as_bucket_view=True)),
-                f"FSDP2 {world}": UNetTraining(sharded),
-            }
-        serve({name: repeat_step(each.step, STEPS) for name, each in trainings.items()}, answers, device)
+    run_worker(build_contenders)

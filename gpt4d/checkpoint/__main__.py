@@ -23,6 +23,7 @@ from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.model import registry
 from gpt4d.runtime.errors import one_line_errors
+from gpt4d.task import registry as tasks
 
 # Modules that import torch or transformers, which takes seconds, are imported where they are needed.
 
@@ -113,11 +114,9 @@ def import_(config: ImportConfig) -> None:
     defaults = asdict(type(model)(name=model.name))
     changed = {f"model.{key}": value for key, value in asdict(model).items() if value != defaults[key]}
     settings = f"model={registry.of(model).name} optim=adamw {_key_values(changed)}"
-    if convert.adapter_of(registry.of(model)).HAS_TOKENIZER:
-        tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
-        kind, data = "text", f"data=text data.path='…' data.tokenizer={tokenizer}"
-    else:
-        kind, data = "pictures", "data=pictures data.path='…'"
+    kind, _, data = tasks.get(registry.of(model).task).own_data.partition(": ")
+    tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
+    data += f" data.tokenizer={tokenizer}" if tokenizer.exists() else ""
     print(f"{config.out}: imported at step 0. To train it on your {kind}:\n")
     print(f"python train.py run.dir={config.out} {settings} {data}")
 

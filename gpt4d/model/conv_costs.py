@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SimpleCost, cast, prefixed
+from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SequenceCost, SimpleCost, cast, prefixed
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
-from gpt4d.parallel.order import LayerWeights
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,7 @@ class PicturesCost(SimpleCost):
 
 @dataclass(frozen=True)
 class GroupNormCost(NormCost):
-    """GroupNorm over the channels of an activation, or of a concatenation, that ``axis`` splits.
-
-    In a residual branch its input may belong to the stream (``branch``), which keeps it.
-    """
+    """GroupNorm over the channels of an activation, or of a concatenation, that ``axis`` splits."""
 
     name: str
     channels: tuple[int, ...]
@@ -143,11 +139,7 @@ class GroupNormCost(NormCost):
         self._exchange(walk, "all_reduce", 2)
         walk.compute(moved=11 * wide, operations=8)
         cast(walk, x, wide)
-        walk.release(statistics)
-        for name in self.parameters():
-            walk.add_gradient(name)
-        if not self.branch:
-            walk.release(x)
+        self.end_backward(walk, x, statistics)
 
 
 @dataclass(frozen=True)
@@ -198,34 +190,6 @@ class ForkCost(SimpleCost):
         walk.release(x)
 
 
-class SequenceCost:
-    """Layers one after another, each of which takes the output of the one before."""
-
-    layers: Sequence[LayerCost]
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {name: spec for layer in self.layers for name, spec in layer.parameters().items()}
-
-    def weights(self) -> LayerWeights:
-        uses = [layer.weights() for layer in self.layers]
-        return LayerWeights(
-            tuple(name for use in uses for name in use.forward),
-            tuple(name for use in uses for name in use.recomputation),
-            tuple(name for use in reversed(uses) for name in use.backward),
-        )
-
-    def flops(self, length: int) -> float:
-        return sum(layer.flops(length) for layer in self.layers)
-
-    async def forward(self, walk: Walk) -> None:
-        for layer in self.layers:
-            await layer.forward(walk)
-
-    async def backward(self, walk: Walk) -> None:
-        for layer in reversed(self.layers):
-            await layer.backward(walk)
-
-
 @dataclass(frozen=True)
 class TimeEmbeddingCost(SequenceCost):
     """The embedding of timesteps, whole on every rank of x and y (gpt4d.parallel.layers.time_embedding)."""
@@ -240,7 +204,7 @@ class TimeEmbeddingCost(SequenceCost):
         await super().forward(walk)
 
     @cached_property
-    def layers(self) -> tuple[LayerCost, ...]:  # type: ignore[override]
+    def layers(self) -> Sequence[LayerCost]:
         whole = Axes(None, None)
         return (
             LinearCost("up", self.channels, self.hidden, axes=whole, positions=1, input_gradient=False),
@@ -250,7 +214,7 @@ class TimeEmbeddingCost(SequenceCost):
 
 
 @dataclass(frozen=True)
-class ScaleShiftCost:
+class ScaleShiftCost(SequenceCost):
     """Scales and shifts of channels by a linear layer of the time embedding, which stays with its producer."""
 
     name: str
@@ -264,14 +228,9 @@ class ScaleShiftCost:
         name = f"{self.name}.linear" if self.name else "linear"
         return LinearCost(name, self.hidden, self.channels, num_fused=2, axes=Axes(None, self.axis), positions=1)
 
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return self._linear.parameters()
-
-    def weights(self) -> LayerWeights:
-        return self._linear.weights()
-
-    def flops(self, length: int) -> float:
-        return self._linear.flops(length)
+    @property
+    def layers(self) -> Sequence[LayerCost]:
+        return (self._linear,)
 
     def _bytes(self, walk: Walk) -> tuple[int, int, int]:
         """Return the bytes of the embedding, of the scales and shifts, and of the activation."""

@@ -7,9 +7,11 @@ are coroutines that take their turns where the layer does (gpt4d.parallel.turns)
 Tests compare them with what a run counts.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt4d.model.description import Walk
+from gpt4d.model.description import LayerCost, Walk
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
@@ -23,7 +25,7 @@ def prefixed(name: str, parameters: dict[str, ParameterSpec]) -> dict[str, Param
 
 
 def rows(walk: Walk, positions: int | None) -> int:
-    """Return the rows of an activation on a device: ``positions`` of each sample, its tokens where that is None."""
+    """Return the rows of an activation on a device: ``positions`` of each sample, or its tokens for None."""
     return walk.tokens if positions is None else walk.samples * positions
 
 
@@ -46,10 +48,49 @@ class SimpleCost:
         return 0.0
 
 
+class SequenceCost(ABC):
+    """Layers one after another, each of which takes the output of the one before."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[LayerCost]:
+        """The layers in the order of execution."""
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {name: spec for layer in self.layers for name, spec in layer.parameters().items()}
+
+    def weights(self) -> LayerWeights:
+        uses = [layer.weights() for layer in self.layers]
+        return LayerWeights(
+            tuple(name for use in uses for name in use.forward),
+            tuple(name for use in uses for name in use.recomputation),
+            tuple(name for use in reversed(uses) for name in use.backward),
+        )
+
+    def flops(self, length: int) -> float:
+        return sum(layer.flops(length) for layer in self.layers)
+
+    async def forward(self, walk: Walk) -> None:
+        for layer in self.layers:
+            await layer.forward(walk)
+
+    async def backward(self, walk: Walk) -> None:
+        for layer in reversed(self.layers):
+            await layer.backward(walk)
+
+
 class NormCost(SimpleCost):
     """A norm. In a residual branch its input belongs to the stream (``branch``)."""
 
     branch: bool
+
+    def end_backward(self, walk: Walk, x: int, statistics: int) -> None:
+        """Hand over the gradients of the parameters and release what the norm has kept."""
+        walk.release(statistics)
+        for name in self.parameters():
+            walk.add_gradient(name)
+        if not self.branch:
+            walk.release(x)
 
 
 @dataclass(frozen=True)
@@ -96,11 +137,7 @@ class LayerNormCost(NormCost):
             walk.do("all_reduce", "y", statistics)
             walk.compute(moved=14 * wide, operations=8)
             cast(walk, x, wide)
-        walk.release(statistics)
-        for name in self.parameters():
-            walk.add_gradient(name)
-        if not self.branch:
-            walk.release(x)
+        self.end_backward(walk, x, statistics)
 
 
 @dataclass(frozen=True)

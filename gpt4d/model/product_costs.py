@@ -1,5 +1,6 @@
 """The costs of products with streamed weights: linear layers, and what convolutions share with them. No torch here."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ class ProductSizes(NamedTuple):
     flops: float
 
 
-class ProductCost:
-    """What linear layers and convolutions share (gpt4d.parallel.layers.product).
+class ProductCost(ABC):
+    """The common part of linear layers and convolutions (gpt4d.parallel.layers.product).
 
     A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
     """
@@ -38,11 +39,13 @@ class ProductCost:
     bias: bool
     input_gradient: bool
 
+    @abstractmethod
     def parameters(self) -> dict[str, ParameterSpec]:
-        raise NotImplementedError
+        """Return the parameters by their names in this layer."""
 
+    @abstractmethod
     def flops(self, length: int) -> float:
-        raise NotImplementedError
+        """Return the floating-point operations of one forward of one sample, over all devices."""
 
     @property
     def _weight(self) -> str:
@@ -53,28 +56,29 @@ class ProductCost:
         return LayerWeights(names, names, names if self.input_gradient else ())
 
     @property
+    @abstractmethod
     def split(self) -> Axes:
         """The axes that split the features of its input and of its output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def global_sizes(self, length: int) -> GlobalSizes:
         """Return its sizes over all devices; ``length``: tokens of a sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sizes(self, walk: Walk) -> ProductSizes:
-        raise NotImplementedError
+        """Return its sizes on one device."""
 
+    @abstractmethod
     def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
         """Return what the other axis may split of the input and of the output: "tokens", "features" or nothing."""
-        raise NotImplementedError
 
-    def _read_input(self, walk: Walk) -> None:
+    def _read_input(self, walk: Walk) -> None:  # noqa: B027 – most products have none
         """Compute what precedes a product with the input."""
 
-    def _write_input_gradient(self, walk: Walk) -> None:
+    def _write_input_gradient(self, walk: Walk) -> None:  # noqa: B027 – most products have none
         """Compute what follows the product that the input's gradient comes from."""
 
-    def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:
+    def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:  # noqa: B027 – most products have none
         """Compute what follows the product that the weight's gradient comes from."""
 
     def _splits(self, walk: Walk) -> tuple[str | None, str | None]:

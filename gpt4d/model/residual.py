@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpt4d.model.conv_costs import ConcatenationCost, ForkCost
-from gpt4d.model.costs import NormCost, rows
+from gpt4d.model.costs import NormCost, SequenceCost, rows
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import ProductCost
-from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 
 
 @dataclass(frozen=True)
-class ProductBlock:
+class ProductBlock(SequenceCost):
     """A block of a single product, whose input is all that its backward needs: nothing is computed again.
 
     ``fork``: of its output.
@@ -23,17 +22,15 @@ class ProductBlock:
     fork: ForkCost | None = None
 
     @property
+    def layers(self) -> Sequence[LayerCost]:
+        return self.products
+
+    @property
     def products(self) -> list[ProductCost]:
         return [self.product]
 
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return self.product.parameters()
-
     def weights(self) -> LayerWeights:
-        return self.product.weights()._replace(recomputation=())
-
-    def flops(self, length: int) -> float:
-        return self.product.flops(length)
+        return super().weights()._replace(recomputation=())
 
     async def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None:
         await (self.product.take_input(walk) if recomputing else self.product.forward(walk))
@@ -48,7 +45,7 @@ class ProductBlock:
 
 
 @dataclass(frozen=True)
-class ResidualBlock:
+class ResidualBlock(SequenceCost):
     """Residual branches one after another, ``x + branch(x)`` each, on a stream of ``features`` that ``axis`` splits.
 
     Under activation checkpointing only the block's inputs are kept, and the block is computed again in the backward up
@@ -69,28 +66,18 @@ class ResidualBlock:
     fork: ForkCost | None = None
 
     @cached_property
-    def _layers(self) -> list[LayerCost]:
+    def layers(self) -> Sequence[LayerCost]:
         first: list[LayerCost] = [self.shortcut] if self.shortcut else []
         return [*first, *(layer for branch in self.branches for layer in branch)]
 
     @property
     def products(self) -> list[ProductCost]:
-        return [layer for layer in self._layers if isinstance(layer, ProductCost)]
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {name: spec for layer in self._layers for name, spec in layer.parameters().items()}
+        return [layer for layer in self.layers if isinstance(layer, ProductCost)]
 
     def weights(self) -> LayerWeights:
-        uses = [layer.weights() for layer in self._layers]
-        again = uses if self.dropout else uses[:-1]
-        return LayerWeights(
-            tuple(name for use in uses for name in use.forward),
-            tuple(name for use in again for name in use.recomputation),
-            tuple(name for use in reversed(uses) for name in reversed(use.backward)),
-        )
-
-    def flops(self, length: int) -> float:
-        return sum(layer.flops(length) for layer in self._layers)
+        again = self.layers if self.dropout else self.layers[:-1]
+        recomputation = tuple(name for layer in again for name in layer.weights().recomputation)
+        return super().weights()._replace(recomputation=recomputation)
 
     def _bytes(self, walk: Walk, features: int) -> int:
         count = walk.stream_tokens if self.positions is None else rows(walk, self.positions)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.config import Config
+from gpt4d.config import Config, ConfigError, check_picture
 from gpt4d.data.batch import Batch
 from gpt4d.data.pictures import Pictures, picture_files
 from gpt4d.model.description import Part
@@ -18,9 +18,18 @@ from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
 from gpt4d.task.pictures import generated_pictures, save_pictures
 from gpt4d.task.reading import ReadingTask
-from gpt4d.task.task import Artifact
+from gpt4d.task.task import Artifact, GenerateConfig
 
 _COMPARED = 10_000  # most real pictures that samples, or each other, are compared with
+
+
+def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
+    """Write a picture file and return a message (gpt4d.task.registry.TaskEntry)."""
+    if config.out is None:
+        raise ConfigError("out=…: missing; set it to the name of the picture file to write")
+    check_picture("out", config.out)
+    save_pictures(generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out))
+    return f"{config.out}: {config.images} pictures"
 
 
 class Diffusion(ReadingTask):

@@ -1,7 +1,7 @@
 """The diffusion process: noise schedules, noised pictures, training targets and DDIM sampling.
 
 Notation of Song et al. (DDIM) and Nichol & Dhariwal: a picture x_0 with values in [-1, 1], noise ε, and timesteps 0 to
-``steps`` - 1, at which x_t = √ᾱ_t·x_0 + √(1 - ᾱ_t)·ε. Every picture of a batch [n, channels, height, width] has a
+``steps`` - 1, at which x_t = √ᾱ_t·x_0 + √(1 - ᾱ_t)·ε. Every picture of a batch [n, height, width, channels] has a
 timestep of its own, int64 [n].
 
 Timesteps and noise are functions of the seed and a sample's id (gpt4d.parallel.random), not of a generator's state, so

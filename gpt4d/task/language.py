@@ -2,9 +2,11 @@
 
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from gpt4d.config import Config, ConfigError
@@ -16,9 +18,25 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuation
 from gpt4d.task.reading import ReadingTask
-from gpt4d.task.task import Artifact
+from gpt4d.task.task import Artifact, GenerateConfig
 
 TOKENIZER = "tokenizer.json"
+
+
+def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
+    """Return the continuation of a prompt (gpt4d.task.registry.TaskEntry)."""
+    if config.prompt is None:
+        raise ConfigError("prompt=…: missing; set it to the text that the model continues")
+    tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+    return continuation(
+        stage,
+        tokenizer,
+        config.prompt,
+        config.tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        seed=config.seed,
+    )
 
 
 class LanguageModeling(ReadingTask):

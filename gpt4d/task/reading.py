@@ -1,4 +1,4 @@
-"""What tasks have in common that read samples from files: loaders, held-out batches, averaged weights."""
+"""The common part of tasks that read samples from files: loaders, held-out batches, averaged weights."""
 
 import itertools
 from abc import ABC, abstractmethod

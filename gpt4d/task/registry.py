@@ -2,10 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt4d.config import Config, ConfigError
 from gpt4d.task import diffusion_config, language_config
-from gpt4d.task.task import Task
+from gpt4d.task.task import GenerateConfig, Task
+
+if TYPE_CHECKING:
+    from gpt4d.parallel.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -16,11 +21,16 @@ class TaskEntry:
         name: its name in model families and checkpoints.
         check: raises ConfigError for settings that the task cannot use. It needs no process group and no torch.
         create: returns the task, its data opened. All ranks call it, and it raises ConfigError on all or none.
+        generate: produces something with the model of a stage, loaded from a checkpoint's directory, and returns a
+            message; None if the task has nothing to generate. Raises ConfigError for missing settings.
+        own_data: what users train on, and the settings that select it, for messages.
     """
 
     name: str
     check: Callable[[Config], None]
     create: Callable[[Config], Task]
+    generate: "Callable[[GenerateConfig, Path, Stage], str] | None" = None
+    own_data: str = "data: data=…"
 
 
 _tasks: dict[str, TaskEntry] = {}
@@ -38,17 +48,48 @@ def get(name: str) -> TaskEntry:
     return _tasks[name]
 
 
+# The modules of tasks import torch.
+
+
 def _create_language_modeling(config: Config) -> Task:
-    from gpt4d.task.language import LanguageModeling  # imports torch
+    from gpt4d.task.language import LanguageModeling
 
     return LanguageModeling(config)
 
 
+def _generate_text(config: GenerateConfig, directory: Path, stage: "Stage") -> str:
+    from gpt4d.task.language import generate
+
+    return generate(config, directory, stage)
+
+
 def _create_diffusion(config: Config) -> Task:
-    from gpt4d.task.diffusion import Diffusion  # imports torch
+    from gpt4d.task.diffusion import Diffusion
 
     return Diffusion(config)
 
 
-register(TaskEntry("diffusion", diffusion_config.check, _create_diffusion))
-register(TaskEntry("language_modeling", language_config.check, _create_language_modeling))
+def _generate_pictures(config: GenerateConfig, directory: Path, stage: "Stage") -> str:
+    from gpt4d.task.diffusion import generate
+
+    return generate(config, directory, stage)
+
+
+register(
+    TaskEntry(
+        "language_modeling",
+        language_config.check,
+        _create_language_modeling,
+        _generate_text,
+        "text: data=text data.path='…'",
+    )
+)
+register(
+    TaskEntry(
+        "diffusion",
+        diffusion_config.check,
+        _create_diffusion,
+        _generate_pictures,
+        "pictures: data=pictures data.path='…'",
+    )
+)

@@ -1,7 +1,10 @@
 """The interface between the trainer and a task. No torch here."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from omegaconf import MISSING
 
 from gpt4d.model.description import Part
 from gpt4d.parallel.layout import ParameterSpec
@@ -12,6 +15,21 @@ if TYPE_CHECKING:
 
     from gpt4d.data.batch import Batch
     from gpt4d.parallel.stage import Stage
+
+
+@dataclass
+class GenerateConfig:
+    """Settings of ``gpt4d.generate``; each task uses its own."""
+
+    checkpoint: str = MISSING  # a checkpoint, or a run directory for its newest one
+    prompt: str | None = None  # text to continue
+    tokens: int = 200  # most tokens to add; the text ends earlier at an end-of-text token
+    temperature: float = 0.8  # 0: always the most likely token
+    top_k: int = 50  # only the k most likely tokens; 0: all
+    out: str | None = None  # picture file to write
+    images: int = 64  # pictures in it, side by side
+    steps: int = 50  # of DDIM for each picture
+    seed: int = 0
 
 
 class Artifact(NamedTuple):

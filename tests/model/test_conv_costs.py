@@ -18,10 +18,9 @@ from gpt4d.model.conv_costs import (
     Conv2dCost,
     GroupNormCost,
     ScaleShiftCost,
-    SequenceCost,
     TimeEmbeddingCost,
 )
-from gpt4d.model.costs import ActivationCost, SimpleCost
+from gpt4d.model.costs import ActivationCost, SequenceCost, SimpleCost
 from gpt4d.model.description import STREAM, Description, EdgeTensor, LayerCost, Unit
 from gpt4d.model.init import initialize
 from gpt4d.model.product_costs import LinearCost
@@ -126,6 +125,8 @@ class Pictures(nn.Module):
 
 
 class Sequence(SequenceCost):
+    layers: tuple[LayerCost, ...] = ()
+
     def __init__(self, *layers: LayerCost):
         self.layers = layers
 

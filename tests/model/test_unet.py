@@ -1,6 +1,7 @@
 """Invariant 1 for U-Nets: prediction and gradients on every grid are those of diffusers' UNet2DModel."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,6 +145,7 @@ def test_gradients_do_not_depend_on_how_they_are_computed(ranks, oracle, sizes, 
     ("devices", "changes"),
     [
         (2, {"pipeline": {"stages": 2}}),
+        (3, {"pipeline": {"stages": 3}}),
         (4, {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
         (6, {"pipeline": {"stages": 2, "stage_grids": ["2x1x1x2", "1x2x1x1"]}}),
         (8, {"pipeline": {"stages": 2, "schedule": "zb_h1"}, "activation_checkpointing": "full"}),
@@ -154,6 +156,32 @@ def test_gradients_do_not_depend_on_how_they_are_computed(ranks, oracle, sizes, 
 def test_gradients_over_stages_equal_diffusers_unet(ranks, oracle, devices, changes):
     sizes = GridSizes(2, 2) if devices == 8 else ONE
     check(ranks, oracle, settings(sizes, **dict(changes)), devices)
+
+
+def step_with_dropout(config, world_size, state):
+    config.model = replace(TINY, dropout=0.3)
+    return step(config, world_size, state)
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        (8, {"micro_batch_size": 4}),
+        (8, {"activation_checkpointing": "full", "chunks": 2}),
+        (2, {"pipeline": {"stages": 2}, "activation_checkpointing": "full"}),
+    ],
+    ids=str,
+)
+def test_dropout_does_not_depend_on_the_grid(ranks, oracle, devices, changes):
+    state, *_ = oracle
+    ((serial, expected),) = ranks.run(1, step_with_dropout, settings(), 1, state)
+    sizes = GridSizes(2, 2, 2) if devices == 8 else ONE
+    assert serial[0] != serial[1], "no dropout in training"
+    for losses, parts in ranks.run(devices, step_with_dropout, settings(sizes, **dict(changes)), devices, state):
+        assert losses == pytest.approx(serial, rel=1e-12)
+        for name, (_, place, part) in parts.items():
+            whole = expected[name][2]
+            assert (part - whole[place]).norm() <= 1e-11 * max(whole.norm(), 1e-3), name
 
 
 def test_weights_survive_the_way_to_diffusers_and_back(oracle):

@@ -26,6 +26,13 @@ def _check(config: Config) -> None:
             f"model.image_size={model.image_size}: cannot be halved {len(model.multipliers) - 1} times; use a multiple "
             f"of {halvings}, or fewer model.multipliers"
         )
+    sizes = [model.image_size >> level for level in range(len(model.multipliers))]
+    for size in model.attention_at:
+        if size not in sizes:
+            raise ConfigError(
+                f"model.attention_at={model.attention_at}: no level has pictures of size {size}; use some of "
+                f"{', '.join(map(str, sizes))}"
+            )
     _check_channels(model)
     if config.train.seq_len != 1:
         raise ConfigError(f"train.seq_len={config.train.seq_len}: a picture has no tokens; leave it out")

@@ -139,8 +139,7 @@ def _rules(config: UNetConfig, blocks: list[Block]) -> tuple[Divisibility, ...]:
     """Return what the grid must divide. Both axes split the channels of each level, outside and within its blocks."""
     rules = []
     for width in sorted({config.channels * multiplier for multiplier in config.multipliers}):
-        name = f"channels={width} of a level (model.channels times a multiplier)"
-        rules += [Divisibility(name, width, axes) for axes in (("x", "z"), ("y", "z"))]
+        rules += [Divisibility("the channels of a level", width, axes) for axes in (("x", "z"), ("y", "z"))]
     for block in blocks:
         if block.skip:
             pieces = interleaved_pieces(block.in_channels)

@@ -1,0 +1,26 @@
+"""Models of transformers and diffusers with the weights of ours."""
+
+from torch import nn
+
+from gpt4d.config import ModelConfig
+from gpt4d.model import registry
+
+
+def library_model(model: ModelConfig, ours: nn.Module) -> nn.Module:
+    """Return the library's model of the same family with the weights of ours, which is whole on this rank."""
+    family = registry.of(model)
+    assert family.hugging_face is not None
+    adapter, state = family.hugging_face(), {}
+    for name, parameter in ours.named_parameters():
+        state |= zip(adapter.names(name, model), adapter.to_hf(name, parameter.detach(), model), strict=True)
+    if family.task == "diffusion":
+        from diffusers import UNet2DModel
+
+        theirs = UNet2DModel.from_config(adapter.hf_config(model).values)
+    else:
+        from transformers import GPT2LMHeadModel
+
+        theirs = GPT2LMHeadModel(adapter.hf_config(model))
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+    theirs.load_state_dict(state)
+    return theirs
