@@ -156,10 +156,12 @@ def plot(cases: list[dict], chunks: int, out: Path) -> None:
     """Draw ``out``.png: a panel per case with the measured steps of its meshes, and marks for the predicted ones."""
     from matplotlib.figure import Figure
 
-    columns = min(3, len(cases))
+    columns = 2 if len(cases) in (2, 4) else min(3, len(cases))
     rows = -(-len(cases) // columns)
     figure = Figure(figsize=(4.4 * columns, 3.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = [*figure.subplots(rows, columns, squeeze=False).flat]
+    for panel in panels[len(cases) :]:
+        panel.set_visible(False)
     for panel, case in zip(panels, cases, strict=False):
         seconds = {row["name"]: row["median_s"] for row in report.counting(case["rows"])}
         grids = list(dict.fromkeys(name.partition("/")[0] for name in case["predicted_s"]))
