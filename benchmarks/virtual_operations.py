@@ -127,7 +127,7 @@ def _moved_bytes(func, tensors: list[torch.Tensor], args: tuple, kwargs: dict, n
         and argument.name != "grads"  # fused optimizers write gradients only where they scale them
         for tensor in tensors_in(values.get(argument.name))
     ]
-    only_written = written if packet in _OVERWRITING or func._overloadname.endswith("out") else []
+    only_written = written if packet in _OVERWRITING or func._overloadname.endswith(("out", "grad_input")) else []
     return sum(map(_nbytes, tensors + written + new)) - sum(map(_nbytes, only_written))
 
 

@@ -1,14 +1,19 @@
 """Stages of a pipeline on the pool of ranks, and random tokens for them."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from gpt4d.config import Config
+from gpt4d.parallel import collectives
+from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
-from gpt4d.step import build_stage, connect_stages
+from gpt4d.step import build_stage, connect_stages, mask_replicas
 from gpt4d.validation import validate
+from tests.grids import fill_from_hf, to_hf
 
 
 def own_stage(
@@ -24,8 +29,51 @@ def own_stage(
     return plan, stage
 
 
+def float64_step(
+    config: Config, world_size: int, state: dict[str, torch.Tensor], batch: list[torch.Tensor], compute, units: int
+) -> tuple[list[float], dict]:
+    """On a rank: the losses of an evaluation and of a step, and this stage's parts of its gradients, by name.
+
+    ``state``: weights by the names of the family's library. ``batch``: tensors of the global batch. ``units``: what
+    the loss is divided by.
+    """
+    plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
+    fill_from_hf(stage.module, state)
+    grid, size = stage.grid, plan.micro_batch_size(plan.stages[stage.index])
+
+    def batches():
+        for part in torch.arange(len(batch[0])).chunk(plan.microbatches):
+            own = part.split(size)[grid.batch_shard]
+            yield [tensor[own] for tensor in batch]
+
+    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
+    runtime = StageRuntime(stage, reducer, compute)
+    losses = [runtime.evaluate(batches(), plan.microbatches) / units]
+    losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
+    losses = [collectives.all_reduce(mask_replicas(loss, grid), grid.world).item() for loss in losses]
+    if stage.exchange:
+        stage.exchange.close()
+    own = ((name, p) for name, p in stage.module.named_parameters() if name not in stage.copies)
+    return losses, {n: (p.spec.shape, grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in own}
+
+
+def check_float64_step(answers, config: Config, loss: float, grads: dict[str, torch.Tensor]) -> None:
+    """Compare what ``float64_step`` has returned on all ranks with the library's loss and gradients."""
+    wholes: dict[str, torch.Tensor] = {}
+    for losses, parts in answers:
+        assert losses == [pytest.approx(loss, rel=1e-12)] * 2
+        for name, (shape, place, part) in parts.items():
+            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            whole[place] = part
+    ours = to_hf(wholes, config.model)
+    assert ours.keys() == grads.keys()
+    for name, grad in grads.items():
+        # A bias before a norm of one group per channel has no gradient but for rounding.
+        assert (ours[name] - grad).norm() <= 1e-12 * max(grad.norm(), 1e-3), name
+
+
 class RandomTokens:
-    """Batches of random tokens, equal on every grid, and the computation of GPT-2 on them."""
+    """Batches of random tokens, equal on every grid, and the computation of a model of text on them."""
 
     def __init__(self, config: Config, plan: ParallelPlan, stage: Stage):
         self.config, self.plan, self.grid = config, plan, stage.grid

@@ -15,11 +15,14 @@ from gpt4d.model.init import initialize
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import AttentionCore
+from gpt4d.parallel.layers.conv import Conv2d
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
-from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.norm import LayerNorm, RMSNorm
+from gpt4d.parallel.layers.rotary import Rotary
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
@@ -35,6 +38,12 @@ class Sizes(NamedTuple):
     hidden: int
     heads: int
     vocabulary: int
+
+    @property
+    def frequencies(self) -> list[float]:
+        """Of rotary positions."""
+        size = self.hidden // self.heads
+        return [1e4 ** (-2 * pair / size) for pair in range(size // 2)]
 
     @property
     def columns(self) -> int:
@@ -61,6 +70,10 @@ class Values:
     def input(self, *shape: int) -> torch.Tensor:
         """Return values whose gradient is compared."""
         return self.inputs.setdefault(f"input {len(self.inputs)}", self.normal(*shape).requires_grad_())
+
+    def pictures(self) -> torch.Tensor:
+        """Return pictures with as many channels as ``sizes.hidden``."""
+        return self.input(self.sizes.batch, 8, 8, self.sizes.hidden)
 
     def ids(self, vocabulary: int) -> torch.Tensor:
         shape = self.sizes.batch, self.sizes.length
@@ -110,6 +123,26 @@ def _layer_norm(values: Values):
     return layer, lambda: layer(x)
 
 
+def _rms_norm(values: Values):
+    s = values.sizes
+    layer, x = RMSNorm(values.weights, s.hidden), values.input(s.batch, s.length, s.hidden)
+    return layer, lambda: layer(x)
+
+
+def _group_norm(values: Values):
+    layer, x = GroupNorm(values.weights, 8, values.sizes.hidden), values.pictures()
+    return layer, lambda: layer(x)
+
+
+def _convolution(**options: Any) -> Case:
+    def case(values: Values):
+        hidden = values.sizes.hidden
+        layer, x = Conv2d(values.weights, hidden, hidden // 2, 3, padding=1, **options), values.pictures()
+        return layer, lambda: run_alone(layer(x))
+
+    return case
+
+
 def _head(values: Values):
     s = values.sizes
     embedding, head = TokenEmbedding(values.weights, s.columns, s.hidden), Head(values.weights)
@@ -136,7 +169,25 @@ def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
         layer = AttentionCore(s.heads, drop, [values.weights.grid.x])
         layer.key = _KEY
         qkv = values.input(s.batch * s.length, 3, s.hidden)
-        return layer, lambda: layer(qkv, values.tokens(with_documents))
+        return layer, lambda: layer.of_fused(qkv, values.tokens(with_documents))
+
+    return case
+
+
+def _grouped_attention(with_documents: bool = False) -> Case:
+    """Rotated queries and keys, a quarter as many heads of keys and values as of queries."""
+
+    def case(values: Values):
+        s = values.sizes
+        layer, rotary = AttentionCore(s.heads, 0.0, [values.weights.grid.x]), Rotary(s.frequencies)
+        q = values.input(s.batch, s.length, s.heads, s.hidden // s.heads)
+        k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
+
+        def call() -> torch.Tensor:
+            tokens = values.tokens(with_documents)
+            return layer(rotary(q, tokens), rotary(k, tokens), v, tokens)
+
+        return layer, call
 
     return case
 
@@ -149,11 +200,18 @@ CASES: dict[str, Case] = {
     "positions": _positions(with_documents=False),
     "positions of documents": _positions(with_documents=True),
     "layer norm": _layer_norm,
+    "RMS norm": _rms_norm,
+    "group norm": _group_norm,
+    "convolution": _convolution(),
+    "convolution with stride": _convolution(stride=2),
+    "convolution of enlarged pictures": _convolution(upsampling=2),
     "head": _head,
     "cross-entropy": _cross_entropy,
     "dropout": _dropout,
     "attention": _attention(),
     "attention of documents": _attention(with_documents=True),
+    "grouped attention": _grouped_attention(),
+    "grouped attention of documents": _grouped_attention(with_documents=True),
     "attention with dropout": _attention(_DROP),
     "attention of documents with dropout": _attention(_DROP, with_documents=True),
 }

@@ -1,10 +1,13 @@
-"""The cost of the core of attention. No torch here."""
+"""The costs of the core of attention, and of grouped-query attention. No torch here."""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gpt4d.model.costs import STATISTIC, SimpleCost, rows
+from gpt4d.model.costs import MASTER_BYTES, STATISTIC, SimpleCost, cast, prefixed, rms_backward, rms_forward, rows
 from gpt4d.model.description import Walk
+from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layout import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,150 @@ class AttentionCost(SimpleCost):
         walk.compute(2.5 * flops, 8 * out_bytes)
         if self.dropout:
             walk.compute(moved=8 * scores)
-        # The gradients of queries, keys and values are stacked, then put in the order of the fused layer's output.
-        walk.compute(moved=2 * 6 * out_bytes, operations=2)
+        walk.compute(moved=6 * out_bytes)  # the gradients of queries, keys and values are stacked
         walk.release(kept)
         walk.release(4 * out_bytes)  # the output's gradient; queries, keys and values
+
+
+class _LocalHeads(NamedTuple):
+    """Bytes of queries, keys and values on one device."""
+
+    q: int  # of all queries
+    columns: int  # of the keys, or of the values, that the product computes here
+    gathered: int  # of the keys, or of the values, once gathered
+    kv: int  # of the keys, or of the values, that the queries need
+    axes: tuple[str, ...]  # to gather over, innermost first
+    copied: bool  # one head for each query, which are not served equally
+
+
+@dataclass(frozen=True)
+class RotaryCost(SimpleCost):
+    """The angles of rotary positions, which all blocks share: cosines and sines for half of a head's ``size``."""
+
+    size: int
+
+    def _bytes(self, walk: Walk) -> int:
+        return walk.tokens * self.size // 2 * STATISTIC
+
+    async def forward(self, walk: Walk) -> None:
+        walk.hold(2 * self._bytes(walk))
+        walk.compute(moved=9 * self._bytes(walk), operations=5)
+
+    async def backward(self, walk: Walk) -> None:
+        walk.release(2 * self._bytes(walk))
+
+
+@dataclass(frozen=True)
+class GroupedAttentionCost(SimpleCost):
+    """What grouped-query attention computes between its products: heads, their norms, rotations and the core.
+
+    Its input is a concatenation of queries, keys and values, whose columns the axes of the heads split equally.
+    ``parts``: what these axes must divide. ``norms``: names of the norms of queries and keys; none without.
+    """
+
+    heads: int
+    key_value_heads: int
+    size: int
+    parts: int
+    norms: tuple[str, ...] = ()
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        norms = [prefixed(name, specs.head_norm(self.size)) for name in self.norms]
+        return {name: spec for norm in norms for name, spec in norm.items()}
+
+    def flops(self, length: int) -> float:
+        """As AttentionCost's."""
+        return 4 * length * length * self.heads * self.size
+
+    def _local(self, walk: Walk) -> _LocalHeads:
+        axes = walk.head_axes(self.parts)
+        sizes = [walk.size(axis) for axis in axes]
+        count = specs.axes_to_gather(self.key_value_heads, sizes)
+        heads = self.heads // math.prod(sizes)
+        served = specs.head_of_query(self.heads, self.key_value_heads, 0, heads)
+        equally = specs.serves_equally(served)
+        head_bytes = walk.tokens * self.size * walk.element_bytes
+        return _LocalHeads(
+            q=head_bytes * heads,
+            columns=head_bytes * self.key_value_heads // math.prod(sizes),
+            gathered=head_bytes * (self.key_value_heads // math.prod(sizes[: len(sizes) - count])),
+            kv=head_bytes * (served[-1] + 1 if equally else heads),
+            axes=axes[::-1][:count],
+            copied=not equally,
+        )
+
+    def _gathered(self, walk: Walk, local: _LocalHeads) -> list[tuple[str, int]]:
+        """Return the axes to gather over and the bytes of keys and values before each."""
+        result, part = [], 2 * local.columns
+        for axis in local.axes:
+            result.append((axis, part))
+            part *= walk.size(axis)
+        return result
+
+    def _kept(self, walk: Walk, local: _LocalHeads) -> tuple[int, int]:
+        """Return the bytes that the core keeps besides its output, and those that the norms keep."""
+        rows_of_q = local.q // walk.element_bytes // self.size
+        rows_of_k = local.kv // walk.element_bytes // self.size
+        norms = local.q + local.kv + (rows_of_q + rows_of_k) * STATISTIC if self.norms else 0
+        return 3 * local.q + rows_of_q * STATISTIC, norms
+
+    async def forward(self, walk: Walk) -> None:
+        local, e = self._local(walk), walk.element_bytes
+        concatenated = local.q + 2 * local.columns
+        walk.scratch(concatenated)
+        walk.compute(moved=2 * concatenated, operations=3)  # taken apart
+        if local.axes:
+            walk.compute(moved=4 * local.columns)  # keys and values together
+        for axis, part in self._gathered(walk, local):
+            whole = part * walk.size(axis)
+            walk.scratch(2 * whole)
+            await walk.turn(walk.start("all_gather", axis, part))
+            walk.compute(moved=2 * whole)
+        if local.copied:
+            walk.compute(moved=4 * local.kv, operations=2)
+        if self.norms:
+            rms_forward(walk, local.q // e)
+            rms_forward(walk, local.kv // e)
+        self._rotate(walk, local.q)
+        self._rotate(walk, local.kv)
+        if local.kv < local.q:
+            walk.compute(moved=2 * (local.kv + local.q), operations=2)
+        walk.hold(local.q + sum(self._kept(walk, local)) - concatenated)  # the input lives no longer
+        walk.compute(4 * walk.length * local.q / e, 4 * local.q)
+
+    def _rotate(self, walk: Walk, nbytes: int) -> None:
+        wide = nbytes // walk.element_bytes * 4
+        walk.scratch(wide)
+        angles = 4 * walk.tokens * self.size // 2 * STATISTIC
+        walk.compute(moved=2 * nbytes + 3 * wide + angles, operations=4)
+        cast(walk, nbytes, wide)
+
+    async def backward(self, walk: Walk) -> None:
+        local, e = self._local(walk), walk.element_bytes
+        core, norms = self._kept(walk, local)
+        walk.hold(3 * local.q)
+        walk.compute(2.5 * 4 * walk.length * local.q / e, 8 * local.q)
+        walk.release(local.q + core)
+        if local.kv < local.q:
+            walk.compute(moved=2 * (local.kv + local.q), operations=2)
+            walk.release(2 * (local.q - local.kv))
+        self._rotate(walk, local.kv)
+        self._rotate(walk, local.q)
+        for name, nbytes in zip(self.norms[::-1], (local.kv, local.q), strict=False):
+            rms_backward(walk, nbytes // e)
+            for axis in walk.head_axes(self.parts):
+                walk.do("all_reduce", axis, self.size * MASTER_BYTES)
+            walk.add_gradient(f"{name}.weight")
+        walk.release(norms)
+        if local.kv != local.gathered:
+            walk.compute(moved=2 * (local.kv + local.gathered), operations=2)  # zeros for the other heads
+        if local.axes:
+            walk.compute(moved=4 * local.gathered)
+        for axis, part in reversed(self._gathered(walk, local)):
+            whole = part * walk.size(axis)
+            walk.compute(moved=2 * whole)
+            await walk.turn(walk.start("reduce_scatter", axis, whole))
+        concatenated = local.q + 2 * local.columns
+        walk.hold(concatenated)
+        walk.compute(moved=2 * concatenated)
+        walk.release(local.q + 2 * local.kv)

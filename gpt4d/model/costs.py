@@ -141,8 +141,53 @@ class LayerNormCost(NormCost):
 
 
 @dataclass(frozen=True)
+class RMSNormCost(NormCost):
+    """RMSNorm over features that y splits."""
+
+    name: str
+    features: int
+    branch: bool = True
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return prefixed(self.name, specs.rms_norm(self.features))
+
+    def _elements(self, walk: Walk) -> int:
+        return walk.stream_tokens * (self.features // walk.sizes.y)
+
+    async def forward(self, walk: Walk) -> None:
+        x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
+        walk.hold(x + statistics)
+        rms_forward(walk, self._elements(walk))
+        walk.do("all_reduce", "y", statistics)
+
+    async def backward(self, walk: Walk) -> None:
+        x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
+        walk.do("all_reduce", "y", statistics)
+        rms_backward(walk, self._elements(walk))
+        self.end_backward(walk, x, statistics)
+
+
+def rms_forward(walk: Walk, elements: int) -> None:
+    """Compute the RMSNorm of so many elements."""
+    x, wide = elements * walk.element_bytes, elements * 4
+    walk.scratch((2 if walk.element_bytes == 4 else 3) * wide)
+    cast(walk, x, wide)
+    walk.compute(moved=7 * wide, operations=6)  # a square, its sum, two products; the statistics
+    cast(walk, x, wide)
+
+
+def rms_backward(walk: Walk, elements: int) -> None:
+    """Compute the gradients of the RMSNorm of so many elements."""
+    x, wide = elements * walk.element_bytes, elements * 4
+    walk.scratch(4 * wide)
+    cast(walk, x, wide)
+    walk.compute(moved=x + 16 * wide, operations=8)
+    cast(walk, x, wide)
+
+
+@dataclass(frozen=True)
 class ActivationCost(SimpleCost):
-    """An elementwise function of features that ``axis`` splits, such as GELU; a gated one halves them."""
+    """An elementwise function of features that ``axis`` splits, such as GELU."""
 
     in_features: int
     out_features: int
@@ -164,6 +209,25 @@ class ActivationCost(SimpleCost):
         walk.hold(in_bytes)
         walk.compute(moved=2 * in_bytes + out_bytes)
         walk.release(in_bytes + out_bytes)
+
+
+@dataclass(frozen=True)
+class GatedCost(SimpleCost):
+    """SwiGLU of two times ``features``, which x splits."""
+
+    features: int
+
+    async def forward(self, walk: Walk) -> None:
+        out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
+        walk.hold(out)
+        walk.compute(moved=5 * out, operations=2)
+
+    async def backward(self, walk: Walk) -> None:
+        out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
+        walk.hold(2 * out)
+        walk.scratch(out)
+        walk.compute(moved=11 * out, operations=4)
+        walk.release(3 * out)
 
 
 @dataclass(frozen=True)

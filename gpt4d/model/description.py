@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from gpt4d.config import Divisibility, GridSizes, OverlapConfig
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 
 
@@ -150,6 +150,15 @@ class EdgeTensor:
         """Return the bytes of the global tensor."""
         element = {"activation": activation_bytes, "integer": 8, "mask": 1}[self.kind]
         return element * math.prod(self.shape(samples, length))
+
+
+def residual_stream(hidden: int) -> EdgeTensor:
+    """Return the residual stream of a model of text, [tokens, hidden]."""
+    return EdgeTensor(
+        Layout(("data", "z"), ("y",)),
+        lambda samples, length: (samples * length, hidden),
+        sequence_parallel=Layout(("data", "z", CHUNK, "x"), ("y",)),
+    )
 
 
 @dataclass(frozen=True)

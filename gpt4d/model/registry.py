@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpt4d.config import Config, ConfigError, ModelConfig, register_model
-from gpt4d.model import gpt2, unet
+from gpt4d.model import gpt2, llama, unet
 from gpt4d.model.description import Description, Part
 from gpt4d.model.family import Family
 
@@ -80,4 +80,5 @@ def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | 
 
 
 register(gpt2.FAMILY)
+register(llama.FAMILY)
 register(unet.FAMILY)

@@ -1,6 +1,6 @@
-"""Text generation: a prompt continued token by token."""
+"""Text generation: prompts continued token by token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,58 +12,105 @@ from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.model.edges import edges, whole_batch
 from gpt4d.parallel import collectives
+from gpt4d.parallel.layers.key_value_cache import KeyValueCache
+from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.pipeline.exchange import Exchange
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.stage import Stage
 
 
-def continuation(
+def continuations(
     stage: Stage,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompts: Sequence[str],
     tokens: int,
     documents: Callable[[torch.Tensor], torch.Tensor | None] = lambda ids: None,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
-) -> str:
-    """Return ``prompt`` and the model's continuation of it. Every rank of the grid calls it and gets the same text.
+) -> list[str]:
+    """Return each prompt and the model's continuation of it. Every rank calls it and gets the same texts.
 
-    The full text is computed again for each token: simple, and right on every grid. The model always sees the same
-    number of tokens, since GPUs prepare kernels for each length: a shorter text is padded with end-of-text on the
-    right, where causal attention does not look. ``documents`` returns the index of each token's document, for models
-    whose attention stays inside one.
+    Keys and values of earlier tokens are kept: after the prompts, each forward computes one token of each text. Once a
+    text is longer than the model's positions, its last tokens are all computed again for each new one, since their
+    positions change. Every rank of data and z computes all texts. Text i is drawn with the seed ``seed + i``, whatever
+    the other texts are.
+
+    Args:
+        stage: this rank's part of the model.
+        tokenizer: of the model.
+        prompts: texts to continue.
+        tokens: most tokens to add to each; a text ends earlier at an end-of-text token.
+        documents: returns the index of each token's document for ids [texts, tokens], for models whose attention stays
+            inside one.
+        temperature: divides the logits; 0 for always the most likely token.
+        top_k: draw among the k most likely tokens; 0 for all.
+        seed: of the draws.
     """
     model, grid, device = stage.module, stage.grid, stage.weights.device
     settings: Any = model.config
     end = end_of_text(tokenizer)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
-    generator = torch.Generator().manual_seed(seed)
-    length = min(settings.max_positions, len(ids) + tokens)
-    sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
-    exchange = exchange_of_all(stage, 1, length)
+    texts = [tokenizer.encode(prompt, add_special_tokens=False).ids or [end] for prompt in prompts]
+    generators = [torch.Generator().manual_seed(seed + index) for index in range(len(texts))]
+    capacity = min(settings.max_positions, max(map(len, texts)) + tokens)
+    reader = _Reader(stage, capacity, end, documents)
+    growing = [True] * len(texts)
     model.eval()
     for _ in range(tokens):
-        text = ids[-length:]
-        window = torch.tensor([text + [end] * (length - len(text))], device=device)
+        drawn = [-1] * len(texts)
+        logits = reader.read(texts)
+        if logits is not None:
+            whole = collectives.all_gather(logits.t().contiguous(), grid.x).t()[:, : settings.vocab_size].float().cpu()
+            drawn = [_draw(row, temperature, top_k, source) for row, source in zip(whole, generators, strict=True)]
+        # One rank's draws count, so that ranks that round differently still end together.
+        own = torch.tensor(drawn if grid.stage.index == 0 else [-1] * len(texts), device=device)
+        choices = collectives.all_reduce(own, grid.world, dist.ReduceOp.MAX).tolist()
+        growing = [grows and token != end for grows, token in zip(growing, choices, strict=True)]
+        texts = [[*text, token] if grows else text for text, token, grows in zip(texts, choices, growing, strict=True)]
+        if not any(growing):
+            break
+    return [tokenizer.decode(text) for text in texts]
 
-        def compute(part, received, window=window):
-            out = model(window, sample_ids, documents(window), part, received)
+
+class _Reader:
+    """Computes the logits of the tokens that follow growing texts."""
+
+    def __init__(self, stage: Stage, capacity: int, end: int, documents: Callable[[torch.Tensor], torch.Tensor | None]):
+        self.stage, self.capacity, self.end, self.documents = stage, capacity, end, documents
+        self._cache: KeyValueCache | None = None
+        self._exchanges: dict[int, Exchange | None] = {}  # by the tokens of each text in a forward
+
+    def read(self, texts: Sequence[list[int]]) -> torch.Tensor | None:
+        """Return the logits [texts, vocabulary over x] after each text; None on stages that have no head.
+
+        Since the call before, a text has at most one token more.
+        """
+        slides = any(len(text) > self.capacity for text in texts)
+        texts = [text[-self.capacity :] for text in texts]
+        first, count = [len(text) - 1 for text in texts], 1
+        if slides or self._cache is None:
+            self._cache = KeyValueCache(self.capacity)
+            first, count = [0] * len(texts), max(map(len, texts))
+        device = self.stage.weights.device
+        ids = torch.tensor([text + [self.end] * (self.capacity - len(text)) for text in texts], device=device)
+        places = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
+        sample_ids, documents = torch.arange(len(texts), device=device), self.documents(ids)
+        positions = Tokens(sample_ids, self.capacity, documents).positions.gather(1, places)
+        self._cache.begin(places, positions, documents)
+        model, window, cache = self.stage.module, ids.gather(1, places), self._cache
+
+        def compute(part, received):
+            out = model(window, sample_ids, None, part, received, cache)
             return {"logits" if part.ends else STREAM: out}
 
+        if count not in self._exchanges:
+            self._exchanges[count] = exchange_of_all(self.stage, len(texts), count)
         with torch.no_grad():
-            result = forward_over_stages(stage, exchange, compute)
-        drawn = -1
-        if result is not None:
-            whole = collectives.all_gather(result["logits"][0, len(text) - 1], grid.x)[: settings.vocab_size]
-            drawn = _draw(whole.float().cpu(), temperature, top_k, generator)
-        # One rank's draw counts, so that ranks that round differently still end together.
-        choice = torch.full((), drawn if grid.stage.index == 0 else -1, dtype=torch.int64, device=device)
-        token = int(collectives.all_reduce(choice, grid.world, dist.ReduceOp.MAX))
-        if token == end:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids)
+            result = forward_over_stages(self.stage, self._exchanges[count], compute)
+        if result is None:
+            return None
+        last = torch.tensor([len(text) - 1 for text in texts], device=device) - places[:, 0]
+        return result["logits"][sample_ids, last]
 
 
 def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:

@@ -9,14 +9,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config, ConfigError, tokenizer_file
 from gpt4d.data.batch import Batch
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
+from gpt4d.data.tokenizers import companions
 from gpt4d.model.description import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.task.generation import continuation
+from gpt4d.task.generation import continuations
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
 
@@ -24,19 +25,34 @@ TOKENIZER = "tokenizer.json"
 
 
 def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
-    """Return the continuation of a prompt (gpt4d.task.registry.TaskEntry)."""
-    if config.prompt is None:
-        raise ConfigError("prompt=…: missing; set it to the text that the model continues")
+    """Return the continuations of prompts (gpt4d.task.registry.TaskEntry)."""
+    prompts = _prompts(config)
     tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
-    return continuation(
+    texts = continuations(
         stage,
         tokenizer,
-        config.prompt,
+        prompts,
         config.tokens,
         temperature=config.temperature,
         top_k=config.top_k,
         seed=config.seed,
     )
+    return "\n\n".join(texts)
+
+
+def _prompts(config: GenerateConfig) -> list[str]:
+    if (config.prompt is None) == (config.prompts is None):
+        raise ConfigError("prompt=…: set it to the text that the model continues, or prompts to a file with one a line")
+    if config.prompt is not None:
+        return [config.prompt]
+    try:
+        prompts = Path(str(config.prompts)).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"prompts={config.prompts}: {reason}; use a text file with one prompt a line") from None
+    if not prompts:
+        raise ConfigError(f"prompts={config.prompts}: empty; write one prompt a line")
+    return prompts
 
 
 class LanguageModeling(ReadingTask):
@@ -64,7 +80,9 @@ class LanguageModeling(ReadingTask):
 
     def _read(self) -> tuple[list[Sequences], list[Sequences]]:
         try:
-            self._tokenizer_json = (self._files.directory / TOKENIZER).read_bytes()
+            self._tokenizer_files = {TOKENIZER: (self._files.directory / TOKENIZER).read_bytes()}
+            if (file := tokenizer_file(self.config.data.tokenizer or "")).is_file():
+                self._tokenizer_files |= companions(file.parent)
             self._fingerprint = self._files.fingerprint()
             return self._sequences("train", self.config.data.shuffle), self._sequences("validation", shuffle=False)
         except OSError as error:
@@ -110,8 +128,8 @@ class LanguageModeling(ReadingTask):
         if not (logging.sample_prompt and logging.sample_tokens):
             return None
         with self._averages.applied():
-            text = continuation(
-                self._stage, self._files.tokenizer(), logging.sample_prompt, logging.sample_tokens, self._documents
+            (text,) = continuations(
+                self._stage, self._files.tokenizer(), [logging.sample_prompt], logging.sample_tokens, self._documents
             )
         return Artifact(f"\n{text}\n", {"text": text})
 
@@ -128,4 +146,4 @@ class LanguageModeling(ReadingTask):
         return {"tokenizer": self._fingerprint, "data": self.config.data.name}
 
     def documents(self) -> dict[str, bytes]:
-        return {TOKENIZER: self._tokenizer_json}
+        return self._tokenizer_files

@@ -23,6 +23,7 @@ class GenerateConfig:
 
     checkpoint: str = MISSING  # a checkpoint, or a run directory for its newest one
     prompt: str | None = None  # text to continue
+    prompts: str | None = None  # or a file of texts to continue together, one a line
     tokens: int = 200  # most tokens to add; the text ends earlier at an end-of-text token
     temperature: float = 0.8  # 0: always the most likely token
     top_k: int = 50  # only the k most likely tokens; 0: all

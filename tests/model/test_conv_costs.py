@@ -91,7 +91,7 @@ class Raise(nn.Module):
 
     async def forward(self, x, embedding):
         rows = self.norm(x).flatten(0, 2)
-        mixed = self.core(await self.qkv(rows), Tokens(torch.arange(len(x)), x.shape[1] * x.shape[2]))
+        mixed = self.core.of_fused(await self.qkv(rows), Tokens(torch.arange(len(x)), x.shape[1] * x.shape[2]))
         return await self.higher((await self.output(mixed)).view(x.shape))
 
 

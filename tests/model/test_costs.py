@@ -10,6 +10,7 @@ from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.device import Links
@@ -26,6 +27,19 @@ BATCH = 16
 GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 1, 1), (4, 1, 2, 1), (2, 2, 2, 1), (1, 4, 2, 1), (1, 1, 1, 8))]
 
 
+GROUPED = LlamaConfig(
+    layers=2,
+    hidden=512,
+    heads=8,
+    key_value_heads=2,
+    head_size=64,
+    inner=1024,
+    vocab_size=512,
+    max_positions=256,
+)
+NORMED = replace(GROUPED, key_value_heads=4, tied=False, qk_norm=True)
+
+
 def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
     step = TrainStep(stage, whole_model(token_loss), OptimConfig())
@@ -33,19 +47,19 @@ def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
     ids = torch.zeros(samples, config.train.seq_len, dtype=torch.int64)
     with VirtualDevice(FLOPS, config.cluster.memory_gb_s, LAUNCH_US, source=FakeTime()) as device:
         step([(ids, ids, torch.arange(samples))], 1, ids.numel(), 1e-3)
-    walk = StepWalk(config, registry.describe(MODEL), sizes, Links(config.cluster, sizes), samples)
+    walk = StepWalk(config, registry.describe(config.model), sizes, Links(config.cluster, sizes), samples)
     return walk.run(1).compute_s, device.stream.busy_s
 
 
-def compare(sizes, memory_gb_s, precision, activation_checkpointing, **parallel):
+def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL, **parallel):
     cluster = ClusterConfig(matmul_tflops=FLOPS / 1e12, memory_gb_s=memory_gb_s, operation_us=LAUNCH_US)
     train = TrainConfig(
-        seq_len=MODEL.max_positions,
+        seq_len=model.max_positions,
         batch_size=BATCH,
         precision=precision,
         activation_checkpointing=activation_checkpointing,
     )
-    config = Config(model=MODEL, cluster=cluster, train=train, parallel=ParallelConfig(**parallel))
+    config = Config(model=model, cluster=cluster, train=train, parallel=ParallelConfig(**parallel))
     planned_s, busy_s = planned_and_busy_s(config, sizes)
     assert planned_s == pytest.approx(busy_s, rel=0.02)
 
@@ -79,6 +93,26 @@ def test_planned_computation_of_chunks_and_split_tokens_takes_as_long(
     compare(sizes, memory_gb_s, precision, activation_checkpointing, **options)
 
 
+@pytest.mark.parametrize("memory_gb_s", [1000, 0.3], ids="memory={}".format)
+@pytest.mark.parametrize("model", [GROUPED, replace(GROUPED, qkv_bias=True), NORMED], ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("sizes", "precision", "activation_checkpointing", "options"),
+    [
+        (GridSizes(), "fp32", "none", {}),
+        (GridSizes(), "bf16", "full", {}),
+        (GridSizes(2, 2, 2, 1), "bf16", "none", {"chunks": 2}),
+        (GridSizes(4, 2, 1, 1), "fp32", "full", {"sequence_parallel": True}),
+        (GridSizes(1, 4, 2, 1), "bf16", "none", {"scatter_heads": False}),
+    ],
+    ids=str,
+)
+def test_planned_computation_of_grouped_queries_takes_as_long(
+    rank_0, model, sizes, precision, activation_checkpointing, options, memory_gb_s
+):
+    rank_0(sizes.devices)
+    compare(sizes, memory_gb_s, precision, activation_checkpointing, model, **options)
+
+
 def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]:
     """Return (kind, axis, bytes) of each collective that a step starts, and of each that is planned."""
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
@@ -96,6 +130,10 @@ def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]
 
 
 SMALL = GPT2Config(layers=3, hidden=32, heads=8, vocab_size=64, vocab_multiple=8, max_positions=16)
+SMALL_GROUPED = replace(
+    GROUPED, layers=3, hidden=32, head_size=8, inner=48, vocab_size=64, vocab_multiple=8, max_positions=16
+)
+SMALL_NORMED = replace(SMALL_GROUPED, tied=False, qk_norm=True)
 FULL = {"activation_checkpointing": "full"}
 
 
@@ -119,5 +157,25 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes
     rank_0(sizes.devices)
     train = TrainConfig(**{"seq_len": 16, "batch_size": BATCH, "precision": "fp32", **train})
     config = Config(model=replace(SMALL, dropout=dropout), train=train, parallel=ParallelConfig(**parallel))
+    started, planned = collectives_of_a_step(config, sizes)
+    assert started == planned
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "train", "parallel"),
+    [
+        (SMALL_NORMED, (2, 2, 2, 1), {}, {"chunks": 2}),
+        (SMALL_GROUPED, (4, 2, 1, 1), FULL, {"sequence_parallel": True, "chunks": 4}),
+        (SMALL_NORMED, (8, 1, 1, 1), FULL, {}),
+        (SMALL_GROUPED, (1, 4, 2, 1), {"micro_batch_size": 2}, {"chunks": 2, "cache_layers": "all"}),
+        (SMALL_NORMED, (1, 4, 1, 2), FULL, {"scatter_heads": False, "whole_layers": 1}),
+    ],
+    ids=str,
+)
+def test_planned_collectives_of_grouped_queries_are_those_of_a_step(rank_0, model, sizes, train, parallel):
+    sizes = GridSizes(*sizes)
+    rank_0(sizes.devices)
+    train = TrainConfig(**{"seq_len": 16, "batch_size": BATCH, "precision": "fp32", **train})
+    config = Config(model=model, train=train, parallel=ParallelConfig(**parallel))
     started, planned = collectives_of_a_step(config, sizes)
     assert started == planned

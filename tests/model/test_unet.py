@@ -10,12 +10,8 @@ from gpt4d.config import Config, DataConfig, GridSizes, ParallelConfig, Pipeline
 from gpt4d.model import registry
 from gpt4d.model.unet import hugging_face as adapter
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.parallel import collectives
-from gpt4d.parallel.gradients import GradientReducer
-from gpt4d.parallel.pipeline.runtime import StageRuntime
-from gpt4d.step import mask_replicas
-from tests.grids import BINARY_GRIDS, fill_from_hf, sampled, to_hf
-from tests.stages import own_stage
+from tests.grids import BINARY_GRIDS, sampled, to_hf
+from tests.stages import check_float64_step, float64_step
 
 # Both axes split streams, heads and groups: there are groups of which a rank has a part only.
 TINY = UNetConfig(
@@ -85,40 +81,13 @@ def squared_error(module, part, batch, received):
 
 
 def step(config, world_size, state):
-    """On a rank: the losses of an evaluation and of a step in float64, and this stage's parts of its gradients."""
-    plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
-    fill_from_hf(stage.module, state)
-    grid, size = stage.grid, plan.micro_batch_size(plan.stages[stage.index])
-
-    def batches():
-        for part in torch.arange(BATCH).chunk(plan.microbatches):
-            own = part.split(size)[grid.batch_shard]
-            yield [tensor[own] for tensor in pictures()]
-
-    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
-    runtime = StageRuntime(stage, reducer, squared_error)
-    losses = [runtime.evaluate(batches(), plan.microbatches) / BATCH]
-    losses.append(runtime.forward_backward(batches(), plan.microbatches, BATCH))
-    losses = [collectives.all_reduce(mask_replicas(loss, grid), grid.world).item() for loss in losses]
-    if stage.exchange:
-        stage.exchange.close()
-    named = stage.module.named_parameters()
-    return losses, {n: (p.spec.shape, grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in named}
+    """On a rank: the losses and gradients of ``float64_step``."""
+    return float64_step(config, world_size, state, pictures(), squared_error, BATCH)
 
 
 def check(ranks, oracle, config, devices):
     state, _, loss, grads = oracle
-    wholes = {}
-    for losses, parts in ranks.run(devices, step, config, devices, state):
-        assert losses == [pytest.approx(loss, rel=1e-12)] * 2
-        for name, (shape, place, part) in parts.items():
-            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-            whole[place] = part
-    ours = to_hf(wholes, config.model)
-    assert ours.keys() == grads.keys()
-    for name, grad in grads.items():
-        # A bias before a norm of one group per channel has no gradient but for rounding.
-        assert (ours[name] - grad).norm() <= 1e-12 * max(grad.norm(), 1e-3), name
+    check_float64_step(ranks.run(devices, step, config, devices, state), config, loss, grads)
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))

@@ -26,6 +26,8 @@ U_NET = (
 )
 MODEL = ("model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.max_positions=32")
 
+LLAMA = ("model=llama_tiny", *MODEL, "model.key_value_heads=2", "model.head_size=16", "model.inner=176")
+
 
 class MeasuredTraining:
     """The trainer's step without its reports."""
@@ -125,6 +127,22 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
 )
 def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrides):
     check_peak(ranks, sizes, [*MODEL, "train.batch_size=8", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides"),
+    [
+        (GridSizes(), []),
+        (GridSizes(), ["train.activation_checkpointing=full", "train.precision=bf16"]),
+        (GridSizes(2, 2, 1, 1), ["train.precision=bf16", "model.qk_norm=true"]),
+        (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
+        (GridSizes(1, 2, 2, 1), ["parallel.chunks=2", "model.tied=false"]),
+        (GridSizes(2, 1, 2, 1), ["parallel.scatter_heads=false", "model.qkv_bias=true"]),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_step_of_a_llama_is_predicted_within_10_percent(ranks, sizes, overrides):
+    check_peak(ranks, sizes, [*LLAMA, "train.batch_size=8", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from gpt4d.config import Config, GridSizes, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
+from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.parallel.grid import Grid
-from gpt4d.task.generation import continuation
+from gpt4d.step import build_stage
+from gpt4d.task.generation import continuations
 from tests.grids import TINY_MODEL, build_tiny_stage
 
 END = 0
@@ -64,15 +67,57 @@ def most_likely_text(model, tokenizer, prompt, tokens, documents):
     ],
 )
 def test_generated_text_equals_that_of_a_model_without_padding(stage, tokenizer, prompt, tokens, documents):
-    text = continuation(stage, tokenizer, prompt, tokens, documents, temperature=0)
+    (text,) = continuations(stage, tokenizer, [prompt], tokens, documents, temperature=0)
     assert text == most_likely_text(stage.module, tokenizer, prompt, tokens, documents)
     assert len(set(text.split())) > 3
 
 
-@pytest.mark.parametrize(("prompt_length", "tokens", "length"), [(3, 6, 9), (3, 40, 16), (30, 5, 16)])
-def test_the_model_sees_one_input_shape(stage, tokenizer, prompt_length, tokens, length):
-    shapes = []
-    hook = stage.module.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    continuation(stage, tokenizer, " ".join(WORDS[1 : 1 + prompt_length]), tokens)
+@pytest.mark.parametrize(
+    ("prompt_length", "tokens", "shapes"),
+    [(3, 4, [(1, 3), *[(1, 1)] * 3]), (3, 15, [(1, 3), *[(1, 1)] * 13, (1, 16)]), (30, 3, [(1, 16)] * 3)],
+)
+def test_a_forward_computes_new_tokens_only_while_the_text_fits(stage, tokenizer, prompt_length, tokens, shapes):
+    seen = []
+    hook = stage.module.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    continuations(stage, tokenizer, [" ".join(WORDS[1 : 1 + prompt_length])], tokens)
     hook.remove()
-    assert shapes == [(1, length)] * tokens
+    assert seen == shapes
+
+
+PROMPTS = ["w5 w7 w9", "w3", " ".join(WORDS[1:12]), f"w5 {END_OF_TEXT} w8"]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, temperature):
+    texts = continuations(stage, tokenizer, PROMPTS, 4, document_indices, temperature)
+    alone = [
+        continuations(stage, tokenizer, [prompt], 4, document_indices, temperature, seed=index)
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    assert texts == [text for (text,) in alone]
+
+
+def texts_on_grid(model, sizes, tokenizer_json):
+    """On a rank: the most likely continuations by a model with random weights."""
+    config = Config(model=model, train=TrainConfig(seq_len=12, seed=3))
+    stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for name, parameter in stage.module.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(20)
+    return continuations(stage, Tokenizer.from_str(tokenizer_json), PROMPTS, 8, document_indices, temperature=0)
+
+
+LLAMA = LlamaConfig(
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, vocab_multiple=16,
+    max_positions=16, qk_norm=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [TINY_MODEL, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("sizes", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 2, 1)], ids=str)
+def test_texts_are_equal_on_every_grid(ranks, tokenizer, model, sizes):
+    sizes = GridSizes(*sizes)
+    (expected,) = ranks.run(1, texts_on_grid, model, GridSizes(), tokenizer.to_str())
+    assert len(set(" ".join(expected).split())) > 5
+    assert ranks.run(sizes.devices, texts_on_grid, model, sizes, tokenizer.to_str()) == [expected] * sizes.devices

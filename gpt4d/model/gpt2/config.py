@@ -22,5 +22,9 @@ class GPT2Config(ModelConfig):
     norm_epsilon: float = 1e-5
 
     @property
+    def tied(self) -> bool:
+        return True
+
+    @property
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple

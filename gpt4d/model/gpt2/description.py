@@ -9,11 +9,10 @@ from gpt4d.model.costs import (
     PositionEmbeddingCost,
     TokenEmbeddingCost,
 )
-from gpt4d.model.description import STREAM, Description, EdgeTensor, Unit
+from gpt4d.model.description import STREAM, Description, Unit, residual_stream
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
-from gpt4d.parallel.layout import CHUNK, Layout
 
 
 def describe(config: GPT2Config) -> Description:
@@ -53,13 +52,7 @@ def describe(config: GPT2Config) -> Description:
             Divisibility("model.hidden", h, ("x", "z")),
             Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
         ),
-        tensors={
-            STREAM: EdgeTensor(
-                Layout(("data", "z"), ("y",)),
-                lambda samples, length: (samples * length, h),
-                sequence_parallel=Layout(("data", "z", CHUNK, "x"), ("y",)),
-            )
-        },
+        tensors={STREAM: residual_stream(h)},
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
     async def forward(self, x_BSSC: torch.Tensor, pixels: Tokens) -> torch.Tensor:
         normal_TC = self.norm(x_BSSC).flatten(0, 2)
-        attended_TC = await self.output(self.core(await self.qkv(normal_TC), pixels))
+        attended_TC = await self.output(self.core.of_fused(await self.qkv(normal_TC), pixels))
         return x_BSSC + attended_TC.view_as(x_BSSC)
 
 

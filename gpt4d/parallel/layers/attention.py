@@ -27,29 +27,50 @@ def head_split(heads: int, weights: WeightStream, stream: str = "y") -> tuple[li
     return [grid[name] for name in names], FEATURES if stream in names else None
 
 
+def local_heads(heads: int, axes: Sequence[Axis]) -> tuple[int, int]:
+    """Return the first head of this rank and how many it has, where ``axes``, outermost first, split them."""
+    first = 0
+    for axis in axes:
+        heads //= axis.size
+        first += axis.index * heads
+    return first, heads
+
+
 class AttentionCore(nn.Module):
-    """Queries, keys and values [tokens, 3, heads·size over ``axes``] → [tokens, heads·size over ``axes``].
+    """Attention of heads over ``axes``, outermost first: queries, keys, values → [tokens, heads·size].
 
     Without dropout of the attention weights it uses torch's fused kernel. With dropout the weights are computed
-    explicitly, because the dropout mask must be that of the global heads and samples. ``axes``: outermost first.
-    ``causal`` false: a token attends to all tokens of its sample, as pixels do.
+    explicitly, because the dropout mask must be that of the global heads and samples. ``causal`` false: a token attends
+    to all tokens of its sample, as pixels do.
     """
 
     def __init__(self, heads: int, dropout: float, axes: Sequence[Axis], causal: bool = True):
         super().__init__()
         self.causal = causal
-        self.first_head, self.heads = 0, heads
-        for axis in axes:
-            self.heads //= axis.size
-            self.first_head += axis.index * self.heads
+        self.first_head, self.heads = local_heads(heads, axes)
         self.dropout, self.key = dropout, 0
 
-    def forward(self, qkv: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return the attended values of each token."""
+    def of_fused(self, qkv: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return the attended values of each token, of queries, keys and values [tokens, 3, heads·size]."""
+        qkv = qkv.unflatten(0, (-1, tokens.length)).unflatten(-1, (self.heads, -1))
+        return self(*qkv.unbind(2), tokens)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return the attended values of each token.
+
+        Args:
+            q: queries [batch, sequence, heads here, size].
+            k: keys [batch, sequence, heads, size]. If there are fewer of them, each serves equally many queries.
+            v: values, shaped as ``k``.
+            tokens: where they come from.
+        """
         assert self.causal or tokens.documents is None, "documents limit causal attention only"
         mask = None if tokens.documents is None else document_mask(tokens.documents)
-        qkv = qkv.unflatten(0, (-1, tokens.length)).unflatten(-1, (self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, size]
+        if tokens.cache is not None:
+            (k, v), mask = tokens.cache.extend(self, k, v), tokens.cache.mask
+        if k.shape[2] != self.heads:
+            k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.training and self.dropout > 0:
             mixed = self._with_dropout(q, k, v, tokens.sample_ids, mask)
         else:

@@ -1,4 +1,4 @@
-"""Concatenation of activations whose channels are split, without communication."""
+"""Concatenation of activations whose channels are split, and its inverse, without communication."""
 
 from collections.abc import Sequence
 
@@ -18,3 +18,10 @@ def concatenate(parts: Sequence[torch.Tensor], channels: Sequence[int]) -> torch
     pieces = specs.interleaved_pieces(channels)
     sizes = [count // pieces for count in channels]
     return torch.cat([part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True)], -1).flatten(-2)
+
+
+def separate(whole: torch.Tensor, channels: Sequence[int]) -> list[torch.Tensor]:
+    """Return the parts of a concatenation [..., channels]: the inverse of ``concatenate``."""
+    pieces = specs.interleaved_pieces(channels)
+    sizes = [count // pieces for count in channels]
+    return [part.flatten(-2) for part in whole.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)]

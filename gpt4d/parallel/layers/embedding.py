@@ -82,7 +82,7 @@ class PositionEmbedding(nn.Module):
         self.weight = weights.parameter(specs.position_embedding(positions, hidden, std)["weight"])
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        if tokens.documents is not None or tokens.axis.size > 1:
+        if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1:
             return x + F.embedding(tokens.local(tokens.positions), self.weight).to(self.dtype)
         rows = ExpandFunction.apply(self.weight, len(tokens.sample_ids), tokens.length, self.dtype)
         return (x.unflatten(0, (-1, tokens.length)) + rows).flatten(0, 1)

@@ -1,7 +1,9 @@
-"""LayerNorm over features that y splits: mean and variance are those of all features, on every grid.
+"""LayerNorm and RMSNorm: over features that y splits, statistics are those of all features, on every grid.
 
 Weight and bias are masters, and their gradients are summed in the masters' dtype, whatever the dtype of the features.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -83,3 +85,57 @@ class LayerNorm(nn.Module):
         if x.dtype == self.weight.dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
         return MixedLayerNormFunction.apply(x, self.weight, self.bias, self.epsilon)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """``x / sqrt(mean(x²) + epsilon) · weight`` over the last dim, which ``axis`` splits equally.
+
+    ``summed``: axes whose ranks each have other rows of the same samples, over which the weight's gradient is summed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, axis: Axis, summed: Sequence[Axis], epsilon: float):
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = wide.square().sum(-1)
+        squares = collectives.all_reduce(squares, axis, parameter=weight)
+        rstd = squares.div_(x.shape[-1] * axis.size).add_(epsilon).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.axis, ctx.summed, ctx.parameter = axis, summed, weight
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, weight, rstd = ctx.saved_tensors
+        normal, d_out = x * rstd, d_out.to(rstd.dtype)
+        d_normal = d_out * weight
+        sums = collectives.all_reduce((d_normal * normal).sum(-1), ctx.axis, parameter=ctx.parameter)
+        sums = sums.div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
+        d_weight = (d_out * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        for axis in ctx.summed:
+            d_weight = collectives.all_reduce(d_weight, axis, parameter=ctx.parameter)
+        d_x = d_normal.addcmul_(normal, sums, value=-1).mul_(rstd)
+        return d_x.to(x.dtype), d_weight, None, None, None
+
+
+class RMSNorm(nn.Module):
+    """``[..., features over y] → [..., features over y]``; statistics are float32, or float64 for float64 inputs."""
+
+    def __init__(self, weights: WeightStream, features: int, epsilon: float = 1e-5):
+        super().__init__()
+        self.axis, self.epsilon = weights.grid.y, epsilon
+        self.weight = weights.parameter(specs.rms_norm(features)["weight"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return RMSNormFunction.apply(x, self.weight, self.axis, (), self.epsilon)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head, ``[..., heads over axes, size]`` → the same. All heads share the weight [size]."""
+
+    def __init__(self, weights: WeightStream, size: int, axes: Sequence[Axis], epsilon: float = 1e-5):
+        super().__init__()
+        self.axes, self.epsilon = tuple(axes), epsilon
+        self.weight = weights.parameter(specs.head_norm(size)["weight"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return RMSNormFunction.apply(x, self.weight, Axis("none"), self.axes, self.epsilon)

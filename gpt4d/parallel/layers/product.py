@@ -114,7 +114,7 @@ def start_gather(x: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter 
     return pending.then(lambda parts: parts.movedim(0, -2).flatten(-2))
 
 
-def start_scatter(full: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter) -> Pending:
+def start_scatter(full: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter | None = None) -> Pending:
     """Start to sum ``full`` over the axis; each rank receives its part along a dim."""
     if dim == TOKENS:
         return collectives.start_reduce_scatter(full, axis, parameter=parameter)

@@ -100,6 +100,25 @@ def head_axes(heads: int, x: int, y: int, scatter: bool, stream: str = "y") -> t
     return (inner, stream) if scatter and size > 1 and heads % (x * y) == 0 else (inner,)
 
 
+def axes_to_gather(key_value_heads: int, sizes: Sequence[int]) -> int:
+    """Return over how many of the axes that split the columns of keys and values, innermost first, to gather them.
+
+    ``sizes``: of the axes, outermost first. What the others split are whole heads then.
+    """
+    return next(n for n in range(len(sizes) + 1) if key_value_heads % math.prod(sizes[: len(sizes) - n]) == 0)
+
+
+def head_of_query(heads: int, key_value_heads: int, first: int, count: int) -> list[int]:
+    """Return the head of keys and values of each of ``count`` heads of queries from ``first`` on."""
+    return [query * key_value_heads // heads for query in range(first, first + count)]
+
+
+def serves_equally(heads: Sequence[int]) -> bool:
+    """Return whether consecutive heads serve equally many queries each. ``heads``: that of each query."""
+    first, needed = heads[0], heads[-1] + 1 - heads[0]
+    return all(head == first + index * needed // len(heads) for index, head in enumerate(heads))
+
+
 def token_embedding(rows: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
     """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y."""
     return {"weight": ParameterSpec((rows, hidden), Layout(("x", "z"), ("y",)), std=std, decay=True, streamed=True)}
@@ -114,6 +133,16 @@ def layer_norm(features: int) -> dict[str, ParameterSpec]:
     """Return weight and bias [features], features over y."""
     bias = ParameterSpec((features,), Layout(("y",)), between_layers=True)
     return {"weight": replace(bias, mean=1.0), "bias": bias}
+
+
+def rms_norm(features: int) -> dict[str, ParameterSpec]:
+    """Return weight [features], features over y."""
+    return {"weight": ParameterSpec((features,), Layout(("y",)), mean=1.0, between_layers=True)}
+
+
+def head_norm(size: int) -> dict[str, ParameterSpec]:
+    """Return weight [size], which all heads share."""
+    return {"weight": ParameterSpec((size,), Layout(()), mean=1.0)}
 
 
 def group_norm(channels: int, axis: str) -> dict[str, ParameterSpec]:

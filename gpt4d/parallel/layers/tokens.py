@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -22,6 +23,7 @@ class Tokens:
             no limits.
         axis: splits the tokens of each chunk between the layers.
         num_chunks: chunks that the sequences are in.
+        cache: of the keys and values of the tokens before these, which continue texts; None in training.
     """
 
     sample_ids: torch.Tensor
@@ -29,6 +31,7 @@ class Tokens:
     documents: torch.Tensor | None = None
     axis: Axis = field(default_factory=lambda: Axis("x"))
     num_chunks: int = 1
+    cache: KeyValueCache | None = None
 
     def chunk(self, count: int) -> Sequence["Tokens"]:
         """Return the tokens of each chunk."""
@@ -59,6 +62,8 @@ class Tokens:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[sequences, length]: place of each token in its document."""
+        if self.cache is not None:
+            return self.cache.positions
         if self.documents is None:
             return self._places
         begins = F.pad(self.documents[:, 1:] != self.documents[:, :-1], (1, 0), value=True)
@@ -80,8 +85,12 @@ class Tokens:
 
 
 def tokens_of(
-    weights: WeightStream, sample_ids: torch.Tensor, length: int, documents: torch.Tensor | None = None
+    weights: WeightStream,
+    sample_ids: torch.Tensor,
+    length: int,
+    documents: torch.Tensor | None = None,
+    cache: KeyValueCache | None = None,
 ) -> Tokens:
     """Return the tokens of a microbatch of the stage that has ``weights``."""
     axis = weights.grid.x if weights.splits_tokens else Axis("x")
-    return Tokens(sample_ids, length, documents, axis, weights.num_chunks)
+    return Tokens(sample_ids, length, documents, axis, weights.num_chunks, cache)

@@ -1,0 +1,87 @@
+"""Llama, Qwen2 and Qwen3: RMSNorm, rotary positions, SwiGLU, grouped-query attention. No torch here."""
+
+from gpt4d.config import Config, ConfigError, check_at_least, check_choice, divisors
+from gpt4d.model.family import Family
+from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama.description import describe
+
+_SIZES = ("layers", "hidden", "heads", "key_value_heads", "head_size", "inner", "vocab_size", "vocab_multiple")
+_ROPE = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_factor",
+    "rope_original_positions",
+    "rope_low_frequency",
+    "rope_high_frequency",
+    "rope_beta_slow",
+    "rope_beta_fast",
+    "rope_truncate",
+    "rope_attention_factor",
+)
+
+
+def _check(config: Config) -> None:
+    model = config.model
+    assert isinstance(model, LlamaConfig)
+    for key in (*_SIZES, "max_positions"):
+        check_at_least(f"model.{key}", getattr(model, key), 1)
+    check_at_least("model.norm_epsilon", model.norm_epsilon, 0)
+    if model.heads % model.key_value_heads:
+        choices = ", ".join(map(str, divisors(model.heads)))
+        raise ConfigError(
+            f"model.key_value_heads={model.key_value_heads}: does not divide model.heads={model.heads}; use one of "
+            f"{choices}"
+        )
+    if model.head_size % 2:
+        raise ConfigError(
+            f"model.head_size={model.head_size}: odd; use an even number, since rotary positions turn pairs of features"
+        )
+    _check_rope(model)
+    if config.train.seq_len > model.max_positions:
+        raise ConfigError(
+            f"train.seq_len={config.train.seq_len}: longer than model.max_positions={model.max_positions}; "
+            "lower train.seq_len or raise model.max_positions"
+        )
+
+
+def _check_rope(model: LlamaConfig) -> None:
+    check_choice("model.rope_scaling", model.rope_scaling, ("none", "llama3", "yarn"))
+    if model.rope_theta <= 1:
+        raise ConfigError(f"model.rope_theta={model.rope_theta}: use a number above 1, such as 10000")
+    if model.rope_scaling == "none":
+        return
+    check_at_least("model.rope_factor", model.rope_factor, 1)
+    if model.rope_original_positions < 1:
+        raise ConfigError(
+            f"model.rope_original_positions={model.rope_original_positions}: set it to the longest sequence of the "
+            "training without model.rope_scaling"
+        )
+    low, high = ("low_frequency", "high_frequency") if model.rope_scaling == "llama3" else ("beta_slow", "beta_fast")
+    slow, fast = getattr(model, f"rope_{low}"), getattr(model, f"rope_{high}")
+    if not 0 < slow < fast:
+        raise ConfigError(f"model.rope_{low}={slow}: use a number above 0 and below model.rope_{high}={fast}")
+
+
+def _build(config: LlamaConfig, weights, parts):
+    from gpt4d.model.llama.model import Llama  # imports torch
+
+    return Llama(config, weights, parts)
+
+
+def _hugging_face():
+    from gpt4d.model.llama import hugging_face  # imports torch
+
+    return hugging_face
+
+
+FAMILY = Family(
+    name="llama",
+    config=LlamaConfig,
+    structure=(*_SIZES, "max_positions", "norm_epsilon", "tied", "qkv_bias", "qk_norm", *_ROPE),
+    task="language_modeling",
+    check=_check,
+    describe=describe,
+    build=_build,
+    hugging_face=_hugging_face,
+    hf_model_types=("llama", "qwen2", "qwen3"),
+)

@@ -1,0 +1,47 @@
+"""The angles of rotary embeddings, and how they change for longer sequences. No torch here."""
+
+import math
+
+from gpt4d.model.llama.config import LlamaConfig
+
+
+def frequencies(config: LlamaConfig) -> list[float]:
+    """Return the angle per position, in radians, of each pair of a head's features."""
+    size = config.head_size
+    plain = [config.rope_theta ** (-2 * pair / size) for pair in range(size // 2)]
+    if config.rope_scaling == "none":
+        return plain
+    share = _llama3_share if config.rope_scaling == "llama3" else _yarn_share
+    shares = [share(config, pair, frequency) for pair, frequency in enumerate(plain)]
+    return [f * (kept + (1 - kept) / config.rope_factor) for f, kept in zip(plain, shares, strict=True)]
+
+
+def scale(config: LlamaConfig) -> float:
+    """Return the factor of rotated queries and keys: YaRN sharpens the attention of long sequences."""
+    if config.rope_scaling != "yarn":
+        return 1.0
+    return config.rope_attention_factor or 0.1 * math.log(max(config.rope_factor, 1.0)) + 1
+
+
+def _llama3_share(config: LlamaConfig, pair: int, frequency: float) -> float:
+    """Return how much of a frequency stays, from 0 for slow pairs to 1 for fast ones (Llama 3.1)."""
+    turns = config.rope_original_positions * frequency / (2 * math.pi)
+    low, high = config.rope_low_frequency, config.rope_high_frequency
+    return min(1.0, max(0.0, (turns - low) / (high - low)))
+
+
+def _yarn_share(config: LlamaConfig, pair: int, frequency: float) -> float:
+    """Return how much of a frequency stays: a ramp over the pairs of features (YaRN, §3.2)."""
+
+    def place(turns: float) -> float:
+        """Return the place among the features of the pair that makes so many turns in the first training's length."""
+        log = math.log(config.rope_original_positions / (turns * 2 * math.pi))
+        return config.head_size * log / (2 * math.log(config.rope_theta))
+
+    first, last = place(config.rope_beta_fast), place(config.rope_beta_slow)
+    if config.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_size - 1)
+    if first == last:
+        last += 0.001
+    return 1 - min(1.0, max(0.0, (pair - first) / (last - first)))

@@ -1,0 +1,196 @@
+"""Weights and settings of transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
+
+Its linear weights are stored [out, in], ours [in, out]. Queries, keys and values are one weight here, whose columns
+are stored as those of a concatenation (gpt4d.parallel.layers.specs.interleaved_order), and so are the two halves of a
+gated MLP, side by side. Our vocabulary has rows of padding.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpt4d.config import ConfigError
+from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.parallel.layers.concatenation import concatenate, separate
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CLASS, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "model", True
+
+_NAMES = {
+    "tokens.weight": ["model.embed_tokens.weight"],
+    "norm.weight": ["model.norm.weight"],
+    "head.weight": ["lm_head.weight"],
+}
+_LAYERS = {
+    "attention_norm": ["input_layernorm"],
+    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.q_norm": ["self_attn.q_norm"],
+    "attention.k_norm": ["self_attn.k_norm"],
+    "attention.output": ["self_attn.o_proj"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down": ["mlp.down_proj"],
+}
+
+
+def names(name: str, config: LlamaConfig) -> list[str]:
+    """Return transformers' names: ``blocks.3.mlp.up.weight`` is the weights of layer 3's gate_proj and up_proj."""
+    if name in _NAMES:
+        return _NAMES[name]
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
+    assert block, f"{name} is no parameter of a Llama"
+    return [f"model.layers.{block[1]}.{layer}.{block[3]}" for layer in _LAYERS[block[2]]]
+
+
+def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Tensor]:
+    """Return our global tensor as transformers has it: without padding, taken apart and transposed."""
+    if name == "tokens.weight":
+        return [tensor[: config.vocab_size]]
+    if name == "head.weight":
+        return [tensor.t()[: config.vocab_size].contiguous()]
+    parts = [tensor]
+    if ".attention.qkv." in name:
+        parts = separate(tensor, config.qkv_channels)
+    elif ".mlp.up." in name:
+        parts = list(tensor.unbind(1))
+    return [part.t().contiguous() for part in parts]
+
+
+def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: LlamaConfig) -> torch.Tensor:
+    """Return transformers' tensors as our global tensor of ``shape``; padding is zero."""
+    if name == "tokens.weight":
+        return _padded(tensors[0], shape[0])
+    if name == "head.weight":
+        return _padded(tensors[0], shape[1]).t().contiguous()
+    parts = [tensor.t() for tensor in tensors]
+    if ".attention.qkv." in name:
+        return concatenate(parts, config.qkv_channels)
+    if ".mlp.up." in name:
+        return torch.stack(parts, 1)
+    return parts[0].contiguous()
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    missing = count - len(rows)
+    return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
+
+
+def hf_config(config: LlamaConfig, end_of_text: int | None = None) -> "PretrainedConfig":
+    """Return the transformers configuration of such a model. ``end_of_text``: id of the token that ends a text."""
+    import transformers
+
+    kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    values: dict[str, Any] = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.inner,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        "rope_parameters": _rope_parameters(config),
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+    return getattr(transformers, f"{kind}Config")(**values)
+
+
+def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if config.rope_scaling == "none":
+        return values
+    values |= {
+        "rope_type": config.rope_scaling,
+        "factor": config.rope_factor,
+        "original_max_position_embeddings": config.rope_original_positions,
+    }
+    if config.rope_scaling == "llama3":
+        return values | {"low_freq_factor": config.rope_low_frequency, "high_freq_factor": config.rope_high_frequency}
+    values |= {"beta_slow": config.rope_beta_slow, "beta_fast": config.rope_beta_fast, "truncate": config.rope_truncate}
+    return values | ({"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {})
+
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def config_from_hf(source: str, values: dict) -> LlamaConfig:
+    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    kind = values.get("model_type")
+    required = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "attention_dropout": (0, None),
+        "use_sliding_window": (False, None),
+        "pretraining_tp": (1, None),
+    }
+    for key, choices in required.items():
+        value = values.get(key, choices[0])
+        if value not in choices:
+            raise _unsupported(source, key, value, choices[0])
+    if {*(values.get("layer_types") or ())} - {"full_attention"}:
+        raise _unsupported(source, "layer_types", "…", "full_attention")
+    for key in (*_SIZES, "max_position_embeddings"):
+        if type(values.get(key)) is not int or values[key] < 1:
+            raise ConfigError(f"{source}: {key}={values.get(key)!r} in config.json is not a size; use a number above 0")
+    layers, hidden, heads, inner, vocabulary = (values[key] for key in _SIZES)
+    key_value_heads, head_size = values.get("num_key_value_heads") or heads, values.get("head_dim") or hidden // heads
+    if heads % key_value_heads:
+        raise ConfigError(
+            f"{source}: num_key_value_heads={key_value_heads} does not divide num_attention_heads={heads}; use a model "
+            "whose keys and values each serve equally many queries"
+        )
+    return LlamaConfig(
+        name=source,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        head_size=head_size,
+        inner=inner,
+        vocab_size=vocabulary,
+        max_positions=values["max_position_embeddings"],
+        norm_epsilon=values.get("rms_norm_eps", 1e-6),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        **_rope_settings(source, values),
+    )
+
+
+def _unsupported(source: str, key: str, value: object, supported: object) -> ConfigError:
+    return ConfigError(f"{source}: {key}={value!r} in config.json is not supported; use a model with {key}={supported}")
+
+
+def _rope_settings(source: str, values: dict) -> dict[str, Any]:
+    """Return our settings for ``rope_parameters``, or for ``rope_theta`` and ``rope_scaling`` of older files."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    settings: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or values.get("rope_theta") or 1e4)}
+    if kind == "default":
+        return settings
+    if kind not in ("llama3", "yarn"):
+        raise _unsupported(source, "rope_type", kind, "default, llama3 or yarn")
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.get(key):
+            raise _unsupported(source, key, rope[key], None)
+    original = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
+    factor = rope.get("factor") or values["max_position_embeddings"] / original
+    settings |= {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_positions": int(original)}
+    ours = {
+        "low_freq_factor": "rope_low_frequency",
+        "high_freq_factor": "rope_high_frequency",
+        "beta_slow": "rope_beta_slow",
+        "beta_fast": "rope_beta_fast",
+        "attention_factor": "rope_attention_factor",
+    }
+    settings |= {ours[key]: float(rope[key]) for key in ours if rope.get(key) is not None}
+    return settings | ({"rope_truncate": bool(rope["truncate"])} if "truncate" in rope else {})

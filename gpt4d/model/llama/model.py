@@ -1,0 +1,89 @@
+"""Llama, Qwen2 and Qwen3, readable as serial models: their layers decide where tensors live.
+
+Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads, h heads, s size of a head.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama.frequencies import frequencies, scale
+from gpt4d.model.text import TextModel
+from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.concatenation import separate
+from gpt4d.parallel.layers.gated import swiglu
+from gpt4d.parallel.layers.grouped_heads import KeyValueHeads
+from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.norm import HeadNorm, RMSNorm
+from gpt4d.parallel.layers.rotary import Rotary
+from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.weights import WeightStream
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary, residual_std: float):
+        super().__init__()
+        self.channels, self.size, self.rotary = config.qkv_channels, config.head_size, rotary
+        inner, (axes, split) = config.heads * config.head_size, head_split(config.head_parts, weights)
+        self.qkv = Linear(weights, config.hidden, sum(self.channels), bias=config.qkv_bias, inner_split=split)
+        self.key_value_heads = KeyValueHeads(config.heads, config.key_value_heads, axes)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = HeadNorm(weights, config.head_size, axes, config.norm_epsilon)
+            self.k_norm = HeadNorm(weights, config.head_size, axes, config.norm_epsilon)
+        self.core = AttentionCore(config.heads, 0.0, axes)
+        self.output = Linear(
+            weights, inner, config.hidden, transposed=True, bias=False, std=residual_std, inner_split=split
+        )
+
+    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        qkv_BSN = (await self.qkv(x_TH)).unflatten(0, (-1, tokens.length))
+        q_BSN, k_BSN, v_BSN = separate(qkv_BSN, self.channels)
+        q_BShs = q_BSN.unflatten(-1, (-1, self.size))
+        k_BShs, v_BShs = await self.key_value_heads(k_BSN, v_BSN)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BShs, k_BShs = self.q_norm(q_BShs), self.k_norm(k_BShs)
+        mixed_TN = self.core(self.rotary(q_BShs, tokens), self.rotary(k_BShs, tokens), v_BShs, tokens)
+        return await self.output(mixed_TN)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig, weights: WeightStream, residual_std: float):
+        super().__init__()
+        self.up = Linear(weights, config.hidden, config.inner, num_fused=2, bias=False)
+        self.down = Linear(weights, config.inner, config.hidden, transposed=True, bias=False, std=residual_std)
+
+    async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return await self.down(swiglu(await self.up(x_TH)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary):
+        super().__init__()
+        residual_std = 0.02 / (2 * config.layers) ** 0.5  # as GPT-2's
+        self.attention_norm = RMSNorm(weights, config.hidden, config.norm_epsilon)
+        self.attention = Attention(config, weights, rotary, residual_std)
+        self.mlp_norm = RMSNorm(weights, config.hidden, config.norm_epsilon)
+        self.mlp = MLP(config, weights, residual_std)
+
+    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        x_TH = x_TH + await self.attention(self.attention_norm(x_TH), tokens)
+        return x_TH + await self.mlp(self.mlp_norm(x_TH))
+
+
+class Llama(TextModel):
+    """A Llama, or parts of one (gpt4d.model.text)."""
+
+    config: LlamaConfig
+
+    @cached_property
+    def _rotary(self) -> Rotary:
+        return Rotary(frequencies(self.config), scale(self.config))
+
+    def _build_block(self) -> nn.Module:
+        return Block(self.config, self.weights, self._rotary)
+
+    def _build_norm(self) -> nn.Module:
+        return RMSNorm(self.weights, self.config.hidden, self.config.norm_epsilon)
