@@ -18,24 +18,28 @@ from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
-from gpt4d.data.tokenizers import end_of_text
+from gpt4d.data.tokenizers import companions, end_of_text
 from gpt4d.files import sync
 from gpt4d.model import registry
 from gpt4d.model.family import Family, HuggingFaceAdapter
 
-_SHARD_BYTES = 2 << 30  # size limit of a safetensors file, and of what is in memory at once
+# Size of a safetensors file, and of what is in memory at once: at least the first, or the largest tensor.
+_SMALLEST_SHARD, _LARGEST_SHARD = 64 << 20, 2 << 30
 _INDEX = ".safetensors.index.json"
 
 
-def export(checkpoint: Path, out: Path, shard_bytes: int = _SHARD_BYTES) -> None:
+def export(checkpoint: Path, out: Path, shard_bytes: int | None = None) -> None:
     """Write a checkpoint's model, and its tokenizer if it has one, for transformers or diffusers.
 
-    Raises ConfigError if ``out`` exists or neither has such models.
+    ``shard_bytes``: most bytes of a file of several tensors; None: about those of the largest tensor. Raises
+    ConfigError if ``out`` exists or neither library has such models.
     """
     files, model = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint).model
     adapter = adapter_of(registry.of(model))
     with _new_directory(out) as directory:
-        shards = _group_by_size([n for n in files.tensors if n.startswith("model.")], files, shard_bytes)
+        own = [name for name in files.tensors if name.startswith("model.")]
+        largest = max(files.tensors[name].nbytes for name in own)
+        shards = _group_by_size(own, files, shard_bytes or min(max(largest, _SMALLEST_SHARD), _LARGEST_SHARD))
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             single = len(shards) == 1
@@ -86,6 +90,11 @@ def _export_config(checkpoint: Path, directory: Path, model: ModelConfig, adapte
     end = end_of_text(tokenizer)
     config = adapter.hf_config(model, end)
     config.save_pretrained(directory)
+    if files := companions(checkpoint):  # those of an imported model stay as they are
+        files[checkpoint_dir.TOKENIZER] = (checkpoint / checkpoint_dir.TOKENIZER).read_bytes()
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+        return
     special = dict.fromkeys(("bos_token", "eos_token"), tokenizer.id_to_token(end))
     length = config.max_position_embeddings
     exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special)
@@ -109,7 +118,7 @@ def import_model(source: str, run_dir: Path) -> ModelConfig:
     if adapter.HAS_TOKENIZER:
         tokenizer = _read_tokenizer(directory)
         identity["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()
-        documents[checkpoint_dir.TOKENIZER] = tokenizer
+        documents = {checkpoint_dir.TOKENIZER: tokenizer} | companions(directory)
     with _new_directory(run_dir) as temporary:
         partial = checkpoint_dir.begin(temporary, step=0)
         partial.mkdir()
@@ -171,7 +180,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.safetensors"]))
+        files = ["*.json", "*.txt", "*.jinja", "tokenizer.model", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # Many kinds: no such name, no network, no permission.
         message = " ".join(str(error).split())
         raise ConfigError(f"source={name}: not a directory, and the download from the hub failed ({message})") from None

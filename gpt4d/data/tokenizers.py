@@ -14,6 +14,17 @@ from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 END_OF_TEXT = "<|endoftext|>"
 _CUT = re.compile(r"\n(?=\S)")
 _PIECE_CHARACTERS = 1 << 14
+# Files of transformers beside tokenizer.json: settings, templates of chats, and older forms of the same tokenizer.
+_COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -59,6 +70,11 @@ def from_config(config: DataConfig) -> Tokenizer:
             f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"
         )
     return tokenizer
+
+
+def companions(directory: Path) -> dict[str, bytes]:
+    """Return the files that describe a tokenizer besides ``tokenizer.json``, by name."""
+    return {name: (directory / name).read_bytes() for name in _COMPANIONS if (directory / name).is_file()}
 
 
 def read(path: Path) -> Tokenizer:

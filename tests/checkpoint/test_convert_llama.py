@@ -1,0 +1,102 @@
+"""Models of transformers' Llama, Qwen2 and Qwen3 in directories: imported, exported, equal."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, models
+
+from gpt4d.checkpoint import checkpoint_dir, convert
+from gpt4d.config import ConfigError
+from gpt4d.model.llama import hugging_face as hf
+from gpt4d.model.llama.config import LlamaConfig
+
+MODEL = LlamaConfig(
+    name="source",
+    layers=2,
+    hidden=32,
+    heads=4,
+    key_value_heads=2,
+    head_size=8,
+    inner=48,
+    vocab_size=50,
+    max_positions=64,
+    norm_epsilon=1e-6,
+)
+LLAMA3 = replace(MODEL, tied=False, rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0, rope_original_positions=16)
+YARN = replace(MODEL, qk_norm=True, rope_scaling="yarn", rope_factor=4.0, rope_original_positions=16)
+TOKENIZER_FILES = {
+    "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}',
+    "special_tokens_map.json": b'{"eos_token": "</s>"}',
+    "chat_template.jinja": b"{{ messages }}",
+}
+
+
+def save(directory, config, max_shard_size="5GB"):
+    """Save a random model of transformers with a tokenizer as it comes from elsewhere."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(hf.hf_config(config)).save_pretrained(directory, max_shard_size=max_shard_size)
+    words = {f"w{index}": index for index in range(49)} | {"</s>": 49}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    for name, content in TOKENIZER_FILES.items():
+        (directory / name).write_bytes(content)
+
+
+def tensors(directory):
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 – not a dict
+    return found
+
+
+@pytest.mark.parametrize(
+    "config", [MODEL, LLAMA3, replace(MODEL, qkv_bias=True), YARN], ids=["llama", "llama3", "qwen2", "qwen3"]
+)
+def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
+    from transformers import AutoModelForCausalLM
+
+    source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    save(source, config, "20KB")
+    assert (source / "model.safetensors.index.json").exists()
+    assert convert.import_model(str(source), run) == replace(config, name=str(source))
+    convert.export(checkpoint_dir.located(run), out)
+    before, after = tensors(source), tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name in ("tokenizer.json", *TOKENIZER_FILES):
+        assert (out / name).read_bytes() == (source / name).read_bytes(), name
+    ids = torch.arange(24).view(2, 12)
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits for path in (source, out))
+    assert torch.equal(theirs, ours)
+
+
+def test_settings_of_older_files_are_read(tmp_path):
+    values = hf.hf_config(LLAMA3).to_dict()
+    rope = values.pop("rope_parameters")
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    assert hf.config_from_hf("source", values) == LLAMA3
+    values |= {"rope_scaling": None, "head_dim": None, "num_key_value_heads": None}
+    plain = replace(LLAMA3, rope_scaling="none", rope_factor=1.0, rope_original_positions=0, key_value_heads=4)
+    assert hf.config_from_hf("source", values) == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; use a model with hidden_act=silu"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        ({"hidden_size": "wide"}, "hidden_size='wide' in config.json is not a size"),
+    ],
+)
+def test_what_would_be_computed_differently_is_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        hf.config_from_hf("source", hf.hf_config(MODEL).to_dict() | changes)
