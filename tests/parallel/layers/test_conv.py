@@ -184,7 +184,7 @@ def attention(sizes, stream_axis):
 
     async def ours_of(x):
         rows = x.flatten(0, 2)
-        mixed = core(await qkv(rows), Tokens(torch.arange(len(x)), 6))
+        mixed = core.of_fused(await qkv(rows), Tokens(torch.arange(len(x)), 6))
         return (await output(mixed)).view(x.shape)
 
     ours = run_alone(ours_of(mine))
