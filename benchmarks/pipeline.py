@@ -16,14 +16,14 @@ each edge what the plan of its resharding takes at the rate of the uplinks. Writ
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import report
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.settings import parse_sizes
+from benchmarks.settings import arguments_of, parse_sizes
 from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.config.pipeline import STRATEGIES
@@ -233,9 +233,8 @@ def run_case(config: PipelineBenchmark, grid: str, microbatches: int) -> dict:
     sizes = parse_sizes(grid)
 
     def spec(family: str, module: str, contenders: Iterable[str], needs: str = "torch") -> WorkerSpec:
-        values = {item.name: getattr(config, item.name) for item in fields(StagesConfig)}
-        arguments = (f"{key}={value}" for key, value in (values | {"contenders": ",".join(contenders)}).items())
-        return WorkerSpec(family, f"benchmarks.workers.{module}", needs, tuple(arguments))
+        arguments = arguments_of(config, StagesConfig, contenders=",".join(contenders))
+        return WorkerSpec(family, f"benchmarks.workers.{module}", needs, arguments)
 
     specs = [spec("ours", "stages_ours", names)]
     peers = config.peers and not config.channels

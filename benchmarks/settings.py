@@ -51,9 +51,13 @@ class DeviceConfig(EmulatedClusterConfig):
 
     def worker_arguments(self, grids: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the command-line arguments from which a worker reads its ``WorkerConfig``."""
-        settings = {field.name: getattr(self, field.name) for field in fields(DeviceConfig)}
-        given = (f"{name}={value}" for name, value in settings.items() if value is not None)
-        return *given, f"grids={','.join(grids)}"
+        return arguments_of(self, DeviceConfig, grids=",".join(grids))
+
+
+def arguments_of(config: DeviceConfig, schema: type[DeviceConfig], **changes: str) -> tuple[str, ...]:
+    """Return the command-line arguments from which a worker reads the settings that ``schema`` has, with ``changes``."""
+    values = {field.name: getattr(config, field.name) for field in fields(schema)} | changes
+    return tuple(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 @dataclass

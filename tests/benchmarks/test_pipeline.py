@@ -16,8 +16,9 @@ from benchmarks.pipeline import (
     predict,
     transfers,
 )
+from benchmarks.settings import arguments_of
 from benchmarks.workers.stages import END, LAST, StagesConfig
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, from_arguments
 from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
 
@@ -26,6 +27,15 @@ LINK_S = 4 * 128 * 1024 * 4 * 8 / 200e6  # of one microbatch's activations
 TIED_S = 512 * 1024 * 4 * 8 / 200e6
 WHOLE = {"F0": 1.0, "F1": 1.0, "B0": 2.0, "B1": 2.0}
 ACTIONS = {**WHOLE, **{kind + LAST: seconds for kind, seconds in WHOLE.items()}, END: 0.5}
+
+
+def test_a_worker_reads_the_settings_of_the_benchmark():
+    config = PipelineBenchmark(hosts=2, hidden=512, repeats=7)
+    read = from_arguments(StagesConfig, [*arguments_of(config, StagesConfig, contenders="1f1b/signal")])
+    assert all(
+        getattr(read, name) == getattr(config, name) for name in ("hosts", "hidden", "repeats", "steps", "flops")
+    )
+    assert read.contenders == "1f1b/signal"
 
 
 def losses(module, name, settings):
