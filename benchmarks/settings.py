@@ -55,7 +55,7 @@ class DeviceConfig(EmulatedClusterConfig):
 
 
 def arguments_of(config: DeviceConfig, schema: type[DeviceConfig], **changes: str) -> tuple[str, ...]:
-    """Return the command-line arguments from which a worker reads the settings that ``schema`` has, with ``changes``."""
+    """Return the arguments from which a worker reads the settings that ``schema`` has, with ``changes``."""
     values = {field.name: getattr(config, field.name) for field in fields(schema)} | changes
     return tuple(f"{name}={value}" for name, value in values.items() if value is not None)
 

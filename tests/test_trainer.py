@@ -98,6 +98,18 @@ def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_
     assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
 
 
+def test_20_steps_of_a_qwen3_equal_its_serial_run_and_send_the_planned_bytes(ranks, tiny, tmp_path):
+    model = "model=llama_tiny", "model.key_value_heads=2", "model.head_size=16", "model.inner=40", "model.qk_norm=true"
+    sizes = GridSizes(4, 1, 2, 1)  # more ranks of x than heads of keys and values
+    serial, config = tiny(*model, f"run.dir={tmp_path / 'serial'}"), tiny(*model, *on_grid(sizes))
+    ranks.run(1, train_in_rank, serial)
+    ranks.run(sizes.devices, train_in_rank, config)
+    expected, actual = (losses_and_norms(metric_lines(run.run.dir)) for run in (serial, config))
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert actual[1] == pytest.approx(expected[1], rel=1e-5)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

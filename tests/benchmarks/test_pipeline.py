@@ -32,9 +32,7 @@ ACTIONS = {**WHOLE, **{kind + LAST: seconds for kind, seconds in WHOLE.items()},
 def test_a_worker_reads_the_settings_of_the_benchmark():
     config = PipelineBenchmark(hosts=2, hidden=512, repeats=7)
     read = from_arguments(StagesConfig, [*arguments_of(config, StagesConfig, contenders="1f1b/signal")])
-    assert all(
-        getattr(read, name) == getattr(config, name) for name in ("hosts", "hidden", "repeats", "steps", "flops")
-    )
+    assert (read.hidden, read.repeats, read.steps, read.flops) == (512, 7, None, config.flops)
     assert read.contenders == "1f1b/signal"
 
 
