@@ -1,14 +1,17 @@
 """Text or pictures from a trained model.
 
 python -m gpt4d.generate checkpoint=runs/NAME prompt="…"
+python -m gpt4d.generate checkpoint=runs/NAME prompts=FILE tokens=100
 python -m gpt4d.generate checkpoint=runs/NAME out=pictures.png
+torchrun --nproc-per-node 4 -m gpt4d.generate checkpoint=runs/NAME prompt="…" gx=4
 """
 
 import sys
 from pathlib import Path
 
 from gpt4d.checkpoint import checkpoint_dir, sharded
-from gpt4d.config import Config, ConfigError, from_arguments
+from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig, from_arguments, grid_problem
+from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
@@ -19,20 +22,39 @@ from gpt4d.task.task import GenerateConfig
 
 
 def main(arguments: list[str]) -> None:
-    config = from_arguments(GenerateConfig, arguments)
+    config, launch = from_arguments(GenerateConfig, arguments), Launch.from_environment()
     for key, least in (("tokens", 0), ("temperature", 0), ("top_k", 0), ("images", 1), ("steps", 1)):
         if getattr(config, key) < least:
             raise ConfigError(f"{key}={getattr(config, key)}: use a value of at least {least}")
     directory = checkpoint_dir.located(Path(config.checkpoint))
-    with process_group(Launch()) as job:  # one process, whatever a launcher may say
-        meta = checkpoint_dir.Meta.read(directory)
-        generate = tasks.get(meta.task).generate
-        if generate is None:
-            raise ConfigError(f"checkpoint={directory}: its task {meta.task} has nothing to generate; use another one")
-        stage = build_stage(Config(model=meta.model), Grid(device_type=job.device.type), job.device, initialized=False)
+    meta = checkpoint_dir.Meta.read(directory)
+    generate = tasks.get(meta.task).generate
+    if generate is None:
+        raise ConfigError(f"checkpoint={directory}: its task {meta.task} has nothing to generate; use another one")
+    sizes = _grid(config, launch, meta)
+    with process_group(launch) as job:
+        grid = Grid(sizes, job.device.type)
+        stage = build_stage(Config(model=meta.model), grid, job.device, initialized=False)
         sharded.load(directory, stage.module, None, stage.grid)
         sharded.load_averages(directory, stage.module, stage.grid)
-        print(generate(config, directory, stage))
+        message = generate(config, directory, stage)
+        if launch.rank == 0:
+            print(message)
+
+
+def _grid(config: GenerateConfig, launch: Launch, meta: checkpoint_dir.Meta) -> GridSizes:
+    """Return the grid, which all processes form. Raises ConfigError if they cannot, or the model cannot be split."""
+    sizes = GridSizes(config.gx, config.gy, config.gz, 1)
+    if min(sizes) < 1 or sizes.devices != launch.world_size:
+        raise ConfigError(
+            f"gx·gy·gz={config.gx}·{config.gy}·{config.gz}: this is no grid of {launch.world_size} process(es); choose "
+            "sizes with that product, or start as many with torchrun --nproc-per-node"
+        )
+    rules = registry.describe(meta.model).rules
+    problem = grid_problem(rules, TrainConfig(seq_len=1, batch_size=sizes.batch_shards), ParallelConfig(), sizes)
+    if problem:
+        raise ConfigError(problem.replace("parallel.", ""))
+    return sizes
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+def torchrun(ranks: int, *arguments: str, program: tuple[str, ...] = ("train.py",)) -> subprocess.CompletedProcess:
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={ranks}"]
-    return command("-m", "torch.distributed.run", *options, "train.py", *arguments)
+    return command("-m", "torch.distributed.run", *options, *program, *arguments)
 
 
 def overrides(config) -> list[str]:
@@ -97,13 +97,14 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(tiny, tmp_path):
     again = command("train.py", *overrides(tiny()), *short, f"run.dir={grid}")
     assert again.returncode == 0 and "is complete" in again.stdout
 
-    texts = [
-        command("-m", "gpt4d.generate", f"checkpoint={run}", "prompt=alpha: ${beta} = ", "tokens=5", "temperature=0")
-        for run in (serial, grid)
-    ]
-    assert all(text.returncode == 0 for text in texts), texts[0].stderr
-    assert texts[0].stdout == texts[1].stdout
+    arguments = "prompt=alpha: ${beta} = ", "tokens=5", "temperature=0"
+    texts = [command("-m", "gpt4d.generate", f"checkpoint={run}", *arguments) for run in (serial, grid)]
+    texts.append(torchrun(4, f"checkpoint={serial}", *arguments, "gx=2", "gz=2", program=("-m", "gpt4d.generate")))
+    assert all(text.returncode == 0 for text in texts), [text.stderr for text in texts]
+    assert texts[0].stdout == texts[1].stdout == texts[2].stdout
     assert texts[0].stdout.startswith("alpha: ${beta} = ")
+    alone = command("-m", "gpt4d.generate", f"checkpoint={run}", "prompt=a", "gx=2")
+    assert "error: gx·gy·gz=2·1·1: this is no grid of 1 process(es)" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ Shapes: B sequences, S positions, T tokens, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from gpt4d.model.description import Part
+from gpt4d.model.text_config import TextConfig
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
@@ -19,20 +19,6 @@ from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
-
-
-class TextConfig(Protocol):
-    """Settings of every model of text. ``tied``: the head multiplies by the token embedding."""
-
-    hidden: int
-    vocab_size: int
-    max_positions: int
-
-    @property
-    def tied(self) -> bool: ...
-
-    @property
-    def padded_vocab_size(self) -> int: ...
 
 
 class TextModel(nn.Module, ABC):

@@ -28,7 +28,8 @@ def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
     if config.out is None:
         raise ConfigError("out=…: missing; set it to the name of the picture file to write")
     check_picture("out", config.out)
-    save_pictures(generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out))
+    pictures, out = generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out)
+    run_on_rank0(lambda: save_pictures(pictures, out))
     return f"{config.out}: {config.images} pictures"
 
 

@@ -22,7 +22,8 @@ class TaskEntry:
         check: raises ConfigError for settings that the task cannot use. It needs no process group and no torch.
         create: returns the task, its data opened. All ranks call it, and it raises ConfigError on all or none.
         generate: produces something with the model of a stage, loaded from a checkpoint's directory, and returns a
-            message; None if the task has nothing to generate. Raises ConfigError for missing settings.
+            message; None if the task has nothing to generate. All ranks call it. Raises ConfigError for missing
+            settings.
         own_data: what users train on, and the settings that select it, for messages.
     """
 

@@ -22,6 +22,9 @@ class GenerateConfig:
     """Settings of ``gpt4d.generate``; each task uses its own."""
 
     checkpoint: str = MISSING  # a checkpoint, or a run directory for its newest one
+    gx: int = 1  # the grid of all processes, which need not be that of the training
+    gy: int = 1
+    gz: int = 1
     prompt: str | None = None  # text to continue
     prompts: str | None = None  # or a file of texts to continue together, one a line
     tokens: int = 200  # most tokens to add; the text ends earlier at an end-of-text token

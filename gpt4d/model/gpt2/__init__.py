@@ -4,6 +4,7 @@ from gpt4d.config import Config, ConfigError, check_at_least, check_fraction, di
 from gpt4d.model.family import Family
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.gpt2.description import describe
+from gpt4d.model.text_config import check_length
 
 
 def _check(config: Config) -> None:
@@ -19,11 +20,7 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.heads={model.heads}: does not divide model.hidden={model.hidden}; use one of {choices}"
         )
-    if config.train.seq_len > model.max_positions:
-        raise ConfigError(
-            f"train.seq_len={config.train.seq_len}: longer than model.max_positions={model.max_positions}; "
-            "lower train.seq_len or raise model.max_positions"
-        )
+    check_length(config)
 
 
 def _build(config: GPT2Config, weights, parts):

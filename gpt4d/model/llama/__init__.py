@@ -4,6 +4,7 @@ from gpt4d.config import Config, ConfigError, check_at_least, check_choice, divi
 from gpt4d.model.family import Family
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.llama.description import describe
+from gpt4d.model.text_config import check_length
 
 _SIZES = ("layers", "hidden", "heads", "key_value_heads", "head_size", "inner", "vocab_size", "vocab_multiple")
 _ROPE = (
@@ -37,11 +38,7 @@ def _check(config: Config) -> None:
             f"model.head_size={model.head_size}: odd; use an even number, since rotary positions turn pairs of features"
         )
     _check_rope(model)
-    if config.train.seq_len > model.max_positions:
-        raise ConfigError(
-            f"train.seq_len={config.train.seq_len}: longer than model.max_positions={model.max_positions}; "
-            "lower train.seq_len or raise model.max_positions"
-        )
+    check_length(config)
 
 
 def _check_rope(model: LlamaConfig) -> None:
