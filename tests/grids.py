@@ -27,11 +27,9 @@ BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=
 PAIRWISE_GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))]
 
 
-def sampled(grids: list[GridSizes]) -> list:
-    """Return the grids as parameters of a test, of which ``make test`` runs those of PAIRWISE_GRIDS."""
-    return [
-        pytest.param(grid, id=str(grid), marks=[] if grid in PAIRWISE_GRIDS else pytest.mark.full) for grid in grids
-    ]
+def sampled(grids: list[GridSizes], chosen: list[GridSizes] = PAIRWISE_GRIDS) -> list:
+    """Return the grids as parameters of a test, of which ``make test`` runs those ``chosen``."""
+    return [pytest.param(grid, id=str(grid), marks=[] if grid in chosen else pytest.mark.full) for grid in grids]
 
 
 TINY_MODEL = GPT2Config(layers=2, hidden=24, heads=4, vocab_size=50, vocab_multiple=16, max_positions=16)

@@ -154,7 +154,15 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
     "overrides",
     [
         ("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1"),
-        ("parallel.cache_layers=all", "optim.shard_states=true", "train.precision=bf16", "train.micro_batch_size=2"),
+        pytest.param(
+            (
+                "parallel.cache_layers=all",
+                "optim.shard_states=true",
+                "train.precision=bf16",
+                "train.micro_batch_size=2",
+            ),
+            marks=pytest.mark.full,
+        ),
         ("model.hidden=36", "model.heads=6", "model.dropout=0.1", "parallel.overlap.all_gather=false"),
         (
             "parallel.cache_layers=all",
@@ -164,9 +172,20 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
             "train.activation_checkpointing=full",
             "model.dropout=0.1",
         ),
-        ("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full"),
+        pytest.param(
+            ("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full"),
+            marks=pytest.mark.full,
+        ),
         ("parallel.chunks=2", "train.activation_checkpointing=full", "train.precision=bf16", "model.dropout=0.1"),
-        ("parallel.chunks=2", "parallel.scatter_heads=false", "parallel.cache_layers=all", "parallel.cache_scope=step"),
+        pytest.param(
+            (
+                "parallel.chunks=2",
+                "parallel.scatter_heads=false",
+                "parallel.cache_layers=all",
+                "parallel.cache_scope=step",
+            ),
+            marks=pytest.mark.full,
+        ),
     ],
     ids="+".join,
 )

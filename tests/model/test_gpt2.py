@@ -9,6 +9,7 @@ from gpt4d.model.gpt2 import hugging_face as hf
 from gpt4d.parallel import gradients
 from tests.grids import (
     BINARY_GRIDS,
+    PAIRWISE_GRIDS,
     TINY_MODEL,
     batch_part,
     build_model,
@@ -100,7 +101,7 @@ def with_dropout(sizes, recompute):
     return forward_and_backward(sizes, None, recompute, 1, config)
 
 
-@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:]))
+@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:], PAIRWISE_GRIDS[1::2]))
 def test_dropout_masks_are_equal_on_every_grid_and_in_recomputation(ranks, sizes):
     ((_, serial, _),) = ranks.run(1, with_dropout, BINARY_GRIDS[0], False)
     ((_, plain, _),) = ranks.run(1, forward_and_backward, BINARY_GRIDS[0], None, False, 1)

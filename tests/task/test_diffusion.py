@@ -72,7 +72,7 @@ def serial(ranks, tiny):
     ("sizes", "overrides"),
     [
         (GridSizes(2, 2, 2), ()),
-        (GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true")),
+        pytest.param(GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true"), marks=pytest.mark.full),
         (GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
         (GridSizes(2, 1, 2, 2), ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.whole_layers=2")),
     ],
