@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def frequencies(self) -> list[float]:
-        """Of rotary positions."""
+        """Angles per position of rotary embeddings, in radians."""
         size = self.hidden // self.heads
         return [1e4 ** (-2 * pair / size) for pair in range(size // 2)]
 

@@ -87,7 +87,7 @@ class RotaryCost(SimpleCost):
 
 @dataclass(frozen=True)
 class GroupedAttentionCost(SimpleCost):
-    """What grouped-query attention computes between its products: heads, their norms, rotations and the core.
+    """Grouped-query attention between its products: heads, their norms, rotations and the core.
 
     Its input is a concatenation of queries, keys and values, whose columns the axes of the heads split equally.
     ``parts``: what these axes must divide. ``norms``: names of the norms of queries and keys; none without.
@@ -104,7 +104,7 @@ class GroupedAttentionCost(SimpleCost):
         return {name: spec for norm in norms for name, spec in norm.items()}
 
     def flops(self, length: int) -> float:
-        """As AttentionCost's."""
+        """Return the FLOPs of the core, counted as AttentionCost does."""
         return 4 * length * length * self.heads * self.size
 
     def _local(self, walk: Walk) -> _LocalHeads:

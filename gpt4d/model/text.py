@@ -1,4 +1,4 @@
-"""What models of text share: token ids → blocks → logits or the loss, in one part or several.
+"""The common part of models of text: token ids → blocks → logits or the loss, in one part or several.
 
 Shapes: B sequences, S positions, T tokens, H hidden, V vocabulary.
 """
@@ -45,7 +45,7 @@ class TextModel(nn.Module, ABC):
                 self.head = Linear(weights, config.hidden, config.padded_vocab_size, bias=False)
 
     def _build_positions(self) -> None:
-        """Build what ``_embedded`` applies to the vectors of tokens."""
+        """Build the modules that ``_embedded`` applies to the vectors of tokens."""
 
     @abstractmethod
     def _build_block(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What the settings of all models of text share. No torch here."""
+"""Settings that all models of text have, and their check. No torch here."""
 
 from typing import Protocol, cast
 
