@@ -187,7 +187,7 @@ def rms_backward(walk: Walk, elements: int) -> None:
 
 @dataclass(frozen=True)
 class ActivationCost(SimpleCost):
-    """An elementwise function of features that ``axis`` splits, such as GELU."""
+    """An elementwise function of features that ``axis`` splits, such as GELU; a gated one halves them."""
 
     in_features: int
     out_features: int

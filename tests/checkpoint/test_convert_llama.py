@@ -88,11 +88,16 @@ def test_settings_of_older_files_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; use a model with hidden_act=silu"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act='gelu' in config.json is not supported; use a model with hidden_act='silu'",
+        ),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"head_dim": "wide"}, "head_dim='wide' in config.json is not a size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
         ({"hidden_size": "wide"}, "hidden_size='wide' in config.json is not a size"),
     ],

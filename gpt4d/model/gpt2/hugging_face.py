@@ -12,6 +12,7 @@ import torch
 
 from gpt4d.config import ConfigError
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.hugging_face_settings import check_sizes, check_supported
 
 if TYPE_CHECKING:
     from transformers import GPT2Config as HuggingFaceConfig
@@ -73,15 +74,9 @@ def config_from_hf(source: str, values: dict) -> GPT2Config:
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True,),
     }
-    for key, choices in required.items():
-        value = values.get(key, choices[0])
-        if value not in choices:
-            raise ConfigError(
-                f"{source}: {key}={value!r} in config.json is not supported; use a model with {key}={choices[0]!r}"
-            )
-    for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"):
-        if type(values.get(key)) is not int or values[key] < 1:
-            raise ConfigError(f"{source}: {key}={values.get(key)!r} in config.json is not a size; use a number above 0")
+    check_supported(source, values, required)
+    sizes = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
+    check_sizes(source, {key: values.get(key) for key in sizes})
     if values["n_embd"] % values["n_head"]:
         raise ConfigError(
             f"{source}: n_head={values['n_head']} does not divide n_embd={values['n_embd']}; "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt4d.config import ConfigError
+from gpt4d.model.hugging_face_settings import check_sizes, check_supported, unsupported
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.parallel.layers.concatenation import concatenate, separate
 
@@ -132,17 +133,13 @@ def config_from_hf(source: str, values: dict) -> LlamaConfig:
         "use_sliding_window": (False, None),
         "pretraining_tp": (1, None),
     }
-    for key, choices in required.items():
-        value = values.get(key, choices[0])
-        if value not in choices:
-            raise _unsupported(source, key, value, choices[0])
+    check_supported(source, values, required)
     if {*(values.get("layer_types") or ())} - {"full_attention"}:
-        raise _unsupported(source, "layer_types", "…", "full_attention")
-    for key in (*_SIZES, "max_position_embeddings"):
-        if type(values.get(key)) is not int or values[key] < 1:
-            raise ConfigError(f"{source}: {key}={values.get(key)!r} in config.json is not a size; use a number above 0")
+        raise unsupported(source, "layer_types", "…", "full_attention")
+    check_sizes(source, {key: values.get(key) for key in (*_SIZES, "max_position_embeddings")})
     layers, hidden, heads, inner, vocabulary = (values[key] for key in _SIZES)
     key_value_heads, head_size = values.get("num_key_value_heads") or heads, values.get("head_dim") or hidden // heads
+    check_sizes(source, {"num_key_value_heads": key_value_heads, "head_dim": head_size})
     if heads % key_value_heads:
         raise ConfigError(
             f"{source}: num_key_value_heads={key_value_heads} does not divide num_attention_heads={heads}; use a model "
@@ -166,22 +163,18 @@ def config_from_hf(source: str, values: dict) -> LlamaConfig:
     )
 
 
-def _unsupported(source: str, key: str, value: object, supported: object) -> ConfigError:
-    return ConfigError(f"{source}: {key}={value!r} in config.json is not supported; use a model with {key}={supported}")
-
-
 def _rope_settings(source: str, values: dict) -> dict[str, Any]:
     """Return our settings for ``rope_parameters``, or for ``rope_theta`` and ``rope_scaling`` of older files."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    check_supported(source, rope, dict.fromkeys(("mscale", "mscale_all_dim"), (None,)))
+    for part in (values, rope):
+        check_supported(source, part, {"partial_rotary_factor": (1.0, None)})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     settings: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or values.get("rope_theta") or 1e4)}
     if kind == "default":
         return settings
     if kind not in ("llama3", "yarn"):
-        raise _unsupported(source, "rope_type", kind, "default, llama3 or yarn")
-    for key in ("mscale", "mscale_all_dim"):
-        if rope.get(key):
-            raise _unsupported(source, key, rope[key], None)
+        raise unsupported(source, "rope_type", kind, "default, llama3 or yarn")
     original = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
     factor = rope.get("factor") or values["max_position_embeddings"] / original
     settings |= {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_positions": int(original)}

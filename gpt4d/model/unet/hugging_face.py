@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpt4d.config import ConfigError
+from gpt4d.model.hugging_face_settings import check_sizes, unsupported
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.layers.specs import interleaved_order
@@ -156,12 +157,8 @@ def config_from_hf(source: str, values: dict) -> UNetConfig:
     }
     for key, value in required.items():
         if values.get(key) != value:
-            raise ConfigError(
-                f"{source}: {key}={values.get(key)!r} in config.json is not supported; use a model with {value!r}"
-            )
-    for key, number in (("sample_size", size), ("layers_per_block", layers), ("attention_head_dim", attention)):
-        if type(number) is not int or number < 1:
-            raise ConfigError(f"{source}: {key}={number!r} in config.json is not a size; use a number above 0")
+            raise unsupported(source, key, values.get(key), repr(value))
+    check_sizes(source, {"sample_size": size, "layers_per_block": layers, "attention_head_dim": attention})
     if any(width % widths[0] for width in widths):
         raise ConfigError(f"{source}: block_out_channels={widths} in config.json: not multiples of the first one")
     assert size is not None and layers is not None and attention is not None

@@ -1,0 +1,24 @@
+"""Checks of a ``config.json`` of transformers or diffusers before it becomes our settings. No torch here."""
+
+from collections.abc import Mapping, Sequence
+
+from gpt4d.config import ConfigError
+
+
+def unsupported(source: str, key: str, value: object, supported: object) -> ConfigError:
+    """Return the error for a setting that gpt4d computes differently."""
+    return ConfigError(f"{source}: {key}={value!r} in config.json is not supported; use a model with {key}={supported}")
+
+
+def check_supported(source: str, values: Mapping, choices: Mapping[str, Sequence]) -> None:
+    """Raise ConfigError unless each of some settings is missing or has one of its ``choices``."""
+    for key, supported in choices.items():
+        if values.get(key, supported[0]) not in supported:
+            raise unsupported(source, key, values[key], repr(supported[0]))
+
+
+def check_sizes(source: str, sizes: Mapping[str, object]) -> None:
+    """Raise ConfigError unless all sizes are integers above 0."""
+    for key, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{source}: {key}={size!r} in config.json is not a size; use a number above 0")
