@@ -11,8 +11,15 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 _CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _linear_flops(x, weight, *_, out_val: torch.Tensor) -> int:
+    return 2 * out_val.numel() * x.shape[-1]
+
+
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    torch.ops.mkldnn._linear_pointwise: _linear_flops,
     _CPU_ATTENTION: flop_registry[aten._scaled_dot_product_flash_attention],
     _CPU_ATTENTION_BACKWARD: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
@@ -124,7 +131,8 @@ def _moved_bytes(func, tensors: list[torch.Tensor], args: tuple, kwargs: dict, n
         for argument in func._schema.arguments
         if argument.alias_info is not None
         and argument.alias_info.is_write
-        and argument.name != "grads"  # fused optimizers write gradients only where they scale them
+        # Fused optimizers write gradients only where they scale them.
+        and (argument.name != "grads" or values.get("grad_scale") is not None)
         for tensor in tensors_in(values.get(argument.name))
     ]
     only_written = written if packet in _OVERWRITING or func._overloadname.endswith(("out", "grad_input")) else []

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,18 +42,17 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor) -> None:
-    """Run one step of ``optimizer``. If ``skipped``, a flag on the device, weights and states stay unchanged."""
-    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]  # GradScaler sets it on fused optimizers
-    optimizer.step()
+def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor, norm: torch.Tensor, limit: float) -> None:
+    """Run one step of ``optimizer`` with gradients scaled so that their global ``norm`` is at most ``limit``.
 
-
-def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Scale all gradients in place so that their global ``norm`` is at most ``limit`` (0: no limit).
-
-    The norm stays on the device, so the host does not wait for it.
+    Args:
+        optimizer: of ``build_optimizer``. It scales gradients where it reads them: they take no pass of their own.
+        skipped: a flag on the device; if it is set, weights and states stay unchanged.
+        norm: of all gradients. It stays on the device, so the host does not wait for it.
+        limit: 0: no limit.
     """
+    fused: Any = optimizer  # GradScaler sets these attributes on fused optimizers
+    fused.found_inf = skipped.float()
     if limit:
-        scale = limit / norm.clamp(min=limit)
-        gradients = cast(list[torch.Tensor], [p.grad for p in parameters])  # none is None after a backward
-        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        fused.grad_scale = (norm / limit).clamp(min=1).float()  # what they are divided by
+    optimizer.step()

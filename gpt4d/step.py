@@ -14,7 +14,7 @@ from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
-from gpt4d.parallel import collectives, gradients
+from gpt4d.parallel import collectives, fusion, gradients
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.exchange import Copy, Exchange
@@ -59,6 +59,7 @@ def build_stage(
         bounds = {index + chunk * len(plan.stages): part for chunk, part in enumerate(plan.stages[index].parts)}
     description = whole.stage(bounds.values())
     recompute = train.activation_checkpointing == "full"
+    fusion.enable(train.compile, device)
     weights = WeightStream(
         grid,
         dtype if dtype == torch.float64 else compute_dtype(train.precision, device),
@@ -69,6 +70,7 @@ def build_stage(
         num_chunks=config.parallel.chunks,
         scatter_heads=config.parallel.scatter_heads,
         sequence_parallel=config.parallel.sequence_parallel,
+        recompute_inputs=train.activation_checkpointing == "selective",
     )
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))
@@ -187,9 +189,8 @@ class TrainStep:
         skipped = ~(loss.isfinite() & norm.isfinite())
         if self.is_spike and self.is_spike(loss.item(), norm.item()):
             skipped = torch.ones_like(skipped)
-        optim.clip(self.shards, norm, self.config.clip_norm)
         self.before_update()
-        optim.update(self.optimizer, skipped)
+        optim.update(self.optimizer, skipped, norm, self.config.clip_norm)
         self.reducer.start_param_all_gather()
         self.runtime.send_copied_weights()
         self.optimizer.zero_grad(set_to_none=True)

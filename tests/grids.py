@@ -39,11 +39,12 @@ def build_model(
     config: GPT2Config,
     sizes: GridSizes,
     dtype: torch.dtype = torch.float64,
-    recompute: bool = False,
+    checkpointing: str = "none",
     compute_dtype: torch.dtype | None = None,
     seed: int = 1,
 ) -> GPT:
-    weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype, recompute=recompute)
+    full, selective = checkpointing == "full", checkpointing == "selective"
+    weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype, recompute=full, recompute_inputs=selective)
     model = registry.build(config, weights)
     initialize(model, seed, weights.grid)
     return model

@@ -5,6 +5,7 @@ import torch
 
 from gpt4d import optim
 from gpt4d.config import GridSizes, OptimConfig
+from gpt4d.parallel.layout import Layout, ParameterSpec
 from tests.grids import TINY_MODEL, build_model
 
 
@@ -33,18 +34,29 @@ def test_only_matrices_decay_not_biases_or_norms():
     assert len(decaying) == 2 + 4 * TINY_MODEL.layers
 
 
-@pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
-def test_clipping_equals_torch_clip_grad_norm(limit):
-    parameters = [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(5))]
+def updated(limit, update):
+    """Parameters after two steps of ``update``, which is given the optimizer, the gradients' norm and the limit."""
+    parameters = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(5))]
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    before = [p.grad.clone() for p in parameters]
-    norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in before])).double()
-    optim.clip(parameters, norm, limit)
-    ours = [p.grad.clone() for p in parameters]
-    for parameter, gradient in zip(parameters, before, strict=True):
-        parameter.grad = gradient
-    if limit:
-        torch.nn.utils.clip_grad_norm_(parameters, limit)
-    for one, parameter in zip(ours, parameters, strict=True):
-        torch.testing.assert_close(one, parameter.grad, rtol=1e-5, atol=0)
+        parameter.spec = ParameterSpec(tuple(parameter.shape), Layout(*[()] * parameter.dim()), decay=False)
+    optimizer = optim.build_optimizer(zip("ab", parameters, strict=True), OptimConfig(lr=0.1))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).double()
+        update(optimizer, parameters, norm, limit)
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
+def test_an_update_equals_torchs_clipping_and_step(limit):
+    def ours(optimizer, parameters, norm, limit):
+        optim.update(optimizer, torch.tensor(False), norm, limit)
+
+    def theirs(optimizer, parameters, norm, limit):
+        if limit:
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        optimizer.step()
+
+    torch.testing.assert_close(updated(limit, ours), updated(limit, theirs), rtol=1e-6, atol=0)

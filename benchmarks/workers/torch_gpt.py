@@ -48,7 +48,7 @@ class TorchGPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        x_BSH = self.tokens(ids_BS) + self.positions(torch.arange(ids_BS.shape[1]))
+        x_BSH = self.tokens(ids_BS) + self.positions(torch.arange(ids_BS.shape[1], device=ids_BS.device))
         for block in self.blocks:
             x_BSH = block(x_BSH)
         return self.head(self.norm(x_BSH))

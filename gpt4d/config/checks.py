@@ -236,7 +236,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
         check_fraction(key, value_of(config, key))
     _check_mode(config.parallel)
     check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
-    check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "full"))
+    check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "selective", "full"))
     check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr}: above optim.lr; use a value up to {optim.lr}")

@@ -149,7 +149,8 @@ class TrainConfig:
     micro_batch_size: int | None = None  # samples per device and microbatch; null: its share of the batch
     seed: int = 0
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 elsewhere. Master weights are always fp32
-    activation_checkpointing: str = "none"  # full: blocks are recomputed in the backward
+    activation_checkpointing: str = "none"  # selective: norms and activations are recomputed; full: whole blocks
+    compile: bool | None = None  # torch.compile fuses elementwise operations; null: on a GPU, where Triton is installed
     max_skipped: int = 10  # consecutive skipped steps (non-finite, or spikes) that end the run
     skip_spikes: bool = False  # skip steps with a spike of loss or norm; synchronizes with the device at every step
     deterministic: bool = False  # use only algorithms that are reproducible bit by bit

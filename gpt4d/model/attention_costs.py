@@ -34,7 +34,7 @@ class AttentionCost(SimpleCost):
         count, length = rows(walk, self.positions), self.positions or walk.length
         hidden, scores = self.hidden // parts, 0
         if self.dropout:
-            scores = walk.samples * self.heads // parts * length**2 * 3 * walk.element_bytes
+            scores = walk.samples * self.heads // parts * length**2 * 2 * walk.element_bytes
         kept = count * self.heads // parts * STATISTIC + scores
         return count * hidden * walk.element_bytes, scores, kept, 4 * count * length * hidden
 
@@ -51,7 +51,7 @@ class AttentionCost(SimpleCost):
         walk.scratch(scores)
         walk.compute(2.5 * flops, 8 * out_bytes)
         if self.dropout:
-            walk.compute(moved=8 * scores)
+            walk.compute(moved=7 * scores)
         walk.compute(moved=6 * out_bytes)  # the gradients of queries, keys and values are stacked
         walk.release(kept)
         walk.release(4 * out_bytes)  # the output's gradient; queries, keys and values

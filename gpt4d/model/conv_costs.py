@@ -10,7 +10,7 @@ from functools import cached_property
 
 from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SequenceCost, SimpleCost, cast, prefixed
 from gpt4d.model.description import LayerCost, Walk
-from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes
+from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes, Recomputed
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
@@ -32,6 +32,7 @@ class Conv2dCost(ProductCost):
     bias: bool = True
     scatter_output: bool = False
     input_gradient: bool = True
+    source: Recomputed | None = None
 
     def parameters(self) -> dict[str, ParameterSpec]:
         layer = specs.conv2d(self.in_channels, self.out_channels, self.kernel, self.axes, bias=self.bias)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt4d.model.description import LayerCost, Walk
+from gpt4d.parallel import limits
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
@@ -119,7 +120,17 @@ class LayerNormCost(NormCost):
         cast(walk, x, wide)
         walk.compute(moved=6 * wide, operations=5)
         walk.do("all_gather", "y", statistics)
-        walk.compute(moved=8 * wide, operations=10)
+        walk.compute(moved=x + 7 * wide, operations=10)
+        cast(walk, x, wide)
+
+    def again(self, walk: Walk) -> None:
+        """Compute the output once more, from the statistics if it takes a collective to find them."""
+        x, wide, _ = self._bytes(walk)
+        if walk.sizes.y == 1:
+            walk.compute(moved=2 * x)
+            return
+        walk.scratch(2 * wide)
+        walk.compute(moved=x + 7 * wide, operations=4)
         cast(walk, x, wide)
 
     async def backward(self, walk: Walk) -> None:
@@ -131,11 +142,11 @@ class LayerNormCost(NormCost):
             walk.scratch(x + 2 * wide)
             walk.compute(moved=6 * x + 6 * wide, operations=6)
         else:
-            walk.scratch(5 * wide)
-            cast(walk, x, wide)
-            walk.compute(moved=x + 10 * wide, operations=7)
+            walk.scratch((3 if walk.element_bytes == 4 else 4) * wide)
+            walk.compute(moved=2 * x + 9 * wide, operations=7)
             walk.do("all_reduce", "y", statistics)
-            walk.compute(moved=14 * wide, operations=8)
+            cast(walk, x, wide)
+            walk.compute(moved=x + 17 * wide, operations=9)
             cast(walk, x, wide)
         self.end_backward(walk, x, statistics)
 
@@ -160,6 +171,13 @@ class RMSNormCost(NormCost):
         rms_forward(walk, self._elements(walk))
         walk.do("all_reduce", "y", statistics)
 
+    def again(self, walk: Walk) -> None:
+        """Compute the output once more, from the statistics."""
+        x, wide = self._elements(walk) * walk.element_bytes, self._elements(walk) * 4
+        walk.scratch(wide)
+        walk.compute(moved=x + 3 * wide, operations=2)
+        cast(walk, x, wide)
+
     async def backward(self, walk: Walk) -> None:
         x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
         walk.do("all_reduce", "y", statistics)
@@ -170,18 +188,17 @@ class RMSNormCost(NormCost):
 def rms_forward(walk: Walk, elements: int) -> None:
     """Compute the RMSNorm of so many elements."""
     x, wide = elements * walk.element_bytes, elements * 4
-    walk.scratch((2 if walk.element_bytes == 4 else 3) * wide)
+    walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
     cast(walk, x, wide)
-    walk.compute(moved=7 * wide, operations=6)  # a square, its sum, two products; the statistics
+    walk.compute(moved=x + 6 * wide, operations=6)  # a square, its sum, two products; the statistics
     cast(walk, x, wide)
 
 
 def rms_backward(walk: Walk, elements: int) -> None:
     """Compute the gradients of the RMSNorm of so many elements."""
     x, wide = elements * walk.element_bytes, elements * 4
-    walk.scratch(4 * wide)
-    cast(walk, x, wide)
-    walk.compute(moved=x + 16 * wide, operations=8)
+    walk.scratch(2 * wide)
+    walk.compute(moved=5 * x + 16 * wide, operations=11)
     cast(walk, x, wide)
 
 
@@ -204,6 +221,10 @@ class ActivationCost(SimpleCost):
         walk.hold(out_bytes)
         walk.compute(moved=in_bytes + out_bytes)
 
+    def again(self, walk: Walk) -> None:
+        """Compute the output once more."""
+        walk.compute(moved=sum(self._bytes(walk)))
+
     async def backward(self, walk: Walk) -> None:
         in_bytes, out_bytes = self._bytes(walk)
         walk.hold(in_bytes)
@@ -220,6 +241,11 @@ class GatedCost(SimpleCost):
     async def forward(self, walk: Walk) -> None:
         out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
         walk.hold(out)
+        self.again(walk)
+
+    def again(self, walk: Walk) -> None:
+        """Compute the output once more."""
+        out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
         walk.compute(moved=5 * out, operations=2)
 
     async def backward(self, walk: Walk) -> None:
@@ -305,31 +331,28 @@ class PositionEmbeddingCost(SimpleCost):
 
 @dataclass(frozen=True)
 class CrossEntropyCost(SimpleCost):
-    """The loss of logits whose (padded) vocabulary x splits. Its input's gradient takes the place of the input."""
+    """The loss of logits whose (padded) vocabulary x splits. Their gradient takes their place."""
 
     vocabulary: int
 
-    def _bytes(self, walk: Walk) -> tuple[int, int]:
-        """Return the bytes of the logits, and of the same in float32."""
-        elements = walk.tokens * (self.vocabulary // walk.sizes.x)
-        return elements * walk.element_bytes, elements * 4
+    def _sizes(self, walk: Walk) -> tuple[int, int, int]:
+        """Return the bytes of the logits and of the same in float32, and the number of blocks."""
+        columns = self.vocabulary // walk.sizes.x
+        elements = walk.tokens * columns
+        return elements * walk.element_bytes, elements * 4, -(-walk.tokens // limits.loss_rows(columns))
 
     async def forward(self, walk: Walk) -> None:
-        logits, wide = self._bytes(walk)
-        if walk.element_bytes != 4:
-            walk.hold(wide)
-        cast(walk, logits, wide)
-        walk.compute(moved=wide)
+        logits, wide, blocks = self._sizes(walk)
+        walk.compute(moved=logits)
         walk.do("all_reduce", "x", walk.tokens * STATISTIC)
-        walk.hold(wide)  # shifted logits; in their place the exponentials, the probabilities and the gradient
-        walk.compute(moved=7 * wide, operations=9)
+        walk.scratch(wide // blocks)
+        walk.compute(moved=logits + 4 * wide, operations=4 * blocks)
         walk.do("all_reduce", "x", 2 * walk.tokens * STATISTIC)
-        walk.release(logits + (wide if walk.element_bytes != 4 else 0))
 
     async def backward(self, walk: Walk) -> None:
-        logits, wide = self._bytes(walk)
-        walk.compute(moved=2 * wide, operations=4)
-        cast(walk, logits, wide)
-        if walk.element_bytes != 4:
-            walk.hold(logits)
-            walk.release(wide)
+        logits, wide, blocks = self._sizes(walk)
+        if walk.element_bytes == 4:
+            walk.compute(moved=6 * wide, operations=3 * blocks)
+            return
+        walk.scratch(wide // blocks)
+        walk.compute(moved=2 * logits + 6 * wide, operations=4 * blocks)

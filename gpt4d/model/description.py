@@ -32,6 +32,7 @@ class Walk(Protocol):
     element_bytes: int  # of an activation and a gathered weight
     held: int  # bytes that layers hold now
     sequence_parallel: bool  # x splits the tokens between the layers
+    recomputes_inputs: bool  # products do not keep inputs that are easily computed again
 
     @property
     def tokens(self) -> int: ...

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gpt4d.model.costs import MASTER_BYTES, prefixed, rows
 from gpt4d.model.description import Walk
@@ -29,15 +29,24 @@ class ProductSizes(NamedTuple):
     flops: float
 
 
+class Recomputed(Protocol):
+    """A layer whose output is computed again where a product does not keep it (gpt4d.parallel.recomputation)."""
+
+    def again(self, walk: Walk) -> None:
+        """Compute the output once more, beside what is held."""
+
+
 class ProductCost(ABC):
     """The common part of linear layers and convolutions (gpt4d.parallel.layers.product).
 
     A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
+    ``source``: the layer that computes its input, if selective activation checkpointing computes it again.
     """
 
     name: str
     bias: bool
     input_gradient: bool
+    source: Recomputed | None
 
     @abstractmethod
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -87,6 +96,9 @@ class ProductCost(ABC):
         contracted, produced = self.split
         return before if walk.size(produced) > 1 else None, after if walk.size(contracted) > 1 else None
 
+    def _keeps_input(self, walk: Walk) -> bool:
+        return not (walk.recomputes_inputs and self.source and not self._splits(walk)[0])
+
     async def take_input(self, walk: Walk) -> None:
         """Begin a forward: keep the input, gathered if it is split."""
         before, after = self._splits(walk)
@@ -121,6 +133,7 @@ class ProductCost(ABC):
         walk.release(out_bytes if after else 0)
         if self.bias and walk.size(contracted) > 1:  # otherwise the product adds it
             walk.compute(moved=2 * part)
+        walk.release(0 if self._keeps_input(walk) else in_bytes)
 
     def gather_gradient(self, walk: Walk) -> object:
         """Start to gather the gradient of an output that was scattered, as the backward begins; None for another."""
@@ -151,6 +164,11 @@ class ProductCost(ABC):
                 walk.scratch(out_bytes)
                 walk.compute(moved=2 * out_bytes)
             walk.release(0 if keep_gradient else out_bytes // walk.size(contracted))
+        dropped = walk.recomputed
+        if self.source and not self._keeps_input(walk):
+            dropped = True
+            walk.hold(in_bytes)
+            self.source.again(walk)
         if self.input_gradient:
             walk.gather(self._weight)
             walk.hold(in_bytes)
@@ -176,9 +194,9 @@ class ProductCost(ABC):
             walk.compute(moved=out_bytes)
             walk.add_gradient(f"{self.name}.bias")
         walk.release(out_bytes if after or not keep_gradient else 0)
-        walk.release(in_bytes if walk.recomputed else 0)  # a recomputed input is dropped once it has been read
+        walk.release(in_bytes if dropped else 0)  # a recomputed input is dropped once it has been read
         await walk.turn(pending)
-        walk.release(0 if walk.recomputed else in_bytes)
+        walk.release(0 if dropped else in_bytes)
         if before and self.input_gradient:
             walk.release(in_bytes)  # the gradient before it was scattered
         if before == "features":
@@ -204,6 +222,7 @@ class LinearCost(ProductCost):
     heads: int | None = None
     axes: Axes | None = None
     positions: int | None = None  # rows of a sample; None: its tokens
+    source: Recomputed | None = None
 
     def parameters(self) -> dict[str, ParameterSpec]:
         if self.tied:

@@ -49,15 +49,13 @@ class ResidualBlock(SequenceCost):
     """Residual branches one after another, ``x + branch(x)`` each, on a stream of ``features`` that ``axis`` splits.
 
     Under activation checkpointing only the block's inputs are kept, and the block is computed again in the backward up
-    to the input of its last product. ``dropout``: a mask is applied to each branch's output, which takes the last
-    product to compute again as well. ``concatenation``: of the stream and another tensor, before the first branch.
+    to the input of its last product. ``concatenation``: of the stream and another tensor, before the first branch.
     ``shortcut``: takes the place of ``x`` in the sum behind the first branch, whose input has other features.
     ``fork``: of the output.
     """
 
     branches: tuple[Sequence[LayerCost], ...]
     features: int
-    dropout: bool = False
     axis: str = "y"
     positions: int | None = None  # of a sample; None: its tokens
     concatenation: ConcatenationCost | None = None
@@ -75,8 +73,7 @@ class ResidualBlock(SequenceCost):
         return [layer for layer in self.layers if isinstance(layer, ProductCost)]
 
     def weights(self) -> LayerWeights:
-        again = self.layers if self.dropout else self.layers[:-1]
-        recomputation = tuple(name for layer in again for name in layer.weights().recomputation)
+        recomputation = tuple(name for layer in self.layers[:-1] for name in layer.weights().recomputation)
         return super().weights()._replace(recomputation=recomputation)
 
     def _bytes(self, walk: Walk, features: int) -> int:
@@ -108,7 +105,7 @@ class ResidualBlock(SequenceCost):
             kept = 0  # bytes that the layer before has left
             for layer in branch:
                 held = walk.held
-                if ends and not self.dropout and layer is self._last:
+                if ends and layer is self._last:
                     await self._last.take_input(walk)
                 else:
                     await layer.forward(walk)
@@ -116,7 +113,7 @@ class ResidualBlock(SequenceCost):
                     walk.release(kept)
                     kept = walk.held - held + kept
             if ends:  # without the output, which the backward does not need
-                walk.release((x if self.dropout else 0) + (x if shortcut else 0))
+                walk.release(x if shortcut else 0)
                 return
             walk.hold(x)
             walk.compute(moved=3 * x)
@@ -127,8 +124,8 @@ class ResidualBlock(SequenceCost):
                 walk.release(0 if input_of_block else before)
 
     def gather_gradient(self, walk: Walk) -> object:
-        """Start what precedes a recomputation: the last product's gradient is gathered, unless a mask comes before."""
-        return None if self.dropout else self._last.gather_gradient(walk)
+        """Start what precedes a recomputation: the last product's gradient is gathered."""
+        return self._last.gather_gradient(walk)
 
     async def backward(self, walk: Walk, gathering: object = None) -> None:
         if self.fork:

@@ -17,6 +17,7 @@ from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
+from gpt4d.parallel.recomputation import recomputable
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 
@@ -131,4 +132,4 @@ class TextModel(nn.Module, ABC):
     def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] in the order of ``tokens.gathered``."""
         tied = (self.tokens.weight,) if self.config.tied else ()
-        return run_alone(self.head(self.norm(x_TH), *tied))
+        return run_alone(self.head(recomputable(self.weights, self.norm, x_TH), *tied))

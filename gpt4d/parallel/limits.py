@@ -1,4 +1,4 @@
-"""Limits on communication in flight and on message sizes, shared by layers and planner. Torch-free."""
+"""Limits on communication in flight and on sizes of messages and blocks, shared by layers and planner. Torch-free."""
 
 MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a full gradient in memory
 MAX_INFLIGHT_PARAM_GATHERS = 2  # on a link that transfers share, more would delay the one that is needed first
@@ -8,6 +8,8 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency d
 # gradients of z and data, travels in smaller ones: with little in flight it yields to the others on the link.
 _PIECE_BYTES, _MOST_PIECES = 1 << 18, 32
 _YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES = 1 << 16, 128
+# Of logits that the loss converts to float32 at a time: 16 MiB, which caches of GPUs hold.
+_LOSS_BLOCK_ELEMENTS = 1 << 22
 
 
 def num_pieces(nbytes: float, yielding: bool = False) -> int:
@@ -26,3 +28,8 @@ def bucket_bytes(gradient_bytes: int) -> int:
     left when it ends.
     """
     return min(max(gradient_bytes // 32, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+
+
+def loss_rows(columns: int) -> int:
+    """Return how many rows of logits with ``columns`` columns the loss converts to float32 at a time."""
+    return max(1, _LOSS_BLOCK_ELEMENTS // columns)

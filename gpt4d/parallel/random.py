@@ -19,6 +19,7 @@ _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 # Numbers computed at once. On a CPU, the intermediates stay in the cache of a core; elsewhere, their memory is bounded.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
+_MASK_CHUNK = 1 << 20  # elements of a mask that are hashed at once
 _INTERVALS = 1 << 16  # of equal probability, in each of which the normal distribution is approximated by a uniform one
 
 
@@ -114,7 +115,15 @@ def keep_mask(rows: torch.Tensor, columns: int, offset: int, drop: float) -> tor
     ``rows`` are int64 keys, one per row; the columns are ``offset`` to ``offset + columns`` of the global row.
     Probabilities are multiples of 2^-16.
     """
-    return _lanes(rows, columns, offset) >= round(drop * 2**16) - 2**15
+    least = round(drop * 2**16) - 2**15
+    if torch.compiler.is_compiling() or rows.numel() * columns <= _MASK_CHUNK:
+        return _lanes(rows, columns, offset) >= least
+    # Hashes take twice the memory of the mask of a matrix, so those of all rows never exist at once.
+    mask = torch.empty(rows.numel(), columns, dtype=torch.bool, device=rows.device)
+    step = max(1, _MASK_CHUNK // columns)
+    for part, keys in zip(mask.split(step), rows.flatten().split(step), strict=True):
+        torch.ge(_lanes(keys, columns, offset), least, out=part)
+    return mask.view(*rows.shape, columns)
 
 
 def _lanes(rows: torch.Tensor, columns: int, offset: int) -> torch.Tensor:
@@ -122,6 +131,9 @@ def _lanes(rows: torch.Tensor, columns: int, offset: int) -> torch.Tensor:
 
     ``rows`` are int64 keys, one per row. One hash serves four neighboring columns.
     """
+    if torch.compiler.is_compiling():  # one kernel, in which a hash costs less than memory does
+        places = torch.arange(offset, offset + columns, device=rows.device)
+        return (fold(rows.unsqueeze(-1), places >> 2) >> (places % 4 * 16)).to(torch.int16)
     first, last = offset // 4, -(-(offset + columns) // 4)
     hashes = fold(rows.unsqueeze(-1), torch.arange(first, last, device=rows.device))
     return hashes.view(torch.int16)[..., offset - 4 * first :][..., :columns]

@@ -41,6 +41,7 @@ class WeightStream:
         device: where the parameters live.
         overlap: which communication runs beside computation; all of it by default.
         recompute: blocks keep only their input for the backward and are computed again there.
+        recompute_inputs: products do not keep their inputs, where those are easily computed again.
         num_chunks: parts of a microbatch that take turns in the blocks while the model trains.
         scatter_heads: y splits the heads of attention too, where it divides them.
         sequence_parallel: x splits the tokens between the layers while the model trains.
@@ -57,13 +58,14 @@ class WeightStream:
         num_chunks: int = 1,
         scatter_heads: bool = True,
         sequence_parallel: bool = False,
+        recompute_inputs: bool = False,
     ):
         self.grid = grid
         self.compute_dtype = compute_dtype
         self.dtype = dtype
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
-        self.recompute = recompute
+        self.recompute, self.recompute_inputs = recompute, recompute_inputs
         self._num_chunks, self.scatter_heads = num_chunks, scatter_heads
         self.sequence_parallel = sequence_parallel and grid.x.size > 1
         # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.
@@ -151,6 +153,11 @@ class WeightStream:
     def recomputes(self) -> bool:
         """Return whether blocks keep only their inputs and are computed again in the backward."""
         return self.recompute and torch.is_grad_enabled()
+
+    @property
+    def recomputes_inputs(self) -> bool:
+        """Return whether products do not keep inputs that are easily computed again (gpt4d.parallel.recomputation)."""
+        return self.recompute_inputs and torch.is_grad_enabled()
 
     def checkpointed(self, function: Callable, *inputs) -> Any:
         """Call a function of blocks; to recompute it, keep only its inputs and call it again in the backward."""

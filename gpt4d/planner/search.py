@@ -40,7 +40,7 @@ class Ranking:
         if not config.optim.shard_states and devices > 1:
             remedies.append("optim.shard_states=true")
         if Estimate(config, sizes).least_gib() <= config.cluster.memory_gib:  # activations do not fit
-            if config.train.activation_checkpointing == "none":
+            if config.train.activation_checkpointing != "full":
                 remedies.append("train.activation_checkpointing=full")
             if config.train.micro_batch_size not in (None, 1):
                 remedies.append("a smaller train.micro_batch_size")

@@ -33,6 +33,7 @@ class ChunkWalk:
         self.sizes, self.overlap, self.element_bytes = step.sizes, step.overlap, step.element_bytes
         self.length, self.tokens = step.length, samples * step.length
         self.sequence_parallel = step.sequence_parallel
+        self.recomputes_inputs = step.config.train.activation_checkpointing == "selective"
         self.stream_tokens = self.tokens // (self.sizes.x if self.sequence_parallel else 1)
         self.device = device = step.device
         self.compute, self.scratch = device.compute, device.scratch

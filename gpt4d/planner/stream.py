@@ -228,8 +228,8 @@ class PlannedGradients:
         nbytes = self.optimized * MASTER_BYTES
         self.device.compute(moved=nbytes, operations=len(self.elements))
         self.device.do("all_reduce", "world", 3 * 8)
-        # Clipping reads and writes; AdamW reads weight, gradient and two states and writes all but the gradient.
-        self.device.compute(moved=(2 + 7) * nbytes, operations=2 * len(self.elements))
+        # AdamW reads weight, gradient and two states and writes all, the gradient scaled.
+        self.device.compute(moved=8 * nbytes, operations=len(self.elements))
 
     def start_param_all_gather(self) -> None:
         """Start to gather the rows that other ranks updated in the step before."""

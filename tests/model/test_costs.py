@@ -82,6 +82,8 @@ def test_planned_computation_takes_as_long_as_a_steps_operations(
         (GridSizes(2, 2, 2, 1), "fp32", "none", {"chunks": 2}),
         (GridSizes(2, 4, 1, 1), "bf16", "full", {"chunks": 4, "scatter_heads": False}),
         (GridSizes(4, 2, 1, 1), "fp32", "full", {"sequence_parallel": True}),
+        (GridSizes(2, 2, 2, 1), "bf16", "selective", {}),
+        (GridSizes(4, 1, 1, 2), "fp32", "selective", {"sequence_parallel": True}),
         (GridSizes(2, 2, 1, 2), "bf16", "none", {"sequence_parallel": True, "chunks": 4}),
     ],
     ids=str,
@@ -100,7 +102,7 @@ def test_planned_computation_of_chunks_and_split_tokens_takes_as_long(
     [
         (GridSizes(), "fp32", "none", {}),
         (GridSizes(), "bf16", "full", {}),
-        (GridSizes(2, 2, 2, 1), "bf16", "none", {"chunks": 2}),
+        (GridSizes(2, 2, 2, 1), "bf16", "selective", {"chunks": 2}),
         (GridSizes(4, 2, 1, 1), "fp32", "full", {"sequence_parallel": True}),
         (GridSizes(1, 4, 2, 1), "bf16", "none", {"scatter_heads": False}),
     ],

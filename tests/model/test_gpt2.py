@@ -47,9 +47,9 @@ def oracle():
     return model.state_dict(), logits.detach(), grads
 
 
-def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODEL):
+def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_MODEL):
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
-    model = build_model(config, sizes, recompute=recompute)
+    model = build_model(config, sizes, checkpointing=checkpointing)
     grid = model.weights.grid
     total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
     if state is not None:
@@ -66,9 +66,10 @@ def forward_and_backward(sizes, state, recompute, microbatches, config=TINY_MODE
 
 
 def variants(sizes, state):
-    """All four of {checkpointing on, off} × {accumulation on, off} in one visit of the ranks."""
+    """Every kind of checkpointing, with and without accumulation, in one visit of the ranks."""
     microbatches = 2 if BATCH // sizes.batch_shards > 1 else 1
-    return [forward_and_backward(sizes, state, r, m) for r in (False, True) for m in {1, microbatches}]
+    choices = ("none", 1), ("full", microbatches), ("selective", microbatches)
+    return [forward_and_backward(sizes, state, *choice) for choice in choices]
 
 
 def assembled_logits(answers, sizes):
@@ -94,20 +95,20 @@ def test_logits_and_gradients_equal_transformers_gpt2(ranks, oracle, sizes):
         assert sum(norms).item() == pytest.approx(true_norm.item(), rel=1e-12)
 
 
-def with_dropout(sizes, recompute):
+def with_dropout(sizes, checkpointing):
     from dataclasses import replace
 
     config = replace(TINY_MODEL, dropout=0.2, attention_dropout=0.3)
-    return forward_and_backward(sizes, None, recompute, 1, config)
+    return forward_and_backward(sizes, None, checkpointing, 1, config)
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:], PAIRWISE_GRIDS[1::2]))
 def test_dropout_masks_are_equal_on_every_grid_and_in_recomputation(ranks, sizes):
-    ((_, serial, _),) = ranks.run(1, with_dropout, BINARY_GRIDS[0], False)
-    ((_, plain, _),) = ranks.run(1, forward_and_backward, BINARY_GRIDS[0], None, False, 1)
+    ((_, serial, _),) = ranks.run(1, with_dropout, BINARY_GRIDS[0], "none")
+    ((_, plain, _),) = ranks.run(1, forward_and_backward, BINARY_GRIDS[0], None, "none", 1)
     assert any(relative(serial[name], plain[name]) > 0.1 for name in plain), "dropout did nothing"
-    for recompute in (False, True):
-        _, grads, _ = ranks.run(sizes.devices, with_dropout, sizes, recompute)[0]
+    for checkpointing in ("none", "selective", "full"):
+        _, grads, _ = ranks.run(sizes.devices, with_dropout, sizes, checkpointing)[0]
         for name, grad in serial.items():
             assert relative(grads[name], grad) <= 1e-12, name
 
@@ -140,9 +141,9 @@ def test_bf16_compute_gives_fp32_gradients_near_those_of_fp32(ranks, sizes):
         assert relative(near[name], grad) < 0.05, name
 
 
-def logits_of_packed(sizes, state, ids, recompute):
+def logits_of_packed(sizes, state, ids, checkpointing):
     """On a rank: its logits of sequences in which a 0 ends a document, its shard and its place on x."""
-    model = build_model(TINY_MODEL, sizes, recompute=recompute)
+    model = build_model(TINY_MODEL, sizes, checkpointing=checkpointing)
     fill_from_hf(model, state)
     grid = model.weights.grid
     ids = batch_part(ids, grid)
@@ -151,8 +152,8 @@ def logits_of_packed(sizes, state, ids, recompute):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(2, 2, 2)], ids=grid_name)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_documents_of_a_sequence_do_not_see_each_other(ranks, sizes, recompute):
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_documents_of_a_sequence_do_not_see_each_other(ranks, sizes, checkpointing):
     from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -167,7 +168,7 @@ def test_documents_of_a_sequence_do_not_see_each_other(ranks, sizes, recompute):
                 with torch.no_grad():
                     expected[row, start:stop] = theirs(ids[row : row + 1, start:stop]).logits
             start = stop
-    answers = ranks.run(sizes.devices, logits_of_packed, sizes, theirs.state_dict(), ids, recompute)
+    answers = ranks.run(sizes.devices, logits_of_packed, sizes, theirs.state_dict(), ids, checkpointing)
     by_place = {(shard, x): logits for shard, x, logits in answers}
     rows = [torch.cat([by_place[shard, x] for x in range(sizes.x)], -1) for shard in range(sizes.batch_shards)]
     found = torch.cat(rows)[..., : TINY_MODEL.vocab_size]

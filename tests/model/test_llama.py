@@ -121,9 +121,9 @@ def paired(choices, sampled):
     ]
 
 
-def forward_and_backward(config, sizes, state, recompute, parallel):
+def forward_and_backward(config, sizes, state, checkpointing, parallel):
     """On a rank: its place and logits, on rank 0 the global gradients by transformers' names, its share of the norm."""
-    train = TrainConfig(seq_len=LENGTH, activation_checkpointing="full" if recompute else "none")
+    train = TrainConfig(seq_len=LENGTH, activation_checkpointing=checkpointing)
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
     stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
@@ -142,10 +142,12 @@ def forward_and_backward(config, sizes, state, recompute, parallel):
 
 
 def variants(config, sizes, state):
-    """With and without recomputation; chunks, split tokens and unsplit heads where the grid has room for them."""
+    """Both kinds of checkpointing; chunks, split tokens and unsplit heads where the grid has room for them."""
     room = BATCH // sizes.batch_shards >= 2
     options = [{"chunks": 2} if room else {}, {"sequence_parallel": True, "scatter_heads": False}]
-    return [forward_and_backward(config, sizes, state, r, o) for r, o in zip((False, True), options, strict=True)]
+    return [
+        forward_and_backward(config, sizes, state, r, o) for r, o in zip(("selective", "full"), options, strict=True)
+    ]
 
 
 def relative(ours, theirs):

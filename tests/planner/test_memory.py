@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.memory import allocated_peak
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.model.unet.config import UNetConfig
@@ -75,18 +76,9 @@ def peak_taken(config: Config, sizes: GridSizes) -> int:
 
 def memory_peak(run_step: Callable[[], None]) -> int:
     """Return the most that torch's allocator has given out in the third step, over what was there before."""
-    from torch.profiler import ProfilerActivity, profile
-
     for _ in range(2):
         run_step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run_step()
-    events = profiler.profiler.kineto_results.events()
-    now = peak = 0
-    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        now += nbytes
-        peak = max(peak, now)
-    return peak
+    return allocated_peak(run_step)
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(2, 1, 2, 1), GridSizes(1, 2, 1, 4)], ids=grid_name)
@@ -118,6 +110,8 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
         (GridSizes(1, 1, 2, 2), ["parallel.whole_layers=3", "optim.shard_states=true"]),
         (GridSizes(2, 2, 1, 1), ["parallel.chunks=2", "parallel.sequence_parallel=true"]),
         (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
+        (GridSizes(), ["train.activation_checkpointing=selective"]),
+        (GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=selective", "parallel.chunks=2"]),
         (GridSizes(1, 2, 2, 1), ["parallel.chunks=4", "train.activation_checkpointing=full", "train.precision=bf16"]),
         (GridSizes(1, 4, 1, 1), ["parallel.scatter_heads=false", "parallel.chunks=2"]),
         (GridSizes(1, 4, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
@@ -135,6 +129,7 @@ def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrid
         (GridSizes(), []),
         (GridSizes(), ["train.activation_checkpointing=full", "train.precision=bf16"]),
         (GridSizes(2, 2, 1, 1), ["train.precision=bf16", "model.qk_norm=true"]),
+        (GridSizes(2, 1, 1, 1), ["train.activation_checkpointing=selective"]),
         (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
         (GridSizes(1, 2, 2, 1), ["parallel.chunks=2", "model.tied=false"]),
         (GridSizes(2, 1, 2, 1), ["parallel.scatter_heads=false", "model.qkv_bias=true"]),
@@ -150,7 +145,7 @@ def test_the_peak_of_a_step_of_a_llama_is_predicted_within_10_percent(ranks, siz
     [
         (GridSizes(), []),
         (GridSizes(), ["train.activation_checkpointing=full"]),
-        (GridSizes(2, 2, 1, 1), ["train.micro_batch_size=4"]),
+        (GridSizes(2, 2, 1, 1), ["train.micro_batch_size=4", "train.activation_checkpointing=selective"]),
         (GridSizes(2, 1, 2, 1), ["train.activation_checkpointing=full", "parallel.chunks=2"]),
         (GridSizes(1, 2, 1, 2), ["train.precision=bf16"]),
     ],

@@ -18,23 +18,24 @@ from gpt4d.model.residual import ResidualBlock
 def describe(config: GPT2Config) -> Description:
     """Return the description of a GPT-2."""
     h, inner = config.hidden, 4 * config.hidden
+    attention_norm, mlp_norm = LayerNormCost("attention_norm", h), LayerNormCost("mlp_norm", h)
+    activation, norm = ActivationCost(inner, inner), LayerNormCost("norm", h, branch=False)
     block = ResidualBlock(
         branches=(
             (
-                LayerNormCost("attention_norm", h),
-                LinearCost("attention.qkv", h, h, num_fused=3, heads=config.heads),
+                attention_norm,
+                LinearCost("attention.qkv", h, h, num_fused=3, heads=config.heads, source=attention_norm),
                 AttentionCost(config.heads, h, dropout=config.attention_dropout > 0),
                 LinearCost("attention.output", h, h, transposed=True, heads=config.heads),
             ),
             (
-                LayerNormCost("mlp_norm", h),
-                LinearCost("mlp.up", h, inner),
-                ActivationCost(inner, inner),
-                LinearCost("mlp.down", inner, h, transposed=True),
+                mlp_norm,
+                LinearCost("mlp.up", h, inner, source=mlp_norm),
+                activation,
+                LinearCost("mlp.down", inner, h, transposed=True, source=activation),
             ),
         ),
         features=h,
-        dropout=config.dropout > 0,
     )
     vocabulary = config.padded_vocab_size
     return Description(
@@ -42,8 +43,8 @@ def describe(config: GPT2Config) -> Description:
             Unit("", TokenEmbeddingCost("tokens", vocabulary, h)),
             Unit("", PositionEmbeddingCost("positions", config.max_positions, h)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
-            Unit("", LayerNormCost("norm", h, branch=False)),
-            Unit("", LinearCost("head", h, vocabulary, bias=False, tied="tokens.weight")),
+            Unit("", norm),
+            Unit("", LinearCost("head", h, vocabulary, bias=False, tied="tokens.weight", source=norm)),
             Unit("", CrossEntropyCost(vocabulary)),
         ),
         rules=(

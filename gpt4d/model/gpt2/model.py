@@ -15,6 +15,7 @@ from gpt4d.parallel.layers.embedding import PositionEmbedding
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.recomputation import Recomputable, recomputable
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -26,24 +27,30 @@ class Attention(nn.Module):
         self.core = AttentionCore(config.heads, config.attention_dropout, axes)
         self.output = Linear(weights, hidden, hidden, transposed=True, std=residual_std, inner_split=split)
 
-    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
         mixed_TN = self.core.of_fused(await self.qkv(x_TH), tokens)
         return await self.output(mixed_TN)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
         super().__init__()
+        self.weights = weights
         self.up = Linear(weights, config.hidden, 4 * config.hidden)
         self.down = Linear(weights, 4 * config.hidden, config.hidden, transposed=True, std=residual_std)
 
-    async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return await self.down(F.gelu(await self.up(x_TH), approximate="tanh"))
+    async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
+        return await self.down(recomputable(self.weights, _gelu, await self.up(x_TH)))
 
 
 class Block(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream):
         super().__init__()
+        self.weights = weights
         # 2·layers outputs add up in the residual stream: scaled so that their sum keeps its size (GPT-2).
         residual_std = 0.02 / (2 * config.layers) ** 0.5
         self.attention_norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
@@ -54,9 +61,10 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.dropout, weights.grid.y)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        attended_TH = await self.attention(self.attention_norm(x_TH), tokens)
+        attended_TH = await self.attention(recomputable(self.weights, self.attention_norm, x_TH), tokens)
         x_TH = x_TH + self.attention_dropout(attended_TH, tokens)
-        return x_TH + self.mlp_dropout(await self.mlp(self.mlp_norm(x_TH)), tokens)
+        changed_TH = await self.mlp(recomputable(self.weights, self.mlp_norm, x_TH))
+        return x_TH + self.mlp_dropout(changed_TH, tokens)
 
 
 class GPT(TextModel):

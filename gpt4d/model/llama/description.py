@@ -15,19 +15,21 @@ def describe(config: LlamaConfig) -> Description:
     h, attended, parts = config.hidden, config.heads * config.head_size, config.head_parts
     columns, vocabulary = sum(config.qkv_channels), config.padded_vocab_size
     norms = ("attention.q_norm", "attention.k_norm") if config.qk_norm else ()
+    attention_norm, mlp_norm = RMSNormCost("attention_norm", h), RMSNormCost("mlp_norm", h)
+    gate, norm = GatedCost(config.inner), RMSNormCost("norm", h, branch=False)
     block = ResidualBlock(
         branches=(
             (
-                RMSNormCost("attention_norm", h),
-                LinearCost("attention.qkv", h, columns, bias=config.qkv_bias, heads=parts),
+                attention_norm,
+                LinearCost("attention.qkv", h, columns, bias=config.qkv_bias, heads=parts, source=attention_norm),
                 GroupedAttentionCost(config.heads, config.key_value_heads, config.head_size, parts, norms),
                 LinearCost("attention.output", attended, h, transposed=True, bias=False, heads=parts),
             ),
             (
-                RMSNormCost("mlp_norm", h),
-                LinearCost("mlp.up", h, config.inner, num_fused=2, bias=False),
-                GatedCost(config.inner),
-                LinearCost("mlp.down", config.inner, h, transposed=True, bias=False),
+                mlp_norm,
+                LinearCost("mlp.up", h, config.inner, num_fused=2, bias=False, source=mlp_norm),
+                gate,
+                LinearCost("mlp.down", config.inner, h, transposed=True, bias=False, source=gate),
             ),
         ),
         features=h,
@@ -39,8 +41,8 @@ def describe(config: LlamaConfig) -> Description:
             Unit("", TokenEmbeddingCost("tokens", vocabulary, h)),
             Unit("", RotaryCost(config.head_size)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
-            Unit("", RMSNormCost("norm", h, branch=False)),
-            Unit("", LinearCost("head", h, vocabulary, bias=False, tied=tied)),
+            Unit("", norm),
+            Unit("", LinearCost("head", h, vocabulary, bias=False, tied=tied, source=norm)),
             Unit("", CrossEntropyCost(vocabulary)),
         ),
         rules=(

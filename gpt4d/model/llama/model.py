@@ -19,6 +19,7 @@ from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.norm import HeadNorm, RMSNorm
 from gpt4d.parallel.layers.rotary import Rotary
 from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.recomputation import Recomputable, recomputable
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -38,7 +39,7 @@ class Attention(nn.Module):
             weights, inner, config.hidden, transposed=True, bias=False, std=residual_std, inner_split=split
         )
 
-    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
         qkv_BSN = (await self.qkv(x_TH)).unflatten(0, (-1, tokens.length))
         q_BSN, k_BSN, v_BSN = separate(qkv_BSN, self.channels)
         q_BShs = q_BSN.unflatten(-1, (-1, self.size))
@@ -52,16 +53,18 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, residual_std: float):
         super().__init__()
+        self.weights = weights
         self.up = Linear(weights, config.hidden, config.inner, num_fused=2, bias=False)
         self.down = Linear(weights, config.inner, config.hidden, transposed=True, bias=False, std=residual_std)
 
-    async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return await self.down(swiglu(await self.up(x_TH)))
+    async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
+        return await self.down(recomputable(self.weights, swiglu, await self.up(x_TH)))
 
 
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary):
         super().__init__()
+        self.weights = weights
         residual_std = 0.02 / (2 * config.layers) ** 0.5  # as GPT-2's
         self.attention_norm = RMSNorm(weights, config.hidden, config.norm_epsilon)
         self.attention = Attention(config, weights, rotary, residual_std)
@@ -69,8 +72,8 @@ class Block(nn.Module):
         self.mlp = MLP(config, weights, residual_std)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        x_TH = x_TH + await self.attention(self.attention_norm(x_TH), tokens)
-        return x_TH + await self.mlp(self.mlp_norm(x_TH))
+        x_TH = x_TH + await self.attention(recomputable(self.weights, self.attention_norm, x_TH), tokens)
+        return x_TH + await self.mlp(recomputable(self.weights, self.mlp_norm, x_TH))
 
 
 class Llama(TextModel):

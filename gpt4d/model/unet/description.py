@@ -100,14 +100,17 @@ def _block(config: UNetConfig, block: Block, fork: bool) -> BlockCost:
         return ProductBlock(conv, forked)
     wide = sum(block.in_channels)
     within = out._replace(axis=inner)
+    before, between = ActivationCost(wide, wide, outer, out.size**2), _silu(within)
     first = (
         GroupNormCost("first_norm", block.in_channels, config.groups, out.size**2, outer, branch=True),
-        ActivationCost(wide, wide, outer, out.size**2),
-        Conv2dCost("first", wide, out.channels, _KERNEL, size, Axes(outer, inner), padding=_PADDING),
+        before,
+        Conv2dCost("first", wide, out.channels, _KERNEL, size, Axes(outer, inner), padding=_PADDING, source=before),
         _norm(config, "second_norm", within),
         ScaleShiftCost("time", structure.embedding_size(config), out.channels, out.size**2, inner),
-        _silu(within),
-        Conv2dCost("second", out.channels, out.channels, _KERNEL, size, Axes(inner, outer), padding=_PADDING),
+        between,
+        Conv2dCost(
+            "second", out.channels, out.channels, _KERNEL, size, Axes(inner, outer), padding=_PADDING, source=between
+        ),
     )
     shortcut = None
     if wide != out.channels:

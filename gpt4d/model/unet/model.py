@@ -6,6 +6,7 @@ pictures.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
+from gpt4d.parallel.recomputation import recomputable
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 
@@ -54,7 +56,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, config: UNetConfig, weights: WeightStream, block: Block):
         super().__init__()
-        self.block = block
+        self.block, self.weights = block, weights
         wide, channels, outer, inner = sum(block.in_channels), block.output.channels, block.outer, block.inner
         norm = config.groups, config.norm_epsilon
         self.shortcut = None
@@ -75,11 +77,13 @@ class ResidualBlock(nn.Module):
         if skip:
             x_BSSC = concatenate([x_BSSC, *skip], self.block.in_channels)
         shortcut_BSSC = x_BSSC if self.shortcut is None else await self.shortcut(x_BSSC)
-        h_BSSC = await self.first(F.silu(self.first_norm(x_BSSC)))
-        h_BSSC = F.silu(await self.time(self.second_norm(h_BSSC), embedding_BE))
-        h_BSSC = self.dropout(h_BSSC.flatten(0, 2), pixels).view_as(h_BSSC)
-        x_BSSC = shortcut_BSSC + await self.second(h_BSSC)
+        h_BSSC = await self.first(recomputable(self.weights, F.silu, self.first_norm(x_BSSC)))
+        h_BSSC = await self.time(self.second_norm(h_BSSC), embedding_BE)
+        x_BSSC = shortcut_BSSC + await self.second(recomputable(self.weights, partial(self._activated, pixels), h_BSSC))
         return x_BSSC if self.attention is None else await self.attention(x_BSSC, pixels)
+
+    def _activated(self, pixels: Tokens, h_BSSC: torch.Tensor) -> torch.Tensor:
+        return self.dropout(F.silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
 
 
 class LevelChange(nn.Module):

@@ -10,6 +10,7 @@ from torch import nn
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.dropout import DropoutFunction
 from gpt4d.parallel.layers.product import FEATURES
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.weights import WeightStream
@@ -65,7 +66,7 @@ class AttentionCore(nn.Module):
             tokens: where they come from.
         """
         assert self.causal or tokens.documents is None, "documents limit causal attention only"
-        mask = None if tokens.documents is None else document_mask(tokens.documents)
+        mask = tokens.attention_mask
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(self, k, v), tokens.cache.mask
         if k.shape[2] != self.heads:
@@ -88,10 +89,4 @@ class AttentionCore(nn.Module):
         heads = torch.arange(self.first_head, self.first_head + self.heads, device=device)
         rows = random.fold(random.fold(self.key, sample_ids)[:, None], heads)[..., None]
         rows = random.fold(rows, torch.arange(length, device=device))
-        keep = random.keep_mask(rows, length, 0, self.dropout)
-        return torch.where(keep, weights / (1 - self.dropout), 0) @ v
-
-
-def document_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Return the boolean mask [batch, 1, query, key]: keys of the same document, up to the query itself."""
-    return (documents[:, None, :, None] == documents[:, None, None, :]).tril_()
+        return DropoutFunction.apply(weights, rows, 0, self.dropout) @ v

@@ -12,6 +12,7 @@ from torch import nn
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
 from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -131,5 +132,5 @@ class Conv2d(nn.Module):
         self.weight = weights.parameter(layer["weight"])
         self.bias = weights.parameter(layer["bias"]) if bias else None
 
-    async def forward(self, x_BHWC: torch.Tensor) -> torch.Tensor:
+    async def forward(self, x_BHWC: torch.Tensor | Recomputable) -> torch.Tensor:
         return await multiply(x_BHWC, self.weight, self.bias, self.context)

@@ -10,21 +10,11 @@ import torch
 from torch import nn
 
 from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.matmul import matmul, product
 from gpt4d.parallel.layers.product import ProductContext, multiply
 from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.weights import WeightStream
-
-
-def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``a @ b``, added up and returned in ``dtype``: the matrices may be bf16 and their product float32.
-
-    On ROCm, whose libraries lack such a product, the result of bf16 matrices is rounded to bf16 once.
-    """
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cpu:
-        return a.to(dtype) @ b.to(dtype)
-    return (a @ b).to(dtype) if torch.version.hip else torch.mm(a, b, out_dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -39,12 +29,12 @@ class Matmul:
 
     def forward(self, x_BK, weight, bias):
         rows, w = x_BK.reshape(-1, x_BK.shape[-1]), self._matrix(weight)
-        out = rows @ w if bias is None else torch.addmm(bias.flatten(), rows, w)
+        out = matmul(rows, w, None if bias is None else bias.flatten())
         return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if self.transposed_storage else weight.shape[1:]))
 
     def input_gradient(self, d_out_BN, weight, x_BK):
         w = self._matrix(weight)
-        return (d_out_BN.view(-1, w.shape[1]) @ w.t()).view(x_BK.shape)
+        return matmul(d_out_BN.view(-1, w.shape[1]), w.t()).view(x_BK.shape)
 
     def weight_gradient(self, d_out_BN, x_BK, weight):
         rows = x_BK.reshape(-1, x_BK.shape[-1])
@@ -95,7 +85,7 @@ class Linear(nn.Module):
         self.weight = weights.parameter(layer["weight"])
         self.bias = weights.parameter(layer["bias"]) if bias else None
 
-    async def forward(self, x_BK: torch.Tensor) -> torch.Tensor:
+    async def forward(self, x_BK: torch.Tensor | Recomputable) -> torch.Tensor:
         return await multiply(x_BK, self.weight, self.bias, self.context)
 
 
@@ -106,5 +96,5 @@ class Head(nn.Module):
         super().__init__()
         self.context = ProductContext(weights, Matmul(transposed_storage=True), weights.grid.y, weights.grid.x)
 
-    async def forward(self, x_BK: torch.Tensor, embedding: nn.Parameter) -> torch.Tensor:
+    async def forward(self, x_BK: torch.Tensor | Recomputable, embedding: nn.Parameter) -> torch.Tensor:
         return await multiply(x_BK, embedding, None, self.context)

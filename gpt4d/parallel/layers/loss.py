@@ -1,9 +1,17 @@
-"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a full row."""
+"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a full row.
+
+Only one copy of the logits exists, in the precision in which they were computed. Forward and backward work on blocks of
+rows in float32, or float64 for float64 logits; the backward computes the softmax again from two numbers per token and
+writes the gradient in the place of the logits.
+"""
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel import collectives
+from gpt4d.parallel import collectives, limits
+from gpt4d.parallel.fusion import fused
 from gpt4d.parallel.grid import Axis
 
 
@@ -13,38 +21,65 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, vocabulary: int, axis: Axis):
         first = axis.index * logits.shape[-1]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        padding = max(0, min(logits.shape[-1], vocabulary - first))  # first column of padding on this rank
-        largest = wide.new_full(targets.shape, -torch.inf)
-        if padding:
-            largest = wide[:, :padding].amax(-1)
+        columns = max(0, min(logits.shape[-1], vocabulary - first))  # without those of padding on this rank
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        largest = logits.new_full(targets.shape, -torch.inf, dtype=wide)
+        if columns:
+            largest.copy_(logits[:, :columns].amax(-1))
         largest = collectives.all_reduce(largest, axis, dist.ReduceOp.MAX)
-        shifted = wide - largest.unsqueeze(-1)
-        shifted[:, padding:].fill_(-torch.inf)
         local = targets - first
         elsewhere = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill_(elsewhere, 0).unsqueeze(-1)
-        target_logits = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0)
-        exponentials = shifted.exp_()
-        sums = torch.stack((exponentials.sum(-1), target_logits))
+        sums = torch.stack((largest, logits.gather(-1, local).squeeze(-1).to(wide) - largest))
+        sums[1].masked_fill_(elsewhere, 0)
+        for rows in _blocks(logits):
+            sums[0, rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
         normalizer, target_logits = collectives.all_reduce(sums, axis)
-        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), local, elsewhere)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(logits, largest, normalizer, local, elsewhere)
+        ctx.columns = columns
         return (normalizer.log() - target_logits).sum()
 
     @staticmethod
     def backward(ctx, d_loss):
-        probabilities, local, elsewhere = ctx.saved_tensors
         # In place, because this is the largest tensor of a step; autograd detects a second use.
-        d_logits = probabilities.mul_(d_loss)
-        d_target = d_loss.expand(local.shape).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return d_logits.scatter_add_(-1, local, -d_target).to(ctx.dtype), None, None, None
+        logits, largest, normalizer, local, elsewhere = ctx.saved_tensors
+        if not ctx.columns:
+            return logits.zero_(), None, None, None
+        scale = d_loss / normalizer
+        at_target = (logits.gather(-1, local).squeeze(-1) - largest).exp_().mul_(scale)
+        at_target.sub_(d_loss.expand_as(scale).masked_fill(elsewhere, 0))
+        for rows in _blocks(logits):
+            _write_softmax(logits[rows, : ctx.columns], largest[rows], scale[rows])
+        logits[:, ctx.columns :] = 0
+        logits.scatter_(-1, local, at_target.unsqueeze(-1).to(logits.dtype))
+        return logits, None, None, None
+
+
+@fused
+def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    return (logits - largest[:, None]).exp_().sum(-1)
+
+
+@fused
+def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
+    """Replace logits by their exponentials, relative to those of the largest ones, times ``scale``."""
+    if logits.dtype == largest.dtype:
+        logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
+    else:
+        logits.copy_((logits - largest[:, None]).exp_().mul_(scale[:, None]))
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Yield slices of consecutive rows, so that their parts of ``logits`` [rows, columns] are blocks."""
+    rows = limits.loss_rows(logits.shape[-1])
+    for start in range(0, len(logits), rows):
+        yield slice(start, start + rows)
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, axis: Axis) -> torch.Tensor:
     """Return the loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
 
     ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are
-    padding and are ignored.
+    padding and are ignored. The backward overwrites ``logits`` with their gradient.
     """
     return CrossEntropyFunction.apply(logits.flatten(0, -2), targets.flatten(), vocabulary, axis)

@@ -4,12 +4,14 @@ Weight and bias are masters, and their gradients are summed in the masters' dtyp
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gpt4d.parallel import collectives
+from gpt4d.parallel.fusion import fused
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.weights import WeightStream
@@ -20,31 +22,56 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, axis: Axis, epsilon: float):
-        wide = x if x.dtype == torch.float64 else x.float()
         # The parts' statistics are combined into those of all features (Chan et al.): this takes one small all-gather
         # and no difference of large squares.
-        mean = wide.mean(-1)
-        variance = (wide - mean.unsqueeze(-1)).square_().mean(-1)  # torch.var_mean is five times slower on a CPU
-        parts = collectives.all_gather(torch.stack((mean, variance)).unsqueeze(0), axis, parameter=weight)
+        parts = collectives.all_gather(_mean_and_variance(x).unsqueeze(0), axis, parameter=weight)
         mean = parts[:, 0].mean(0)
         variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)
         mean, rstd = mean.unsqueeze(-1), (variance + epsilon).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.axis, ctx.parameter = axis, weight
-        return ((wide - mean) * rstd * weight + bias).to(x.dtype)
+        return _scaled(x, mean, rstd, weight, bias)
 
     @staticmethod
     def backward(ctx, d_out):
         x, weight, mean, rstd = ctx.saved_tensors
-        normal, d_out = (x - mean) * rstd, d_out.to(rstd.dtype)
-        d_normal = d_out * weight
-        sums = torch.stack((d_normal.sum(-1), (d_normal * normal).sum(-1)))
+        sums = _sums_of_gradient(d_out, x, mean, rstd, weight)
         sums = collectives.all_reduce(sums, ctx.axis, parameter=ctx.parameter)
         sums = sums.div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
-        d_x = (d_normal - sums[0] - normal * sums[1]) * rstd
-        d_weight = (d_out * normal).flatten(0, -2).sum(0)
-        d_bias = d_out.flatten(0, -2).sum(0)
-        return d_x.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), None, None
+        return *_gradients(d_out, x, mean, rstd, weight, sums), None, None
+
+
+@fused
+def _mean_and_variance(x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(_statistics_dtype(x))
+    mean = wide.mean(-1)
+    # torch.var_mean is five times slower on a CPU.
+    return torch.stack((mean, (wide - mean.unsqueeze(-1)).square_().mean(-1)))
+
+
+@fused
+def _scaled(x, mean, rstd, weight, bias) -> torch.Tensor:
+    return (x - mean).mul_(rstd).mul_(weight).add_(bias).to(x.dtype)
+
+
+@fused
+def _sums_of_gradient(d_out, x, mean, rstd, weight) -> torch.Tensor:
+    """Return the sums over this rank's features that the gradient of the input needs."""
+    d_normal = d_out * weight
+    return torch.stack((d_normal.sum(-1), (x - mean).mul_(rstd).mul_(d_normal).sum(-1)))
+
+
+@fused
+def _gradients(d_out, x, mean, rstd, weight, sums) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of input, weight and bias from the means ``sums`` over all features."""
+    normal, d_out = (x - mean).mul_(rstd), d_out.to(rstd.dtype)
+    d_x = (d_out * weight).sub_(sums[0]).addcmul_(normal, sums[1], value=-1).mul_(rstd)
+    d_weight = normal.mul_(d_out).flatten(0, -2).sum(0)
+    return d_x.to(x.dtype), d_weight.to(weight.dtype), d_out.flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 class MixedLayerNormFunction(torch.autograd.Function):
@@ -66,8 +93,14 @@ class MixedLayerNormFunction(torch.autograd.Function):
             d_out, x, weight.shape, mean, rstd, weight, bias, [True, False, False]
         )
         # The kernel would round sums over all tokens to the narrow dtype. The statistics have the wide one.
-        d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
-        return d_x, d_weight, d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype), None
+        return d_x, *_parameter_gradients(d_out, x, mean, rstd), None
+
+
+@fused
+def _parameter_gradients(d_out, x, mean, rstd) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of weight and bias."""
+    d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
+    return d_weight, d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -86,6 +119,13 @@ class LayerNorm(nn.Module):
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
         return MixedLayerNormFunction.apply(x, self.weight, self.bias, self.epsilon)
 
+    def again(self, x: torch.Tensor, node: Any) -> torch.Tensor:
+        """Return the output for ``x`` with the statistics that ``node`` of the first one has kept, without autograd."""
+        if self.axis.size == 1:
+            return self(x)
+        _, weight, mean, rstd = node.saved_tensors
+        return _scaled(x, mean, rstd, weight, self.bias)
+
 
 class RMSNormFunction(torch.autograd.Function):
     """``x / sqrt(mean(x²) + epsilon) · weight`` over the last dim, which ``axis`` splits equally.
@@ -95,26 +135,44 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, axis: Axis, summed: Sequence[Axis], epsilon: float):
-        wide = x if x.dtype == torch.float64 else x.float()
-        squares = wide.square().sum(-1)
-        squares = collectives.all_reduce(squares, axis, parameter=weight)
+        squares = collectives.all_reduce(_sum_of_squares(x), axis, parameter=weight)
         rstd = squares.div_(x.shape[-1] * axis.size).add_(epsilon).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, rstd)
         ctx.axis, ctx.summed, ctx.parameter = axis, summed, weight
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        return _rms_scaled(x, rstd, weight)
 
     @staticmethod
     def backward(ctx, d_out):
         x, weight, rstd = ctx.saved_tensors
-        normal, d_out = x * rstd, d_out.to(rstd.dtype)
-        d_normal = d_out * weight
-        sums = collectives.all_reduce((d_normal * normal).sum(-1), ctx.axis, parameter=ctx.parameter)
+        sums = collectives.all_reduce(_rms_sum_of_gradient(d_out, x, rstd, weight), ctx.axis, parameter=ctx.parameter)
         sums = sums.div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
-        d_weight = (d_out * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        d_x, d_weight = _rms_gradients(d_out, x, rstd, weight, sums)
         for axis in ctx.summed:
             d_weight = collectives.all_reduce(d_weight, axis, parameter=ctx.parameter)
-        d_x = d_normal.addcmul_(normal, sums, value=-1).mul_(rstd)
-        return d_x.to(x.dtype), d_weight, None, None, None
+        return d_x, d_weight, None, None, None
+
+
+@fused
+def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_statistics_dtype(x)).square().sum(-1)
+
+
+@fused
+def _rms_scaled(x, rstd, weight) -> torch.Tensor:
+    return (x * rstd).mul_(weight).to(x.dtype)
+
+
+@fused
+def _rms_sum_of_gradient(d_out, x, rstd, weight) -> torch.Tensor:
+    return (d_out * weight).mul_(x * rstd).sum(-1)
+
+
+@fused
+def _rms_gradients(d_out, x, rstd, weight, sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of input and weight from the mean ``sums`` over all features."""
+    normal = x * rstd
+    d_x = (d_out * weight).addcmul_(normal, sums, value=-1).mul_(rstd)
+    return d_x.to(x.dtype), normal.mul_(d_out).flatten(0, -2).sum(0).to(weight.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -127,6 +185,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return RMSNormFunction.apply(x, self.weight, self.axis, (), self.epsilon)
+
+    def again(self, x: torch.Tensor, node: Any) -> torch.Tensor:
+        """Return the output for ``x`` with the statistics that ``node`` of the first one has kept, without autograd."""
+        _, weight, rstd = node.saved_tensors
+        return _rms_scaled(x, rstd, weight)
 
 
 class HeadNorm(nn.Module):

@@ -11,6 +11,7 @@ input's, has the other chunks' computation beside it too.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers import specs
+from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.turns import Turn
 from gpt4d.parallel.weights import WeightStream
 
@@ -71,6 +73,7 @@ class _Call:
     bias: nn.Parameter | None
     input_split: int | None
     output_split: int | None
+    input_again: Callable[[], torch.Tensor] | None  # computes an input that is not kept
     output: Pending | None = None  # the product, summed
     shape: tuple[int, ...] = ()  # of the product
     d_output: Pending | None = None  # the gathered gradient of a scattered output
@@ -141,7 +144,7 @@ class InputFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, call: _Call):
-        if call.input_split is None:
+        if call.input_split is None and call.input_again is None:
             ctx.save_for_backward(x)
         ctx.call = call
         return x.view_as(x)
@@ -177,7 +180,7 @@ class ProductFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BK, weight, bias, call: _Call):
         ctx.keeper = x_BK.grad_fn
-        if ctx.keeper is None:
+        if ctx.keeper is None and call.input_again is None:
             ctx.save_for_backward(x_BK)
         ctx.call = call
         if call.output_split is not None:
@@ -190,8 +193,11 @@ class ProductFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out_BN):
-        (x_BK,) = (ctx.keeper or ctx).saved_tensors
         call, d_x, of_weight, d_bias = ctx.call, None, None, None
+        if call.input_again is None:
+            (x_BK,) = (ctx.keeper or ctx).saved_tensors
+        else:
+            x_BK = call.input_again()
         context, weights = call.context, call.context.weights
         if call.d_output:
             d_out_BN = call.take("d_output")
@@ -235,10 +241,13 @@ class ScatteredOutputFunction(torch.autograd.Function):
 
 
 async def multiply(
-    x_BK: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: ProductContext
+    given: torch.Tensor | Recomputable, weight: nn.Parameter, bias: nn.Parameter | None, context: ProductContext
 ) -> torch.Tensor:
-    """Return the output of a layer for one chunk."""
-    call = _Call(context, weight, bias, *context.splits())
+    """Return the output of a layer for one chunk, of which the input [B, K] is given."""
+    x_BK, again = given if isinstance(given, Recomputable) else (given, None)
+    splits = context.splits()
+    # An input that is gathered is kept: it would have to be gathered again.
+    call = _Call(context, weight, bias, *splits, again if splits[0] is None else None)
     x_BK = InputFunction.apply(x_BK, call)
     if call.input_split is not None:
         pending = start_gather(x_BK.detach(), context.produced, call.input_split, weight)

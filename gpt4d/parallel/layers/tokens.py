@@ -69,6 +69,13 @@ class Tokens:
         begins = F.pad(self.documents[:, 1:] != self.documents[:, :-1], (1, 0), value=True)
         return self._places - torch.where(begins, self._places, 0).cummax(1).values
 
+    @cached_property
+    def attention_mask(self) -> torch.Tensor | None:
+        """[sequences, 1, query, key], boolean: keys of the query's document, up to itself. None: no documents."""
+        if self.documents is None:
+            return None
+        return (self.documents[:, None, :, None] == self.documents[:, None, None, :]).tril_()
+
     @property
     def _places(self) -> torch.Tensor:
         return torch.arange(self.length, device=self.sample_ids.device).expand(len(self.sample_ids), -1)

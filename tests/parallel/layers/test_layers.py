@@ -1,11 +1,16 @@
 """Each layer against plain torch in float64, alone, on the grids whose axes it uses."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel import limits
 from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
@@ -113,8 +118,9 @@ def cross_entropy(sizes, columns, vocabulary, scale):
     logits[..., vocabulary:] = 1e4  # padding that would drown everything if it took part
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
-    ours = cross_entropy_sum(mine, targets, vocabulary, weights.grid.x)
-    (3 * ours).backward()
+    with patch.object(limits, "_LOSS_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
+        ours = cross_entropy_sum(mine, targets, vocabulary, weights.grid.x)
+        (3 * ours).backward()
     logits.requires_grad_()
     theirs = F.cross_entropy(logits[..., :vocabulary].flatten(0, 1), targets.flatten(), reduction="sum")
     (3 * theirs).backward()
@@ -127,6 +133,32 @@ def cross_entropy(sizes, columns, vocabulary, scale):
 def test_cross_entropy_over_a_cut_vocabulary_leaves_padding_out(ranks, sizes, scale):
     """A vocabulary of 9 in 16 columns: of four ranks the third has one token, the last none."""
     ranks.run(sizes.devices, cross_entropy, sizes, 16, 9, scale)
+
+
+class LargestResult(TorchDispatchMode):
+    """Records the most bytes of an operation's result."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
+    logits = normal(64, 40).bfloat16().requires_grad_()
+    targets = torch.arange(64) % 37
+    expected = logits.detach().float().requires_grad_()
+    theirs = F.cross_entropy(expected[:, :37], targets, reduction="sum")
+    theirs.backward()
+    with patch.object(limits, "_LOSS_BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
+        ours = cross_entropy_sum(logits, targets, 37, Grid.single_device().x)
+        ours.backward()
+    assert largest.nbytes <= logits.nbytes
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.grad, expected.grad.bfloat16())
 
 
 def accumulate(sizes):

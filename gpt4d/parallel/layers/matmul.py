@@ -1,0 +1,46 @@
+"""Products of matrices, and the dtype in which they are added up.
+
+On x86 processors float32 products are oneDNN's, which uses AVX-512 wherever it exists. torch.mm calls MKL, which does
+so on Intel's processors only: on others with AVX-512 oneDNN is more than twice as fast.
+"""
+
+import functools
+import platform
+from collections.abc import Callable
+
+import torch
+
+_LEAST_FLOPS = 1 << 22  # of a product that oneDNN computes: it takes 15 us more to start than MKL
+
+
+@functools.cache
+def _one_dnn_linear() -> Callable | None:
+    """Return oneDNN's ``x @ weight.T + bias`` on dense tensors; None if torch has no such operation."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return None
+    # The one that torch.compile uses: torch has no public name for it.
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``a @ b + bias`` of matrices, without a gradient."""
+    if a.dtype == torch.float32 and a.is_cpu and 2 * a.numel() * b.shape[1] >= _LEAST_FLOPS:
+        linear = _one_dnn_linear()
+        if linear is not None:
+            # It copies a first matrix that is not contiguous: the gradient of logits would take their memory twice.
+            if bias is None and not a.is_contiguous() and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
+                return linear(b.t(), a, None, "none", [], "").t().contiguous()
+            return linear(a, b.t(), bias, "none", [], "")
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a @ b``, added up and returned in ``dtype``: the matrices may be bf16 and their product float32.
+
+    On ROCm, whose libraries lack such a product, the result of bf16 matrices is rounded to bf16 once.
+    """
+    if a.dtype == dtype:
+        return matmul(a, b)
+    if a.is_cpu:
+        return matmul(a.to(dtype), b.to(dtype))
+    return (a @ b).to(dtype) if torch.version.hip else torch.mm(a, b, out_dtype=dtype)
