@@ -22,9 +22,11 @@ class DeviceConfig(EmulatedClusterConfig):
 
     repeats: int = 5  # measured turns of each contender
     warm_up: int = 2  # turns of each contender before those that are measured
-    # Of our turns and of a step. The defaults are three steps of 8 sequences on cores, two of 16 on virtual devices.
+    # Of our turns, of a step and of the model. The defaults are three steps of 8 sequences on cores, two of 16 on
+    # virtual devices, and 4 layers.
     steps: int | None = None
     sequences: int | None = None
+    layers: int | None = None
     virtual: bool = False  # ranks compute on virtual devices, and the workload is larger
     flops: float = 2e10  # FLOP/s of a virtual device
     memory_gb_s: float = 1000.0  # of a virtual device

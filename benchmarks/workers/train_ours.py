@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.settings import WorkerConfig, parse_grid
-from benchmarks.workers.training import OPTIM, our_stage, repeat_step, sequences, workload
+from benchmarks.workers.training import OPTIM, our_stage, our_workload, repeat_step, sequences
 from gpt4d.config import from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
@@ -52,8 +52,7 @@ class Gpt4dTraining:
 if __name__ == "__main__":
     answers = redirect_stdout_for_answers()
     config = from_arguments(WorkerConfig, sys.argv[1:])
-    device, (model, batch, steps) = config.virtual_device(), workload(config.virtual)
-    steps, batch = config.steps or steps, config.sequences or batch
+    device, (model, batch, steps) = config.virtual_device(), our_workload(config)
     contenders, trainings = {}, {}
     with process_group(Launch.from_environment(), torch.device("cpu")):
         share_process_groups()

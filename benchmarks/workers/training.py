@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve, share_process_groups
-from benchmarks.settings import WorkerConfig
+from benchmarks.settings import DeviceConfig, WorkerConfig
 from gpt4d.config import Config, OptimConfig, ParallelConfig, from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
@@ -33,6 +34,13 @@ def workload(virtual: bool) -> Workload:
         return Workload(model, batch=16, steps=2)
     model = GPT2Config("benchmark", layers=4, hidden=512, heads=8, vocab_size=512, max_positions=128)
     return Workload(model, batch=8, steps=3)
+
+
+def our_workload(config: DeviceConfig) -> Workload:
+    """Return ``workload`` with the settings of ``config`` in the place of its own."""
+    work = workload(config.virtual)
+    model = replace(work.model, layers=config.layers or work.model.layers)
+    return Workload(model, config.sequences or work.batch, config.steps or work.steps)
 
 
 def run_worker(build_contenders: Callable[[WorkerConfig], Mapping[str, ContenderStep]]) -> None:

@@ -8,15 +8,15 @@ PREDICTED = {"8x1": 10.0, "4x2": 8.0, "2x4": 9.0}
 
 
 def test_the_planners_mesh_and_its_gain_over_the_first():
-    comparison = compare(list(PREDICTED), {"8x1": 12.0, "4x2": 10.0, "2x4": 8.0}, PREDICTED)
+    comparison = compare(list(PREDICTED), "8x1", {"8x1": 12.0, "4x2": 10.0, "2x4": 8.0}, PREDICTED)
     assert (comparison["best"], comparison["chosen"], comparison["chosen_over_best"]) == ("2x4", "4x2", 1.25)
     assert comparison["gain"] == pytest.approx(0.5) and comparison["predicted_gain"] == pytest.approx(10 / 9 - 1)
 
 
 def test_a_mesh_without_a_turn_that_counts_is_left_out():
-    comparison = compare(list(PREDICTED), {"4x2": 10.0}, PREDICTED)
+    comparison = compare(list(PREDICTED), "8x1", {"4x2": 10.0}, PREDICTED)
     assert comparison == {"best": "4x2", "chosen": "4x2", "chosen_over_best": 1.0}
-    assert compare(list(PREDICTED), {}, PREDICTED) == {}
+    assert compare(list(PREDICTED), "8x1", {}, PREDICTED) == {}
 
 
 def test_gains_of_chunks_are_over_the_best_mesh_and_over_no_overlap():
