@@ -1,11 +1,13 @@
 """A training step of a small GPT-2 on one device: ours, plain torch.nn and transformers, eager and compiled.
 
     python -m benchmarks.one_device [cases=8192:fp32,8192:bf16,50304:fp32] [repeats=9] [out=docs/one_device]
+    python -m benchmarks.one_device grid=2x1x1x2 cases=8192:fp32 out=docs/four_ranks
     python -m benchmarks.one_device device=cuda layers=12 hidden=768 heads=12 length=1024 batch=32 cases=50304:bf16
 
-All have the same weights, tokens, precision and AdamW, and take turns. A case is a vocabulary and a precision. Prints
-tokens per second and per second of processor time, and the most that the allocator has given out. On a CPU each trainer
-has one thread. Writes ``out``.json and ``out``.png.
+All have the same weights, tokens, precision and AdamW, and take turns. A case is a vocabulary and a precision. On a
+``grid`` of several ranks, gx·1·1·gdata, ours is compared with megatron-core. Prints tokens per second and per second of
+processor time, and the most that the allocator has given out. On a CPU each rank has one thread. Writes ``out``.json
+and ``out``.png.
 """
 
 import sys
@@ -15,11 +17,13 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.cluster import LocalHost
 from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.settings import parse_sizes
 from benchmarks.workers.one_device import OneDeviceConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
-_NEEDS = {"ours": "torch", "torch": "torch", "transformers": "transformers"}
+_ONE_RANK = {"ours": "torch", "torch": "torch", "transformers": "transformers"}  # trainers, and what they need
+_SEVERAL_RANKS = {"ours": "torch", "megatron-core": "megatron"}
 
 
 @dataclass
@@ -45,11 +49,12 @@ def run_case(config: OneDeviceBenchmark, vocabulary: int, precision: str) -> dic
     """Measure all trainers and return rows, and how ours compares with the best of the others."""
     config = replace(config, vocabulary=vocabulary, precision=precision)
     arguments = tuple(f"{field.name}={getattr(config, field.name)}" for field in fields(OneDeviceConfig))
+    ranks = parse_sizes(config.grid).devices
     specs = [
         WorkerSpec(name, "benchmarks.workers.one_device", needs, (*arguments, f"trainer={name}"))
-        for name, needs in _NEEDS.items()
+        for name, needs in (_ONE_RANK if ranks == 1 else _SEVERAL_RANKS).items()
     ]
-    rows = interleave(LocalHost(1), specs, config.repeats, config.warm_up)
+    rows = interleave(LocalHost(ranks), specs, config.repeats, config.warm_up)
     tokens = config.batch * config.length
     for row in rows:
         row |= {"tokens_per_s": tokens / row["median_s"], "tokens_per_cpu_s": tokens / row["cpu_s"]}
@@ -66,9 +71,12 @@ def run_case(config: OneDeviceBenchmark, vocabulary: int, precision: str) -> dic
 def compare(rows: list[dict], speed: str) -> dict[str, float]:
     """Return our best speed over that of the others, and our peak of memory over that of torch.nn, run eagerly."""
     best = max((row for row in rows if row["family"] == "ours"), key=lambda row: row[speed])
-    others = max(row[speed] for row in rows if row["family"] != "ours")
-    torch_nn = next(row for row in rows if (row["family"], row["name"]) == ("torch", "eager"))
-    return {f"{speed}_over_best": best[speed] / others, "peak_over_torch_nn": best["peak_mib"] / torch_nn["peak_mib"]}
+    others = [row[speed] for row in rows if row["family"] != "ours"]
+    comparison = {f"{speed}_over_best": best[speed] / max(others)} if others else {}
+    for row in rows:
+        if (row["family"], row["name"]) == ("torch", "eager"):
+            comparison["peak_over_torch_nn"] = best["peak_mib"] / row["peak_mib"]
+    return comparison
 
 
 def plot(cases: list[dict], out: Path) -> None:
@@ -98,7 +106,7 @@ def main(arguments: list[str]) -> None:
     for vocabulary, precision in cases:
         print(f"--- vocabulary {vocabulary:,}, {precision}", flush=True)
         results.append(run_case(config, vocabulary, precision))
-        machine = report.machine("torch", "transformers")
+        machine = report.machine("torch", "transformers", "megatron-core")
         report.write(out, command.strip(), machine, [], config=asdict(config), cases=results)
         plot(results, out)
 

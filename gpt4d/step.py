@@ -71,6 +71,7 @@ def build_stage(
         scatter_heads=config.parallel.scatter_heads,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute_inputs=train.activation_checkpointing == "selective",
+        loss_chunks=train.loss_chunks,
     )
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))

@@ -42,9 +42,16 @@ def build_model(
     checkpointing: str = "none",
     compute_dtype: torch.dtype | None = None,
     seed: int = 1,
+    loss_chunks: int = 1,
 ) -> GPT:
-    full, selective = checkpointing == "full", checkpointing == "selective"
-    weights = WeightStream(Grid(sizes), compute_dtype or dtype, dtype, recompute=full, recompute_inputs=selective)
+    weights = WeightStream(
+        Grid(sizes),
+        compute_dtype or dtype,
+        dtype,
+        recompute=checkpointing == "full",
+        recompute_inputs=checkpointing == "selective",
+        loss_chunks=loss_chunks,
+    )
     model = registry.build(config, weights)
     initialize(model, seed, weights.grid)
     return model

@@ -15,6 +15,7 @@ from benchmarks.gpu.speed import GPT_1B3, best_run
 from benchmarks.gpu.timing import device_of, seconds_of
 from gpt4d.config import compose
 from gpt4d.model import registry
+from gpt4d.parallel import fusion
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear
 from gpt4d.parallel.layers.norm import LayerNorm
@@ -44,6 +45,8 @@ def check(context: CheckContext) -> Outcome:
         "weight gradients in bf16": lambda: patch.object(linear, "product", _rounded_product),
         "norm gradients in bf16": lambda: patch.object(LayerNorm, "forward", _norm_with_rounded_gradients),
         "full activation checkpointing": lambda: _recompute(stage, recomputed),
+        "selective activation checkpointing": lambda: patch.object(stage.weights, "recompute_inputs", True),
+        "no compiled functions": lambda: _without_compiled_functions(device),
     }
     seconds = _alternate(variants, lambda: step([batch], 1, ids.numel(), 1e-5), device)
     figures = [f"{statistics.median(seconds[TODAY]) * 1e3:.0f} ms"]
@@ -84,6 +87,15 @@ def _norm_with_rounded_gradients(self: LayerNorm, x: torch.Tensor) -> torch.Tens
     """Normalize as ``LayerNorm`` does on a grid with y=1, with parameters, and thus their gradients, in x's dtype."""
     _uses["norm gradients in bf16"] += 1
     return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
+
+
+@contextmanager
+def _without_compiled_functions(device: torch.device) -> Iterator[None]:
+    fusion.enable(False, device)
+    try:
+        yield
+    finally:
+        fusion.enable(None, device)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""One trainer of ``benchmarks.one_device``: the same GPT-2, tokens and AdamW, eager and compiled."""
+"""One trainer of ``benchmarks.one_device``: the same GPT-2, tokens and AdamW, eager and compiled.
+
+On a grid of several ranks each trains on its share of the batch, and megatron-core takes part.
+"""
 
 import sys
 import time
@@ -7,13 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve
+from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve, share_process_groups
 from benchmarks.memory import allocated_peak
+from benchmarks.settings import parse_sizes
 from benchmarks.workers.torch_gpt import adamw, build_torch_gpt
-from benchmarks.workers.training import OPTIM, initial_weights, sequences
+from benchmarks.workers.train_megatron import MegatronTraining, without_cuda
+from benchmarks.workers.training import OPTIM, Workload, initial_weights, sequences
 from gpt4d.config import Config, ParallelConfig, TrainConfig, from_arguments
 from gpt4d.model.gpt2 import hugging_face
 from gpt4d.model.gpt2.config import GPT2Config
@@ -37,11 +43,12 @@ class OneDeviceConfig:
     batch: int = 8  # sequences of a step
     precision: str = "fp32"  # or bf16: autocast in the other trainers
     steps: int = 2  # of a turn
+    grid: str = "1x1x1x1"  # gx·gy·gz·gdata; gy and gz are 1
     device: str = "cpu"  # or cuda
 
     @property
     def model(self) -> GPT2Config:
-        return GPT2Config("benchmark", self.layers, self.hidden, self.heads, self.vocabulary, self.length)
+        return GPT2Config("benchmark", self.layers, self.hidden, self.heads, self.vocabulary, max_positions=self.length)
 
 
 @dataclass
@@ -86,22 +93,43 @@ class OurTraining:
     """gpt4d's training step on a grid of one device."""
 
     def __init__(self, config: OneDeviceConfig, compiled: bool):
+        sizes = parse_sizes(config.grid)
         train = TrainConfig(seq_len=config.length, batch_size=config.batch, precision=config.precision)
         settings = Config(model=config.model, train=train, parallel=ParallelConfig(cache_layers="all"))
+        self.grid, self.units = Grid(sizes), config.batch * config.length
         self.device, self.compiled = torch.device(config.device), compiled
-        self.stage = build_stage(settings, Grid.single_device(), self.device)
+        self.stage = build_stage(settings, self.grid, self.device)
         self.train_step = TrainStep(self.stage, whole_model(lambda module, batch: module.loss_sum(*batch)), OPTIM)
-        ids, targets = (t.to(self.device) for t in sequences(0, 1, config.model, config.batch))
+        share = sequences(self.grid.batch_shard, sizes.batch_shards, config.model, config.batch)
+        ids, targets = (t.to(self.device) for t in share)
         self.microbatch = ids, targets, torch.arange(len(ids), device=self.device)
 
     def step(self) -> torch.Tensor:
         fusion.enable(self.compiled, self.device)  # for all of this process, in which others take turns
-        return self.train_step([self.microbatch], 1, self.microbatch[0].numel(), OPTIM.lr).loss
+        return self.train_step([self.microbatch], 1, self.units, OPTIM.lr).loss
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what exists between steps."""
         yield from self.stage.module.parameters()
         for state in self.train_step.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+class Megatron:
+    """megatron-core's training step with the tensor- and data-parallel sizes of the grid."""
+
+    def __init__(self, config: OneDeviceConfig):
+        work, tensor = Workload(config.model, config.batch, config.steps), parse_sizes(config.grid).x
+        self.training = MegatronTraining(tensor, True, work, initial_weights(config.model))
+
+    def step(self) -> torch.Tensor:
+        return torch.tensor(self.training.step()()["loss"])
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what exists between steps."""
+        for parameter in self.training.parameters:
+            yield from (parameter, parameter.main_grad)
+        for state in self.training.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
@@ -126,10 +154,13 @@ class TransformersGPT(nn.Module):
         return self.model(ids, use_cache=False).logits
 
 
-def trainings(config: TrainerConfig) -> dict[str, Training | OurTraining]:
+def trainings(config: TrainerConfig) -> dict[str, "Training | OurTraining | Megatron"]:
     """Return a trainer's contenders."""
     if config.trainer == "ours":
         return {"eager": OurTraining(config, False), "compiled": OurTraining(config, True)}
+    if config.trainer == "megatron-core":
+        without_cuda()
+        return {"eager": Megatron(config)}
     weights, device = initial_weights(config.model), torch.device(config.device)
 
     def build() -> nn.Module:
@@ -144,8 +175,11 @@ def trainings(config: TrainerConfig) -> dict[str, Training | OurTraining]:
     }
 
 
-def turn(training: Training | OurTraining, steps: int, device: torch.device) -> ContenderStep:
-    """Return a turn of ``steps`` steps, which answers with loss, processor seconds per step and peak of memory."""
+def turn(training: Training | OurTraining | Megatron, steps: int, device: torch.device) -> ContenderStep:
+    """Return a turn of ``steps`` steps.
+
+    It answers with the loss, the processor seconds of all ranks per step and the peak of the first rank's memory.
+    """
     for _ in range(2):
         training.step()
     standing = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in training.tensors()}.values())
@@ -157,8 +191,13 @@ def turn(training: Training | OurTraining, steps: int, device: torch.device) -> 
             loss = training.step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        cpu_s = (time.process_time() - started) / steps
-        return lambda: {"loss": loss.item(), "cpu_s": cpu_s, "peak_mib": peak / 2**20, "steps": steps}
+        cpu_s = torch.tensor((time.process_time() - started) / steps)
+
+        def collect_results() -> dict:
+            dist.all_reduce(cpu_s)
+            return {"loss": loss.item(), "cpu_s": cpu_s.item(), "peak_mib": peak / 2**20, "steps": steps}
+
+        return collect_results
 
     return run
 
@@ -167,5 +206,6 @@ if __name__ == "__main__":
     answers, config = redirect_stdout_for_answers(), from_arguments(TrainerConfig, sys.argv[1:])
     device = torch.device(config.device)
     with process_group(Launch.from_environment(), device):
+        share_process_groups()
         contenders = {name: turn(training, config.steps, device) for name, training in trainings(config).items()}
         serve(contenders, answers)

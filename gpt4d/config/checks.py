@@ -228,7 +228,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
         "logging.every": 1, "logging.sample_tokens": 0,
         "logging.sample_images": 0, "logging.sample_steps": 1, "parallel.overlap.prefetch": 0,
-        "parallel.timeout_s": 1, "parallel.chunks": 1,
+        "parallel.timeout_s": 1, "parallel.chunks": 1, "train.loss_chunks": 1,
     }  # fmt: skip
     for key, least in at_least.items():
         check_at_least(key, value_of(config, key), least)

@@ -60,7 +60,7 @@ class Conv2dCost(ProductCost):
             math.prod(self.size) * self.in_channels, math.prod(self.out_size) * self.out_channels, weight
         )
 
-    def _sizes(self, walk: Walk) -> ProductSizes:
+    def sizes(self, walk: Walk) -> ProductSizes:
         k = self.in_channels // walk.size(self.axes.contracted)
         n = self.out_channels // walk.size(self.axes.produced)
         element, weight = walk.samples * walk.element_bytes, k * n * math.prod(self.kernel)
@@ -72,7 +72,7 @@ class Conv2dCost(ProductCost):
 
     def _enlarge(self, walk: Walk) -> None:
         if self.upsampling > 1:
-            in_bytes, large = self._sizes(walk).in_bytes, self.upsampling**2
+            in_bytes, large = self.sizes(walk).in_bytes, self.upsampling**2
             walk.scratch(in_bytes * large)
             walk.compute(moved=in_bytes * (1 + large))
 

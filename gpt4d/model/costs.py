@@ -335,24 +335,32 @@ class CrossEntropyCost(SimpleCost):
 
     vocabulary: int
 
-    def _sizes(self, walk: Walk) -> tuple[int, int, int]:
+    def _sizes(self, walk: Walk, tokens: int) -> tuple[int, int, int]:
         """Return the bytes of the logits and of the same in float32, and the number of blocks."""
         columns = self.vocabulary // walk.sizes.x
-        elements = walk.tokens * columns
-        return elements * walk.element_bytes, elements * 4, -(-walk.tokens // limits.loss_rows(columns))
+        return tokens * columns * walk.element_bytes, tokens * columns * 4, -(-tokens // limits.loss_rows(columns))
 
     async def forward(self, walk: Walk) -> None:
-        logits, wide, blocks = self._sizes(walk)
-        walk.compute(moved=logits)
-        walk.do("all_reduce", "x", walk.tokens * STATISTIC)
-        walk.scratch(wide // blocks)
-        walk.compute(moved=logits + 4 * wide, operations=4 * blocks)
-        walk.do("all_reduce", "x", 2 * walk.tokens * STATISTIC)
+        self.forward_of(walk, walk.tokens)
 
     async def backward(self, walk: Walk) -> None:
-        logits, wide, blocks = self._sizes(walk)
+        self.backward_of(walk, walk.tokens)
+
+    def forward_of(self, walk: Walk, tokens: int) -> None:
+        """Compute the loss of some of the tokens."""
+        logits, wide, blocks = self._sizes(walk, tokens)
+        casts = 0 if walk.element_bytes == 4 else 1
+        walk.compute(moved=logits)
+        walk.do("all_reduce", "x", tokens * STATISTIC)
+        walk.scratch(wide // blocks)
+        walk.compute(moved=logits + (4 + 2 * casts) * wide, operations=(4 + casts) * blocks)
+        walk.do("all_reduce", "x", 2 * tokens * STATISTIC)
+
+    def backward_of(self, walk: Walk, tokens: int) -> None:
+        """Compute the gradient of some of the tokens' logits."""
+        logits, wide, blocks = self._sizes(walk, tokens)
         if walk.element_bytes == 4:
             walk.compute(moved=6 * wide, operations=3 * blocks)
             return
         walk.scratch(wide // blocks)
-        walk.compute(moved=2 * logits + 6 * wide, operations=4 * blocks)
+        walk.compute(moved=2 * logits + 8 * wide, operations=5 * blocks)

@@ -313,7 +313,7 @@ class Description:
         counts = Counter(self.parameters.keys())
         own = {unit.qualified(name) for unit in self.units for name in unit.layer.parameters()}
         for unit in self.units:
-            for name in unit.layer.weights().backward:
+            for name in unit.layer.weights().forward:
                 if name.startswith(".") and unit.qualified(name) in own:
                     counts[unit.qualified(name)] += 1
         return counts

@@ -74,7 +74,7 @@ class ProductCost(ABC):
         """Return its sizes over all devices; ``length``: tokens of a sample."""
 
     @abstractmethod
-    def _sizes(self, walk: Walk) -> ProductSizes:
+    def sizes(self, walk: Walk) -> ProductSizes:
         """Return its sizes on one device."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class ProductCost(ABC):
         """Begin a forward: keep the input, gathered if it is split."""
         before, after = self._splits(walk)
         if before:
-            whole, axis = self._sizes(walk).in_bytes, self.split.produced
+            whole, axis = self.sizes(walk).in_bytes, self.split.produced
             part = whole // walk.size(axis)
             walk.hold(whole)
             await walk.turn(walk.start("all_gather", axis, part))
@@ -117,7 +117,7 @@ class ProductCost(ABC):
 
     async def forward(self, walk: Walk) -> None:
         await self.take_input(walk)
-        in_bytes, out_bytes, weight, flops = self._sizes(walk)
+        in_bytes, out_bytes, weight, flops = self.sizes(walk)
         contracted, (_, after) = self.split.contracted, self._splits(walk)
         walk.gather(self._weight)
         self._read_input(walk)
@@ -140,7 +140,7 @@ class ProductCost(ABC):
         contracted, (_, after) = self.split.contracted, self._splits(walk)
         if not after:
             return None
-        out_bytes = self._sizes(walk).out_bytes
+        out_bytes = self.sizes(walk).out_bytes
         walk.hold(out_bytes)
         return walk.start("all_gather", contracted, out_bytes // walk.size(contracted))
 
@@ -152,7 +152,7 @@ class ProductCost(ABC):
             keep_gradient: the gradient of the output stays held, since the residual stream needs it too.
             gathering: what ``gather_gradient`` has started.
         """
-        in_bytes, out_bytes, weight, flops = self._sizes(walk)
+        in_bytes, out_bytes, weight, flops = self.sizes(walk)
         (contracted, produced), (before, after) = self.split, self._splits(walk)
         pending = None
         if after:
@@ -246,7 +246,7 @@ class LinearCost(ProductCost):
         positions, columns = self.positions or length, self.out_features * (self.num_fused or 1)
         return GlobalSizes(positions * self.in_features, positions * columns, self.in_features * columns)
 
-    def _sizes(self, walk: Walk) -> ProductSizes:
+    def sizes(self, walk: Walk) -> ProductSizes:
         k = self.in_features // walk.size(self.split.contracted)
         n = self.out_features * (self.num_fused or 1) // walk.size(self.split.produced)
         count, element = rows(walk, self.positions), walk.element_bytes

@@ -7,6 +7,7 @@ from gpt4d.config import Config, ConfigError, ModelConfig, register_model
 from gpt4d.model import gpt2, llama, unet
 from gpt4d.model.description import Description, Part
 from gpt4d.model.family import Family
+from gpt4d.model.head_costs import with_loss_chunks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,8 +62,10 @@ def describe(config: ModelConfig) -> Description:
 
 
 def describe_run(config: Config) -> Description:
-    """Return the description of a run's model: that of ``describe`` with the layouts that ``parallel.*`` sets."""
-    return describe(config.model).with_whole_layers(config.parallel.whole_layers)
+    """Return the description of a run's model: that of ``describe`` with what ``parallel.*`` and ``train.*`` change."""
+    description = describe(config.model).with_whole_layers(config.parallel.whole_layers)
+    chunks = config.train.loss_chunks
+    return description if chunks == 1 else with_loss_chunks(description, chunks)
 
 
 def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | None = None) -> "nn.Module":

@@ -13,6 +13,7 @@ from gpt4d.model.description import Part
 from gpt4d.model.text_config import TextConfig
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.layers.embedding import TokenEmbedding
+from gpt4d.parallel.layers.head_loss import head_loss
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
@@ -40,10 +41,9 @@ class TextModel(nn.Module, ABC):
         self.blocks = nn.ModuleDict({str(index): self._build_block() for part in parts for index in part.blocks})
         if ends:
             self.norm = self._build_norm()
-            if config.tied:
-                self.head: nn.Module = Head(weights)
-            else:
-                self.head = Linear(weights, config.hidden, config.padded_vocab_size, bias=False)
+            self.head = (
+                Head(weights) if config.tied else Linear(weights, config.hidden, config.padded_vocab_size, bias=False)
+            )
 
     def _build_positions(self) -> None:
         """Build the modules that ``_embedded`` applies to the vectors of tokens."""
@@ -114,8 +114,11 @@ class TextModel(nn.Module, ABC):
         x_TH = self._stream(part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}
-        logits_TV, targets_T = self._logits(x_TH), tokens.gathered(targets_BS)
-        return {"loss": cross_entropy_sum(logits_TV, targets_T, self.config.vocab_size, self.weights.grid.x)}
+        targets_T, vocabulary, chunks = tokens.gathered(targets_BS), self.config.vocab_size, self.weights.loss_chunks
+        if chunks == 1:
+            return {"loss": cross_entropy_sum(self._logits(x_TH), targets_T, vocabulary, self.weights.grid.x)}
+        weight = self.head.weight if isinstance(self.head, Linear) else self.tokens.weight
+        return {"loss": head_loss(self.norm(x_TH), weight, targets_T, vocabulary, self.head.context, chunks)}
 
     def _stream(
         self, part: Part, ids_BS: torch.Tensor, tokens: Tokens, received: Mapping[str, torch.Tensor]

@@ -41,6 +41,7 @@ class WeightStream:
         device: where the parameters live.
         overlap: which communication runs beside computation; all of it by default.
         recompute: blocks keep only their input for the backward and are computed again there.
+        loss_chunks: parts of the tokens whose logits exist one after another.
         recompute_inputs: products do not keep their inputs, where those are easily computed again.
         num_chunks: parts of a microbatch that take turns in the blocks while the model trains.
         scatter_heads: y splits the heads of attention too, where it divides them.
@@ -59,6 +60,7 @@ class WeightStream:
         scatter_heads: bool = True,
         sequence_parallel: bool = False,
         recompute_inputs: bool = False,
+        loss_chunks: int = 1,
     ):
         self.grid = grid
         self.compute_dtype = compute_dtype
@@ -66,6 +68,7 @@ class WeightStream:
         self.device = torch.device(device)
         self.overlap = overlap or OverlapConfig()
         self.recompute, self.recompute_inputs = recompute, recompute_inputs
+        self.loss_chunks = loss_chunks
         self._num_chunks, self.scatter_heads = num_chunks, scatter_heads
         self.sequence_parallel = sequence_parallel and grid.x.size > 1
         # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.

@@ -47,17 +47,18 @@ def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
     ids = torch.zeros(samples, config.train.seq_len, dtype=torch.int64)
     with VirtualDevice(FLOPS, config.cluster.memory_gb_s, LAUNCH_US, source=FakeTime()) as device:
         step([(ids, ids, torch.arange(samples))], 1, ids.numel(), 1e-3)
-    walk = StepWalk(config, registry.describe(config.model), sizes, Links(config.cluster, sizes), samples)
+    walk = StepWalk(config, registry.describe_run(config), sizes, Links(config.cluster, sizes), samples)
     return walk.run(1).compute_s, device.stream.busy_s
 
 
-def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL, **parallel):
+def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL, loss_chunks=1, **parallel):
     cluster = ClusterConfig(matmul_tflops=FLOPS / 1e12, memory_gb_s=memory_gb_s, operation_us=LAUNCH_US)
     train = TrainConfig(
         seq_len=model.max_positions,
         batch_size=BATCH,
         precision=precision,
         activation_checkpointing=activation_checkpointing,
+        loss_chunks=loss_chunks,
     )
     config = Config(model=model, cluster=cluster, train=train, parallel=ParallelConfig(**parallel))
     planned_s, busy_s = planned_and_busy_s(config, sizes)
@@ -83,7 +84,8 @@ def test_planned_computation_takes_as_long_as_a_steps_operations(
         (GridSizes(2, 4, 1, 1), "bf16", "full", {"chunks": 4, "scatter_heads": False}),
         (GridSizes(4, 2, 1, 1), "fp32", "full", {"sequence_parallel": True}),
         (GridSizes(2, 2, 2, 1), "bf16", "selective", {}),
-        (GridSizes(4, 1, 1, 2), "fp32", "selective", {"sequence_parallel": True}),
+        (GridSizes(4, 1, 1, 2), "fp32", "selective", {"sequence_parallel": True, "loss_chunks": 2}),
+        (GridSizes(2, 2, 2, 1), "bf16", "full", {"loss_chunks": 4}),
         (GridSizes(2, 2, 1, 2), "bf16", "none", {"sequence_parallel": True, "chunks": 4}),
     ],
     ids=str,
@@ -150,6 +152,8 @@ FULL = {"activation_checkpointing": "full"}
         ((2, 1, 4, 1), {"micro_batch_size": 2}, 0.0, {"cache_layers": "all", "cache_scope": "step", "chunks": 2}),
         ((2, 2, 2, 1), {}, 0.1, {"scatter_heads": False, "whole_layers": 1, "chunks": 4}),
         ((1, 8, 1, 1), {}, 0.0, {"overlap": OverlapConfig(all_reduce=False), "chunks": 2}),
+        ((2, 2, 2, 1), {"loss_chunks": 4}, 0.0, {"chunks": 2}),
+        ((4, 2, 1, 1), {"loss_chunks": 2, "activation_checkpointing": "selective"}, 0.0, {"sequence_parallel": True}),
         ((2, 1, 2, 2), {}, 0.0, {"sequence_parallel": True, "overlap": OverlapConfig(data=False, all_gather=False)}),
     ],
     ids=str,

@@ -49,7 +49,7 @@ def oracle():
 
 def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_MODEL):
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
-    model = build_model(config, sizes, checkpointing=checkpointing)
+    model = build_model(config, sizes, checkpointing=checkpointing, loss_chunks=3 if checkpointing == "full" else 1)
     grid = model.weights.grid
     total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
     if state is not None:

@@ -123,7 +123,8 @@ def paired(choices, sampled):
 
 def forward_and_backward(config, sizes, state, checkpointing, parallel):
     """On a rank: its place and logits, on rank 0 the global gradients by transformers' names, its share of the norm."""
-    train = TrainConfig(seq_len=LENGTH, activation_checkpointing=checkpointing)
+    chunks = 2 if checkpointing == "selective" else 1
+    train = TrainConfig(seq_len=LENGTH, activation_checkpointing=checkpointing, loss_chunks=chunks)
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
     stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
@@ -142,7 +143,7 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
 
 
 def variants(config, sizes, state):
-    """Both kinds of checkpointing; chunks, split tokens and unsplit heads where the grid has room for them."""
+    """Both kinds of checkpointing; chunks, split tokens and unsplit heads where the grid has room; loss in parts."""
     room = BATCH // sizes.batch_shards >= 2
     options = [{"chunks": 2} if room else {}, {"sequence_parallel": True, "scatter_heads": False}]
     return [

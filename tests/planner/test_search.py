@@ -178,7 +178,7 @@ def test_json_and_picture_are_written_without_torch(tmp_path):
     best = answer[0]
     assert best["step_time_s"] <= answer[1]["step_time_s"] <= answer[2]["step_time_s"]
     exposed = sum(axis["exposed_s"] for axis in best["comm"].values())
-    assert best["compute_s"] + exposed == pytest.approx(best["step_time_s"])
+    assert best["compute_s"] + best["idle_s"] + exposed == pytest.approx(best["step_time_s"])
     assert best["memory_gib"] == pytest.approx(sum(best["memory"].values())) and 0 < best["mfu"] < 1
     for axis, size in best["grid"].items():
         assert f"parallel.g{axis}={size}" in best["overrides"]

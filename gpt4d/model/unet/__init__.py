@@ -36,6 +36,8 @@ def _check(config: Config) -> None:
     _check_channels(model)
     if config.train.seq_len != 1:
         raise ConfigError(f"train.seq_len={config.train.seq_len}: a picture has no tokens; leave it out")
+    if config.train.loss_chunks != 1:
+        raise ConfigError(f"train.loss_chunks={config.train.loss_chunks}: a picture has no logits; use 1")
     if config.parallel.sequence_parallel:
         raise ConfigError(
             "parallel.sequence_parallel=true: splits the tokens of a text, and a U-Net has none; use false, or "

@@ -6,6 +6,7 @@ writes the gradient in the place of the logits.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,49 +16,87 @@ from gpt4d.parallel.fusion import fused
 from gpt4d.parallel.grid import Axis
 
 
+class SavedLoss(NamedTuple):
+    """What the gradient of a loss needs besides the logits. Each tensor has one element per token."""
+
+    largest: torch.Tensor  # logit
+    normalizer: torch.Tensor  # sum of exponentials relative to that of the largest logit
+    local: torch.Tensor  # column of the target on this rank; 0 where another rank has it
+    elsewhere: torch.Tensor
+
+
+def forward_loss(
+    logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, axis: Axis
+) -> tuple[torch.Tensor, SavedLoss]:
+    """Return the sum of the losses of logits [tokens, vocabulary over ``axis``], and what its gradient needs.
+
+    Columns from ``vocabulary`` on are padding.
+    """
+    first, columns = axis.index * logits.shape[-1], _columns(logits, vocabulary, axis)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    largest = logits.new_full(targets.shape, -torch.inf, dtype=wide)
+    if columns:
+        largest.copy_(logits[:, :columns].amax(-1))
+    largest = collectives.all_reduce(largest, axis, dist.ReduceOp.MAX)
+    local = targets - first
+    elsewhere = (local < 0) | (local >= logits.shape[-1])
+    local = local.masked_fill_(elsewhere, 0)
+    sums = torch.stack((largest, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide) - largest))
+    sums[1].masked_fill_(elsewhere, 0)
+    for rows in _blocks(logits):
+        sums[0, rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
+    normalizer, target_logits = collectives.all_reduce(sums, axis)
+    return (normalizer.log() - target_logits).sum(), SavedLoss(largest, normalizer, local, elsewhere)
+
+
+def write_gradient(
+    logits: torch.Tensor, saved: SavedLoss, vocabulary: int, axis: Axis, d_loss: torch.Tensor
+) -> torch.Tensor:
+    """Replace ``logits`` by their gradient and return them. ``d_loss``: the gradient of the loss, a scalar."""
+    columns = _columns(logits, vocabulary, axis)
+    if not columns:
+        return logits.zero_()
+    scale, local = d_loss / saved.normalizer, saved.local.unsqueeze(-1)
+    at_target = (logits.gather(-1, local).squeeze(-1) - saved.largest).exp_().mul_(scale)
+    at_target.sub_(d_loss.expand_as(scale).masked_fill(saved.elsewhere, 0))
+    for rows in _blocks(logits):
+        _write_softmax(logits[rows, :columns], saved.largest[rows], scale[rows])
+    logits[:, columns:] = 0
+    return logits.scatter_(-1, local, at_target.unsqueeze(-1).to(logits.dtype))
+
+
+def _columns(logits: torch.Tensor, vocabulary: int, axis: Axis) -> int:
+    """Return the number of columns that this rank has of the vocabulary, without padding."""
+    return max(0, min(logits.shape[-1], vocabulary - axis.index * logits.shape[-1]))
+
+
 class CrossEntropyFunction(torch.autograd.Function):
     """Sum over the tokens of ``log Σ exp(logits) - logit of the target``, in float32, or float64 for float64 logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocabulary: int, axis: Axis):
-        first = axis.index * logits.shape[-1]
-        columns = max(0, min(logits.shape[-1], vocabulary - first))  # without those of padding on this rank
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        largest = logits.new_full(targets.shape, -torch.inf, dtype=wide)
-        if columns:
-            largest.copy_(logits[:, :columns].amax(-1))
-        largest = collectives.all_reduce(largest, axis, dist.ReduceOp.MAX)
-        local = targets - first
-        elsewhere = (local < 0) | (local >= logits.shape[-1])
-        local = local.masked_fill_(elsewhere, 0).unsqueeze(-1)
-        sums = torch.stack((largest, logits.gather(-1, local).squeeze(-1).to(wide) - largest))
-        sums[1].masked_fill_(elsewhere, 0)
-        for rows in _blocks(logits):
-            sums[0, rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
-        normalizer, target_logits = collectives.all_reduce(sums, axis)
-        ctx.save_for_backward(logits, largest, normalizer, local, elsewhere)
-        ctx.columns = columns
-        return (normalizer.log() - target_logits).sum()
+        loss, saved = forward_loss(logits, targets, vocabulary, axis)
+        ctx.save_for_backward(logits, *saved)
+        ctx.vocabulary, ctx.axis = vocabulary, axis
+        return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         # In place, because this is the largest tensor of a step; autograd detects a second use.
-        logits, largest, normalizer, local, elsewhere = ctx.saved_tensors
-        if not ctx.columns:
-            return logits.zero_(), None, None, None
-        scale = d_loss / normalizer
-        at_target = (logits.gather(-1, local).squeeze(-1) - largest).exp_().mul_(scale)
-        at_target.sub_(d_loss.expand_as(scale).masked_fill(elsewhere, 0))
-        for rows in _blocks(logits):
-            _write_softmax(logits[rows, : ctx.columns], largest[rows], scale[rows])
-        logits[:, ctx.columns :] = 0
-        logits.scatter_(-1, local, at_target.unsqueeze(-1).to(logits.dtype))
-        return logits, None, None, None
+        logits, *saved = ctx.saved_tensors
+        return write_gradient(logits, SavedLoss(*saved), ctx.vocabulary, ctx.axis, d_loss), None, None, None
+
+
+def _shifted(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return logits, in the dtype of ``largest``, relative to those."""
+    if logits.dtype == largest.dtype:
+        return logits - largest[:, None]
+    return logits.to(largest.dtype).sub_(largest[:, None])  # a CPU subtracts two dtypes in twice the time
 
 
 @fused
 def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    return (logits - largest[:, None]).exp_().sum(-1)
+    return _shifted(logits, largest).exp_().sum(-1)
 
 
 @fused
@@ -66,7 +105,7 @@ def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Ten
     if logits.dtype == largest.dtype:
         logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
     else:
-        logits.copy_((logits - largest[:, None]).exp_().mul_(scale[:, None]))
+        logits.copy_(_shifted(logits, largest).exp_().mul_(scale[:, None]))
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
