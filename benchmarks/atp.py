@@ -54,7 +54,7 @@ class Case:
     mbit: float
 
     def __str__(self) -> str:
-        return f"{self.hosts} hosts × {self.ranks}, {self.share:.0%} computation"
+        return f"{self.hosts} host{'s' * (self.hosts > 1)} × {self.ranks}, {self.share:.0%} computation"
 
 
 def parse_cases(text: str, mbit: float) -> list[Case]:
