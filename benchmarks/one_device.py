@@ -95,7 +95,7 @@ def plot(cases: list[dict], out: Path) -> None:
         below.bar(labels, [row["peak_mib"] for row in rows], color=colors)
         below.set_ylabel("peak of the allocator, MiB")
         for panel in (above, below):
-            panel.tick_params(axis="x", labelsize=7)
+            panel.tick_params(axis="x", labelsize=5.5)
     figure.savefig(out.with_suffix(".png"), dpi=120)
 
 

@@ -1,9 +1,9 @@
-"""Overhead of our layers without communication, and of counting the collectives with it.
+"""What counting the collectives costs.
 
-    python -m benchmarks.overhead [layers=4] [hidden=256] [heads=8] [vocab=8192] [seq=256] [batch=8] [repeats=20]
+    python -m benchmarks.overhead [layers=4] [hidden=256] [vocabulary=8192] [length=256] [batch=8] [repeats=20]
 
-One process with one thread alternates training steps of our GPT on a grid of one device and of the same GPT-2 in plain
-torch.nn. Then two processes on 1×2×1×1 alternate steps with and without counting. Writes the figures to ``out``.json.
+Two processes on 1×2×1×1 alternate training steps with and without counting bytes and seconds of collectives. Writes the
+figures to ``out``.json.
 """
 
 import statistics
@@ -14,13 +14,13 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.cluster import LocalHost
 from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.workers.single_device import ModelSizes
+from benchmarks.workers.one_device import OneDeviceConfig
 from gpt4d.config import from_arguments
 from gpt4d.runtime.errors import one_line_errors
 
 
 @dataclass
-class OverheadBenchmark(ModelSizes):
+class OverheadBenchmark(OneDeviceConfig):
     repeats: int = 20
     out: str = "docs/overhead"
 
@@ -32,19 +32,16 @@ def ratio(row: dict, baseline: dict) -> float:
 
 def main(arguments: list[str]) -> None:
     config = from_arguments(OverheadBenchmark, arguments)
-    sizes = {field.name: getattr(config, field.name) for field in fields(ModelSizes)}
-    worker_arguments = tuple(f"{key}={value}" for key, value in sizes.items())
-    rows, ratios = [], {}
-    for family, ranks in (("one process", 1), ("two processes", 2)):
-        spec = WorkerSpec(family, "benchmarks.workers.single_device", arguments=worker_arguments)
-        pair = interleave(LocalHost(ranks), [spec], config.repeats)
-        for row in pair:
-            print(report.line(row))
-        ratios[family] = ratio(*pair)
-        print(f"{pair[0]['name']} / {pair[1]['name']}: {ratios[family]:.3f}")
-        rows += pair
+    settings = {field.name: getattr(config, field.name) for field in fields(OneDeviceConfig)}
+    worker_arguments = tuple(f"{key}={value}" for key, value in settings.items())
+    spec = WorkerSpec("two processes", "benchmarks.workers.counting", arguments=worker_arguments)
+    rows = interleave(LocalHost(2), [spec], config.repeats)
+    for row in rows:
+        print(report.line(row))
+    counted = ratio(*rows)
+    print(f"{rows[0]['name']} / {rows[1]['name']}: {counted:.3f}")
     command = "python -m benchmarks.overhead " + " ".join(arguments)
-    report.write(Path(config.out), command.strip(), report.machine("torch"), rows, **sizes, ratios=ratios)
+    report.write(Path(config.out), command.strip(), report.machine("torch"), rows, **settings, ratio=counted)
 
 
 if __name__ == "__main__":

@@ -22,19 +22,18 @@ _enabled = False
 
 
 def enable(choice: bool | None, device: torch.device) -> None:
-    """Let functions of this process be compiled from now on, or not. None: on a GPU whose compiler is installed.
+    """Let functions of this process be compiled from now on, or not. None: on a GPU whose compilers are installed.
 
-    Raises ConfigError if they should be, but the compiler is missing.
+    Raises ConfigError if they should be, but a compiler is missing.
     """
     global _enabled
-    if device.type == "cuda":
-        found, missing = find_spec("triton") is not None, "the package triton; install it"
-    else:
-        compilers = [os.environ.get("CXX"), "g++", "clang++"]
-        found, missing = any(name and shutil.which(name) for name in compilers), "a C++ compiler; install g++"
+    on_gpu = device.type == "cuda"
+    compilers = [os.environ.get("CC"), "gcc", "clang"] if on_gpu else [os.environ.get("CXX"), "g++", "clang++"]
+    found = any(name and shutil.which(name) for name in compilers) and (not on_gpu or find_spec("triton") is not None)
+    missing = "the package triton and a C compiler; install them" if on_gpu else "a C++ compiler; install g++"
     if choice and not found:
         raise ConfigError(f"train.compile=true: needs {missing}, or use train.compile=false")
-    _enabled = (device.type == "cuda" and found) if choice is None else choice
+    _enabled = on_gpu and found if choice is None else choice
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -42,7 +41,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.cache
     def compiled() -> Callable[Arguments, Result]:
-        return torch.compile(function, fullgraph=True)
+        return torch.compile(function)  # of too many different shapes, it computes the further ones as without it
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -33,7 +33,7 @@ def loss_and_gradients(compute_dtype):
 
 
 @compiler
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_model_has_the_loss_and_gradients_of_an_eager_one(compiled):
     loss, gradients = loss_and_gradients(torch.float32)
     fusion.enable(False, torch.device("cpu"))

@@ -137,3 +137,13 @@ def test_initial_weights_are_bit_equal_on_every_grid(ranks, sizes):
             assert torch.equal(weights[name], value), name
     assert serial["blocks.0.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert serial["blocks.0.mlp.down.weight"].std().item() == pytest.approx(0.01, rel=0.1)  # 0.02/sqrt(2·2 layers)
+
+
+@pytest.mark.parametrize("offset", [0, 3, 8])
+def test_a_mask_has_the_same_bits_in_one_kernel_and_in_parts(offset, monkeypatch):
+    rows = random.fold(5, torch.arange(6)).view(2, 3)
+    mask = random.keep_mask(rows, 13, offset, 0.3)
+    monkeypatch.setattr(random, "_MASK_CHUNK", 20)
+    assert torch.equal(random.keep_mask(rows, 13, offset, 0.3), mask)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(random.keep_mask(rows, 13, offset, 0.3), mask)
