@@ -1,4 +1,4 @@
-"""What torch's allocator has given out while a function ran."""
+"""Measurement of what torch's allocator gives out."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What counting the collectives costs.
+"""Cost of counting the collectives.
 
     python -m benchmarks.overhead [layers=4] [hidden=256] [vocabulary=8192] [length=256] [batch=8] [repeats=20]
 

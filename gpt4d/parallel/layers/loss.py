@@ -17,7 +17,7 @@ from gpt4d.parallel.grid import Axis
 
 
 class SavedLoss(NamedTuple):
-    """What the gradient of a loss needs besides the logits. Each tensor has one element per token."""
+    """Tensors that the gradient of a loss needs besides the logits, with one element per token each."""
 
     largest: torch.Tensor  # logit
     normalizer: torch.Tensor  # sum of exponentials relative to that of the largest logit
