@@ -1,6 +1,6 @@
 """ATP on virtual clusters of several topologies: every mesh with and without chunks, measured and predicted.
 
-    python -m benchmarks.atp [cases=1x8:5:100,8x1:16,2x4:16] [chunks=4] [mbit=200] [out=docs/atp] [continued=true]
+    python -m benchmarks.atp [cases=1x8:5:50,8x1:16:50,2x4:16:100] [chunks=4] [mbit=200] [out=docs/atp] [continued=true]
 
 A case is hosts x ranks, the percentage of a step that is computation on DeviceMesh(N, 1) without chunks, and perhaps a
 rate of the uplinks in place of ``mbit``. The rate of the virtual devices (``benchmarks.settings``) follows from the
@@ -30,7 +30,7 @@ from gpt4d.runtime.errors import one_line_errors
 
 @dataclass
 class AtpBenchmark(DeviceConfig):
-    cases: str = "1x8:5:100,8x1:5,8x1:16,2x4:16,16x1:16:100,4x4:16:100"
+    cases: str = "1x8:5:50,8x1:5:50,8x1:16:50,2x4:16:100,4x4:16:50,16x1:16:50"
     chunks: int = 4  # compared with none
     continued: bool = False  # keep the cases that ``out``.json has: an earlier run was interrupted
     out: str = "docs/atp"
@@ -39,8 +39,6 @@ class AtpBenchmark(DeviceConfig):
 # Nothing of a step runs beside the next one, so a turn is one step. With faster links or larger batches, the processor
 # of this machine would be the bottleneck in some of them.
 _DEFAULTS = ("virtual=true", "mbit=200", "sequences=4", "layers=2", "steps=1", "repeats=5")
-
-
 _NUM_CUT = 2  # meshes that also run with chunks
 
 

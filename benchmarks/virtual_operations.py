@@ -13,13 +13,16 @@ _CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+_ONE_DNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None where torch has no oneDNN
+
+
 def _linear_flops(x, weight, *_, out_val: torch.Tensor) -> int:
     return 2 * out_val.numel() * x.shape[-1]
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    torch.ops.mkldnn._linear_pointwise: _linear_flops,
+    **({_ONE_DNN_LINEAR: _linear_flops} if _ONE_DNN_LINEAR else {}),
     _CPU_ATTENTION: flop_registry[aten._scaled_dot_product_flash_attention],
     _CPU_ATTENTION_BACKWARD: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }

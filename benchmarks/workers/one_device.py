@@ -5,7 +5,7 @@ On a grid of several ranks each trains on its share of the batch, and megatron-c
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -41,6 +41,7 @@ class OneDeviceConfig:
     vocabulary: int = 8192
     length: int = 256  # tokens of a sequence
     batch: int = 8  # sequences of a step
+    loss_chunks: int = 1  # train.loss_chunks of ours
     precision: str = "fp32"  # or bf16: autocast in the other trainers
     steps: int = 2  # of a turn
     grid: str = "1x1x1x1"  # gx·gy·gz·gdata; gy and gz are 1
@@ -54,6 +55,13 @@ class OneDeviceConfig:
 @dataclass
 class TrainerConfig(OneDeviceConfig):
     trainer: str = "ours"
+
+
+def with_states(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters and the tensors of the optimizer's states."""
+    yield from parameters
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 class Training:
@@ -84,17 +92,20 @@ class Training:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what exists between steps."""
-        yield from self.module.parameters()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        return with_states(self.module.parameters(), self.optimizer)
 
 
 class OurTraining:
-    """gpt4d's training step on a grid of one device."""
+    """gpt4d's training step, on this rank's share of the batch."""
 
     def __init__(self, config: OneDeviceConfig, compiled: bool):
         sizes = parse_sizes(config.grid)
-        train = TrainConfig(seq_len=config.length, batch_size=config.batch, precision=config.precision)
+        train = TrainConfig(
+            seq_len=config.length,
+            batch_size=config.batch,
+            precision=config.precision,
+            loss_chunks=config.loss_chunks,
+        )
         settings = Config(model=config.model, train=train, parallel=ParallelConfig(cache_layers="all"))
         self.grid, self.units = Grid(sizes), config.batch * config.length
         self.device, self.compiled = torch.device(config.device), compiled
@@ -110,9 +121,7 @@ class OurTraining:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what exists between steps."""
-        yield from self.stage.module.parameters()
-        for state in self.train_step.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        return with_states(self.stage.module.parameters(), self.train_step.optimizer)
 
 
 class Megatron:
@@ -127,10 +136,8 @@ class Megatron:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what exists between steps."""
-        for parameter in self.training.parameters:
-            yield from (parameter, parameter.main_grad)
-        for state in self.training.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from (parameter.main_grad for parameter in self.training.parameters)
+        yield from with_states(self.training.parameters, self.training.optimizer)
 
 
 class TransformersGPT(nn.Module):
@@ -141,13 +148,9 @@ class TransformersGPT(nn.Module):
 
         super().__init__()
         self.model = GPT2LMHeadModel(hugging_face.hf_config(config))
-        state = {}
+        state: dict[str, torch.Tensor] = {}
         for name, tensor in weights.items():
-            (theirs,) = hugging_face.names(name, config)
-            if name.startswith("blocks."):
-                keep = 1 if name.endswith("weight") and "norm" not in name else 0  # dims before the fused ones
-                tensor = tensor.flatten(keep) if tensor.ndim > keep else tensor
-            state[theirs] = tensor[: config.vocab_size] if name == "tokens.weight" else tensor
+            state |= zip(hugging_face.names(name, config), hugging_face.to_hf(name, tensor, config), strict=True)
         self.model.load_state_dict({**state, "lm_head.weight": state["transformer.wte.weight"]})
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

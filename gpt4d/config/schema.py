@@ -151,7 +151,7 @@ class TrainConfig:
     precision: str = "auto"  # auto: bf16 on a GPU, fp32 elsewhere. Master weights are always fp32
     activation_checkpointing: str = "none"  # selective: norms and activations are recomputed; full: whole blocks
     loss_chunks: int = 1  # text: parts of a microbatch's tokens whose logits exist one after another
-    compile: bool | None = None  # torch.compile fuses elementwise operations; null: on a GPU, where Triton is installed
+    compile: bool | None = None  # torch.compile fuses elementwise operations; null: on a GPU with Triton and gcc
     max_skipped: int = 10  # consecutive skipped steps (non-finite, or spikes) that end the run
     skip_spikes: bool = False  # skip steps with a spike of loss or norm; synchronizes with the device at every step
     deterministic: bool = False  # use only algorithms that are reproducible bit by bit
