@@ -29,6 +29,7 @@ from benchmarks.workers.training import workload
 from gpt4d.config import (
     ClusterConfig,
     Config,
+    ConfigError,
     LevelConfig,
     MeasuredConfig,
     ParallelConfig,
@@ -169,6 +170,8 @@ def main(arguments: list[str]) -> None:
     for row in rows:
         print(report.line(row))
     seconds = {row["name"].partition("/")[0]: row["median_s"] for row in report.counting(rows)}
+    if len(seconds) < 2:
+        raise ConfigError(f"grids={config.grids}: turns of two different grids must count to compare their order")
     plans = {cost: [plan for plan in ranked if str(plan.sizes) in seconds] for cost, ranked in plans.items()}
     comparisons = {cost: compare_order(plans[cost], seconds) for cost in _COSTS}
     predicted = {str(plan.sizes): plan.step_time_s for plan in plans["ours"]}

@@ -109,9 +109,16 @@ class Operations:
 
 def has_kernel(func, tensors: list[torch.Tensor], kwargs: dict) -> bool:
     """Return whether an operation on ``tensors`` computes anything: views and uninitialized or meta tensors do not."""
-    if func.is_view or func.overloadpacket in _WITHOUT_KERNEL or torch.Tag.inplace_view in func.tags:
-        return False
-    return kwargs.get("device") != torch.device("meta") and not any(tensor.is_meta for tensor in tensors)
+    return (
+        computes(func)
+        and kwargs.get("device") != torch.device("meta")
+        and not any(tensor.is_meta for tensor in tensors)
+    )
+
+
+def computes(func) -> bool:
+    """Return whether an operation may compute something: it is neither a view nor leaves its result uninitialized."""
+    return not (func.is_view or func.overloadpacket in _WITHOUT_KERNEL or torch.Tag.inplace_view in func.tags)
 
 
 def host_reads(func, tensors: list[torch.Tensor]) -> bool:
@@ -126,7 +133,7 @@ def _moved_bytes(func, tensors: list[torch.Tensor], args: tuple, kwargs: dict, n
     packet = func.overloadpacket
     if packet in _LOOKUPS | _UPDATES:
         accessed = new[0] if new else tensors[-1]
-        return sum(map(_nbytes, tensors[1:])) + 2 * _nbytes(accessed)
+        return sum(map(nbytes, tensors[1:])) + 2 * nbytes(accessed)
     names = (argument.name for argument in func._schema.arguments)
     values = dict(zip(names, args, strict=False)) | kwargs
     written = [
@@ -139,10 +146,10 @@ def _moved_bytes(func, tensors: list[torch.Tensor], args: tuple, kwargs: dict, n
         for tensor in tensors_in(values.get(argument.name))
     ]
     only_written = written if packet in _OVERWRITING or func._overloadname.endswith(("out", "grad_input")) else []
-    return sum(map(_nbytes, tensors + written + new)) - sum(map(_nbytes, only_written))
+    return sum(map(nbytes, tensors + written + new)) - sum(map(nbytes, only_written))
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the distinct elements of a tensor: an expanded dim counts once."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.itemsize * math.prod(size for size, stride in dims if stride or not size)

@@ -91,6 +91,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported stays: a collection looks at objects of tests alone
     # It warns that gathering a dim that two axes split takes two all-gathers, which tests do on purpose.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     while True:

@@ -4,7 +4,17 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpt4d.model.costs import MASTER_BYTES, STATISTIC, SimpleCost, cast, prefixed, rms_backward, rms_forward, rows
+from gpt4d.model.costs import (
+    MASTER_BYTES,
+    STATISTIC,
+    SimpleCost,
+    casts,
+    elementwise,
+    prefixed,
+    rms_backward,
+    rms_forward,
+    rows,
+)
 from gpt4d.model.description import Walk
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layout import ParameterSpec
@@ -166,9 +176,9 @@ class GroupedAttentionCost(SimpleCost):
     def _rotate(self, walk: Walk, nbytes: int) -> None:
         wide = nbytes // walk.element_bytes * 4
         walk.scratch(wide)
-        angles = 4 * walk.tokens * self.size // 2 * STATISTIC
-        walk.compute(moved=2 * nbytes + 3 * wide + angles, operations=4)
-        cast(walk, nbytes, wide)
+        cast, angles = casts(nbytes, wide), walk.tokens * self.size * STATISTIC
+        moved = 2 * nbytes + 3 * wide + 2 * angles + cast * (nbytes + wide)
+        elementwise(walk, moved, 4 + cast, compiled=(2 * nbytes + angles, 1))
 
     async def backward(self, walk: Walk) -> None:
         local, e = self._local(walk), walk.element_bytes

@@ -36,6 +36,18 @@ def cast(walk: Walk, narrow: int, wide: int) -> None:
         walk.compute(moved=narrow + wide)
 
 
+def elementwise(walk: Walk, moved: float, operations: int, compiled: tuple[float, int]) -> None:
+    """Compute ``operations`` that move so many bytes, or, with train.compile, the bytes and kernels ``compiled``."""
+    if walk.compiled:
+        moved, operations = compiled
+    walk.compute(moved=moved, operations=operations)
+
+
+def casts(narrow: int, wide: int) -> int:
+    """Return the number of conversions between an activation of ``narrow`` bytes and the same in float32."""
+    return int(narrow != wide)
+
+
 class SimpleCost:
     """Defaults of layers without parameters, streamed weights or noteworthy FLOPs."""
 
@@ -117,11 +129,10 @@ class LayerNormCost(NormCost):
             walk.compute(moved=2 * x)
             return
         walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
-        cast(walk, x, wide)
-        walk.compute(moved=6 * wide, operations=5)
+        cast = casts(x, wide)
+        elementwise(walk, 6 * wide + cast * (x + wide), 5 + cast, compiled=(x, 1))
         walk.do("all_gather", "y", statistics)
-        walk.compute(moved=x + 7 * wide, operations=10)
-        cast(walk, x, wide)
+        elementwise(walk, x + 7 * wide + cast * (x + wide), 10 + cast, compiled=(2 * x, 7))
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more, from the statistics if it takes a collective to find them."""
@@ -130,8 +141,8 @@ class LayerNormCost(NormCost):
             walk.compute(moved=2 * x)
             return
         walk.scratch(2 * wide)
-        walk.compute(moved=x + 7 * wide, operations=4)
-        cast(walk, x, wide)
+        cast = casts(x, wide)
+        elementwise(walk, x + 7 * wide + cast * (x + wide), 4 + cast, compiled=(2 * x, 1))
 
     async def backward(self, walk: Walk) -> None:
         x, wide, statistics = self._bytes(walk)
@@ -140,14 +151,13 @@ class LayerNormCost(NormCost):
             walk.compute(moved=3 * x)
         elif walk.sizes.y == 1:  # sums over tokens are computed apart, in float32
             walk.scratch(x + 2 * wide)
-            walk.compute(moved=6 * x + 6 * wide, operations=6)
+            elementwise(walk, 6 * x + 6 * wide, 6, compiled=(5 * x, 2))
         else:
             walk.scratch((3 if walk.element_bytes == 4 else 4) * wide)
-            walk.compute(moved=2 * x + 9 * wide, operations=7)
+            elementwise(walk, 2 * x + 9 * wide, 7, compiled=(2 * x, 1))
             walk.do("all_reduce", "y", statistics)
-            cast(walk, x, wide)
-            walk.compute(moved=x + 17 * wide, operations=9)
-            cast(walk, x, wide)
+            both = 2 * casts(x, wide)
+            elementwise(walk, x + 17 * wide + both * (x + wide), 9 + both, compiled=(3 * x, 2))
         self.end_backward(walk, x, statistics)
 
 
@@ -175,8 +185,8 @@ class RMSNormCost(NormCost):
         """Compute the output once more, from the statistics."""
         x, wide = self._elements(walk) * walk.element_bytes, self._elements(walk) * 4
         walk.scratch(wide)
-        walk.compute(moved=x + 3 * wide, operations=2)
-        cast(walk, x, wide)
+        cast = casts(x, wide)
+        elementwise(walk, x + 3 * wide + cast * (x + wide), 2 + cast, compiled=(2 * x, 1))
 
     async def backward(self, walk: Walk) -> None:
         x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
@@ -189,17 +199,17 @@ def rms_forward(walk: Walk, elements: int) -> None:
     """Compute the RMSNorm of so many elements."""
     x, wide = elements * walk.element_bytes, elements * 4
     walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
-    cast(walk, x, wide)
-    walk.compute(moved=x + 6 * wide, operations=6)  # a square, its sum, two products; the statistics
-    cast(walk, x, wide)
+    both = 2 * casts(x, wide)
+    # A square, its sum, two products; the statistics.
+    elementwise(walk, x + 6 * wide + both * (x + wide), 6 + both, compiled=(3 * x, 5))
 
 
 def rms_backward(walk: Walk, elements: int) -> None:
     """Compute the gradients of the RMSNorm of so many elements."""
     x, wide = elements * walk.element_bytes, elements * 4
     walk.scratch(2 * wide)
-    walk.compute(moved=5 * x + 16 * wide, operations=11)
-    cast(walk, x, wide)
+    cast = casts(x, wide)
+    elementwise(walk, 5 * x + 16 * wide + cast * (x + wide), 11 + cast, compiled=(5 * x, 3))
 
 
 @dataclass(frozen=True)
@@ -246,13 +256,13 @@ class GatedCost(SimpleCost):
     def again(self, walk: Walk) -> None:
         """Compute the output once more."""
         out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
-        walk.compute(moved=5 * out, operations=2)
+        elementwise(walk, 5 * out, 2, compiled=(3 * out, 1))
 
     async def backward(self, walk: Walk) -> None:
         out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
         walk.hold(2 * out)
         walk.scratch(out)
-        walk.compute(moved=11 * out, operations=4)
+        elementwise(walk, 11 * out, 4, compiled=(5 * out, 1))
         walk.release(3 * out)
 
 
@@ -349,18 +359,19 @@ class CrossEntropyCost(SimpleCost):
     def forward_of(self, walk: Walk, tokens: int) -> None:
         """Compute the loss of some of the tokens."""
         logits, wide, blocks = self._sizes(walk, tokens)
-        casts = 0 if walk.element_bytes == 4 else 1
+        cast = casts(logits, wide)
         walk.compute(moved=logits)
         walk.do("all_reduce", "x", tokens * STATISTIC)
         walk.scratch(wide // blocks)
-        walk.compute(moved=logits + (4 + 2 * casts) * wide, operations=(4 + casts) * blocks)
+        elementwise(walk, logits + (4 + 2 * cast) * wide, (4 + cast) * blocks, compiled=(logits, blocks))
         walk.do("all_reduce", "x", 2 * tokens * STATISTIC)
 
     def backward_of(self, walk: Walk, tokens: int) -> None:
         """Compute the gradient of some of the tokens' logits."""
         logits, wide, blocks = self._sizes(walk, tokens)
+        compiled = 2 * logits, blocks
         if walk.element_bytes == 4:
-            walk.compute(moved=6 * wide, operations=3 * blocks)
+            elementwise(walk, 6 * wide, 3 * blocks, compiled)
             return
         walk.scratch(wide // blocks)
-        walk.compute(moved=2 * logits + 8 * wide, operations=5 * blocks)
+        elementwise(walk, 2 * logits + 8 * wide, 5 * blocks, compiled)

@@ -33,6 +33,7 @@ class Walk(Protocol):
     held: int  # bytes that layers hold now
     sequence_parallel: bool  # x splits the tokens between the layers
     recomputes_inputs: bool  # products do not keep inputs that are easily computed again
+    compiled: bool  # torch.compile fuses elementwise functions
 
     @property
     def tokens(self) -> int: ...

@@ -19,6 +19,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _enabled = False
+_compiled: dict[Callable, Callable] = {}  # functions that have been called while it was enabled
 
 
 def enable(choice: bool | None, device: torch.device) -> None:
@@ -39,12 +40,12 @@ def enable(choice: bool | None, device: torch.device) -> None:
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return ``function``, which is compiled at its first call with tensors of some dtypes and ranks, if enabled."""
 
-    @functools.cache
-    def compiled() -> Callable[Arguments, Result]:
-        return torch.compile(function)  # of too many different shapes, it computes the further ones as without it
-
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return (compiled() if _enabled else function)(*args, **kwargs)
+        if not _enabled:
+            return function(*args, **kwargs)
+        if function not in _compiled:
+            _compiled[function] = torch.compile(function)  # of too many different shapes, it compiles no further ones
+        return _compiled[function](*args, **kwargs)
 
     return call

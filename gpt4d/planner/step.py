@@ -16,7 +16,7 @@ from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.turns import Turn, run
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.stream import PlannedGradients, PlannedStream
-from gpt4d.planner.workload import compute_bytes, training_state
+from gpt4d.planner.workload import compiles, compute_bytes, training_state
 
 
 class ChunkWalk:
@@ -33,6 +33,7 @@ class ChunkWalk:
         self.sizes, self.overlap, self.element_bytes = step.sizes, step.overlap, step.element_bytes
         self.length, self.tokens = step.length, samples * step.length
         self.sequence_parallel = step.sequence_parallel
+        self.compiled = compiles(step.config)
         self.recomputes_inputs = step.config.train.activation_checkpointing == "selective"
         self.stream_tokens = self.tokens // (self.sizes.x if self.sequence_parallel else 1)
         self.device = device = step.device

@@ -52,6 +52,11 @@ def compute_bytes(config: Config) -> int:
     return {"fp32": 4, "bf16": 2}[precision]
 
 
+def compiles(config: Config) -> bool:
+    """Return whether torch.compile fuses elementwise functions: ``train.compile``, by default on a GPU."""
+    return config.cluster.device == "cuda" if config.train.compile is None else config.train.compile
+
+
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
     """Return the samples that a device may take at once, most first; only ``train.micro_batch_size`` if it is set.
 

@@ -8,7 +8,7 @@ import torch
 
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.parallel import fusion
-from gpt4d.parallel.layers import norm
+from gpt4d.parallel.layers import gated, norm, rotary
 from tests.grids import TINY_MODEL, build_model
 
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -59,6 +59,22 @@ def test_compiled_norms_equal_eager_ones(compiled, dtype):
         (norm._rms_scaled, (x, rstd, weight)),
         (norm._rms_sum_of_gradient, (d_out, x, rstd, weight)),
         (norm._rms_gradients, (d_out, x, rstd, weight, sums[0])),
+    ]
+    for function, arguments in calls:
+        torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), msg=function.__name__)
+
+
+@compiler
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_swiglu_and_rotation_equal_eager_ones(compiled, dtype):
+    gate_and_up, d_out = torch.randn(6, 2, 8).to(dtype), torch.randn(6, 8).to(dtype)
+    x, (cos, sin) = torch.randn(2, 6, 3, 8).to(dtype), torch.randn(2, 2, 6, 1, 4)
+    calls = [
+        (gated._gated, gate_and_up.unbind(-2)),
+        (gated._gradient, (d_out, gate_and_up)),
+        (rotary._rotated, (x, cos, sin, 1)),
+        (rotary._rotated, (x, cos, sin, -1)),
     ]
     for function, arguments in calls:
         torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), msg=function.__name__)

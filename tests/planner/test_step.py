@@ -232,4 +232,5 @@ def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrid
         {a: c["bytes"] for a, c in walked.comm.items()}
     )
     assert drawn.compute_s == pytest.approx(walked.compute_s)
-    assert drawn.step_time_s == pytest.approx(walked.step_time_s, rel=0.01)
+    # Sums over data are walked beside the first microbatch, which adds to no gradient: less hides them.
+    assert drawn.step_time_s == pytest.approx(walked.step_time_s, rel=0.015)

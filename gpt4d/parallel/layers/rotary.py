@@ -5,10 +5,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gpt4d.parallel.fusion import fused
 from gpt4d.parallel.layers.tokens import Tokens
 
 
+@fused
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # torch.compile does not take results that are parts of a tensor
+        first, second = x.chunk(2, -1)
+        one, other = first * cos - direction * second * sin, second * cos + direction * first * sin
+        return torch.cat((one, other), -1).to(x.dtype)
     wide = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     (first, second), (new_first, new_second) = x.chunk(2, -1), wide.chunk(2, -1)
     torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-direction)

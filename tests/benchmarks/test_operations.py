@@ -1,0 +1,48 @@
+"""What the operations of a step cost on a GPU by their FLOPs and bytes."""
+
+import pytest
+
+from benchmarks.operations import count, main, planned
+from gpt4d.config import ConfigError, compose
+
+SETTINGS = ["model.layers=2", "train.batch_size=4", "train.precision=bf16", "train.compile=false"]
+
+
+def test_products_have_six_flops_for_each_weight_and_token():
+    config = compose([*SETTINGS, "model=gpt_125m", "cluster.memory_gb_s=1e9", "cluster.matmul_tflops=1"])
+    counter = count(config, compiled=False)
+    weights = 2 * 12 * 768 * 768 + config.model.padded_vocab_size * 768
+    assert counter.seconds["products"] * 1e12 == pytest.approx(6 * weights * 4 * 1024)
+    assert counter.kernels["products"] == 3 * (2 * 4 + 1)
+
+
+def test_compiled_functions_read_their_arguments_and_write_their_results_once():
+    config = compose([*SETTINGS, "model=llama_160m", "cluster.memory_gb_s=1"])
+    eager, compiled = count(config, compiled=False), count(config, compiled=True)
+    # SwiGLU reads gate and up and writes one tensor; its backward reads three and writes two. All are bf16.
+    elements = 4 * config.train.seq_len * config.model.inner
+    assert compiled.seconds["activations"] * 1e9 == pytest.approx(2 * (3 + 5) * 2 * elements)
+    changed = {"norms", "loss", "activations", "queries, keys and values"}
+    assert {kind for kind in eager.seconds if compiled.seconds[kind] < eager.seconds[kind]} == changed
+    assert all(compiled.seconds[kind] == eager.seconds[kind] for kind in eager.seconds.keys() - changed)
+
+
+@pytest.mark.parametrize("model", ["gpt_1b3", "llama_1b"])
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_planner_expects_the_time_of_the_operations(model, recomputed, compiled):
+    config = compose(
+        [
+            *SETTINGS,
+            f"model={model}",
+            "train.seq_len=1024",
+            f"train.activation_checkpointing={recomputed}",
+            "cluster=dgx_h200",
+        ]
+    )
+    assert planned(config, compiled) == pytest.approx(count(config, compiled).seconds.total(), rel=0.02)
+
+
+def test_pictures_are_rejected():
+    with pytest.raises(ConfigError, match="only steps of text models are counted"):
+        main(["model=unet_tiny"])
