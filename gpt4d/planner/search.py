@@ -98,6 +98,8 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
     candidates: dict[GridSizes, tuple[Estimate, int]] = {}
     for estimate in possible:
         sizes = estimate.sizes
+        if cost == "ours":
+            estimate = _with_larger_micro_batch(estimate)
         micro_batch, needed = largest_micro_batch(estimate)
         if micro_batch is None:
             ranking.too_large[sizes] = needed
@@ -131,7 +133,7 @@ def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
     """Return the estimate for the faster order of ranks: x innermost if both are equally fast."""
     config, sizes = estimate.config, estimate.sizes
     if config.parallel.innermost is None and sizes.x > 1 and sizes.y > 1:
-        other = Estimate(config, sizes, estimate.description, {"innermost": "y"})
+        other = Estimate(config, sizes, estimate.description, {**estimate.choice, "innermost": "y"})
         return min(estimate, other, key=lambda estimate: estimate.quick_s(micro_batch))
     return estimate
 
@@ -161,10 +163,24 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
         yield [{"whole_layers": count} for count in counts]
     if parallel.cache_scope == "microbatch" and sizes.z > 1 and samples > plan.micro_batch:
         yield [{"cache_layers": parallel.cache_layers or "all", "cache_scope": "step"}]
-    if not parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0:
+    if _may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:
         yield [{"chunks": count} for count in (2, 4)]
+
+
+def _with_larger_micro_batch(estimate: Estimate) -> Estimate:
+    """Return the estimate, with split tokens where memory limits the microbatch and a larger one fits then."""
+    config, sizes, micro_batch = estimate.config, estimate.sizes, largest_micro_batch(estimate)[0] or 0
+    if micro_batch < estimate.share and _may_split_tokens(config, sizes):
+        split = Estimate(config, sizes, estimate.description, {**estimate.choice, "sequence_parallel": True})
+        if (largest_micro_batch(split)[0] or 0) > micro_batch:
+            return split
+    return estimate
+
+
+def _may_split_tokens(config: Config, sizes: GridSizes) -> bool:
+    return not config.parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0
 
 
 def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
@@ -200,7 +216,7 @@ def fewest_devices(config: Config, limit: int) -> int | None:
         for sizes in grids(devices) if _may_have_one_stage(config) else ():
             if not grid_problem(description.rules, config.train, config.parallel, sizes):
                 estimate = Estimate(config, sizes, description)
-                if largest_micro_batch(estimate)[0] is not None:
+                if largest_micro_batch(_with_larger_micro_batch(estimate))[0] is not None:
                     return devices
         if _may_have_stages(config) and pipelines.any_fits(config, devices, description):
             return devices

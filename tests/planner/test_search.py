@@ -12,7 +12,7 @@ from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_prob
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.search import fewest_devices, rank
+from gpt4d.planner.search import fewest_devices, largest_micro_batch, rank
 from gpt4d.planner.workload import grids
 from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
@@ -78,6 +78,15 @@ def test_the_planned_microbatch_is_the_largest_that_fits():
     assert f"train.micro_batch_size={plan.micro_batch}" in plan.overrides
     larger = compose([*PERLMUTTER, "train.batch_size=1024", f"train.micro_batch_size={2 * plan.micro_batch}"])
     assert plan.sizes in rank(larger, 32).too_large
+
+
+def test_grids_whose_memory_limits_the_microbatch_split_tokens():
+    config = compose([*PERLMUTTER, "model.layers=8", "train.batch_size=512"])
+    plans = {plan.sizes: plan for plan in rank(config, 8).plans}
+    plan = plans[GridSizes(8)]
+    assert plan.choice["sequence_parallel"]
+    whole, _ = largest_micro_batch(Estimate(config, plan.sizes))
+    assert whole < plan.micro_batch
 
 
 def test_nothing_fits_on_less_than_the_fewest_devices():
