@@ -7,14 +7,15 @@ from typing import Any
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, grid_problem
 from gpt4d.model import registry
+from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
 from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.workload import grids, micro_batch_sizes
+from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes
 
 _MAX_CONSIDERED = 80  # grids whose step is walked through; of more, those with the least computation and sums
 _MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
-_NUM_IMPROVED = 3  # of these, the fastest that gather weights and that sum outputs, for which settings are tried
+_NUM_IMPROVED = 3  # of these, the fastest that gather weights, sum outputs or only convert weights: settings are tried
 _LEAST_GAIN = 0.01  # of the step time, for which a setting is worth its memory
 
 
@@ -118,7 +119,11 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
     ranking.plans = [estimate.plan(micro_batch) for estimate, micro_batch in estimated]
     if cost == "ours":
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
-        split = (lambda sizes: sizes.z > 1), (lambda sizes: sizes.x * sizes.y > 1)
+        split = (
+            lambda sizes: sizes.z > 1,
+            lambda sizes: sizes.x * sizes.y > 1,
+            lambda sizes: sizes.data == sizes.devices and _keeps_copies(config, sizes),
+        )
         places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
         for place in set().union(*places):
             ranking.plans[place] = _improve(ranking.plans[place], config, description)
@@ -161,12 +166,21 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
     if parallel.whole_layers == 0 and sizes.z > 1:
         counts = sorted({eighths * blocks // 8 for eighths in (1, 2, 3, 4)} - {0})
         yield [{"whole_layers": count} for count in counts]
-    if parallel.cache_scope == "microbatch" and sizes.z > 1 and samples > plan.micro_batch:
-        yield [{"cache_layers": parallel.cache_layers or "all", "cache_scope": "step"}]
+    # Cached weights are gathered, and converted, less often.
+    cached = {"cache_layers": parallel.cache_layers or "all"}
+    if parallel.cache_scope == "microbatch" and _keeps_copies(config, sizes) and samples > plan.micro_batch:
+        yield [{**cached, "cache_scope": "step"}]
+    elif parallel.cache_layers == 0 and sizes.z == 1 and _keeps_copies(config, sizes):
+        yield [cached]
     if _may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:
         yield [{"chunks": count} for count in (2, 4)]
+
+
+def _keeps_copies(config: Config, sizes: GridSizes) -> bool:
+    """Return whether weights are gathered, or converted, and copies of them can be kept."""
+    return sizes.z > 1 or compute_bytes(config) < MASTER_BYTES
 
 
 def _with_larger_micro_batch(estimate: Estimate) -> Estimate:

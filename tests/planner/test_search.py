@@ -150,6 +150,13 @@ def test_the_planner_gathers_once_per_step_where_there_are_microbatches():
         assert validate(replace(compose([*SLOW_LINKS, "train.batch_size=64", *plan.overrides])), 8).sizes == plan.sizes
 
 
+@pytest.mark.parametrize(("size", "further"), [(1, {"cache_scope": "step"}), (2, {})])
+def test_the_planner_keeps_converted_weights_where_batches_are_small(size, further):
+    words = "model=gpt_125m", "cluster=dgx_a100", "train.batch_size=8", f"train.micro_batch_size={size}"
+    plans = {plan.sizes: plan for plan in rank(compose(words), 4).plans}
+    assert plans[GridSizes(data=4)].choice == {"cache_layers": "all", **further}
+
+
 def test_training_uses_the_grid_that_auto_selects(ranks, tiny):
     config = tiny("parallel.mode=auto", "parallel.pipeline.stages=1", "train.steps=2")
     ranks.run(4, train_in_rank, config)
