@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _COLORS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f", "plain": "#d9c89e"}
-_WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd"}
+_WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#8c564b"}
 
 
 def row(family: str, name: str, answers: list[dict]) -> dict:
