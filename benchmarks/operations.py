@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import report
 from benchmarks.virtual_operations import Operations, computes, nbytes, tensors_in
-from gpt4d.config import Config, ConfigError, GridSizes, check_values, compose, from_arguments
+from gpt4d.config import Config, ConfigError, GridSizes, compose, from_arguments
 from gpt4d.model import registry
 from gpt4d.parallel import fusion
 from gpt4d.parallel.grid import Grid
@@ -31,6 +31,7 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import Estimate
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.validation import validate
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
@@ -153,7 +154,7 @@ def planned(config: Config, compiled: bool) -> float:
 def main(arguments: list[str]) -> None:
     own = [argument for argument in arguments if argument.startswith("out=")]
     config = compose(["train.precision=bf16", "train.compile=false", *(a for a in arguments if a not in own)])
-    check_values(config, registry.of(config.model))
+    validate(config, 1)
     if registry.of(config.model).task != "language_modeling":
         raise ConfigError(f"model={config.model.name}: only steps of text models are counted; use model=gpt_1b3, say")
     description = registry.describe_run(config)
