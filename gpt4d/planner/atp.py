@@ -150,8 +150,9 @@ def _devices(parallel: ParallelConfig, world_size: int) -> int:
     copies = gz * (gdata or 1)
     if d1 and d2:
         if world_size % (d1 * d2 * copies) or (gdata and d1 * d2 * copies != world_size):
+            keys, values = ("·gdata", f"·{gdata}") if gdata else ("", "")
             raise ConfigError(
-                f"parallel.d1·d2·gz·gdata={d1}·{d2}·{gz}·{gdata or 'null'}: does not fit the {world_size} process(es); "
+                f"parallel.d1·d2·gz{keys}={d1}·{d2}·{gz}{values}: does not fit the {world_size} process(es); "
                 f"choose a mesh of {_sizes(world_size)} device(s), or leave d1 and d2 out"
             )
         return d1 * d2
