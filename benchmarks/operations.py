@@ -1,4 +1,4 @@
-"""What the operations of a training step cost on one GPU by their FLOPs and bytes, without a GPU.
+"""FLOPs and bytes of the operations of a training step, and the time they take on one GPU, counted without a GPU.
 
     python -m benchmarks.operations model=gpt_1b3 train.batch_size=8 cluster=dgx_h200 [out=docs/operations]
 

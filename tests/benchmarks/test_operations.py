@@ -1,4 +1,4 @@
-"""What the operations of a step cost on a GPU by their FLOPs and bytes."""
+"""The count of FLOPs and bytes of a step's operations."""
 
 import pytest
 

@@ -224,7 +224,8 @@ def test_whole_layers_move_communication_from_the_forward_to_the_backward():
 )
 def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrides):
     machine = compose(["cluster=perlmutter"]).cluster
-    words = ("model.layers=12", "train.micro_batch_size=1", "train.batch_size=64", "model.hidden=512", *overrides)
+    small = "model.layers=12", "model.hidden=512", "train.micro_batch_size=1", "train.batch_size=64"
+    words = (*small, "train.compile=false", *overrides)
     drawn = plan(machine, sizes, *words)
     monkeypatch.setattr(estimate, "_MAX_WALKED", 1 << 30)
     walked = plan(machine, sizes, *words)
@@ -232,5 +233,4 @@ def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrid
         {a: c["bytes"] for a, c in walked.comm.items()}
     )
     assert drawn.compute_s == pytest.approx(walked.compute_s)
-    # Sums over data are walked beside the first microbatch, which adds to no gradient: less hides them.
-    assert drawn.step_time_s == pytest.approx(walked.step_time_s, rel=0.015)
+    assert drawn.step_time_s == pytest.approx(walked.step_time_s, rel=0.01)
