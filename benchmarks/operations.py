@@ -34,6 +34,7 @@ from gpt4d.step import TrainStep, build_stage
 from gpt4d.validation import validate
 
 aten = torch.ops.aten
+_PACKAGE = str(Path(fusion.__file__).parents[1])  # a clone's own name may be gpt4d too
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 _ATTENTION = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward}
 # Of other operations: parts of the name of the file and function of gpt4d, or of the operation, and their kind.
@@ -93,7 +94,7 @@ class KernelCounter(TorchDispatchMode):
                 self._inside_compiled = False
             # What it changes in place is an argument and no result: it is written too.
             tensors = list(tensors_in((args, kwargs, result if result is not None else args[0])))
-            kind = next(kind for part, kind in _KINDS.items() if part in function.__code__.co_filename)
+            kind = next(kind for part, kind in _KINDS.items() if part in Path(function.__code__.co_filename).name)
             self._add(kind, sum(map(nbytes, tensors)) / self.bytes_s)
             return result
 
@@ -110,7 +111,7 @@ def _kind(func, frame: FrameType | None) -> str:
         return "products"
     if func.overloadpacket in _ATTENTION:
         return "attention"
-    while frame is not None and "/gpt4d/" not in frame.f_code.co_filename:
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else ""
     found = (kind for part, kind in _KINDS.items() if part in place or part in str(func))
@@ -172,11 +173,10 @@ def main(arguments: list[str]) -> None:
     totals = {}
     for name, counter in (("eager", eager), ("compiled", compiled)):
         totals[name] = {"operations_s": counter.seconds.total(), "planned_s": planned(config, name == "compiled")}
-        mfu = (
-            flops / totals[name]["operations_s"] / peak if (peak := (config.cluster.peak_tflops or 0) * 1e12) else None
-        )
+        peak = config.cluster.peak_tflops
+        mfu = f", MFU {flops / totals[name]['operations_s'] / peak / 1e12:.1%}" if peak else ""
         print(
-            f"{name}: {totals[name]['operations_s'] * 1e3:.1f} ms{f', MFU {mfu:.1%}' if mfu else ''}; "
+            f"{name}: {totals[name]['operations_s'] * 1e3:.1f} ms{mfu}; "
             f"the planner expects {totals[name]['planned_s'] * 1e3:.1f} ms"
         )
     out = from_arguments(OperationsBenchmark, own).out

@@ -176,8 +176,8 @@ class Estimate:
         if len(blocks) * microbatches <= _MAX_WALKED:
             totals = self._walk(micro_batch, blocks).run(microbatches).totals()
         else:
-            # A step that gathers once begins with the gathers and ends with the scatters.
-            walked = min(2, microbatches) if config.parallel.cache_scope == "step" else 1
+            # The first microbatch adds to no gradient, and the last one's additions hide sums.
+            walked = min(2, microbatches)
             totals = self._walk(micro_batch, blocks).run(walked).totals()
             totals = _sum(totals, self._further_microbatch(micro_batch)[2:], microbatches - walked)
         seconds, compute_s, *rest = totals
