@@ -303,10 +303,10 @@ class Description:
         return result
 
     @cached_property
-    def block_kinds(self) -> dict[str, int]:
-        """A number for each block by its name; equal blocks have the same one."""
+    def kinds(self) -> dict[str, int]:
+        """A number for each unit by its name; equal layers have the same one."""
         kinds: dict[LayerCost, int] = {}
-        return {unit.name: kinds.setdefault(unit.layer, len(kinds)) for unit in self.blocks}
+        return {unit.name: kinds.setdefault(unit.layer, len(kinds)) for unit in self.units}
 
     @cached_property
     def contributions(self) -> Counter[str]:

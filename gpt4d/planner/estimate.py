@@ -127,7 +127,7 @@ class Estimate:
     def _kind(self, block: Unit) -> tuple:
         """Return the kind of a block: blocks with the same cost that are cached and split alike are of one kind."""
         whole = block.name in self.description.whole
-        return self.description.block_kinds[block.name], block.name in self.cached, whole
+        return self.description.kinds[block.name], block.name in self.cached, whole
 
     def _first_of_each_kind(self, limit: int) -> list[Unit]:
         counts: Counter[tuple] = Counter()

@@ -1,6 +1,7 @@
 """Search for the best pipelines of a configuration: stages, their grids, microbatches and schedule."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -67,8 +68,7 @@ def any_fits(config: Config, devices: int, description: Description) -> bool:
     """Return whether any pipeline on ``devices`` devices can train this."""
     search = _Search(config, description)
     candidates = _candidates(config, devices, description, PipelineRanking())
-    memory = config.cluster.memory_gib
-    return any(search.least_gib((candidate.sizes,) * candidate.stages) <= memory for candidate in candidates)
+    return any(search.least_fits((candidate.sizes,) * candidate.stages) for candidate in candidates)
 
 
 def _candidates(
@@ -124,37 +124,46 @@ class _Search:
 
     def __init__(self, config: Config, description: Description):
         self._config, self.description = config, description
+        self._memory_gib = config.cluster.memory_gib
         self._known: dict = {}
 
     def config(self, sizes: Sequence[GridSizes]) -> Config:
         return with_stages(self._config, len(sizes))
 
-    def plan(
+    def estimate(
         self, sizes: tuple[GridSizes, ...], microbatches: int, schedule: str | None = None, chunks: int = 1
-    ) -> Plan:
-        """Return the plan of a pipeline, by default with the configuration's schedule."""
+    ) -> PipelineEstimate:
+        """Return the estimate of a pipeline, by default with the configuration's schedule."""
         config = self.config(sizes)
         pipeline = config.parallel.pipeline
         if schedule is not None:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
-        return self._estimate(config, sizes, microbatches).plan()
-
-    def _estimate(self, config: Config, sizes: tuple[GridSizes, ...], microbatches: int) -> PipelineEstimate:
         layouts = stage_layouts(sizes, stage_parts(config, self.description))
         return PipelineEstimate(config, self.description, layouts, microbatches, self._known)
 
-    def least_gib(self, sizes: tuple[GridSizes, ...]) -> float:
-        """Return the GiB of the fullest stage with the smallest of the microbatches that are tried."""
-        config = self.config(sizes)
-        return max(self._estimate(config, sizes, _numbers(config, sizes)[-1]).memory_gib)
+    def least_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
+        """Return whether the pipeline fits with the smallest of the microbatches that are tried."""
+        estimate = self.estimate(sizes, _numbers(self.config(sizes), sizes)[-1])
+        return max(estimate.alone_gib) <= self._memory_gib and self._fits(estimate)
+
+    def _fits(self, estimate: PipelineEstimate) -> bool:
+        return max(estimate.memory_gib) <= self._memory_gib
 
     def fastest(self, sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
         """Return the fastest plan of those numbers of microbatches that fit, if any, and the least GiB of all."""
-        found = [self.plan(sizes, count) for count in _numbers(self.config(sizes), sizes)]
-        fitting = [plan for plan in found if plan.memory_gib <= self._config.cluster.memory_gib]
-        fastest = min(fitting, key=lambda plan: plan.step_time_s, default=None)
-        return fastest, min(plan.memory_gib for plan in found)
+        found = [self.estimate(sizes, count) for count in _numbers(self.config(sizes), sizes)]
+        fastest = self._faster(found, math.inf)
+        return fastest.plan() if fastest else None, min(max(estimate.memory_gib) for estimate in found)
+
+    def _faster(self, estimates: Iterable[PipelineEstimate], limit_s: float) -> PipelineEstimate | None:
+        """Return the estimate with the fastest step that fits and takes less than ``limit_s``, if any."""
+        fastest = None
+        for estimate in estimates:
+            # The end of the last backward is known before that of the step.
+            if estimate.backward_end_s < limit_s and self._fits(estimate) and estimate.step_time_s < limit_s:
+                fastest, limit_s = estimate, estimate.step_time_s
+        return fastest
 
     def improved(self, plan: Plan, grids: Sequence[GridSizes]) -> Plan:
         """Return the plan with what makes it faster, if it fits.
@@ -162,34 +171,32 @@ class _Search:
         That is another number of microbatches or schedule, or another grid of the first or the last stage.
         """
         for alternatives in (self._other_numbers, self._other_schedules, partial(self._other_grids, grids)):
-            for other in alternatives(plan):
-                fits = other.memory_gib <= self._config.cluster.memory_gib
-                if fits and other.step_time_s < (1 - _LEAST_GAIN) * plan.step_time_s:
-                    plan = other
+            if faster := self._faster(alternatives(plan), (1 - _LEAST_GAIN) * plan.step_time_s):
+                plan = faster.plan()
         return plan
 
-    def _other_numbers(self, plan: Plan) -> Iterator[Plan]:
+    def _other_numbers(self, plan: Plan) -> Iterator[PipelineEstimate]:
         if self._config.parallel.pipeline.microbatches is None:
             parallel, most = self.config(plan.stages).parallel, _MICROBATCHES[-1] * len(plan.stages)
             for number in possible_microbatches(self._config.train, parallel, plan.stages):
                 if number <= most:
-                    yield self.plan(plan.stages, number)
+                    yield self.estimate(plan.stages, number)
 
-    def _other_schedules(self, plan: Plan) -> Iterator[Plan]:
+    def _other_schedules(self, plan: Plan) -> Iterator[PipelineEstimate]:
         assert plan.pipeline and plan.pipeline.microbatches
         microbatches, stages = plan.pipeline.microbatches, len(plan.stages)
         if self._config.parallel.pipeline.schedule is not None:
             return
         for schedule in _SCHEDULES:
-            yield self.plan(plan.stages, microbatches, schedule)
+            yield self.estimate(plan.stages, microbatches, schedule)
         if microbatches % stages == 0 and 2 * stages <= len(self.description.blocks):
-            yield self.plan(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
+            yield self.estimate(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
 
-    def _other_grids(self, grids: Sequence[GridSizes], plan: Plan) -> Iterator[Plan]:
+    def _other_grids(self, grids: Sequence[GridSizes], plan: Plan) -> Iterator[PipelineEstimate]:
         assert plan.pipeline and plan.pipeline.microbatches
         alike = [sizes for sizes in dict.fromkeys(grids) if sizes.devices == plan.sizes.devices and sizes != plan.sizes]
         for sizes in alike[:_OTHER_GRIDS]:
             for changed in ((sizes, *plan.stages[1:]), (*plan.stages[:-1], sizes)):
                 microbatches = plan.pipeline.microbatches
                 if microbatches in possible_microbatches(self._config.train, self.config(changed).parallel, changed):
-                    yield self.plan(changed, microbatches, plan.pipeline.schedule, plan.pipeline.chunks_per_stage)
+                    yield self.estimate(changed, microbatches, plan.pipeline.schedule, plan.pipeline.chunks_per_stage)

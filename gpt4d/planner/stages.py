@@ -110,7 +110,8 @@ class PipelineEstimate:
     def estimate(self, stage: StageLayout, parts: tuple[tuple[int, int], ...]) -> Estimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
-        key = stage.sizes, tuple((unit.layer, unit.name in self.description.whole) for unit in units)
+        kinds, whole = self.description.kinds, self.description.whole
+        key = stage.sizes, tuple((kinds[unit.name], unit.name in whole) for unit in units)
         if key not in self._known:
             self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts))
         return self._known[key]
@@ -177,9 +178,18 @@ class PipelineEstimate:
     def step_time_s(self) -> float:
         """Seconds of a step, from the first forward to the last update."""
         ends = [spans[-1].stop + self._end_s(stage) for stage, spans in enumerate(self._timeline.stages)]
+        return max(ends) + self._further_s
+
+    @property
+    def backward_end_s(self) -> float:
+        """Seconds from the first forward to the end of the last backward."""
+        return self._timeline.seconds + self._further_s
+
+    @cached_property
+    def _further_s(self) -> float:
+        """Seconds of the microbatches that are not in the timeline."""
         simulated = sum(span.action.kind == "F" for span in self._timeline.stages[0]) // len(self.stages[0].parts)
-        slowest = max(self._busy_s(stage) for stage in range(len(self.stages)))
-        return max(ends) + (self.microbatches - simulated) * slowest
+        return (self.microbatches - simulated) * max(self._busy_s(stage) for stage in range(len(self.stages)))
 
     def _busy_s(self, stage: int) -> float:
         """Return the seconds of a microbatch on a stage."""
@@ -199,7 +209,7 @@ class PipelineEstimate:
     def memory_gib(self) -> list[float]:
         """The peak of each stage in a step."""
         timeline, count, result = self._timeline, len(self.stages), []
-        for index, layout in enumerate(self.stages):
+        for index, (layout, alone) in enumerate(zip(self.stages, self.alone_gib, strict=True)):
             own = self._microbatches[index::count]
             received = {
                 edge: sum(self._local_bytes(name, layout.sizes) for name in names)
@@ -208,9 +218,13 @@ class PipelineEstimate:
             waiting = timeline.peak_waiting(index, received)
             in_flight = peak_in_flight(span.action for span in timeline.stages[index]) - len(own)
             further = max(0, in_flight) * sum(cost.kept_bytes for cost in own) / len(own)
-            peak = self.estimate(layout, layout.parts).memory_gib(self.micro_batch(layout))
-            result.append(peak + (waiting + further) / GIB)
+            result.append(alone + (waiting + further) / GIB)
         return result
+
+    @cached_property
+    def alone_gib(self) -> list[float]:
+        """The peak of each stage with one microbatch in flight: no more than in a step, and quicker to estimate."""
+        return [self.estimate(layout, layout.parts).memory_gib(self.micro_batch(layout)) for layout in self.stages]
 
     def _local_bytes(self, name: str, sizes: GridSizes) -> int:
         """Return the bytes of a tensor of one microbatch on a device of a grid."""
