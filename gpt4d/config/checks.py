@@ -121,6 +121,8 @@ def check_data(data: DataConfig, model: str) -> None:
 
     Raises ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file.
     """
+    if data.tokenizer_vocab is None:
+        raise ConfigError("data.tokenizer_vocab=null: the model has no vocabulary; set the tokenizer's size")
     for key, least in (("tokenizer_vocab", 258), ("processes", 1)):  # bytes, end of text, one merge
         check_at_least(f"data.{key}", getattr(data, key), least)
     _check_source(data, "text", model)

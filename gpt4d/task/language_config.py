@@ -8,12 +8,10 @@ from gpt4d.config import Config, ConfigError, check_data
 def check(config: Config) -> None:
     """Raise ConfigError unless the data can be read and its tokens fit the model."""
     model: Any = config.model  # of any family; all language models have a vocab_size
+    check_data(config.data, model.name)
     vocabulary = config.data.tokenizer_vocab
-    if vocabulary is None:
-        raise ConfigError("data.tokenizer_vocab=null: the model has no vocabulary; set the tokenizer's size")
-    if vocabulary > model.vocab_size:
+    if vocabulary is not None and vocabulary > model.vocab_size:
         raise ConfigError(
             f"data.tokenizer_vocab={vocabulary}: more than model.vocab_size={model.vocab_size}; "
             "the model needs a row for every token, so lower data.tokenizer_vocab or raise model.vocab_size"
         )
-    check_data(config.data, model.name)

@@ -325,6 +325,7 @@ def test_an_invalid_blend_is_rejected(tiny, blend):
         (["data=tokens", "data.path=x", "out=y"], "these are token files already"),
         (["verify=/nowhere"], "/nowhere/header.json: no token files there"),
         (["data.tokenizer_vocab=-5", "out=x"], "data.tokenizer_vocab=-5: use a value of at least 258"),
+        (["data.tokenizer_vocab=null", "out=x"], "data.tokenizer_vocab=null: the model has no vocabulary"),
         (["data.processes=-1", "out=x"], "data.processes=-1: use a value of at least 1"),
         (["data.processes=0", "out=x"], "data.processes=0: use a value of at least 1"),
         (["data.validation_fraction=nan", "out=x"], "data.validation_fraction=nan: use a value from 0 up to"),
