@@ -35,7 +35,7 @@ from gpt4d.validation import validate
 
 aten = torch.ops.aten
 _PACKAGE = str(Path(fusion.__file__).parents[1])  # a clone's own name may be gpt4d too
-_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
 _ATTENTION = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward}
 # Of other operations: parts of the name of the file and function of gpt4d, or of the operation, and their kind.
 _KINDS = {

@@ -20,8 +20,13 @@ def _linear_flops(x, weight, *_, out_val: torch.Tensor) -> int:
     return 2 * out_val.numel() * x.shape[-1]
 
 
+def _addmm_flops(added, a, b, *_, out_val: torch.Tensor, **__) -> int:
+    return 2 * out_val.numel() * a.shape[-1]
+
+
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    **dict.fromkeys((aten.addmm, aten.addmm_), _addmm_flops),  # with a result of any dtype, new or in place
     **({_ONE_DNN_LINEAR: _linear_flops} if _ONE_DNN_LINEAR else {}),
     _CPU_ATTENTION: flop_registry[aten._scaled_dot_product_flash_attention],
     _CPU_ATTENTION_BACKWARD: flop_registry[aten._scaled_dot_product_flash_attention_backward],

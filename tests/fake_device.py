@@ -77,6 +77,9 @@ class DeviceRules(TorchDispatchMode):
         for tensor in operands + _tensors(result):  # the host waits for a copy from or to the device
             assert tensor.device == self.device, f"{func} has a tensor on {tensor.device}"
         if operation in _IN_COMPUTE_DTYPE:
+            if func is _aten.addmm.dtype_out:  # a sum, the two matrices, and the sum again
+                added_to, *operands, out = operands
+                assert added_to is out and out.dtype == args[3], f"{func} adds to a matrix of {added_to.dtype}"
             dtypes = {tensor.dtype for tensor in operands}
             assert dtypes == {self.compute_dtype}, f"{func} has operands of {dtypes}"
         if operation is _aten.index_put_:

@@ -218,14 +218,15 @@ CASES: dict[str, Case] = {
 
 
 def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the output of a layer and all gradients, by name."""
+    """Return the output of a layer and all gradients, by name, of two microbatches: the second adds to the first's."""
     values = Values(sizes, dtype, device)
     layer, call = case(values)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(values.normal(*parameter.shape))
-    output = call()
-    output.backward(values.normal(*output.shape))
+    for _ in range(2):
+        output = call()
+        output.backward(values.normal(*output.shape))
     values.weights.finish()
     gradients = {name: x.grad for name, x in (*values.inputs.items(), *layer.named_parameters())}
     return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}

@@ -78,9 +78,11 @@ def _alternate(
     return seconds
 
 
-def _rounded_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded_product(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None
+) -> torch.Tensor:
     _uses["weight gradients in bf16"] += 1
-    return (a @ b).to(dtype)
+    return (a @ b).to(dtype) if added_to is None else added_to.add_(a @ b)
 
 
 def _norm_with_rounded_gradients(self: LayerNorm, x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from gpt4d.config.checks import check_choice, chunk_problem, divisors, grid_size
 from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
+SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # those that compute gradients of inputs and of weights apart
 DEFAULT_SCHEDULE = "eager_1f1b"
 STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 _MICROBATCHES_PER_STAGE = 4

@@ -79,7 +79,8 @@ class Conv2dCost(ProductCost):
     _read_input = _write_input_gradient = _enlarge
 
     def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:
-        walk.compute(moved=2 * nbytes)  # into the order of the stored weight
+        if not walk.has_earlier_sum(self._weight):
+            walk.compute(moved=2 * nbytes)  # into the order of the stored weight
 
 
 @dataclass(frozen=True)

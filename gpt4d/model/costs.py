@@ -303,12 +303,14 @@ class TokenEmbeddingCost(SimpleCost):
             walk.hold(x)
             walk.do("all_gather", "x", x // walk.sizes.x)
             walk.release(x // walk.sizes.x)
-        walk.scratch(wide + table)
-        walk.hold(table)
+        added = walk.has_earlier_sum(f"{self.name}.weight")
+        new = 0 if added else table
+        walk.scratch(wide + new)
+        walk.hold(new)
         cast(walk, x, wide)
-        walk.compute(moved=5 * wide + table, operations=3)
+        walk.compute(moved=5 * wide + new, operations=2 if added else 3)
         walk.release(x)
-        walk.scatter(f"{self.name}.weight")
+        walk.scatter(f"{self.name}.weight", added)
 
 
 @dataclass(frozen=True)

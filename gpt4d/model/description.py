@@ -34,6 +34,7 @@ class Walk(Protocol):
     sequence_parallel: bool  # x splits the tokens between the layers
     recomputes_inputs: bool  # products do not keep inputs that are easily computed again
     compiled: bool  # torch.compile fuses elementwise functions
+    adds_products: bool  # a product is added to an earlier sum by its own kernel
 
     @property
     def tokens(self) -> int: ...
@@ -82,8 +83,17 @@ class Walk(Protocol):
     def multiplied(self) -> None:
         """Release the weight that was last gathered, unless it is kept."""
 
-    def scatter(self, weight: str) -> None:
-        """Hand over the gradient of a whole weight, which is held in float32."""
+    def compute_weight_gradient(self, compute: Callable[[], None], kept: int) -> None:
+        """Compute a weight's gradient: now, or, if the schedule splits backwards, after this one.
+
+        ``kept``: bytes of the tensors that it reads, which stay held until then.
+        """
+
+    def has_earlier_sum(self, weight: str) -> bool:
+        """Return whether the gradient of a whole weight has an earlier sum, which is held in float32."""
+
+    def scatter(self, weight: str, added: bool = False) -> None:
+        """Hand over the gradient of a whole weight, which is held in float32 or ``added`` to the earlier sum."""
 
     def add_gradient(self, parameter: str) -> None:
         """Hold a gradient of a parameter that is not streamed, in the master dtype, and hand it over."""

@@ -53,9 +53,10 @@ class HeadLossCost:
             if not walk.overlap.all_reduce:
                 walk.wait(pending)
                 pending = None
-            walk.hold(gradient)
-            walk.compute(flops, x + logits + gradient)
-            if number:
+            added = walk.adds_products and number > 0
+            walk.hold(0 if added else gradient)
+            walk.compute(flops, x + logits + gradient * (2 if added else 1))
+            if number and not added:
                 walk.compute(moved=3 * gradient)
                 walk.release(gradient)
             walk.wait(pending)
@@ -73,8 +74,14 @@ class HeadLossCost:
         split = walk.sequence_parallel and walk.size(produced) > 1
         (weight,) = self.weights().forward
         part = sizes.in_bytes // (walk.size(produced) if split else 1)
-        walk.compute(moved=2 * sizes.weight * MASTER_BYTES)
-        walk.scatter(weight)
+
+        def weight_gradient() -> None:
+            gradient, added = sizes.weight * MASTER_BYTES, walk.has_earlier_sum(weight)
+            walk.compute(moved=gradient * (3 if added else 2))
+            walk.release(gradient if added else 0)
+            walk.scatter(weight, added)
+
+        walk.compute_weight_gradient(weight_gradient, kept=0)  # the gradient for a loss whose own gradient is 1 is held
         walk.compute(moved=2 * part)
 
 

@@ -90,6 +90,10 @@ class ProductCost(ABC):
     def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:  # noqa: B027 – most products have none
         """Compute what follows the product that the weight's gradient comes from."""
 
+    def _adds_gradient(self, walk: Walk) -> bool:
+        """Return whether the product that the weight's gradient comes from adds it to an earlier sum."""
+        return False
+
     def _splits(self, walk: Walk) -> tuple[str | None, str | None]:
         """Return what is split of the input, which is gathered, and of the output, which is scattered."""
         before, after = self._split_sides(walk)
@@ -184,12 +188,16 @@ class ProductCost(ABC):
             if not walk.overlap.all_reduce:
                 walk.wait(pending)
                 pending = None
-        gradient = weight * MASTER_BYTES
-        walk.hold(gradient)
-        self._read_input(walk)
-        walk.compute(flops, in_bytes + out_bytes + gradient)
-        self._write_weight_gradient(walk, gradient)
-        walk.scatter(self._weight)
+
+        def weight_gradient() -> None:
+            gradient, added = weight * MASTER_BYTES, self._adds_gradient(walk)
+            walk.hold(0 if added else gradient)
+            self._read_input(walk)
+            walk.compute(flops, in_bytes + out_bytes + gradient * (2 if added else 1))
+            self._write_weight_gradient(walk, gradient)
+            walk.scatter(self._weight, added)
+
+        walk.compute_weight_gradient(weight_gradient, in_bytes + out_bytes)
         if self.bias:
             walk.compute(moved=out_bytes)
             walk.add_gradient(f"{self.name}.bias")
@@ -251,6 +259,9 @@ class LinearCost(ProductCost):
         n = self.out_features * (self.num_fused or 1) // walk.size(self.split.produced)
         count, element = rows(walk, self.positions), walk.element_bytes
         return ProductSizes(count * k * element, count * n * element, k * n, 2 * count * (k * n))
+
+    def _adds_gradient(self, walk: Walk) -> bool:
+        return walk.adds_products and walk.has_earlier_sum(self._weight)
 
     def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
         stream, inner = "tokens" if walk.sequence_parallel else None, None

@@ -75,8 +75,8 @@ class _Weights:
 
     gather_for_backward = gather
 
-    def add_gradient(self, weight: nn.Parameter, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return compute()
+    def add_gradient(self, weight: nn.Parameter, compute: Callable[[None], torch.Tensor]) -> torch.Tensor:
+        return compute(None)  # autograd adds it up
 
 
 class ATPLinear(nn.Module):

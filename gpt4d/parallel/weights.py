@@ -28,6 +28,9 @@ from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.limits import MAX_INFLIGHT_REDUCE_SCATTERS
 from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, kept_after_use, weights_ahead
 
+# Computes a gradient, adds it in place to an earlier sum of such gradients, if there is one, and returns the result.
+GradientTerm = Callable[[torch.Tensor | None], torch.Tensor]
+
 _ALONE = Axis("z")  # of one device: a collective on it returns its input
 
 
@@ -238,42 +241,43 @@ class WeightStream:
     def compute_delayed_gradients(self) -> None:
         """Compute the weight gradients of the earliest backward that left them out."""
         with torch.no_grad():
-            for add in self._delayed.popleft():
-                add()
+            delayed = deque(self._delayed.popleft())
+            while delayed:
+                delayed.popleft()()  # and forget its tensors
 
-    def add_gradient(self, shard: nn.Parameter, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def add_gradient(self, shard: nn.Parameter, compute: GradientTerm) -> torch.Tensor | None:
         """Compute the gradient of a gathered weight and ``scatter`` it: now, or when the delayed ones are computed.
 
         The result, None, is the layer's gradient for autograd.
         """
         if self._delays:
-            self._delayed[-1].append(lambda: self.scatter(shard, compute()))
+            self._delayed[-1].append(lambda: self.scatter(shard, compute))
         else:
-            self.scatter(shard, compute())
+            self.scatter(shard, compute)
         return None
 
-    def scatter(self, shard: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add the gradient of the gathered weight, summed over z, to ``shard.grad``, before ``finish`` returns.
+    def scatter(self, shard: nn.Parameter, compute: GradientTerm) -> None:
+        """Compute the gradient of the gathered weight and add it, summed over z, to ``shard.grad``.
 
-        The backward of a layer passes the parameter itself: under activation checkpointing, autograd may hand out a
-        copy, and a gradient stored there is lost.
+        The sum over z may be added later, but before ``finish`` returns. The backward of a layer passes the parameter
+        itself: under activation checkpointing, autograd may hand out a copy, and a gradient stored there is lost.
         """
-        gradient = gradient.to(self.dtype)
+        axis = self._axis(shard)
+        earlier = self._accumulated.pop(shard, None)
+        if earlier is None and axis.size == 1:
+            earlier = shard.grad
+        gradient = compute(earlier)
         missing = self._missing.pop(shard, self._terms.get(shard, 1)) - 1
-        if (sum_before := self._accumulated.pop(shard, None)) is not None:
-            gradient = sum_before.add_(gradient)
         if missing:
             self._missing[shard], self._accumulated[shard] = missing, gradient
-            return
-        axis = self._axis(shard)
-        pending = collectives.start_reduce_scatter(gradient, axis, parameter=shard)
-        if axis.size == 1:
-            self._add_gradient(shard, pending)
-            return
-        self._scattering.append((shard, pending))
-        max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
-        while len(self._scattering) > max_inflight:
-            self._add_gradient(*self._scattering.popleft())
+        elif axis.size == 1:
+            shard.grad = gradient
+            self.on_gradient(shard)
+        else:
+            self._scattering.append((shard, collectives.start_reduce_scatter(gradient, axis, parameter=shard)))
+            max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
+            while len(self._scattering) > max_inflight:
+                self._add_gradient(*self._scattering.popleft())
 
     def _add_gradient(self, shard: nn.Parameter, pending: Pending) -> None:
         part = pending.wait()

@@ -13,7 +13,7 @@ from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, Unit
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.step import StepWalk
-from gpt4d.planner.workload import compute_bytes, training_state, utilization
+from gpt4d.planner.workload import compute_bytes, splits_backwards, training_state, utilization
 
 GIB = 2**30
 _MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
@@ -78,8 +78,14 @@ class Microbatch(NamedTuple):
     """Time and memory that a microbatch between others takes on a device."""
 
     forward_s: float
-    backward_s: float
+    input_gradient_s: float  # of its backward, or all of it if the schedule does not split it
+    weight_gradient_s: float
     kept_bytes: float  # from its forward until its backward
+    delayed_bytes: float  # from the gradients of inputs until those of weights
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.input_gradient_s + self.weight_gradient_s
 
 
 class Estimate:
@@ -179,7 +185,7 @@ class Estimate:
             # The first microbatch adds to no gradient, and the last one's additions hide sums.
             walked = min(2, microbatches)
             totals = self._walk(micro_batch, blocks).run(walked).totals()
-            totals = _sum(totals, self._further_microbatch(micro_batch)[2:], microbatches - walked)
+            totals = _sum(totals, self._further_microbatch(micro_batch)[4:], microbatches - walked)
         seconds, compute_s, *rest = totals
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
@@ -206,13 +212,16 @@ class Estimate:
 
     def microbatch(self, micro_batch: int) -> Microbatch:
         """Return what a microbatch between others takes."""
-        forward_s, kept_bytes, seconds, *_ = self._further_microbatch(micro_batch)
-        return Microbatch(forward_s, seconds - forward_s, kept_bytes)
+        forward_s, gradient_s, kept, delayed, seconds, *_ = self._further_microbatch(micro_batch)
+        if not splits_backwards(self.config):
+            gradient_s = seconds - forward_s
+        return Microbatch(forward_s, gradient_s, seconds - forward_s - gradient_s, kept, delayed)
 
     def _further_microbatch(self, micro_batch: int) -> tuple[float, ...]:
         """Return what one more microbatch adds, extrapolated from one of a few blocks.
 
-        It is the seconds of its forward, the bytes kept until its backward, and what it adds to the device's totals.
+        That is the seconds of its forward and of its backward, without weight gradients that a split one leaves out,
+        the bytes kept until the backward and until those, and what it adds to the device's totals.
         """
         if micro_batch in self._further:
             return self._further[micro_batch]
@@ -221,8 +230,9 @@ class Estimate:
             step = self._walk(micro_batch, blocks)
             step.run(3, continued=True)  # gradients leave in the last of them; the first begins with idle links
             first, second, _ = step.after_microbatch
-            forward_end_s, kept = step.after_forward[1]
-            return forward_end_s - first[0], kept, *_sum(second, first, -1)
+            (forward_end_s, kept), (backward_end_s, delayed) = step.after_forward[1], step.after_backward[1]
+            seconds = forward_end_s - first[0], backward_end_s - forward_end_s
+            return *seconds, kept, delayed, *_sum(second, first, -1)
 
         base = total = added(self.few)
         for kind, more in self._omitted().items():

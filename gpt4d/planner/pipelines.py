@@ -68,7 +68,7 @@ def any_fits(config: Config, devices: int, description: Description) -> bool:
     """Return whether any pipeline on ``devices`` devices can train this."""
     search = _Search(config, description)
     candidates = _candidates(config, devices, description, PipelineRanking())
-    return any(search.least_fits((candidate.sizes,) * candidate.stages) for candidate in candidates)
+    return any(search.any_fits((candidate.sizes,) * candidate.stages) for candidate in candidates)
 
 
 def _candidates(
@@ -142,26 +142,28 @@ class _Search:
         layouts = stage_layouts(sizes, stage_parts(config, self.description))
         return PipelineEstimate(config, self.description, layouts, microbatches, self._known)
 
-    def least_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
-        """Return whether the pipeline fits with the smallest of the microbatches that are tried."""
-        estimate = self.estimate(sizes, _numbers(self.config(sizes), sizes)[-1])
-        return max(estimate.alone_gib) <= self._memory_gib and self._fits(estimate)
+    def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
+        """Return whether the pipeline fits with one of the numbers of microbatches that are tried."""
+        return any(map(self._fits, reversed(self._choices(sizes))))
 
     def _fits(self, estimate: PipelineEstimate) -> bool:
-        return max(estimate.memory_gib) <= self._memory_gib
+        return estimate.needed_gib(self._memory_gib) <= self._memory_gib
 
     def fastest(self, sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
-        """Return the fastest plan of those numbers of microbatches that fit, if any, and the least GiB of all."""
-        found = [self.estimate(sizes, count) for count in _numbers(self.config(sizes), sizes)]
+        """Return the fastest plan of the numbers of microbatches that fit, if any, and the least GiB that one needs."""
+        found = self._choices(sizes)
         fastest = self._faster(found, math.inf)
-        return fastest.plan() if fastest else None, min(max(estimate.memory_gib) for estimate in found)
+        return fastest.plan() if fastest else None, min(one.needed_gib(self._memory_gib) for one in found)
+
+    def _choices(self, sizes: tuple[GridSizes, ...]) -> list[PipelineEstimate]:
+        return [self.estimate(sizes, count) for count in _numbers(self.config(sizes), sizes)]
 
     def _faster(self, estimates: Iterable[PipelineEstimate], limit_s: float) -> PipelineEstimate | None:
         """Return the estimate with the fastest step that fits and takes less than ``limit_s``, if any."""
         fastest = None
         for estimate in estimates:
-            # The end of the last backward is known before that of the step.
-            if estimate.backward_end_s < limit_s and self._fits(estimate) and estimate.step_time_s < limit_s:
+            # What takes least to estimate comes first: memory, and the last backward before the end of the step.
+            if self._fits(estimate) and estimate.backward_end_s < limit_s and estimate.step_time_s < limit_s:
                 fastest, limit_s = estimate, estimate.step_time_s
         return fastest
 

@@ -12,12 +12,12 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline.cuts import balanced
 from gpt4d.parallel.pipeline.planning import orders_of
-from gpt4d.parallel.pipeline.schedule import peak_in_flight
+from gpt4d.parallel.pipeline.schedule import peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
-from gpt4d.planner.workload import compute_bytes, utilization
+from gpt4d.planner.workload import compute_bytes, splits_backwards, utilization
 
 _SIMULATED = 4  # microbatches per stage; each further one adds what the slowest stage takes, and no memory
 
@@ -111,7 +111,8 @@ class PipelineEstimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
         kinds, whole = self.description.kinds, self.description.whole
-        key = stage.sizes, tuple((kinds[unit.name], unit.name in whole) for unit in units)
+        layers = tuple((kinds[unit.name], unit.name in whole) for unit in units)
+        key = stage.sizes, layers, splits_backwards(self.config)
         if key not in self._known:
             self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts))
         return self._known[key]
@@ -137,18 +138,14 @@ class PipelineEstimate:
     @cached_property
     def costs(self) -> Costs:
         """Seconds of a microbatch on each virtual stage and edge."""
-        recompute = self.config.train.activation_checkpointing == "full"
-        forward = [cost.forward_s for cost in self._microbatches]
-        # A weight gradient takes as many FLOPs as the gradient of its input.
-        weight = [(cost.backward_s - recompute * cost.forward_s) / 2 for cost in self._microbatches]
-        rest = [cost.backward_s - own for cost, own in zip(self._microbatches, weight, strict=True)]
         tensors = self.description.tensors
         with_gradient = {
             edge: [name for name in names if tensors[name].has_gradient] for edge, names in self.crossing.items()
         }
         transfers = {edge: self._transfer_s(edge, names) for edge, names in self.crossing.items()}
         gradients = {edge: self._transfer_s(edge[::-1], names) for edge, names in with_gradient.items() if names}
-        return Costs(forward, rest, weight, transfers, gradients)
+        forward, inputs, weights, *_ = zip(*self._microbatches, strict=True)
+        return Costs(forward, inputs, weights, transfers, gradients)
 
     @cached_property
     def crossing(self) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -194,7 +191,7 @@ class PipelineEstimate:
     def _busy_s(self, stage: int) -> float:
         """Return the seconds of a microbatch on a stage."""
         costs = self._microbatches[stage :: len(self.stages)]
-        return sum(cost.forward_s + cost.backward_s for cost in costs)
+        return sum(cost.seconds for cost in costs)
 
     def _end_s(self, stage: int) -> float:
         """Return what a stage takes after its last backward: sums of gradients and the update."""
@@ -209,22 +206,33 @@ class PipelineEstimate:
     def memory_gib(self) -> list[float]:
         """The peak of each stage in a step."""
         timeline, count, result = self._timeline, len(self.stages), []
-        for index, (layout, alone) in enumerate(zip(self.stages, self.alone_gib, strict=True)):
+        for index, (layout, alone) in enumerate(zip(self.stages, self._alone_gib, strict=True)):
             own = self._microbatches[index::count]
             received = {
                 edge: sum(self._local_bytes(name, layout.sizes) for name in names)
                 for edge, names in self.crossing.items()
             }
             waiting = timeline.peak_waiting(index, received)
-            in_flight = peak_in_flight(span.action for span in timeline.stages[index]) - len(own)
-            further = max(0, in_flight) * sum(cost.kept_bytes for cost in own) / len(own)
-            result.append(alone + (waiting + further) / GIB)
+            kept, delayed = (
+                sum(sizes) / len(own) for sizes in ([c.kept_bytes for c in own], [c.delayed_bytes for c in own])
+            )
+            others = peak_of_others((span.action for span in timeline.stages[index]), kept, delayed)
+            others -= (len(own) - 1) * kept  # of the other parts of the same microbatch
+            result.append(alone + (waiting + max(0.0, others)) / GIB)
         return result
 
     @cached_property
-    def alone_gib(self) -> list[float]:
+    def _alone_gib(self) -> list[float]:
         """The peak of each stage with one microbatch in flight: no more than in a step, and quicker to estimate."""
         return [self.estimate(layout, layout.parts).memory_gib(self.micro_batch(layout)) for layout in self.stages]
+
+    def needed_gib(self, limit: float) -> float:
+        """Return the GiB that the fullest stage needs at least: exactly, unless one microbatch exceeds ``limit``.
+
+        One microbatch in flight takes much less time to estimate than a step.
+        """
+        alone = max(self._alone_gib)
+        return alone if alone > limit else max(self.memory_gib)
 
     def _local_bytes(self, name: str, sizes: GridSizes) -> int:
         """Return the bytes of a tensor of one microbatch on a device of a grid."""

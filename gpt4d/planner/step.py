@@ -3,9 +3,9 @@
 The layers come from a description (gpt4d.model.description); tests compare the walk with what a run counts.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.costs import MASTER_BYTES
@@ -16,7 +16,7 @@ from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.turns import Turn, run
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.stream import PlannedGradients, PlannedStream
-from gpt4d.planner.workload import compiles, compute_bytes, training_state
+from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
 
 
 class ChunkWalk:
@@ -34,6 +34,7 @@ class ChunkWalk:
         self.length, self.tokens = step.length, samples * step.length
         self.sequence_parallel = step.sequence_parallel
         self.compiled = compiles(step.config)
+        self.adds_products = step.config.cluster.device == "cuda"
         self.recomputes_inputs = step.config.train.activation_checkpointing == "selective"
         self.stream_tokens = self.tokens // (self.sizes.x if self.sequence_parallel else 1)
         self.device = device = step.device
@@ -75,14 +76,33 @@ class ChunkWalk:
     def multiplied(self) -> None:
         self.step.stream.multiplied()
 
-    def scatter(self, weight: str) -> None:
-        self.step.stream.scatter(self.unit.qualified(weight))
+    def compute_weight_gradient(self, compute: Callable[[], None], kept: int) -> None:
+        if self.step.splits_backwards:
+            self.device.hold(kept)
+            self.step.delayed.append(_Delayed(self, self.unit, compute, kept))
+        else:
+            compute()
+
+    def has_earlier_sum(self, weight: str) -> bool:
+        return self.step.stream.has_earlier_sum(self.unit.qualified(weight))
+
+    def scatter(self, weight: str, added: bool = False) -> None:
+        self.step.stream.scatter(self.unit.qualified(weight), added)
 
     def add_gradient(self, parameter: str) -> None:
         if self.first:
             name, gradients = self.unit.qualified(parameter), self.step.gradients
             self.device.hold(gradients.elements[name] * MASTER_BYTES)
             gradients.add(name)
+
+
+class _Delayed(NamedTuple):
+    """The gradient of a weight, which is computed after the backward."""
+
+    walk: ChunkWalk
+    unit: Unit
+    compute: Callable[[], None]
+    kept: int  # bytes, for it
 
 
 class StepWalk:
@@ -126,11 +146,15 @@ class StepWalk:
         if gradient_bytes is None:
             gradient_bytes = training_state(description, sizes, shard_states=False)["gradients"]
         self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
+        self.splits_backwards = splits_backwards(config)
+        self.delayed: list[_Delayed] = []
 
     def run(self, microbatches: int, continued: bool = False) -> Device:
         """Walk through microbatches and the update that follows them; ``continued``: the step has had earlier ones."""
         self.continued = continued
         self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes that layers have kept for the backward
+        # Seconds, and bytes kept for weight gradients that are computed later.
+        self.after_backward: list[tuple[float, int]] = []
         self.after_microbatch: list[tuple[float, ...]] = []
         expected = {name: count * microbatches for name, count in self.description.contributions.items()}
         chunk_terms = self.description.chunk_terms(self.num_chunks)
@@ -185,6 +209,12 @@ class StepWalk:
                 self._recompute_and_backward(walks, units[0])
             else:
                 run(self._backward(walk, units) for walk in reversed(walks))
+        self.after_backward.append((self.device.now, sum(delayed.kept for delayed in self.delayed)))
+        for delayed in self.delayed:
+            self._at(delayed.walk, delayed.unit)
+            delayed.compute()
+            self.device.release(delayed.kept)
+        self.delayed.clear()
 
     @cached_property
     def _together(self) -> list[list[Unit]]:
@@ -221,17 +251,27 @@ class StepWalk:
         for walk in reversed(walks):
             self._release_omitted(walk, unit)
         run(block.backward(walk, gathering[walk]) for walk in reversed(walks))
+        for walk in walks:
+            self._keep_for_omitted(walk, unit)
 
     async def _backward(self, walk: ChunkWalk, units: list[Unit]) -> None:
         for unit in reversed(units):
             self._release_omitted(walk, unit)
             await unit.layer.backward(self._at(walk, unit))
+            self._keep_for_omitted(walk, unit)
 
     def _release_omitted(self, walk: ChunkWalk, unit: Unit) -> None:
         if unit.name in walk.held_by_omitted:
             self.device.release(walk.held_by_omitted[unit.name])
             if walk.first:
                 self._hold_gradients_of_omitted(unit)
+
+    def _keep_for_omitted(self, walk: ChunkWalk, unit: Unit) -> None:
+        """Hold what the weight gradients of the blocks that are omitted after this one will read."""
+        if (more := self.omitted.get(unit.name)) and self.splits_backwards:
+            kept = more * sum(one.kept for one in self.delayed if one.walk is walk and one.unit is unit)
+            self.device.hold(kept)
+            self.delayed.append(_Delayed(walk, unit, lambda: None, kept))
 
     @staticmethod
     def _weights(unit: Unit) -> Iterable[str]:

@@ -102,21 +102,25 @@ class PlannedStream:
             return None
         return self.device.start("all_gather", "z", elements * self.compute_bytes)
 
-    def scatter(self, name: str) -> None:
-        """Reduce-scatter the gradient of a gathered weight, which is held in float32."""
+    def has_earlier_sum(self, name: str) -> bool:
+        """Return whether the gradient of a gathered weight is added to an earlier sum, in place."""
+        return name in self.accumulated or (self._parts(name) == 1 and self.gradients.has_earlier_sum(name))
+
+    def scatter(self, name: str, added: bool = False) -> None:
+        """Reduce-scatter the gradient of a gathered weight, which is held in float32 or ``added`` to an earlier sum."""
         parts = self._parts(name)
         full = self.elements[name] * parts * MASTER_BYTES
         missing = self.missing.pop(name, self.terms.get(name, 1)) - 1
-        if name in self.accumulated:
+        if self.has_earlier_sum(name) and not added:
             self.device.compute(moved=3 * full)
             self.device.release(full)
-            self.accumulated.remove(name)
+        self.accumulated.discard(name)
         if missing:
             self.missing[name] = missing
             self.accumulated.add(name)
             return
         if parts == 1:
-            self.gradients.add(name)
+            self.gradients.note_term(name)
             return
         self.device.hold(self.elements[name] * MASTER_BYTES)
         self.scattering.append((name, self.device.start("reduce_scatter", "z", full)))
@@ -180,13 +184,21 @@ class PlannedGradients:
         self.to_gather: list[Bucket] = []
         self.arriving: dict[Bucket, PendingCollective | None] = {}
 
+    def has_earlier_sum(self, name: str) -> bool:
+        """Return whether a gradient has earlier terms."""
+        return self.added[name] > 0 or name in self.continued
+
     def add(self, name: str) -> None:
         """Add one term, which is held, to a gradient."""
-        nbytes = self.elements[name] * MASTER_BYTES
-        self.added[name] += 1
-        if self.added[name] > 1 or name in self.continued:
+        if self.has_earlier_sum(name):
+            nbytes = self.elements[name] * MASTER_BYTES
             self.device.compute(moved=3 * nbytes)
             self.device.release(nbytes)
+        self.note_term(name)
+
+    def note_term(self, name: str) -> None:
+        """Note that a gradient has one more term, and start its sum after the last one."""
+        self.added[name] += 1
         if self.overlap and (bucket := self.bucket_of.get(name)):
             self.missing[bucket] -= 1
             if not self.missing[bucket]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from gpt4d.config import Config, GridSizes, chunk_problem, divisors
+from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
 
@@ -55,6 +56,12 @@ def compute_bytes(config: Config) -> int:
 def compiles(config: Config) -> bool:
     """Return whether torch.compile fuses elementwise functions: ``train.compile``, by default on a GPU."""
     return config.cluster.device == "cuda" if config.train.compile is None else config.train.compile
+
+
+def splits_backwards(config: Config) -> bool:
+    """Return whether the schedule of a pipeline computes gradients of weights apart from those of inputs."""
+    pipeline = config.parallel.pipeline
+    return pipeline.stages not in (None, 1) and pipeline.schedule in SPLIT_BACKWARDS
 
 
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:

@@ -1,5 +1,7 @@
 """The count of FLOPs and bytes of a step's operations."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.operations import count, main, planned
@@ -41,6 +43,17 @@ def test_the_planner_expects_the_time_of_the_operations(model, recomputed, compi
         ]
     )
     assert planned(config, compiled) == pytest.approx(count(config, compiled).seconds.total(), rel=0.02)
+
+
+@pytest.mark.parametrize("settings", [["model=gpt_1b3"], ["model=llama_1b", "train.loss_chunks=4"]], ids=str)
+def test_further_microbatches_add_to_gradients_by_the_products_themselves(settings):
+    config = compose([*SETTINGS, *settings, "train.seq_len=1024", "cluster=dgx_h200", "train.micro_batch_size=1"])
+    counter = count(config, compiled=False)
+    assert planned(config, compiled=False) == pytest.approx(counter.seconds.total(), rel=0.01)
+    whole = count(replace(config, train=replace(config.train, micro_batch_size=4)), compiled=False)
+    assert counter.kernels["products"] == 4 * whole.kernels["products"]
+    vectors = counter.seconds["accumulation of gradients"]
+    assert vectors < 0.01 * counter.seconds.total()
 
 
 def test_pictures_are_rejected():

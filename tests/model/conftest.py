@@ -24,8 +24,12 @@ def rank_0(monkeypatch):
     def gather(shard, axis):
         return Works([], []), [shard.new_empty(axis.size, shard.numel())]
 
-    def multiply(a, b, dtype):
-        return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    def multiply(a, b, dtype, added_to=None):
+        if added_to is None:
+            return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+        if a.dtype == dtype:
+            return added_to.addmm_(a, b)
+        return torch.addmm(added_to, a, b, out_dtype=dtype, out=added_to)
 
     monkeypatch.setattr(hosts, "connect", lambda group: None)
     monkeypatch.setattr(collectives, "_exchange_parts", exchange)

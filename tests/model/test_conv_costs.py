@@ -191,8 +191,8 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
 
 
 def config_of(**parallel) -> Config:
-    cluster = ClusterConfig(matmul_tflops=FLOPS / 1e12, memory_gb_s=1000, operation_us=LAUNCH_US)
-    train = TrainConfig(batch_size=BATCH, precision="fp32", seq_len=1)
+    cluster = ClusterConfig(device="cuda", matmul_tflops=FLOPS / 1e12, memory_gb_s=1000, operation_us=LAUNCH_US)
+    train = TrainConfig(batch_size=BATCH, precision="fp32", seq_len=1, compile=False)
     return Config(cluster=cluster, train=train, parallel=ParallelConfig(**parallel))
 
 

@@ -62,12 +62,17 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
         (4, ["stages=4"]),
         (4, ["stages=2", "schedule=gpipe", "stage_grids=[1x1x2x1,2x1x1x1]"]),
         (2, ["stages=2", "schedule=interleaved_1f1b", "chunks_per_stage=2"]),
-        (2, ["stages=2", "schedule=zb_h1"]),
+        (2, ["stages=2", "schedule=zb_h1", "microbatches=4"]),
+        (2, ["stages=2", "schedule=zb_h1", "microbatches=4", "layers=16", "activation_checkpointing=full"]),
+        (2, ["stages=2", "schedule=eager_1f1b_w", "layers=16", "activation_checkpointing=selective"]),
+        (3, ["stages=3", "schedule=zb_h1", "microbatches=8", "layers=12", "activation_checkpointing=full"]),
     ],
     ids=str,
 )
 def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size, settings):
-    config = compose([*MODEL, *(PIPELINE + setting for setting in settings), "train.seq_len=32"])
+    group = {"layers": "model.", "activation_checkpointing": "train."}
+    settings = [group.get(setting.partition("=")[0], PIPELINE) + setting for setting in settings]
+    config = compose([*MODEL, *settings, "train.seq_len=32"])
     planned = PipelineEstimate.of(validate(config, world_size)).memory_gib
     taken: dict[int, int] = {}
     for index, nbytes in ranks.run(world_size, peak_of_stage, config, world_size):
@@ -75,6 +80,33 @@ def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size
     assert {index: gib * GIB for index, gib in enumerate(planned)} == {
         index: pytest.approx(nbytes, rel=0.1) for index, nbytes in taken.items()
     }
+
+
+@pytest.mark.parametrize("grid", ["1x1x1x2", "2x1x1x1"])
+def test_weight_gradients_computed_by_themselves_hide_no_sums_of_outputs(grid):
+    """A whole backward sums the gradients of inputs over x beside the products of weights, half a backward does not."""
+    slow_links = "cluster.levels=[{ranks: null, group_gb_s: 0.001, latency_us: 0}]"
+    settings = [
+        *SLOW[:-1],
+        slow_links,
+        "train.seq_len=32",
+        PIPELINE + "stages=2",
+        PIPELINE + f"stage_grids=[{grid},{grid}]",
+    ]
+    whole, split = (
+        PipelineEstimate.of(validate(compose([*settings, PIPELINE + f"schedule={name}"]), 4)).costs
+        for name in ("1f1b", "zb_h1")
+    )
+    for stage in range(2):
+        backward, inputs, weights = (
+            whole.input_gradient[stage],
+            split.input_gradient[stage],
+            split.weight_gradient[stage],
+        )
+        assert split.forward[stage] == pytest.approx(whole.forward[stage])
+        assert whole.weight_gradient[stage] == 0 < weights
+        # The sums take longer than half a backward, so all of the weights' half has hidden them.
+        assert inputs + weights == pytest.approx(backward) if grid == "1x1x1x2" else inputs > 0.95 * backward
 
 
 def brute_force(config: Config, devices: int) -> float:

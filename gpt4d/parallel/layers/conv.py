@@ -59,12 +59,14 @@ class Convolution:
             d_x = d_x.reshape(b, h, self.upsampling, w, self.upsampling, c).sum((2, 4))
         return d_x.contiguous()
 
-    def weight_gradient(self, d_out, x, weight):
+    def weight_gradient(self, d_out, x, weight, added_to=None):
         """On a GPU, the result of bf16 activations is rounded to bf16 once."""
         dtype = weight.dtype if x.is_cpu else x.dtype
         d_out, x = d_out.to(dtype), self._channels_first(x).to(dtype)
         shape = (d_out.shape[-1], x.shape[1], *weight.shape[2:])
         gradient = self._gradient(d_out, x, x.new_empty(1).expand(shape), 1)
+        if added_to is not None:
+            return added_to.add_(self._weight(gradient))
         return self._weight(gradient).to(weight.dtype).contiguous()
 
     def _gradient(self, d_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:

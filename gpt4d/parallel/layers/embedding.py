@@ -35,8 +35,11 @@ class LookupFunction(torch.autograd.Function):
         # Each rank of x has the full gradient of the sum, including that of its own rows. It adds them up in the
         # master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
-        d_table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1])
-        d_table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
+
+        def d_table(earlier: torch.Tensor | None) -> torch.Tensor:
+            table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1]) if earlier is None else earlier
+            return table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
+
         ctx.weights.scatter(ctx.weight, d_table)
         return None, None, None, None
 

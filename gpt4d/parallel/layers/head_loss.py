@@ -50,8 +50,7 @@ class _Call:
                 pending = collectives.start_all_reduce(d_part, x_axis, parameter=self.weight)
             if not weights.overlap.all_reduce:
                 pending.wait()
-            of_part = operation.weight_gradient(d_logits, part_TH, self.weight)
-            d_weight = of_part if d_weight is None else d_weight.add_(of_part)
+            d_weight = operation.weight_gradient(d_logits, part_TH, self.weight, d_weight)
             d_parts.append(pending.wait())
         if d_weight is not None:
             d_x = torch.cat(d_parts)
@@ -77,7 +76,11 @@ class HeadLossFunction(torch.autograd.Function):
     def backward(ctx, d_loss):
         call = ctx.call
         (d_x, d_weight), call.gradients = call.gradients, None
-        of_weight = call.context.weights.add_gradient(call.weight, lambda: d_weight.mul_(d_loss))
+
+        def scaled(earlier: torch.Tensor | None) -> torch.Tensor:
+            return d_weight.mul_(d_loss) if earlier is None else earlier.addcmul_(d_weight, d_loss)
+
+        of_weight = call.context.weights.add_gradient(call.weight, scaled)
         return d_x.mul_(d_loss), of_weight, None
 
 

@@ -36,11 +36,14 @@ class Matmul:
         w = self._matrix(weight)
         return matmul(d_out_BN.view(-1, w.shape[1]), w.t()).view(x_BK.shape)
 
-    def weight_gradient(self, d_out_BN, x_BK, weight):
+    def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
         rows = x_BK.reshape(-1, x_BK.shape[-1])
         d_rows = d_out_BN.view(len(rows), math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
         left, right = (d_rows, rows) if self.transposed_storage else (rows, d_rows)
-        return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
+        if added_to is None:
+            return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
+        product(left.t(), right, weight.dtype, added_to.view(len(added_to), -1))
+        return added_to
 
 
 class Linear(nn.Module):

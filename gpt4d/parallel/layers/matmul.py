@@ -34,13 +34,21 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``a @ b``, added up and returned in ``dtype``: the matrices may be bf16 and their product float32.
 
-    On ROCm, whose libraries lack such a product, the result of bf16 matrices is rounded to bf16 once.
+    With a matrix ``added_to`` of that dtype the product is added to it in place, on a GPU by the kernel of the product
+    itself, and the sum is returned. On ROCm, whose libraries lack a product of another dtype, that of bf16 matrices is
+    rounded to bf16 once.
     """
-    if a.dtype == dtype:
-        return matmul(a, b)
     if a.is_cpu:
-        return matmul(a.to(dtype), b.to(dtype))
-    return (a @ b).to(dtype) if torch.version.hip else torch.mm(a, b, out_dtype=dtype)
+        result = matmul(a.to(dtype), b.to(dtype))
+    elif a.dtype != dtype and torch.version.hip:
+        result = a @ b
+    elif added_to is None:
+        return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    elif a.dtype == dtype:
+        return added_to.addmm_(a, b)
+    else:
+        return torch.addmm(added_to, a, b, out_dtype=dtype, out=added_to)
+    return result.to(dtype) if added_to is None else added_to.add_(result)

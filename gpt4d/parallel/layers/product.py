@@ -39,9 +39,11 @@ class Operation(Protocol):
     def input_gradient(self, d_out_BN: torch.Tensor, weight: torch.Tensor, x_BK: torch.Tensor) -> torch.Tensor:
         """Return the gradient of ``x_BK``, contiguous."""
 
-    def weight_gradient(self, d_out_BN: torch.Tensor, x_BK: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    def weight_gradient(
+        self, d_out_BN: torch.Tensor, x_BK: torch.Tensor, weight: nn.Parameter, added_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the gradient of the gathered weight in the dtype of its shard ``weight``, in the order it has there,
-        contiguous."""
+        contiguous. With ``added_to``, an earlier sum of such gradients, it is added to that one, which is returned."""
 
 
 class ProductContext(NamedTuple):
@@ -197,11 +199,11 @@ class ProductFunction(torch.autograd.Function):
         if call.input_again is None:
             (x_BK,) = (ctx.keeper or ctx).saved_tensors
         else:
-            x_BK = call.input_again()
+            x_BK, call.input_again = call.input_again(), None  # what it was computed from is no longer needed
         context, weights = call.context, call.context.weights
         if call.d_output:
             d_out_BN = call.take("d_output")
-        d_out_BN = d_out_BN.contiguous()
+        d_out_BN = d_out_BN.detach().contiguous()  # without a graph, since a delayed weight gradient keeps it
         if ctx.needs_input_grad[0]:
             d_x = context.operation.input_gradient(d_out_BN, weights.gather_for_backward(call.weight), x_BK)
             if call.input_split is None:
@@ -213,8 +215,8 @@ class ProductFunction(torch.autograd.Function):
                 call.d_input.wait()
         if ctx.needs_input_grad[1]:
 
-            def d_weight() -> torch.Tensor:
-                return context.operation.weight_gradient(d_out_BN, x_BK, call.weight)
+            def d_weight(earlier: torch.Tensor | None) -> torch.Tensor:
+                return context.operation.weight_gradient(d_out_BN, x_BK, call.weight, earlier)
 
             of_weight = weights.add_gradient(call.weight, d_weight)
         if call.bias is not None:

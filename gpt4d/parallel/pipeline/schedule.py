@@ -137,6 +137,23 @@ def problem(orders: Sequence[Order], virtual_stages: int, microbatches: int) -> 
     return None
 
 
+def peak_of_others(order: Iterable[Action], forward: float, delayed: float) -> float:
+    """Return the most that a stage holds of microbatches other than that of the current action.
+
+    Args:
+        order: its actions.
+        forward: what a microbatch keeps from its forward until its backward.
+        delayed: what it keeps from a split backward until its weight gradients.
+    """
+    held = peak = 0.0
+    after = {"F": forward, "B": 0.0, "I": delayed, "W": 0.0}
+    for action in order:
+        before = {"F": 0.0, "B": forward, "I": forward, "W": delayed}[action.kind]
+        peak = max(peak, held - before)
+        held += after[action.kind] - before
+    return peak
+
+
 def peak_in_flight(order: Iterable[Action]) -> int:
     """Return the most microbatches whose activations a stage holds: from the forward until the last gradient.
 

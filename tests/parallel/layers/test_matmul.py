@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.parallel.layers.matmul import matmul, product
 
@@ -32,3 +33,37 @@ def test_bfloat16_matrices_are_added_up_in_float32(shape):
     x, d = torch.randn(rows, inner).bfloat16(), torch.randn(rows, columns).bfloat16()
     out = product(x.t(), d, torch.float32)
     torch.testing.assert_close(out.double(), x.double().t() @ d.double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_to_a_sum_in_place(shape, dtype):
+    rows, inner, columns = shape
+    x, d = torch.randn(rows, inner).to(dtype), torch.randn(rows, columns).to(dtype)
+    earlier = torch.randn(inner, columns)
+    expected = earlier.double() + x.double().t() @ d.double()
+    assert product(x.t(), d, torch.float32, earlier) is earlier
+    torch.testing.assert_close(earlier.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_adds_a_product_by_one_kernel(dtype):
+    """A device without values stands for the GPU, which torch chooses the same operations for."""
+    x, d = (torch.empty(6, columns, dtype=dtype, device="meta") for columns in (5, 4))
+    earlier = torch.empty(5, 4, device="meta")
+    with Operations() as operations:
+        assert product(x.t(), d, torch.float32, earlier) is earlier
+    assert operations.kernels == ["addmm_" if dtype == torch.float32 else "addmm"]
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.kernels.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
