@@ -94,14 +94,16 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
     ("sizes", "overrides"),
     [
         (GridSizes(), []),
-        (GridSizes(1, 2, 1, 1), []),
-        (GridSizes(2, 1, 2, 1), []),
+        pytest.param(GridSizes(1, 2, 1, 1), [], marks=pytest.mark.full),
+        pytest.param(GridSizes(2, 1, 2, 1), [], marks=pytest.mark.full),
         (GridSizes(1, 1, 2, 2), ["train.micro_batch_size=2"]),
         (GridSizes(1, 1, 1, 4), ["optim.shard_states=true", "train.activation_checkpointing=full"]),
-        (GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=full"]),
+        pytest.param(GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=full"], marks=pytest.mark.full),
         (GridSizes(1, 1, 4, 1), ["train.activation_checkpointing=full", "parallel.cache_layers=2"]),
         (GridSizes(2, 1, 2, 1), ["train.precision=bf16", "train.activation_checkpointing=full"]),
-        (GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"]),
+        pytest.param(
+            GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"], marks=pytest.mark.full
+        ),
         (
             GridSizes(1, 1, 4, 1),
             ["parallel.cache_layers=all", "parallel.cache_scope=step", "train.micro_batch_size=1"],
@@ -111,12 +113,16 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
         (GridSizes(2, 2, 1, 1), ["parallel.chunks=2", "parallel.sequence_parallel=true"]),
         (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
         (GridSizes(), ["train.activation_checkpointing=selective", "train.loss_chunks=4"]),
-        (GridSizes(2, 2, 1, 1), ["train.loss_chunks=2", "parallel.sequence_parallel=true"]),
+        pytest.param(
+            GridSizes(2, 2, 1, 1), ["train.loss_chunks=2", "parallel.sequence_parallel=true"], marks=pytest.mark.full
+        ),
         (GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=selective", "parallel.chunks=2"]),
         (GridSizes(1, 2, 2, 1), ["parallel.chunks=4", "train.activation_checkpointing=full", "train.precision=bf16"]),
         (GridSizes(1, 4, 1, 1), ["parallel.scatter_heads=false", "parallel.chunks=2"]),
-        (GridSizes(1, 4, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
-        (GridSizes(2, 2, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
+        *(
+            pytest.param(sizes, ["parallel.chunks=4", "train.activation_checkpointing=full"], marks=pytest.mark.full)
+            for sizes in (GridSizes(1, 4, 1, 1), GridSizes(2, 2, 1, 1))
+        ),
     ],
     ids=str,
 )
@@ -131,7 +137,11 @@ def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrid
         (GridSizes(), ["train.activation_checkpointing=full", "train.precision=bf16"]),
         (GridSizes(2, 2, 1, 1), ["train.precision=bf16", "model.qk_norm=true"]),
         (GridSizes(2, 1, 1, 1), ["train.activation_checkpointing=selective"]),
-        (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
+        pytest.param(
+            GridSizes(4, 1, 1, 1),
+            ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"],
+            marks=pytest.mark.full,
+        ),
         (GridSizes(1, 2, 2, 1), ["parallel.chunks=2", "model.tied=false"]),
         (GridSizes(2, 1, 2, 1), ["parallel.scatter_heads=false", "model.qkv_bias=true"]),
     ],

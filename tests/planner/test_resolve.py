@@ -133,7 +133,7 @@ def test_a_measured_bandwidth_precedes_that_of_the_links():
         assert (plan.t_comm_s > 1.5 * seconds[plan.mesh]) == (plan.mesh in [(8, 1), (2, 4)])
 
 
-@pytest.mark.parametrize("length", [5, 6, 7])
+@pytest.mark.parametrize("length", [5, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 7))])
 def test_the_planners_choice_is_accepted_whatever_the_lengths(length):
     words = ["parallel.sequence_parallel=true", f"train.seq_len={length}", "train.batch_size=8", "model.heads=8"]
     for micro_batch in (("train.micro_batch_size=1",), ()):
