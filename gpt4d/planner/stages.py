@@ -213,9 +213,8 @@ class PipelineEstimate:
                 for edge, names in self.crossing.items()
             }
             waiting = timeline.peak_waiting(index, received)
-            kept, delayed = (
-                sum(sizes) / len(own) for sizes in ([c.kept_bytes for c in own], [c.delayed_bytes for c in own])
-            )
+            kept = sum(cost.kept_bytes for cost in own) / len(own)
+            delayed = sum(cost.delayed_bytes for cost in own) / len(own)
             others = peak_of_others((span.action for span in timeline.stages[index]), kept, delayed)
             others -= (len(own) - 1) * kept  # of the other parts of the same microbatch
             result.append(alone + (waiting + max(0.0, others)) / GIB)
