@@ -48,7 +48,6 @@ _KINDS = {
     "gelu": "activations",
     "gated.py": "activations",
     "product.py": "gradients of biases",
-    "weights.py:_add_gradient": "accumulation of gradients",
     "weights.py": "conversion of weights",
     "attention.py": "queries, keys and values",
     "rotary.py": "queries, keys and values",

@@ -52,8 +52,10 @@ def test_further_microbatches_add_to_gradients_by_the_products_themselves(settin
     assert planned(config, compiled=False) == pytest.approx(counter.seconds.total(), rel=0.01)
     whole = count(replace(config, train=replace(config.train, micro_batch_size=4)), compiled=False)
     assert counter.kernels["products"] == 4 * whole.kernels["products"]
-    vectors = counter.seconds["accumulation of gradients"]
-    assert vectors < 0.01 * counter.seconds.total()
+    more = counter.seconds - whole.seconds
+    # Weights are converted again; head and loss in parts read the head's weight, and scale its gradient, again.
+    del more["conversion of weights"], more["products"], more["loss"]
+    assert more.total() < 0.01 * whole.seconds.total()
 
 
 def test_pictures_are_rejected():
