@@ -12,6 +12,7 @@ from benchmarks.gpu.timing import device_of
 from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
 
@@ -77,7 +78,7 @@ def train(case: GridCase, grid: Grid, device: torch.device) -> list[float]:
     return values
 
 
-def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainStep, tuple[torch.Tensor, ...], int]:
+def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainStep, tuple, int]:
     """Return the training step of a small GPT-2, this rank's part of a batch, and the tokens of the whole batch."""
     model = GPT2Config(
         "grids", layers=2, hidden=64, heads=4, vocab_size=500, max_positions=_LENGTH, dropout=0.1, attention_dropout=0.1
@@ -87,11 +88,11 @@ def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainS
     stage = build_stage(Config(model=model, train=train_config, optim=optim), grid, device)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (_BATCH, _LENGTH + 1), generator=generator)
-    documents = (tokens[:, :-1] < 20).cumsum(1)
-    whole = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH), documents
-    part = tuple(tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in whole)
-    return TrainStep(stage, whole_model(_loss_sum), optim), part, _BATCH * _LENGTH
+    whole = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH)
+    part = [tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in whole]
+    documents = Documents.ending_with(0, part[0] // 20)
+    return TrainStep(stage, whole_model(_loss_sum), optim), (*part, documents), _BATCH * _LENGTH
 
 
-def _loss_sum(module: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _loss_sum(module: Any, batch: tuple) -> torch.Tensor:
     return module.loss_sum(*batch)

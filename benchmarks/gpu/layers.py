@@ -16,6 +16,7 @@ from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import AttentionCore
 from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.group_norm import GroupNorm
@@ -83,7 +84,8 @@ class Values:
         """Return the tokens of a batch, perhaps with documents of different lengths in each sequence."""
         samples = torch.arange(self.sizes.batch, device=self.device)
         places = torch.arange(self.sizes.length, device=self.device)
-        documents = places // (samples[:, None] + self.sizes.length // 3) if with_documents else None
+        lengths = samples[:, None] + self.sizes.length // 3
+        documents = Documents.ending_with(0, (places + 1) % lengths) if with_documents else None
         return Tokens(samples + 7, self.sizes.length, documents)
 
 
@@ -268,14 +270,17 @@ def _check_bits(outcome: Outcome, device: torch.device) -> None:
 
 
 def _check_kernels(outcome: Outcome, sizes: Sizes, device: torch.device) -> None:
-    """Require causal attention in bf16 to use a fused kernel."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device.type == "cuda")]) as profiler:
-        compute(CASES["attention"], sizes, torch.bfloat16, device)
-        synchronize(device)
-    events = profiler.events()
-    if device.type == "cuda":
-        events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    names = sorted({event.name for event in events})
-    fused = [name for name in names if any(part in name.lower() for part in ("flash", "cudnn", "attn_fwd"))]
-    outcome.values["attention_kernels"] = fused
-    outcome.require(bool(fused), f"causal attention in bf16 uses no flash or cuDNN kernel, but {', '.join(names)}")
+    """Require attention in bf16, causal and of documents, to use a fused kernel, for documents one without a mask."""
+    kernels = outcome.values["attention_kernels"] = {}
+    for case, parts in (("attention", ("flash", "cudnn", "attn_fwd")), ("attention of documents", ("flash",))):
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device.type == "cuda")]
+        with profile(activities=activities) as profiler:
+            compute(CASES[case], sizes, torch.bfloat16, device)
+            synchronize(device)
+        events = profiler.events()
+        if device.type == "cuda":
+            events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        names = sorted({event.name for event in events})
+        fused = [name for name in names if any(part in name.lower() for part in parts)]
+        kernels[case] = fused
+        outcome.require(bool(fused), f"{case} in bf16 uses no {' or '.join(parts)} kernel, but {', '.join(names)}")

@@ -1,6 +1,6 @@
 """The batch that a task yields and a training step consumes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,10 +8,10 @@ import torch
 class Batch(NamedTuple):
     """Inputs, targets and sample ids of one microbatch; the first dim of every tensor is the microbatch.
 
-    ``inputs`` maps the names of the model's inputs to tensors, ``targets`` is None for a task without them, and
-    ``sample_ids`` [microbatch] is the global index of each sample in the run.
+    ``inputs`` maps the names of the model's inputs to tensors, or what describes them, ``targets`` is None for a task
+    without them, and ``sample_ids`` [microbatch] is the global index of each sample in the run.
     """
 
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     targets: torch.Tensor | None
     sample_ids: torch.Tensor

@@ -28,7 +28,7 @@ class Source(Protocol):
 
 
 class Loader:
-    """Microbatches of this rank's shard of each global batch, on ``device``.
+    """Microbatches of this rank's shard of each global batch, for ``device``.
 
     A microbatch is a part of the global batch, of consecutive samples, which the shards split: stages that split it
     differently have the same samples in it. Ranks with the same ``shard`` (0 to ``shards`` - 1) read the same
@@ -66,14 +66,14 @@ class Loader:
     def step(self, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield rows and sample ids of the microbatches of the global batch that begins with sample ``first``.
 
-        The rows are [microbatch, *row_shape] in the files' dtype, since widened ones would take longer to move to a
-        GPU; the sample ids are int64 [microbatch].
+        The rows are [microbatch, *row_shape] in the files' dtype, on the host, and in pinned memory for a GPU: widened
+        ones would take longer to move there. The sample ids are int64 [microbatch], on the device.
         """
         rows = self._rows(first)
         for places, part in zip(self.places, rows.split(self.micro_batch_size), strict=True):
             first_id = first + int(places[0])
             sample_ids = torch.arange(first_id, first_id + self.micro_batch_size, device=self.device)
-            yield part.to(self.device, non_blocking=True), sample_ids
+            yield part, sample_ids
 
     def _rows(self, first: int) -> torch.Tensor:
         if self._nothing is not None:

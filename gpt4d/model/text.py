@@ -12,6 +12,7 @@ from torch import nn
 from gpt4d.model.description import Part
 from gpt4d.model.text_config import TextConfig
 from gpt4d.parallel.chunks import run_blocks
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.head_loss import head_loss
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
@@ -60,7 +61,7 @@ class TextModel(nn.Module, ABC):
         self,
         ids_BS: torch.Tensor,
         sample_ids_B: torch.Tensor,
-        documents_BS: torch.Tensor | None = None,
+        documents: Documents | None = None,
         part: Part | None = None,
         received: Mapping[str, torch.Tensor] | None = None,
         cache: KeyValueCache | None = None,
@@ -70,12 +71,12 @@ class TextModel(nn.Module, ABC):
         Args:
             ids_BS: this rank's sequences of token ids.
             sample_ids_B: their indices in the whole run, which dropout depends on.
-            documents_BS: index of each token's document; attention and positions stay inside one. None: no limits.
+            documents: attention and positions stay inside one. None: no limits.
             part: one of ``parts``; None if there is only one. Parts but the last return the residual stream [T, H].
             received: as for ``compute``.
             cache: of the tokens before these, which has begun a forward of these.
         """
-        tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS, cache)
+        tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents, cache)
         part = part or self.parts[0]
         x_TH = self._stream(part, ids_BS, tokens, received or {})
         return tokens.restored(self._logits(x_TH)) if part.ends else x_TH
@@ -85,11 +86,11 @@ class TextModel(nn.Module, ABC):
         ids_BS: torch.Tensor,
         targets_BS: torch.Tensor,
         sample_ids_B: torch.Tensor,
-        documents_BS: torch.Tensor | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """Return the cross-entropy of a whole model, summed, not averaged, over this rank's tokens."""
         (part,) = self.parts
-        return self.compute(part, {}, ids_BS, targets_BS, sample_ids_B, documents_BS)["loss"]
+        return self.compute(part, {}, ids_BS, targets_BS, sample_ids_B, documents)["loss"]
 
     def compute(
         self,
@@ -98,7 +99,7 @@ class TextModel(nn.Module, ABC):
         ids_BS: torch.Tensor,
         targets_BS: torch.Tensor,
         sample_ids_B: torch.Tensor,
-        documents_BS: torch.Tensor | None = None,
+        documents: Documents | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return the residual stream [T, H] after a part as ``stream``, or the ``loss`` of the last part.
 
@@ -108,9 +109,9 @@ class TextModel(nn.Module, ABC):
             ids_BS: as for ``forward``.
             targets_BS: ids of the tokens to predict.
             sample_ids_B: as for ``forward``.
-            documents_BS: as for ``forward``.
+            documents: as for ``forward``.
         """
-        tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents_BS)
+        tokens = tokens_of(self.weights, sample_ids_B, ids_BS.shape[1], documents)
         x_TH = self._stream(part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}

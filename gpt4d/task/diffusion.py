@@ -65,7 +65,7 @@ class Diffusion(ReadingTask):
         """Return noisy pictures [B, height, width, channels], their timesteps [B] and what to predict."""
         if not self._reading:
             return Batch({}, None, sample_ids)
-        x_0 = rows.float() / 127.5 - 1
+        x_0 = rows.to(sample_ids.device, non_blocking=True).float() / 127.5 - 1
         timesteps, noise = self._process.training_noise(
             self.config.train.seed, sample_ids, tuple(x_0.shape[1:]), held_out
         )

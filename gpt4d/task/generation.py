@@ -12,6 +12,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.model.edges import edges, whole_batch
 from gpt4d.parallel import collectives
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.pipeline.exchange import Exchange
@@ -24,7 +25,7 @@ def continuations(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     tokens: int,
-    documents: Callable[[torch.Tensor], torch.Tensor | None] = lambda ids: None,
+    documents: Callable[[torch.Tensor], Documents | None] = lambda ids: None,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
@@ -41,7 +42,7 @@ def continuations(
         tokenizer: of the model.
         prompts: texts to continue.
         tokens: most tokens to add to each; a text ends earlier at an end-of-text token.
-        documents: returns the index of each token's document for ids [texts, tokens], for models whose attention stays
+        documents: returns the documents of ids [texts, tokens], for models whose attention stays
             inside one.
         temperature: divides the logits; 0 for always the most likely token.
         top_k: draw among the k most likely tokens; 0 for all.
@@ -75,7 +76,7 @@ def continuations(
 class _Reader:
     """Computes the logits of the tokens that follow growing texts."""
 
-    def __init__(self, stage: Stage, capacity: int, end: int, documents: Callable[[torch.Tensor], torch.Tensor | None]):
+    def __init__(self, stage: Stage, capacity: int, end: int, documents: Callable[[torch.Tensor], Documents | None]):
         self.stage, self.capacity, self.end, self.documents = stage, capacity, end, documents
         self._cache: KeyValueCache | None = None
         self._exchanges: dict[int, Exchange | None] = {}  # by the tokens of each text in a forward

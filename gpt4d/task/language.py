@@ -15,6 +15,7 @@ from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.data.tokenizers import companions
 from gpt4d.model.description import Part
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuations
@@ -102,26 +103,22 @@ class LanguageModeling(ReadingTask):
         return self.config.data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
 
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
-        ids = rows.long()  # the rows have moved to the device in the files' dtype
-        inputs = {"ids": ids[:, :-1]}
-        documents = self._documents(inputs["ids"])
-        if documents is not None:
-            inputs["documents"] = documents
+        ids = rows.to(sample_ids.device, non_blocking=True).long()
+        inputs = {"ids": ids[:, :-1], "documents": self._documents(ids[:, :-1], rows[:, :-1])}
         return Batch(inputs, ids[:, 1:], sample_ids)
 
-    def _documents(self, ids_BS: torch.Tensor) -> torch.Tensor | None:
-        """Return for each token how many documents of its sequence end before it; None if attention ignores them."""
+    def _documents(self, ids_BS: torch.Tensor, on_host: torch.Tensor | None = None) -> Documents | None:
+        """Return the documents of sequences; None if attention ignores them."""
         if not self.config.data.reset_attention:
             return None
-        ends = (ids_BS == self._files.end_of_text).long()
-        return ends.cumsum(1) - ends
+        return Documents.ending_with(self._files.end_of_text, ids_BS, on_host)
 
     def compute(
         self, module: nn.Module, part: Part, batch: Batch, received: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
         model: Any = module
-        documents = batch.inputs.get("documents")
-        return model.compute(part, received, batch.inputs["ids"], batch.targets, batch.sample_ids, documents)
+        ids, documents = batch.inputs["ids"], batch.inputs["documents"]
+        return model.compute(part, received, ids, batch.targets, batch.sample_ids, documents)
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from gpt4d.config import GridSizes
 from gpt4d.model.gpt2 import hugging_face as hf
 from gpt4d.parallel import gradients
+from gpt4d.parallel.layers.documents import Documents
 from tests.grids import (
     BINARY_GRIDS,
     PAIRWISE_GRIDS,
@@ -147,8 +148,7 @@ def logits_of_packed(sizes, state, ids, checkpointing):
     fill_from_hf(model, state)
     grid = model.weights.grid
     ids = batch_part(ids, grid)
-    ends = (ids == 0).long()
-    return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), ends.cumsum(1) - ends).detach()
+    return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), Documents.ending_with(0, ids)).detach()
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(2, 2, 2)], ids=grid_name)

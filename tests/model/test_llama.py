@@ -14,6 +14,7 @@ from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.parallel import gradients
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
 from tests.grids import BINARY_GRIDS, PAIRWISE_GRIDS, batch_part, build_model, fill_from_hf, global_tensor, to_hf
 from tests.stages import check_float64_step, float64_step
@@ -203,9 +204,8 @@ def logits_of_packed(config, sizes, state, ids):
     model = build_model(config, sizes)
     fill_from_hf(model, state)
     grid, ids = model.weights.grid, batch_part(ids, model.weights.grid)
-    ends = (ids == 0).long()
     with torch.no_grad():
-        return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), ends.cumsum(1) - ends)
+        return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), Documents.ending_with(0, ids))
 
 
 def test_documents_of_a_sequence_do_not_see_each_other(ranks):

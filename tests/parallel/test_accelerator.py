@@ -3,12 +3,15 @@
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from gpt4d.config import Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import attention
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
 from tests import fake_device
@@ -70,7 +73,8 @@ def train_and_evaluate(sizes: GridSizes, options: set[str]) -> Counter[str]:
         stage = build_stage(Config(model=model, train=train, parallel=parallel), grid, device)
         step = TrainStep(stage, whole_model(token_loss), optim, before_update=lambda: check_gradients(step))
         batches = [batch(device, "documents" in options) for _ in range(MICROBATCHES)]
-        with fake_device.DeviceRules(device, stage.weights.compute_dtype) as rules:
+        takes_documents = patch.object(attention, "_takes_documents", lambda q: q.dtype == torch.bfloat16)
+        with takes_documents, fake_device.DeviceRules(device, stage.weights.compute_dtype) as rules:
             for _ in range(2):
                 result = step(batches, MICROBATCHES, units=sizes.batch_shards * SEQUENCES * LENGTH, lr=1e-3)
             loss = step.evaluate(batches, MICROBATCHES)
@@ -83,11 +87,11 @@ def train_and_evaluate(sizes: GridSizes, options: set[str]) -> Counter[str]:
     return rules.collectives
 
 
-def batch(device: torch.device, documents: bool) -> tuple[torch.Tensor, ...]:
+def batch(device: torch.device, documents: bool) -> tuple:
     """Ids, targets, sample ids and, if asked for, documents of one microbatch; they have no values."""
     ids, targets, starts = torch.zeros(3, SEQUENCES, LENGTH, dtype=torch.int64, device=device)
     inputs = ids, targets, torch.arange(SEQUENCES, device=device)
-    return (*inputs, starts) if documents else inputs
+    return (*inputs, Documents(starts, [1] * SEQUENCES)) if documents else inputs
 
 
 def check_gradients(step: TrainStep) -> None:

@@ -12,6 +12,7 @@ from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.turns import Turn, run
 from gpt4d.step import build_stage, mask_replicas
@@ -25,8 +26,8 @@ PLAIN = GridSizes()
 def microbatch(grid, index, with_documents=True):
     """Ids, targets, sample ids and documents of this rank's part of a microbatch."""
     ids = torch.randint(0, TINY_MODEL.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(index))
-    batch = [ids, ids.roll(-1, 1), torch.arange(BATCH)] + [(ids < 5).long().cumsum(1)] * with_documents
-    return [batch_part(tensor, grid) for tensor in batch]
+    batch = [batch_part(tensor, grid) for tensor in (ids, ids.roll(-1, 1), torch.arange(BATCH))]
+    return [*batch, Documents.ending_with(0, batch[0] // 5)] if with_documents else batch
 
 
 def runtime_of(sizes, recompute, model=TINY_MODEL, **parallel):

@@ -1,5 +1,7 @@
 """Generated text is that of a model that reads the text alone, without padding."""
 
+from functools import partial
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -8,6 +10,7 @@ from gpt4d.config import Config, GridSizes, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
 from tests.grids import TINY_MODEL, build_tiny_stage
@@ -36,9 +39,7 @@ def stage():
     return stage
 
 
-def document_indices(ids):
-    ends = (ids == END).long()
-    return ends.cumsum(1) - ends
+documents_of = partial(Documents.ending_with, END)
 
 
 def most_likely_text(model, tokenizer, prompt, tokens, documents):
@@ -52,9 +53,7 @@ def most_likely_text(model, tokenizer, prompt, tokens, documents):
     return tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize(
-    "documents", [lambda ids: None, document_indices], ids=["across documents", "inside documents"]
-)
+@pytest.mark.parametrize("documents", [lambda ids: None, documents_of], ids=["across documents", "inside documents"])
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
@@ -89,9 +88,9 @@ PROMPTS = ["w5 w7 w9", "w3", " ".join(WORDS[1:12]), f"w5 {END_OF_TEXT} w8"]
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, temperature):
-    texts = continuations(stage, tokenizer, PROMPTS, 4, document_indices, temperature)
+    texts = continuations(stage, tokenizer, PROMPTS, 4, documents_of, temperature)
     alone = [
-        continuations(stage, tokenizer, [prompt], 4, document_indices, temperature, seed=index)
+        continuations(stage, tokenizer, [prompt], 4, documents_of, temperature, seed=index)
         for index, prompt in enumerate(PROMPTS)
     ]
     assert texts == [text for (text,) in alone]
@@ -105,7 +104,7 @@ def texts_on_grid(model, sizes, tokenizer_json):
         for name, parameter in stage.module.named_parameters():
             if "norm" not in name:
                 parameter.mul_(20)
-    return continuations(stage, Tokenizer.from_str(tokenizer_json), PROMPTS, 8, document_indices, temperature=0)
+    return continuations(stage, Tokenizer.from_str(tokenizer_json), PROMPTS, 8, documents_of, temperature=0)
 
 
 LLAMA = LlamaConfig(

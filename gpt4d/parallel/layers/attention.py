@@ -37,12 +37,34 @@ def local_heads(heads: int, axes: Sequence[Axis]) -> tuple[int, int]:
     return first, heads
 
 
+def _takes_documents(q: torch.Tensor) -> bool:
+    """Return whether torch's kernel of flash attention takes documents of such queries, each with its own length."""
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _attention_of_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Return the attended values, [tokens, heads, size], of [sequences, length, heads, size] with documents inside.
+
+    ``starts``: as ``Documents.starts``. No document is longer than a sequence.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # its import takes two seconds
+
+    longest, causal = q.shape[1], (-1, 0)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=causal)
+    assert isinstance(attended, torch.Tensor)  # not a pair: nothing else has been asked for
+    return attended
+
+
 class AttentionCore(nn.Module):
     """Attention of heads over ``axes``, outermost first: queries, keys, values → [tokens, heads·size].
 
-    Without dropout of the attention weights it uses torch's fused kernel. With dropout the weights are computed
-    explicitly, because the dropout mask must be that of the global heads and samples. ``causal`` false: a token attends
-    to all tokens of its sample, as pixels do.
+    Without dropout of the attention weights it uses torch's fused kernels; for documents on an NVIDIA GPU the one that
+    takes their lengths and computes nothing between them. With dropout the weights are computed explicitly, because the
+    dropout mask must be that of the global heads and samples. ``causal`` false: a token attends to all tokens of its
+    sample, as pixels do.
     """
 
     def __init__(self, heads: int, dropout: float, axes: Sequence[Axis], causal: bool = True):
@@ -65,14 +87,18 @@ class AttentionCore(nn.Module):
             v: values, shaped as ``k``.
             tokens: where they come from.
         """
-        assert self.causal or tokens.documents is None, "documents limit causal attention only"
-        mask = tokens.attention_mask
+        documents, drops, mask = tokens.documents, self.training and self.dropout > 0, None
+        assert self.causal or documents is None, "documents limit causal attention only"
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(self, k, v), tokens.cache.mask
         if k.shape[2] != self.heads:
             k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
+        if documents is not None:
+            if not drops and _takes_documents(q):
+                return _attention_of_documents(q, k, v, documents.starts).flatten(1)
+            mask = documents.mask
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if self.training and self.dropout > 0:
+        if drops:
             mixed = self._with_dropout(q, k, v, tokens.sample_ids, mask)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from gpt4d.parallel.layers.documents import Documents
+
 
 @dataclass(eq=False)
 class KeyValueCache:
@@ -26,19 +28,19 @@ class KeyValueCache:
     mask: torch.Tensor = field(init=False)
     _kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def begin(self, places: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None = None) -> None:
+    def begin(self, places: torch.Tensor, positions: torch.Tensor, documents: Documents | None = None) -> None:
         """Begin a forward.
 
         Args:
             places: place of each token in its text, [texts, tokens].
             positions: its position in its document.
-            documents: index of the document of each place, [texts, capacity]; None for texts of one.
+            documents: those of the texts, [texts, capacity]; None for texts of one.
         """
         self.places, self.positions = places, positions
         keys = torch.arange(self.capacity, device=places.device)
         mask = keys <= places[..., None]
         if documents is not None:
-            mask &= documents.gather(1, places)[..., None] == documents[:, None]
+            mask &= documents.indices.gather(1, places)[..., None] == documents.indices[:, None]
         self.mask = mask[:, None]
 
     def extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

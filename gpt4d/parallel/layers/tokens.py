@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.weights import WeightStream
 
@@ -19,8 +19,7 @@ class Tokens:
     Attributes:
         sample_ids: [sequences], int64: index of each sequence in the whole run, which dropout depends on.
         length: tokens of a sequence.
-        documents: [sequences, length]: index of each token's document; attention and positions stay inside one. None:
-            no limits.
+        documents: attention and positions stay inside one. None: no limits.
         axis: splits the tokens of each chunk between the layers.
         num_chunks: chunks that the sequences are in.
         cache: of the keys and values of the tokens before these, which continue texts; None in training.
@@ -28,7 +27,7 @@ class Tokens:
 
     sample_ids: torch.Tensor
     length: int
-    documents: torch.Tensor | None = None
+    documents: Documents | None = None
     axis: Axis = field(default_factory=lambda: Axis("x"))
     num_chunks: int = 1
     cache: KeyValueCache | None = None
@@ -59,22 +58,14 @@ class Tokens:
     def _parts(self, values: torch.Tensor) -> torch.Tensor:
         return values.reshape(self.num_chunks, self.axis.size, -1)
 
-    @cached_property
+    @property
     def positions(self) -> torch.Tensor:
         """[sequences, length]: place of each token in its document."""
         if self.cache is not None:
             return self.cache.positions
         if self.documents is None:
             return self._places
-        begins = F.pad(self.documents[:, 1:] != self.documents[:, :-1], (1, 0), value=True)
-        return self._places - torch.where(begins, self._places, 0).cummax(1).values
-
-    @cached_property
-    def attention_mask(self) -> torch.Tensor | None:
-        """[sequences, 1, query, key], boolean: keys of the query's document, up to itself. None: no documents."""
-        if self.documents is None:
-            return None
-        return (self.documents[:, None, :, None] == self.documents[:, None, None, :]).tril_()
+        return self.documents.positions
 
     @property
     def _places(self) -> torch.Tensor:
@@ -95,7 +86,7 @@ def tokens_of(
     weights: WeightStream,
     sample_ids: torch.Tensor,
     length: int,
-    documents: torch.Tensor | None = None,
+    documents: Documents | None = None,
     cache: KeyValueCache | None = None,
 ) -> Tokens:
     """Return the tokens of a microbatch of the stage that has ``weights``."""

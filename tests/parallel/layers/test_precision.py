@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import Head, Linear
@@ -62,7 +63,7 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
     close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
 
 
-@pytest.mark.parametrize("documents", [None, torch.zeros(TOKENS, dtype=torch.int64)], ids=["plain", "documents"])
+@pytest.mark.parametrize("documents", [None, Documents.ending_with(1, torch.zeros(TOKENS))], ids=["plain", "documents"])
 def test_a_position_table(weights, upstream, documents):
     table = PositionEmbedding(weights, 40, FEATURES)
     tokens, x = Tokens(torch.arange(TOKENS[0]), TOKENS[1], documents), upstream.flatten(0, 1)

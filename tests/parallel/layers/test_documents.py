@@ -1,0 +1,88 @@
+"""Documents that share a sequence, against loops over their tokens."""
+
+import itertools
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.layers import attention
+from gpt4d.parallel.layers.attention import AttentionCore
+from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.tokens import Tokens
+from tests.parallel.layers.oracle import normal
+
+END = 0
+IDS = torch.tensor(
+    [
+        [0, 3, 3, 0, 0, 4, 4, 0],  # documents of one token
+        [1, 1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1, 1, 1],  # no document ends
+        [1, 0, 1, 1, 0, 1, 1, 1],
+    ]
+)
+SEQUENCES, LENGTH = IDS.shape
+HEADS, SIZE = 4, 8
+
+
+def spans() -> list[tuple[int, int]]:
+    """The first token of each document of all sequences in turn, and the token after its last."""
+    flat = IDS.flatten().tolist()
+    stops = [i + 1 for i, token in enumerate(flat) if token == END or (i + 1) % LENGTH == 0]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+@pytest.mark.parametrize("on_host", [None, IDS.to(torch.uint16)], ids=["ids", "ids on the host"])
+def test_starts_positions_and_mask_are_those_of_each_document(on_host):
+    documents = Documents.ending_with(END, IDS, on_host)
+    assert documents.starts.tolist() == [start for start, _ in spans()] + [IDS.numel()]
+    assert documents.starts.dtype == torch.int32
+    assert documents.positions.flatten().tolist() == [i for start, stop in spans() for i in range(stop - start)]
+    mask = torch.zeros(IDS.numel(), IDS.numel(), dtype=torch.bool)
+    for start, stop in spans():
+        mask[start:stop, start:stop] = True
+    inside = torch.stack([mask[i : i + LENGTH, i : i + LENGTH] for i in range(0, IDS.numel(), LENGTH)])
+    assert torch.equal(documents.mask[:, 0], inside.tril())
+
+
+def test_parts_of_the_sequences_have_their_own_documents():
+    parts = Documents.ending_with(END, IDS).chunk(2)
+    for part, ids in zip(parts, IDS.chunk(2), strict=True):
+        alone = Documents.ending_with(END, ids)
+        assert list(part.counts) == alone.counts and torch.equal(part.starts, alone.starts)
+
+
+def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, window_size):
+    """Attention as torch.nn.attention.varlen describes it: here each token attends to itself and those before it."""
+    assert window_size == (-1, 0) and longest_q == longest_k == LENGTH
+    edges = q_starts.tolist()
+    assert edges == k_starts.tolist() and edges[-1] == len(q)
+    rows = [
+        F.scaled_dot_product_attention(*(x[start:stop].transpose(0, 1) for x in (q, k, v)), is_causal=True)
+        for start, stop in itertools.pairwise(edges)
+    ]
+    return torch.cat([part.transpose(0, 1) for part in rows])
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2], ids=["as many", "fewer"])
+def test_attention_by_lengths_is_attention_by_mask(kv_heads):
+    """A GPU's kernel takes the lengths of documents. On a CPU, a loop over them stands in for it."""
+    core, documents = AttentionCore(HEADS, 0.0, [Axis("x")]), Documents.ending_with(END, IDS)
+    tokens = Tokens(torch.arange(SEQUENCES), LENGTH, documents)
+    inputs = [normal(SEQUENCES, LENGTH, heads, SIZE, seed=i) for i, heads in enumerate((HEADS, kv_heads, kv_heads))]
+    results = []
+    with patch("torch.nn.attention.varlen.varlen_attn", kernel):
+        for by_lengths in (False, True):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            with patch.object(attention, "_takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
+                out = core(*leaves, tokens)
+            out.backward(normal(*out.shape, seed=9))
+            results.append([out, *(leaf.grad for leaf in leaves)])
+    for by_mask, by_lengths in zip(*results, strict=True):
+        torch.testing.assert_close(by_lengths, by_mask, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cpu_uses_the_mask():
+    assert not attention._takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))
