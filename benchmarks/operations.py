@@ -86,6 +86,8 @@ class KernelCounter(TorchDispatchMode):
         """Return a stand-in for torch.compile of an elementwise function: one kernel."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside_compiled:  # part of another one
+                return function(*args, **kwargs)
             self._inside_compiled = True
             try:
                 result = function(*args, **kwargs)

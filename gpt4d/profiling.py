@@ -6,11 +6,13 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gpt4d import timeline
@@ -176,7 +178,7 @@ class _LayerRecorder:
     def _before_forward(self, name: str, layer: nn.Module, inputs: tuple) -> None:
         self._begin(name, self._phase())
 
-    def _after_forward(self, name: str, layer: nn.Module, inputs: tuple, output: torch.Tensor | None) -> None:
+    def _after_forward(self, name: str, layer: nn.Module, inputs: tuple, output: Any) -> None:
         phase = self._phase()
         self._end(name, phase)
         if phase == "forward" and output is not None:
@@ -211,7 +213,7 @@ class _LayerRecorder:
         return result
 
     def _observe_backward(
-        self, name: str, inputs: tuple, output: torch.Tensor, in_turns: bool = False, traced: bool = True
+        self, name: str, inputs: tuple, output: Any, in_turns: bool = False, traced: bool = True
     ) -> None:
         if nodes := _nodes(output, inputs):
             # The backward runs the node created last first, and the node created first last.
@@ -233,11 +235,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _nodes(output: torch.Tensor, inputs: tuple) -> list[Node]:
-    """Return the nodes of autograd's graph between a layer's inputs and its output, newest first."""
-    input_nodes = {tensor.grad_fn for tensor in inputs if isinstance(tensor, torch.Tensor)}
+def _nodes(outputs: Any, inputs: tuple) -> list[Node]:
+    """Return the nodes of autograd's graph between a layer's inputs and its outputs, newest first."""
+    unvisited, input_nodes = (
+        [tensor.grad_fn for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)]
+        for tensors in (outputs, inputs)
+    )
     nodes: set[Node] = set()
-    unvisited = [output.grad_fn]
     while unvisited:
         node = unvisited.pop()
         # A parameter's node has no next functions.

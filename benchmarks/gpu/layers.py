@@ -122,13 +122,13 @@ def _positions(with_documents: bool) -> Case:
 def _layer_norm(values: Values):
     s = values.sizes
     layer, x = LayerNorm(values.weights, s.hidden), values.input(s.batch, s.length, s.hidden)
-    return layer, lambda: layer(x)
+    return layer, lambda: sum(layer(x, x))
 
 
 def _rms_norm(values: Values):
     s = values.sizes
     layer, x = RMSNorm(values.weights, s.hidden), values.input(s.batch, s.length, s.hidden)
-    return layer, lambda: layer(x)
+    return layer, lambda: sum(layer(x, x))
 
 
 def _group_norm(values: Values):

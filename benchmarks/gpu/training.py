@@ -66,8 +66,8 @@ def _bits(run_dir: Path) -> list[tuple[int, float, float]]:
 def _spoil_gradient(trainer: Trainer) -> None:
     """Put NaN into the gradients of step ``_NAN_STEP``, while its loss stays finite."""
 
-    def spoil(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
+    def spoil(_module: torch.nn.Module, _inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if trainer.progress.step + 1 == _NAN_STEP:
-            output.register_hook(lambda gradient: gradient * math.nan)
+            output[1].register_hook(lambda gradient: gradient * math.nan)
 
     trainer.stage.module.norm.register_forward_hook(spoil)

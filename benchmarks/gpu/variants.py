@@ -85,10 +85,13 @@ def _rounded_product(
     return (a @ b).to(dtype) if added_to is None else added_to.add_(a @ b)
 
 
-def _norm_with_rounded_gradients(self: LayerNorm, x: torch.Tensor) -> torch.Tensor:
+def _norm_with_rounded_gradients(
+    self: LayerNorm, x: torch.Tensor, branch: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalize as ``LayerNorm`` does on a grid with y=1, with parameters, and thus their gradients, in x's dtype."""
     _uses["norm gradients in bf16"] += 1
-    return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
+    x = x if branch is None else x + branch
+    return x, F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
 
 
 @contextmanager

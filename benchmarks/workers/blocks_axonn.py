@@ -55,6 +55,17 @@ def without_cuda() -> None:
     overlap_communication.clear_handles = clear_handles
 
 
+class GlobalNorm(nn.Module):
+    """Our norm of all features, alone: the block adds to the stream itself."""
+
+    def __init__(self, weights: WeightStream, features: int):
+        super().__init__()
+        self.norm = LayerNorm(weights, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)[1]
+
+
 class AxonnBlock(nn.Module):
     def __init__(self, model: GPT2Config, sizes: GridSizes, norm: Callable[[], nn.Module]):
         super().__init__()
@@ -141,7 +152,7 @@ class AxonnBlocks:
 
 def build_contenders(grid: Grid, work: Workload) -> dict[str, AxonnBlocks]:
     build = partial(AxonnBlocks, grid, work, initial_weights(work.model))
-    global_norm = partial(LayerNorm, WeightStream(grid), work.model.hidden)
+    global_norm = partial(GlobalNorm, WeightStream(grid), work.model.hidden)
     shard_norm = partial(nn.LayerNorm, work.model.hidden // grid.sizes.y)
     contenders = {
         "none": build(False, global_norm),

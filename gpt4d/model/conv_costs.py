@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SequenceCost, SimpleCost, cast, prefixed
 from gpt4d.model.description import LayerCost, Walk
@@ -109,6 +110,7 @@ class GroupNormCost(NormCost):
     positions: int
     axis: str = "y"
     branch: bool = False
+    adds: ClassVar[bool] = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
         return prefixed(self.name, specs.group_norm(sum(self.channels), self.axis))

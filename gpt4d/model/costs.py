@@ -10,6 +10,7 @@ Tests compare them with what a run counts.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.parallel import limits
@@ -93,9 +94,13 @@ class SequenceCost(ABC):
 
 
 class NormCost(SimpleCost):
-    """A norm. In a residual branch its input belongs to the stream (``branch``)."""
+    """A norm. In a residual branch its input belongs to the stream (``branch``).
+
+    ``adds``: compiled, it computes the sum of the stream that it takes, and of the stream's gradients.
+    """
 
     branch: bool
+    adds: ClassVar[bool] = True
 
     def end_backward(self, walk: Walk, x: int, statistics: int) -> None:
         """Hand over the gradients of the parameters and release what the norm has kept."""
@@ -151,7 +156,7 @@ class LayerNormCost(NormCost):
             walk.compute(moved=3 * x)
         elif walk.sizes.y == 1:  # sums over tokens are computed apart, in float32
             walk.scratch(x + 2 * wide)
-            elementwise(walk, 6 * x + 6 * wide, 6, compiled=(5 * x, 2))
+            elementwise(walk, 6 * x + 6 * wide, 6, compiled=(3 * x, 1))
         else:
             walk.scratch((3 if walk.element_bytes == 4 else 4) * wide)
             elementwise(walk, 2 * x + 9 * wide, 7, compiled=(2 * x, 1))
@@ -178,7 +183,7 @@ class RMSNormCost(NormCost):
     async def forward(self, walk: Walk) -> None:
         x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
         walk.hold(x + statistics)
-        rms_forward(walk, self._elements(walk))
+        rms_forward(walk, self._elements(walk), split=walk.sizes.y > 1)
         walk.do("all_reduce", "y", statistics)
 
     def again(self, walk: Walk) -> None:
@@ -191,25 +196,25 @@ class RMSNormCost(NormCost):
     async def backward(self, walk: Walk) -> None:
         x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
         walk.do("all_reduce", "y", statistics)
-        rms_backward(walk, self._elements(walk))
+        rms_backward(walk, self._elements(walk), split=walk.sizes.y > 1)
         self.end_backward(walk, x, statistics)
 
 
-def rms_forward(walk: Walk, elements: int) -> None:
-    """Compute the RMSNorm of so many elements."""
+def rms_forward(walk: Walk, elements: int, split: bool = False) -> None:
+    """Compute the RMSNorm of so many elements; ``split``: the statistics are summed over ranks in between."""
     x, wide = elements * walk.element_bytes, elements * 4
     walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
     both = 2 * casts(x, wide)
     # A square, its sum, two products; the statistics.
-    elementwise(walk, x + 6 * wide + both * (x + wide), 6 + both, compiled=(3 * x, 5))
+    elementwise(walk, x + 6 * wide + both * (x + wide), 6 + both, compiled=(3 * x, 5) if split else (2 * x, 1))
 
 
-def rms_backward(walk: Walk, elements: int) -> None:
+def rms_backward(walk: Walk, elements: int, split: bool = False) -> None:
     """Compute the gradients of the RMSNorm of so many elements."""
     x, wide = elements * walk.element_bytes, elements * 4
     walk.scratch(2 * wide)
     cast = casts(x, wide)
-    elementwise(walk, 5 * x + 16 * wide + cast * (x + wide), 11 + cast, compiled=(5 * x, 3))
+    elementwise(walk, 5 * x + 16 * wide + cast * (x + wide), 11 + cast, compiled=(5 * x, 3) if split else (3 * x, 1))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from gpt4d.model.costs import MASTER_BYTES, prefixed, rows
+from gpt4d.model.costs import MASTER_BYTES, elementwise, prefixed, rows
 from gpt4d.model.description import Walk
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.specs import Axes
@@ -41,12 +41,14 @@ class ProductCost(ABC):
 
     A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
     ``source``: the layer that computes its input, if selective activation checkpointing computes it again.
+    ``activated``: by a function that, compiled, computes the gradient of the bias beside its own.
     """
 
     name: str
     bias: bool
     input_gradient: bool
     source: Recomputed | None
+    activated: bool = False
 
     @abstractmethod
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -199,7 +201,7 @@ class ProductCost(ABC):
 
         walk.compute_weight_gradient(weight_gradient, in_bytes + out_bytes)
         if self.bias:
-            walk.compute(moved=out_bytes)
+            elementwise(walk, out_bytes, 1, compiled=(0, 0) if self.activated else (out_bytes, 1))
             walk.add_gradient(f"{self.name}.bias")
         walk.release(out_bytes if after or not keep_gradient else 0)
         walk.release(in_bytes if dropped else 0)  # a recomputed input is dropped once it has been read
@@ -231,6 +233,7 @@ class LinearCost(ProductCost):
     axes: Axes | None = None
     positions: int | None = None  # rows of a sample; None: its tokens
     source: Recomputed | None = None
+    activated: bool = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
         if self.tied:

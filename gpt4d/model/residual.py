@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpt4d.model.conv_costs import ConcatenationCost, ForkCost
-from gpt4d.model.costs import NormCost, SequenceCost, rows
+from gpt4d.model.costs import NormCost, SequenceCost, elementwise, rows
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import ProductCost
 from gpt4d.parallel.order import LayerWeights
@@ -42,6 +42,11 @@ class ProductBlock(SequenceCost):
         if self.fork:
             await self.fork.backward(walk)
         await self.product.backward(walk, gathering=gathering)
+
+
+def _adds(branch: Sequence[LayerCost]) -> bool:
+    """Return whether the norm before a branch adds what goes past the branch."""
+    return isinstance(branch[0], NormCost) and branch[0].adds
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class ResidualBlock(SequenceCost):
             await self.concatenation.forward(walk)
             if recomputing or not keep:
                 walk.hold(self.concatenation.stream_bytes(walk))  # the block's input stays
-        for branch, shortcut, before, x in self._streams(walk):
+        for index, (branch, shortcut, before, x) in enumerate(self._streams(walk)):
             ends = recomputing and branch is self.branches[-1]
             if shortcut:
                 await shortcut.forward(walk)
@@ -116,7 +121,9 @@ class ResidualBlock(SequenceCost):
                 walk.release(x if shortcut else 0)
                 return
             walk.hold(x)
-            walk.compute(moved=3 * x)
+            # The norm behind a sum may compute it: it reads the branch's output too and writes the stream.
+            fused = _adds(self.branches[index + 1]) if index + 1 < len(self.branches) else False
+            elementwise(walk, 3 * x, 1, compiled=(2 * x, 0) if fused else (3 * x, 1))
             walk.release(2 * x if shortcut else x)
             if not keep:
                 walk.release(kept - x)
@@ -144,7 +151,7 @@ class ResidualBlock(SequenceCost):
             if shortcut:
                 await shortcut.backward(walk)
                 walk.hold(before)  # it has released its input as well
-            walk.compute(moved=3 * before)
+            elementwise(walk, 3 * before, 1, compiled=(before, 0) if _adds(branch) else (3 * before, 1))
             walk.release(before)
             inputs += before
         walk.release(inputs)

@@ -18,8 +18,9 @@ from gpt4d.parallel.layers.head_loss import head_loss
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.linear import Head, Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
+from gpt4d.parallel.layers.norm import Norm
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
-from gpt4d.parallel.recomputation import recomputable
+from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 
@@ -54,7 +55,7 @@ class TextModel(nn.Module, ABC):
         """Return a block: a coroutine from the residual stream and the tokens to the residual stream."""
 
     @abstractmethod
-    def _build_norm(self) -> nn.Module:
+    def _build_norm(self) -> Norm:
         """Return the norm before the head."""
 
     def forward(
@@ -119,7 +120,9 @@ class TextModel(nn.Module, ABC):
         if chunks == 1:
             return {"loss": cross_entropy_sum(self._logits(x_TH), targets_T, vocabulary, self.weights.grid.x)}
         weight = self.head.weight if isinstance(self.head, Linear) else self.tokens.weight
-        return {"loss": head_loss(self.norm(x_TH), weight, targets_T, vocabulary, self.head.context, chunks)}
+        _, normal_TH = self.norm(x_TH)
+        normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss keeps no input
+        return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, self.head.context, chunks)}
 
     def _stream(
         self, part: Part, ids_BS: torch.Tensor, tokens: Tokens, received: Mapping[str, torch.Tensor]
@@ -136,4 +139,4 @@ class TextModel(nn.Module, ABC):
     def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V] in the order of ``tokens.gathered``."""
         tied = (self.tokens.weight,) if self.config.tied else ()
-        return run_alone(self.head(recomputable(self.weights, self.norm, x_TH), *tied))
+        return run_alone(self.head(self.norm(x_TH)[1], *tied))

@@ -42,7 +42,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not _enabled:
+        if not _enabled or torch.compiler.is_compiling():  # part of another one that is compiled
             return function(*args, **kwargs)
         if function not in _compiled:
             _compiled[function] = torch.compile(function)  # of too many different shapes, it compiles no further ones

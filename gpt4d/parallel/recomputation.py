@@ -6,7 +6,7 @@ An elementwise function or a norm takes little time, and its own backward keeps 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,12 +27,8 @@ def recomputable(
 
     Args:
         weights: the stream that decides whether it is.
-        function: elementwise, or a norm, whose method ``again(x, node)`` computes its output from ``x`` and what the
-            autograd node of the first output has kept.
+        function: elementwise.
         x: its input, which its backward keeps.
     """
     out = function(x)
-    if not weights.recomputes_inputs:
-        return out
-    again: Any = getattr(function, "again", None)
-    return Recomputable(out, partial(again, x.detach(), out.grad_fn) if again else partial(function, x.detach()))
+    return Recomputable(out, partial(function, x.detach())) if weights.recomputes_inputs else out

@@ -30,7 +30,7 @@ def describe(config: GPT2Config) -> Description:
             ),
             (
                 mlp_norm,
-                LinearCost("mlp.up", h, inner, source=mlp_norm),
+                LinearCost("mlp.up", h, inner, source=mlp_norm, activated=True),
                 activation,
                 LinearCost("mlp.down", inner, h, transposed=True, source=activation),
             ),

@@ -3,8 +3,9 @@
 Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads.
 """
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from gpt4d.model.gpt2.config import GPT2Config
@@ -12,6 +13,7 @@ from gpt4d.model.text import TextModel
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.dropout import Dropout
 from gpt4d.parallel.layers.embedding import PositionEmbedding
+from gpt4d.parallel.layers.gelu import gelu
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.norm import LayerNorm
 from gpt4d.parallel.layers.tokens import Tokens
@@ -32,25 +34,21 @@ class Attention(nn.Module):
         return await self.output(mixed_TN)
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 class MLP(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
         super().__init__()
         self.weights = weights
-        self.up = Linear(weights, config.hidden, 4 * config.hidden)
+        self.up = Linear(weights, config.hidden, 4 * config.hidden, bias_gradient=False)
         self.down = Linear(weights, 4 * config.hidden, config.hidden, transposed=True, std=residual_std)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
-        return await self.down(recomputable(self.weights, _gelu, await self.up(x_TH)))
+        activation = partial(gelu, bias=self.up.get_parameter("bias"))
+        return await self.down(recomputable(self.weights, activation, await self.up(x_TH)))
 
 
 class Block(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream):
         super().__init__()
-        self.weights = weights
         # 2·layers outputs add up in the residual stream: scaled so that their sum keeps its size (GPT-2).
         residual_std = 0.02 / (2 * config.layers) ** 0.5
         self.attention_norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
@@ -61,10 +59,10 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.dropout, weights.grid.y)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        attended_TH = await self.attention(recomputable(self.weights, self.attention_norm, x_TH), tokens)
-        x_TH = x_TH + self.attention_dropout(attended_TH, tokens)
-        changed_TH = await self.mlp(recomputable(self.weights, self.mlp_norm, x_TH))
-        return x_TH + self.mlp_dropout(changed_TH, tokens)
+        x_TH, normal_TH = self.attention_norm(x_TH)
+        attended_TH = self.attention_dropout(await self.attention(normal_TH, tokens), tokens)
+        x_TH, normal_TH = self.mlp_norm(x_TH, attended_TH)
+        return x_TH + self.mlp_dropout(await self.mlp(normal_TH), tokens)
 
 
 class GPT(TextModel):
@@ -79,7 +77,7 @@ class GPT(TextModel):
     def _build_block(self) -> nn.Module:
         return Block(self.config, self.weights)
 
-    def _build_norm(self) -> nn.Module:
+    def _build_norm(self) -> LayerNorm:
         return LayerNorm(self.weights, self.config.hidden, self.config.norm_epsilon)
 
     def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -72,8 +72,9 @@ class Block(nn.Module):
         self.mlp = MLP(config, weights, residual_std)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        x_TH = x_TH + await self.attention(recomputable(self.weights, self.attention_norm, x_TH), tokens)
-        return x_TH + await self.mlp(recomputable(self.weights, self.mlp_norm, x_TH))
+        x_TH, normal_TH = self.attention_norm(x_TH)
+        x_TH, normal_TH = self.mlp_norm(x_TH, await self.attention(normal_TH, tokens))
+        return x_TH + await self.mlp(normal_TH)
 
 
 class Llama(TextModel):
@@ -88,5 +89,5 @@ class Llama(TextModel):
     def _build_block(self) -> nn.Module:
         return Block(self.config, self.weights, self._rotary)
 
-    def _build_norm(self) -> nn.Module:
+    def _build_norm(self) -> RMSNorm:
         return RMSNorm(self.weights, self.config.hidden, self.config.norm_epsilon)

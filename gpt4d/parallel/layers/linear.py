@@ -62,6 +62,7 @@ class Linear(nn.Module):
         num_fused: number of matrices of ``out_features`` each in the weight, all split the same way: queries, keys
             and values of the same heads are on the same rank.
         bias: add a bias after the sum over the contracted axis.
+        bias_gradient: compute its gradient here; else a function of the output does.
         std: standard deviation of the initial weight.
         inner_split: ``FEATURES`` if the axis of the stream's features splits those of the other side too: the output's
             of a normal layer, which are scattered, the input's of a transposed one, which are gathered.
@@ -77,6 +78,7 @@ class Linear(nn.Module):
         axes: Axes | None = None,
         num_fused: int | None = None,
         bias: bool = True,
+        bias_gradient: bool = True,
         std: float = 0.02,
         inner_split: int | None = None,
     ):
@@ -87,9 +89,11 @@ class Linear(nn.Module):
         layer = specs.linear(in_features, out_features, axes, num_fused=num_fused, bias=bias, std=std)
         self.weight = weights.parameter(layer["weight"])
         self.bias = weights.parameter(layer["bias"]) if bias else None
+        self.bias_gradient = bias_gradient
 
     async def forward(self, x_BK: torch.Tensor | Recomputable) -> torch.Tensor:
-        return await multiply(x_BK, self.weight, self.bias, self.context)
+        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
+        return await multiply(x_BK, self.weight, bias, self.context)
 
 
 class Head(nn.Module):

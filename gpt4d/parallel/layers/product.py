@@ -72,7 +72,7 @@ class _Call:
 
     context: ProductContext
     weight: nn.Parameter  # not autograd's view of it: gradients must land here
-    bias: nn.Parameter | None
+    bias: torch.Tensor | None
     input_split: int | None
     output_split: int | None
     input_again: Callable[[], torch.Tensor] | None  # computes an input that is not kept
@@ -219,7 +219,7 @@ class ProductFunction(torch.autograd.Function):
                 return context.operation.weight_gradient(d_out_BN, x_BK, call.weight, earlier)
 
             of_weight = weights.add_gradient(call.weight, d_weight)
-        if call.bias is not None:
+        if call.bias is not None and ctx.needs_input_grad[2]:
             rows = d_out_BN.reshape(-1, math.prod(call.bias.shape))
             d_bias = rows.sum(0, dtype=call.bias.dtype).view(call.bias.shape)
         return d_x, of_weight, d_bias, None
@@ -243,9 +243,12 @@ class ScatteredOutputFunction(torch.autograd.Function):
 
 
 async def multiply(
-    given: torch.Tensor | Recomputable, weight: nn.Parameter, bias: nn.Parameter | None, context: ProductContext
+    given: torch.Tensor | Recomputable, weight: nn.Parameter, bias: torch.Tensor | None, context: ProductContext
 ) -> torch.Tensor:
-    """Return the output of a layer for one chunk, of which the input [B, K] is given."""
+    """Return the output of a layer for one chunk, of which the input [B, K] is given.
+
+    ``bias`` gets its gradient here if it requires one.
+    """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
     splits = context.splits()
     # An input that is gathered is kept: it would have to be gathered again.

@@ -14,7 +14,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
-from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.norm import LayerNorm, RMSNorm
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.turns import run_alone
@@ -66,7 +66,7 @@ def layer_norm(sizes, offset):
     fill(layer.bias, bias, weights)
     layout = Layout((), (), ("y",))
     mine = part(inputs, weights, layout).requires_grad_()
-    ours = layer(mine)
+    _, ours = layer(mine)
     ours.backward(part(upstream, weights, layout))
     inputs, weight, bias = (t.requires_grad_() for t in (inputs, weight, bias))
     theirs = F.layer_norm(inputs, (12,), weight, bias, 1e-5)
@@ -86,6 +86,35 @@ def layer_norm(sizes, offset):
 def test_layer_norm_takes_mean_and_variance_of_the_whole_hidden_dim(ranks, sizes, offset):
     """With an offset too: a difference of large squares would lose it."""
     ranks.run(sizes.devices, layer_norm, sizes, offset)
+
+
+def norm_of_stream(sizes, kind, added):
+    weights, layout = stream(sizes), Layout((), (), ("y",))
+    layer = kind(weights, 12)
+    leaves = [normal(4, 3, 12, seed=1), normal(4, 3, 12, seed=2)][: 1 + added]
+    upstream = [normal(4, 3, 12, seed=3), normal(4, 3, 12, seed=4)]
+    fill(layer.weight, weight := normal(12, seed=5), weights)
+    if kind is LayerNorm:
+        fill(layer.bias, torch.zeros(12), weights)
+    mine = [part(x, weights, layout).clone().requires_grad_() for x in leaves]
+    ours = layer(*mine)
+    torch.autograd.backward(ours, [part(x, weights, layout) for x in upstream])
+    leaves, weight = [x.requires_grad_() for x in leaves], weight.requires_grad_()
+    whole = sum(leaves)
+    plain = F.layer_norm(whole, (12,), weight) if kind is LayerNorm else F.rms_norm(whole, (12,), weight, 1e-5)
+    torch.autograd.backward((whole, plain), upstream)
+    close(ours[0], part(whole, weights, layout))
+    close(ours[1], part(plain, weights, layout))
+    for x, theirs in zip(mine, leaves, strict=True):
+        close(x.grad, part(theirs.grad, weights, layout))
+    close(layer.weight.grad, part(weight.grad, weights, Layout(("y",))))
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(1, 2)], ids=grid_name)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("added", [False, True], ids=["stream", "sum"])
+def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, sizes, kind, added):
+    ranks.run(sizes.devices, norm_of_stream, sizes, kind, added)
 
 
 def token_embedding(sizes):

@@ -10,7 +10,7 @@ from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import Head, Linear
-from gpt4d.parallel.layers.norm import LayerNorm, LayerNormFunction
+from gpt4d.parallel.layers.norm import LayerNorm, SplitLayerNormFunction
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
@@ -76,7 +76,8 @@ def test_weight_and_bias_of_a_norm(weights, x, upstream, split):
     layer = LayerNorm(weights, FEATURES)
     with torch.no_grad():
         layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.zero_()
-    out = LayerNormFunction.apply(x, layer.weight, layer.bias, layer.axis, layer.epsilon) if split else layer(x)
+    arguments = layer.weight, layer.bias, layer.axis, layer.epsilon
+    _, out = SplitLayerNormFunction.apply(x, None, *arguments) if split else layer(x)
     out.backward(upstream)
     exact = F.layer_norm(x.detach().double(), (FEATURES,)) * upstream.double()
     close(layer.weight.grad, exact.sum((0, 1)))
@@ -87,7 +88,7 @@ def test_a_norm_of_bf16_features_is_that_of_their_values(weights, x, upstream):
     layer = LayerNorm(weights, FEATURES)
     with torch.no_grad():
         layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.copy_(normal(FEATURES, seed=3))
-    out = layer(x)
+    _, out = layer(x)
     out.backward(upstream)
     wide = x.detach().double().requires_grad_()
     expected = F.layer_norm(wide, (FEATURES,), layer.weight.double(), layer.bias.double())
