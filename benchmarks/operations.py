@@ -156,7 +156,7 @@ def planned(config: Config, compiled: bool) -> float:
 def main(arguments: list[str]) -> None:
     own = [argument for argument in arguments if argument.startswith("out=")]
     config = compose(["train.precision=bf16", "train.compile=false", *(a for a in arguments if a not in own)])
-    validate(config, 1)
+    config = validate(config, 1).config
     if registry.of(config.model).task != "language_modeling":
         raise ConfigError(f"model={config.model.name}: only steps of text models are counted; use model=gpt_1b3, say")
     description = registry.describe_run(config)

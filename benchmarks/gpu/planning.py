@@ -10,6 +10,7 @@ from gpt4d.config import GridSizes, compose
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner import calibrate
 from gpt4d.planner.estimate import Estimate
+from gpt4d.validation import validate
 
 _ERROR = 0.2
 # In a rehearsal the calibration only has to run.
@@ -25,7 +26,7 @@ def check(context: CheckContext) -> Outcome:
     best, path = best_run(context), context.directory / "here.yaml"
     in_process(_calibrate, path, context.rehearsal)
     batch = [f"train.batch_size={best['micro_batch']}", "train.precision=bf16", f"cluster={path}"]
-    config = compose([*GPT_1B3.overrides(context.rehearsal), *batch])
+    config = validate(compose([*GPT_1B3.overrides(context.rehearsal), *batch]), 1).config
     planned_s, measured_s = Estimate(config, GridSizes()).plan(best["micro_batch"]).step_time_s, best["step_time_s"]
     error = planned_s / measured_s - 1
     values = {"planned_s": planned_s, "measured_s": measured_s, "cluster": asdict(config.cluster)}

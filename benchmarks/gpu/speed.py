@@ -18,6 +18,7 @@ from benchmarks.gpu.timing import device_of
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
 
 _STEPS, _LOGGED, _PROFILED = 15, 5, 8  # the last five steps are measured, and not profiled
 _KERNELS = 10
@@ -62,11 +63,12 @@ def _check(context: CheckContext, workload: Workload, micro_batches: Sequence[in
     total_gib, reserved_gib = in_process(device_memory, device)
     measured = outcome.values["runs"] = []
     for micro_batch in micro_batches:
-        precision = [f"train.batch_size={micro_batch}", "train.precision=bf16"]
-        config = compose([*model, *corpus, *precision, f"cluster.reserved_gib={reserved_gib}"])
+        machine = [f"cluster.memory_gib={total_gib}", f"cluster.reserved_gib={reserved_gib}"]
+        words = [*model, *corpus, *machine, f"train.batch_size={micro_batch}", "train.precision=bf16"]
+        config = validate(compose(words), 1).config
         planned_gib = Estimate(config, GridSizes()).memory_gib(micro_batch)
         if planned_gib <= total_gib:
-            overrides = [*model, *corpus, *precision, f"run.dir={context.directory / str(micro_batch)}"]
+            overrides = [*words, f"run.dir={context.directory / str(micro_batch)}"]
             measured.append(_measure(config, overrides, device) | {"planned_gib": planned_gib - reserved_gib})
     if not measured:
         raise Unavailable(f"no microbatch fits into {total_gib:.0f} GiB; use a GPU with more memory")

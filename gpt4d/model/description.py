@@ -284,11 +284,11 @@ class Description:
     def blocks(self) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.units if unit.block)
 
-    def cached_units(self, cache_layers: int | str) -> frozenset[str]:
+    def cached_units(self, cache_layers: int | str | None) -> frozenset[str]:
         """Return the names of the units that ``parallel.cache_layers`` keeps: the last blocks, or all units."""
         if cache_layers == "all":
             return frozenset(unit.name for unit in self.units)
-        return frozenset(unit.name for unit in self.blocks[len(self.blocks) - int(cache_layers) :])
+        return frozenset(unit.name for unit in self.blocks[len(self.blocks) - int(cache_layers or 0) :])
 
     def weights_of(self, units: Collection[str]) -> frozenset[str]:
         """Return the names of all weights that some units take from the stream."""

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes, with_stages
 from gpt4d.model import registry
+from gpt4d.model.description import Description
 from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
-from gpt4d.planner.search import check_open, rank
-from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
+from gpt4d.planner.search import check_open, keeps_copies, rank
+from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts
 
 _NUM_SHOWN = 3  # plans that a run's first line names
 
@@ -30,6 +31,7 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
             raise ConfigError(problem)
     microbatches = _microbatches(config, sizes)
     layouts = stage_layouts(sizes, stage_parts(config, description))
+    config = _with_kept_weights(config, description, layouts, microbatches)
     stages = []
     for layout in layouts:
         order = ranks_in_grid_order(layout.sizes, config.parallel.innermost)
@@ -37,6 +39,25 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
     estimate = PipelineEstimate(config, description, layouts, microbatches)
     costs = estimate.costs if len(stages) > 1 else None
     return ParallelPlan(config, tuple(stages), microbatches, estimate.crossing, costs, candidates)
+
+
+def _with_kept_weights(
+    config: Config, description: Description, layouts: list[StageLayout], microbatches: int
+) -> Config:
+    """Return the configuration with ``parallel.cache_layers``, if it leaves that open.
+
+    All weights that are converted, but not gathered, are kept if memory allows; longest if it allows that.
+    """
+    parallel, limit = config.parallel, config.cluster.memory_gib
+    if parallel.cache_layers is not None:
+        return config
+    scopes = [parallel.cache_scope] if parallel.cache_scope else ["step", "microbatch"][microbatches == 1 :]
+    if all(stage.sizes.z == 1 and keeps_copies(config, stage.sizes) for stage in layouts):
+        for scope in scopes:
+            kept = replace(config, parallel=replace(parallel, cache_layers="all", cache_scope=scope))
+            if PipelineEstimate(kept, description, layouts, microbatches).needed_gib(limit) <= limit:
+                return kept
+    return replace(config, parallel=replace(parallel, cache_layers=0))
 
 
 def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:

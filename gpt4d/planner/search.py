@@ -122,7 +122,7 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
         split = (
             lambda sizes: sizes.z > 1,
             lambda sizes: sizes.x * sizes.y > 1,
-            lambda sizes: sizes.data == sizes.devices and _keeps_copies(config, sizes),
+            lambda sizes: sizes.data == sizes.devices and keeps_copies(config, sizes),
         )
         places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
         for place in set().union(*places):
@@ -168,9 +168,9 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
         yield [{"whole_layers": count} for count in counts]
     # Cached weights are gathered, and converted, less often.
     cached = {"cache_layers": parallel.cache_layers or "all"}
-    if parallel.cache_scope == "microbatch" and _keeps_copies(config, sizes) and samples > plan.micro_batch:
+    if parallel.cache_scope != "step" and keeps_copies(config, sizes) and samples > plan.micro_batch:
         yield [{**cached, "cache_scope": "step"}]
-    elif parallel.cache_layers == 0 and sizes.z == 1 and _keeps_copies(config, sizes):
+    elif not parallel.cache_layers and sizes.z == 1 and keeps_copies(config, sizes):
         yield [cached]
     if _may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
@@ -178,7 +178,7 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
         yield [{"chunks": count} for count in (2, 4)]
 
 
-def _keeps_copies(config: Config, sizes: GridSizes) -> bool:
+def keeps_copies(config: Config, sizes: GridSizes) -> bool:
     """Return whether weights are gathered, or converted, and copies of them can be kept."""
     return sizes.z > 1 or compute_bytes(config) < MASTER_BYTES
 

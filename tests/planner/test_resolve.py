@@ -140,3 +140,41 @@ def test_the_planners_choice_is_accepted_whatever_the_lengths(length):
         config = compose([*PAIRS, *words, *micro_batch])
         for plan in rank(config, 8).plans:
             assert validate(compose([*PAIRS, *words, *micro_batch, *plan.overrides]), 8).sizes == plan.sizes
+
+
+BF16 = ("train.precision=bf16", "train.batch_size=8")
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "kept"),
+    [
+        (1, [], ("all", "microbatch")),
+        (2, ["train.micro_batch_size=1"], ("all", "step")),
+        (4, ["parallel.pipeline.stages=2"], ("all", "step")),
+        (2, ["train.micro_batch_size=1", "parallel.cache_scope=microbatch"], ("all", "microbatch")),
+        (2, ["parallel.gz=2"], (0, None)),
+        (1, ["train.precision=fp32"], (0, None)),
+        (1, ["parallel.cache_layers=0"], (0, None)),
+        (1, ["parallel.cache_layers=2"], (2, None)),
+    ],
+)
+def test_converted_weights_are_kept_unless_they_are_gathered_or_a_number_of_blocks_is_given(world, words, kept):
+    parallel = validate(compose([*BF16, *words]), world).config.parallel
+    assert (parallel.cache_layers, parallel.cache_scope) == kept
+
+
+def test_converted_weights_are_kept_as_long_as_memory_allows():
+    given = *BF16, "model=gpt_125m", "train.seq_len=64", "train.micro_batch_size=1"
+
+    def needed(*words: str) -> float:
+        return Estimate(compose([*given, *words]), GridSizes()).memory_gib(1)
+
+    always, backward, never = (
+        needed("parallel.cache_layers=all", "parallel.cache_scope=step"),
+        needed("parallel.cache_layers=all"),
+        needed("parallel.cache_layers=0"),
+    )
+    assert always > backward > never
+    for limit, kept in ((always, ("all", "step")), (backward, ("all", "microbatch")), (never, (0, None))):
+        parallel = validate(compose([*given, f"cluster.memory_gib={limit}"]), 1).config.parallel
+        assert (parallel.cache_layers, parallel.cache_scope) == kept
