@@ -355,7 +355,7 @@ class CrossEntropyCost(SimpleCost):
     def _sizes(self, walk: Walk, tokens: int) -> tuple[int, int, int]:
         """Return the bytes of the logits and of the same in float32, and the number of blocks."""
         columns = self.vocabulary // walk.sizes.x
-        return tokens * columns * walk.element_bytes, tokens * columns * 4, -(-tokens // limits.loss_rows(columns))
+        return tokens * columns * walk.element_bytes, tokens * columns * 4, -(-tokens // limits.block_rows(columns))
 
     async def forward(self, walk: Walk) -> None:
         self.forward_of(walk, walk.tokens)

@@ -8,8 +8,8 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency d
 # gradients of z and data, travels in smaller ones: with little in flight it yields to the others on the link.
 _PIECE_BYTES, _MOST_PIECES = 1 << 18, 32
 _YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES = 1 << 16, 128
-# Of logits that the loss converts to float32 at a time: 16 MiB, which caches of GPUs hold.
-_LOSS_BLOCK_ELEMENTS = 1 << 22
+# Of a matrix that is converted to float32 at a time: 16 MiB, which caches of GPUs hold.
+_BLOCK_ELEMENTS = 1 << 22
 
 
 def num_pieces(nbytes: float, yielding: bool = False) -> int:
@@ -30,6 +30,6 @@ def bucket_bytes(gradient_bytes: int) -> int:
     return min(max(gradient_bytes // 32, _SMALLEST_BUCKET), _LARGEST_BUCKET)
 
 
-def loss_rows(columns: int) -> int:
-    """Return how many rows of logits with ``columns`` columns the loss converts to float32 at a time."""
-    return max(1, _LOSS_BLOCK_ELEMENTS // columns)
+def block_rows(columns: int) -> int:
+    """Return how many rows of a matrix with ``columns`` columns are converted to float32 at a time."""
+    return max(1, _BLOCK_ELEMENTS // columns)

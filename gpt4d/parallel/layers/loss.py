@@ -56,13 +56,14 @@ def write_gradient(
     columns = _columns(logits, vocabulary, axis)
     if not columns:
         return logits.zero_()
-    scale, local = d_loss / saved.normalizer, saved.local.unsqueeze(-1)
-    at_target = (logits.gather(-1, local).squeeze(-1) - saved.largest).exp_().mul_(scale)
+    scale, target = d_loss / saved.normalizer, (torch.arange(len(logits), device=logits.device), saved.local)
+    at_target = (logits[target] - saved.largest).exp_().mul_(scale)
     at_target.sub_(d_loss.expand_as(scale).masked_fill(saved.elsewhere, 0))
     for rows in _blocks(logits):
         _write_softmax(logits[rows, :columns], saved.largest[rows], scale[rows])
     logits[:, columns:] = 0
-    return logits.scatter_(-1, local, at_target.unsqueeze(-1).to(logits.dtype))
+    logits[target] = at_target.to(logits.dtype)  # on a CPU, scatter_ would convert all logits to float32 and back
+    return logits
 
 
 def _columns(logits: torch.Tensor, vocabulary: int, axis: Axis) -> int:
@@ -110,7 +111,7 @@ def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Ten
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Yield slices of consecutive rows, so that their parts of ``logits`` [rows, columns] are blocks."""
-    rows = limits.loss_rows(logits.shape[-1])
+    rows = limits.block_rows(logits.shape[-1])
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
 

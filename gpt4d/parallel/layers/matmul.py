@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from gpt4d.parallel import limits
+
 _LEAST_FLOPS = 1 << 22  # of a product that oneDNN computes: it takes 15 us more to start than MKL
 
 
@@ -42,8 +44,8 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
     rounded to bf16 once.
     """
     if a.is_cpu:
-        result = matmul(a.to(dtype), b.to(dtype))
-    elif a.dtype != dtype and torch.version.hip:
+        return _wide_product(a, b, dtype, added_to)
+    if a.dtype != dtype and torch.version.hip:
         result = a @ b
     elif added_to is None:
         return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
@@ -52,3 +54,15 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
     else:
         return torch.addmm(added_to, a, b, out_dtype=dtype, out=added_to)
     return result.to(dtype) if added_to is None else added_to.add_(result)
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
+    """Return the same as ``product`` on a CPU, whose matrices are of ``dtype``: ``a`` is converted block by block."""
+    wide, rows = b.to(dtype), len(a) if a.dtype == dtype else limits.block_rows(a.shape[1])
+    if added_to is None and len(a) <= rows:
+        return matmul(a.to(dtype), wide)
+    result = a.new_empty(len(a), b.shape[1], dtype=dtype) if added_to is None else added_to
+    for out, part in zip(result.split(rows), a.split(rows), strict=True):
+        block = matmul(part.to(dtype), wide)
+        out.copy_(block) if added_to is None else out.add_(block)
+    return result
