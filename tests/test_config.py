@@ -68,7 +68,11 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["train.steps=0"], "train.steps=0: use a value of at least 1"),
         (1, ["parallel.cache_layers=true"], "parallel.cache_layers=True: not a number of blocks; use all, or 0 to 4"),
         (1, ["parallel.cache_scope=run"], "parallel.cache_scope=run: use one of microbatch, step"),
-        (1, ["parallel.cache_scope=step"], "parallel.cache_scope=step: no weights are kept with parallel.cache_layers"),
+        (
+            1,
+            ["parallel.cache_scope=step"],
+            "parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all",
+        ),
         (1, ["parallel.whole_layers=5"], "parallel.whole_layers=5: not a number of blocks; use 0 to 4"),
         (1, ["cluster.hidden=1.5"], "cluster.hidden=1.5: not a share; use 0 to 1"),
         (1, ["model.dropout=1.0"], "model.dropout=1.0"),

@@ -276,12 +276,12 @@ def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
     cached, whole = parallel.cache_layers, parallel.whole_layers
     if cached not in (None, "all") and not (type(cached) is int and 0 <= cached <= blocks):
         raise ConfigError(f"parallel.cache_layers={cached}: not a number of blocks; use all, or 0 to {blocks}")
-    check_choice("parallel.cache_scope", parallel.cache_scope or "step", ("microbatch", "step"))
-    if parallel.cache_scope == "step" and not cached:
-        raise ConfigError(
-            f"parallel.cache_scope=step: no weights are kept with parallel.cache_layers={cached or 0}; use "
-            "parallel.cache_layers=all"
-        )
+    if parallel.cache_scope is not None:
+        check_choice("parallel.cache_scope", parallel.cache_scope, ("microbatch", "step"))
+        if not cached:
+            raise ConfigError(
+                f"parallel.cache_scope={parallel.cache_scope}: no weights are kept; use parallel.cache_layers=all"
+            )
     if not 0 <= whole <= blocks:
         raise ConfigError(f"parallel.whole_layers={whole}: not a number of blocks; use 0 to {blocks}")
 

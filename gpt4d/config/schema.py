@@ -93,10 +93,8 @@ class ParallelConfig:
     innermost: str | None = None  # axis whose ranks are neighbors, x or y; null: x, or with atp or auto the faster one
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     timeout_s: float = 120.0  # of a collective, longer in the first steps; then the job ends, naming missing ranks
-    cache_layers: Any = (
-        None  # last blocks that keep gathered weights for the backward, or all; null: all that fit if gz=1
-    )
-    cache_scope: str | None = None  # microbatch, or step: for all of them; null: the longer one that fits
+    cache_layers: Any = None  # last blocks that keep gathered weights for the backward, or all; null: as memory allows
+    cache_scope: str | None = None  # step: for all microbatches, summing their gradients once; null: microbatch
     whole_layers: int = 0  # number of blocks whose weights z does not split; it sums their gradients, as data does
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 

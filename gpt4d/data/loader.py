@@ -66,8 +66,9 @@ class Loader:
     def step(self, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield rows and sample ids of the microbatches of the global batch that begins with sample ``first``.
 
-        The rows are [microbatch, *row_shape] in the files' dtype, on the host, and in pinned memory for a GPU: widened
-        ones would take longer to move there. The sample ids are int64 [microbatch], on the device.
+        The rows are [microbatch, *row_shape] in the files' dtype, since widened ones would take longer to move to a
+        GPU; those that are read are on the host, in pinned memory for a GPU. The sample ids are int64 [microbatch],
+        on the device.
         """
         rows = self._rows(first)
         for places, part in zip(self.places, rows.split(self.micro_batch_size), strict=True):

@@ -8,7 +8,7 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 32 << 20  # bytes: below, latency d
 # gradients of z and data, travels in smaller ones: with little in flight it yields to the others on the link.
 _PIECE_BYTES, _MOST_PIECES = 1 << 18, 32
 _YIELDING_PIECE_BYTES, _MOST_YIELDING_PIECES = 1 << 16, 128
-# Of a matrix that is converted to float32 at a time: 16 MiB, which caches of GPUs hold.
+# Of logits or a matrix that is converted to float32 at a time: 16 MiB, which caches of GPUs hold.
 _BLOCK_ELEMENTS = 1 << 22
 
 

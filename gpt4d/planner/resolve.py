@@ -7,10 +7,11 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
-from gpt4d.planner.search import check_open, keeps_copies, rank
+from gpt4d.planner.search import check_open, converts_weights, rank
 from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts
 
 _NUM_SHOWN = 3  # plans that a run's first line names
+_MOST_MEMORY = 0.9  # share of a device's memory that may be planned for what nobody has asked for: plans are 10 % off
 
 
 def resolve(config: Config, world_size: int) -> ParallelPlan:
@@ -46,13 +47,13 @@ def _with_kept_weights(
 ) -> Config:
     """Return the configuration with ``parallel.cache_layers``, if it leaves that open.
 
-    All weights that are converted, but not gathered, are kept if memory allows; longest if it allows that.
+    All weights that are converted, but not gathered, are kept if memory allows; for the whole step if it allows that.
     """
-    parallel, limit = config.parallel, config.cluster.memory_gib
+    parallel, limit = config.parallel, _MOST_MEMORY * config.cluster.memory_gib
     if parallel.cache_layers is not None:
         return config
-    scopes = [parallel.cache_scope] if parallel.cache_scope else ["step", "microbatch"][microbatches == 1 :]
-    if all(stage.sizes.z == 1 and keeps_copies(config, stage.sizes) for stage in layouts):
+    scopes = ["step", "microbatch"] if microbatches > 1 else ["microbatch"]
+    if all(converts_weights(config, stage.sizes) for stage in layouts):
         for scope in scopes:
             kept = replace(config, parallel=replace(parallel, cache_layers="all", cache_scope=scope))
             if PipelineEstimate(kept, description, layouts, microbatches).needed_gib(limit) <= limit:

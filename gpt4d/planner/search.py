@@ -75,7 +75,16 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         ranking.fitting += len(found.plans)
         ranking.too_large |= found.too_large
         ranking.plans = sorted(ranking.plans + found.plans, key=lambda plan: plan.step_time_s)[:top]
+    ranking.plans = [_with_kept_weights(plan, config) for plan in ranking.plans]
     return ranking
+
+
+def _with_kept_weights(plan: Plan, config: Config) -> Plan:
+    """Return the plan with what it assumes of ``parallel.cache_layers``, if a run on its grids would choose that."""
+    kept = config.parallel.cache_layers is not None or "cache_layers" in plan.choice
+    if kept or not all(converts_weights(config, sizes) for sizes in plan.stages or (plan.sizes,)):
+        return plan
+    return replace(plan, choice={**plan.choice, "cache_layers": 0})
 
 
 def _rank_grids(config: Config, devices: int, description: Description, top: int | None, cost: str) -> Ranking:
@@ -122,7 +131,7 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
         split = (
             lambda sizes: sizes.z > 1,
             lambda sizes: sizes.x * sizes.y > 1,
-            lambda sizes: sizes.data == sizes.devices and keeps_copies(config, sizes),
+            lambda sizes: sizes.data == sizes.devices and converts_weights(config, sizes),
         )
         places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
         for place in set().union(*places):
@@ -168,19 +177,20 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
         yield [{"whole_layers": count} for count in counts]
     # Cached weights are gathered, and converted, less often.
     cached = {"cache_layers": parallel.cache_layers or "all"}
-    if parallel.cache_scope != "step" and keeps_copies(config, sizes) and samples > plan.micro_batch:
-        yield [{**cached, "cache_scope": "step"}]
-    elif not parallel.cache_layers and sizes.z == 1 and keeps_copies(config, sizes):
-        yield [cached]
+    if parallel.cache_layers != 0 and (sizes.z > 1 or converts_weights(config, sizes)):
+        if parallel.cache_scope is None and samples > plan.micro_batch:
+            yield [{**cached, "cache_scope": "step"}]
+        elif parallel.cache_layers is None and sizes.z == 1:
+            yield [cached]
     if _may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:
         yield [{"chunks": count} for count in (2, 4)]
 
 
-def keeps_copies(config: Config, sizes: GridSizes) -> bool:
-    """Return whether weights are gathered, or converted, and copies of them can be kept."""
-    return sizes.z > 1 or compute_bytes(config) < MASTER_BYTES
+def converts_weights(config: Config, sizes: GridSizes) -> bool:
+    """Return whether weights are converted, but not gathered."""
+    return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES
 
 
 def _with_larger_micro_batch(estimate: Estimate) -> Estimate:

@@ -26,9 +26,9 @@ def runtime_of(stage, **options):
     return StageRuntime(stage, reducer, whole_model(token_loss))
 
 
-def three_steps(grid, overlap, cache_layers, recompute, precision):
+def three_steps(grid, overlap, cache_layers, recompute, precision, **parallel):
     """Gradients of three updates of two microbatches each, with an evaluation in between."""
-    stage = build_tiny_stage(grid, overlap, cache_layers, recompute, torch.float32, precision)
+    stage = build_tiny_stage(grid, overlap, cache_layers, recompute, torch.float32, precision, **parallel)
     runtime, gradients = runtime_of(stage), []
     for _ in range(3):
         runtime.forward_backward([tiny_batch(grid, microbatch) for microbatch in range(2)], 2, 1.0)
@@ -58,6 +58,20 @@ def settings_that_change_bits(recompute, precision):
 @pytest.mark.parametrize(("recompute", "precision"), [(False, "bf16"), (True, "fp32")], ids=["bf16", "fp32-recompute"])
 def test_no_overlap_changes_a_bit_of_a_gradient(ranks, recompute, precision):
     assert ranks.run(4, settings_that_change_bits, recompute, precision) == [[]] * 4
+
+
+def settings_of_copies_that_change_bits():
+    """The settings that keep converted weights on a grid without z under which a gradient's bits differ."""
+    keep = [("all", "microbatch"), ("all", "step"), (1, "step")]
+    plain, *others = (
+        three_steps(Grid(), None, layers, False, "bf16", cache_scope=scope) for layers, scope in [(0, None), *keep]
+    )
+    equal = [all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)) for gradients in others]
+    return [setting for setting, same in zip(keep, equal, strict=True) if not same]
+
+
+def test_no_kept_copy_of_a_converted_weight_changes_a_bit_of_a_gradient(ranks):
+    assert ranks.run(1, settings_of_copies_that_change_bits) == [[]]
 
 
 class GatherCounter:

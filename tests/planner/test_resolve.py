@@ -151,7 +151,7 @@ BF16 = ("train.precision=bf16", "train.batch_size=8")
         (1, [], ("all", "microbatch")),
         (2, ["train.micro_batch_size=1"], ("all", "step")),
         (4, ["parallel.pipeline.stages=2"], ("all", "step")),
-        (2, ["train.micro_batch_size=1", "parallel.cache_scope=microbatch"], ("all", "microbatch")),
+        (2, ["train.micro_batch_size=1", "parallel.mode=auto", "parallel.cache_layers=0"], (0, None)),
         (2, ["parallel.gz=2"], (0, None)),
         (1, ["train.precision=fp32"], (0, None)),
         (1, ["parallel.cache_layers=0"], (0, None)),
@@ -163,7 +163,7 @@ def test_converted_weights_are_kept_unless_they_are_gathered_or_a_number_of_bloc
     assert (parallel.cache_layers, parallel.cache_scope) == kept
 
 
-def test_converted_weights_are_kept_as_long_as_memory_allows():
+def test_converted_weights_are_kept_as_long_as_a_tenth_of_the_memory_stays_free():
     given = *BF16, "model=gpt_125m", "train.seq_len=64", "train.micro_batch_size=1"
 
     def needed(*words: str) -> float:
@@ -176,5 +176,14 @@ def test_converted_weights_are_kept_as_long_as_memory_allows():
     )
     assert always > backward > never
     for limit, kept in ((always, ("all", "step")), (backward, ("all", "microbatch")), (never, (0, None))):
-        parallel = validate(compose([*given, f"cluster.memory_gib={limit}"]), 1).config.parallel
+        parallel = validate(compose([*given, f"cluster.memory_gib={limit / 0.9}"]), 1).config.parallel
         assert (parallel.cache_layers, parallel.cache_scope) == kept
+
+
+@pytest.mark.parametrize("words", [[], ["model.layers=2", "parallel.pipeline.stages=2"]], ids=["grids", "pipelines"])
+def test_the_overrides_of_a_plan_keep_the_weights_that_the_plan_keeps(words):
+    config = compose([*BF16, *words])
+    for plan in rank(config, 4).plans:
+        parallel = validate(compose([*BF16, *words, *plan.overrides]), 4).config.parallel
+        expected = plan.choice.get("cache_layers", 0), plan.choice.get("cache_scope")
+        assert (parallel.cache_layers, parallel.cache_scope) == expected

@@ -64,7 +64,6 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary):
         super().__init__()
-        self.weights = weights
         residual_std = 0.02 / (2 * config.layers) ** 0.5  # as GPT-2's
         self.attention_norm = RMSNorm(weights, config.hidden, config.norm_epsilon)
         self.attention = Attention(config, weights, rotary, residual_std)

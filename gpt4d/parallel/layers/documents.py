@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of some sequences. A document that goes on in another sequence counts as one in each.
+    """The documents of some sequences. A document that continues in another sequence counts as one in each.
 
     Attributes:
         indices: [sequences, length], int64: how many documents end before each token of its sequence.
-        counts: documents in each sequence, on the host, which else would wait for a GPU to tell it.
+        counts: documents in each sequence, on the host, so that the host need not wait for a GPU.
     """
 
     indices: torch.Tensor
@@ -51,9 +51,9 @@ class Documents:
     @cached_property
     def starts(self) -> torch.Tensor:
         """[documents + 1], int32: the first token of each document of all sequences in turn; last, how many tokens."""
-        numbers = self._begins.flatten().cumsum(0)  # from 1
-        wanted = torch.arange(1, sum(self.counts) + 2, device=numbers.device)
-        return torch.searchsorted(numbers, wanted, out_int32=True)
+        document_numbers = self._begins.flatten().cumsum(0)  # of each token, from 1
+        numbers = torch.arange(1, sum(self.counts) + 2, device=document_numbers.device)
+        return torch.searchsorted(document_numbers, numbers, out_int32=True)
 
     @property
     def _begins(self) -> torch.Tensor:

@@ -57,7 +57,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
-    """Return the same as ``product`` on a CPU, whose matrices are of ``dtype``: ``a`` is converted block by block."""
+    """Return ``product`` on a CPU: both matrices are converted to ``dtype``, ``a`` block by block."""
     wide, rows = b.to(dtype), len(a) if a.dtype == dtype else limits.block_rows(a.shape[1])
     if added_to is None and len(a) <= rows:
         return matmul(a.to(dtype), wide)

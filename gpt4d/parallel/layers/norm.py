@@ -47,26 +47,31 @@ class LayerNormFunction(torch.autograd.Function):
 def _normalized(x, branch, weight, bias, epsilon: float):
     """Return ``x + branch``, None without one; its norm, mean and reciprocal of the standard deviation."""
     added = None if branch is None else x + branch
-    w, b = _in_kernel_dtype(x, weight, bias)
-    return added, *torch.native_layer_norm(x if added is None else added, weight.shape, w, b, epsilon)
+    stream, w, b = _as_kernels_take(x if added is None else added, weight, bias)
+    out, mean, rstd = torch.native_layer_norm(stream, weight.shape, w, b, epsilon)
+    return added, out.to(x.dtype), mean, rstd
 
 
 @fused
 def _gradients(d_out, d_stream, x, weight, bias, mean, rstd) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradient of the input, with that of the stream unless it is None, and of weight and bias."""
-    same = x.dtype == weight.dtype
-    w, b = _in_kernel_dtype(x, weight, bias)
+    given, w, b = _as_kernels_take(x, weight, bias)
+    wide = given.dtype == weight.dtype
     backward = torch.ops.aten.native_layer_norm_backward
-    d_x, d_weight, d_bias = backward(d_out, x, weight.shape, mean, rstd, w, b, [True, same, same])
-    if not same:  # the kernel would round sums over all tokens to the narrow dtype; the statistics have the wide one
+    d_given = d_out.to(given.dtype)
+    d_x, d_weight, d_bias = backward(d_given, given, weight.shape, mean, rstd, w, b, [True, wide, wide])
+    if not wide:  # the kernel would round sums over all tokens to the narrow dtype; the statistics have the wide one
         d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
         d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
-    return d_x if d_stream is None else d_x.add_(d_stream), d_weight, d_bias
+    return _summed(d_x, d_stream, x), d_weight, d_bias
 
 
-def _in_kernel_dtype(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor]:
-    # On a GPU the kernels take one dtype only. On a CPU they would round the statistics to the weight's.
-    return (weight, bias) if x.is_cpu else (weight.to(x.dtype), bias.to(x.dtype))
+def _as_kernels_take(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the arguments of torch's kernels in dtypes with which they do not round the statistics."""
+    if torch.compiler.is_compiling():  # conversions take no pass of their own
+        return x.to(_statistics_dtype(x)), weight, bias
+    # On a CPU, narrow weights would make the statistics narrow; on a GPU the kernels take one dtype only.
+    return (x, weight, bias) if x.is_cpu else (x, weight.to(x.dtype), bias.to(x.dtype))
 
 
 class SplitLayerNormFunction(torch.autograd.Function):

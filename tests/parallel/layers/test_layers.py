@@ -12,6 +12,7 @@ from gpt4d.parallel import limits
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.embedding import TokenEmbedding
+from gpt4d.parallel.layers.gelu import gelu
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.norm import LayerNorm, RMSNorm
@@ -115,6 +116,21 @@ def norm_of_stream(sizes, kind, added):
 @pytest.mark.parametrize("added", [False, True], ids=["stream", "sum"])
 def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, sizes, kind, added):
     ranks.run(sizes.devices, norm_of_stream, sizes, kind, added)
+
+
+@pytest.mark.parametrize("tokens", [256, 192], ids=["two blocks", "one block"])
+def test_gelu_computes_the_gradient_of_the_bias_in_its_input(tokens):
+    product, bias, upstream = normal(tokens, 6), normal(2, 3, seed=1).requires_grad_(), normal(tokens, 6, seed=2)
+    x = (product + bias.detach().flatten()).requires_grad_()
+    ours = gelu(x, bias)
+    ours.backward(upstream)
+    found, bias.grad = bias.grad, None
+    wide = product.requires_grad_()
+    theirs = F.gelu(wide + bias.flatten(), approximate="tanh")
+    theirs.backward(upstream)
+    close(ours, theirs)
+    close(x.grad, wide.grad)
+    close(found, bias.grad)
 
 
 def token_embedding(sizes):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt4d.parallel import limits
 from gpt4d.parallel.layers.matmul import matmul, product
 
 LARGE, SMALL = (256, 96, 160), (6, 5, 4)  # rows, contracted, columns
@@ -33,6 +34,15 @@ def test_bfloat16_matrices_are_added_up_in_float32(shape):
     x, d = torch.randn(rows, inner).bfloat16(), torch.randn(rows, columns).bfloat16()
     out = product(x.t(), d, torch.float32)
     torch.testing.assert_close(out.double(), x.double().t() @ d.double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_blocks_of_a_bfloat16_matrix_give_the_whole_product(monkeypatch, added):
+    x, d = torch.randn(6, 7).bfloat16(), torch.randn(6, 4).bfloat16()
+    earlier = torch.randn(7, 4) if added else None
+    expected = x.double().t() @ d.double() + (earlier if added else 0)
+    monkeypatch.setattr(limits, "_BLOCK_ELEMENTS", 3 * 6)  # the last of three blocks has one row
+    torch.testing.assert_close(product(x.t(), d, torch.float32, earlier).double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
