@@ -55,4 +55,4 @@ in_container apptainer exec --rocm --bind "$PWD" "${GPT4D_CONTAINER:-}"
 # whose first core is reserved for the system. (--gpu-bind=closest would hide the other tasks' GPUs, which RCCL needs.)
 chiplets=(0xfe000000000000 0xfe00000000000000 0xfe0000 0xfe000000 0xfe 0xfe00 0xfe00000000 0xfe0000000000)
 default GPT4D_CPU_BIND "mask_cpu:$(IFS=,; echo "${chiplets[*]}")"
-train --gpu-bind=none --cpu-bind="$GPT4D_CPU_BIND" -- "$@"
+train --gpu-bind=none --cpu-bind="$GPT4D_CPU_BIND" -- cluster=frontier "$@"

@@ -48,4 +48,4 @@ in_container shifter --image="${GPT4D_CONTAINER:-}" --module=gpu,nccl-plugin
 
 # The task with local rank i uses GPU i, which is closest to NUMA domain 3-i. Each task sees all GPUs of the node, as
 # NCCL needs for NVLink. map_ldom requires whole nodes; on a part of a node set GPT4D_CPU_BIND=cores.
-train --gpu-bind=none --cpu-bind="${GPT4D_CPU_BIND:-map_ldom:3,2,1,0}" -- "$@"
+train --gpu-bind=none --cpu-bind="${GPT4D_CPU_BIND:-map_ldom:3,2,1,0}" -- cluster=perlmutter "$@"
