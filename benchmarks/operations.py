@@ -181,7 +181,7 @@ def main(arguments: list[str]) -> None:
             f"the planner expects {totals[name]['planned_s'] * 1e3:.1f} ms"
         )
     out = from_arguments(OperationsBenchmark, own).out
-    if out is not None:
+    if out:
         command = "python -m benchmarks.operations " + " ".join(arguments)
         report.write(Path(out), command, report.machine("torch"), rows, totals=totals, flops=flops)
 

@@ -84,6 +84,9 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
             raise ConfigError(f"{argument!r}: not key=value; use the keys {', '.join(known_keys(schema))}")
         if key not in known_keys(schema):
             raise unknown_key(key, schema)
+        default = getattr(schema, key, None)
+        if not value and default and isinstance(default, str):
+            raise ConfigError(f"{key}=: empty; give a value, or leave it out for {default}")
         if get_type_hints(schema)[key] in (str, str | None) and value != "null":
             texts[key] = value  # kept as typed: OmegaConf would interpolate ${…}
             value = "placeholder"

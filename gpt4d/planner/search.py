@@ -75,11 +75,11 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         ranking.fitting += len(found.plans)
         ranking.too_large |= found.too_large
         ranking.plans = sorted(ranking.plans + found.plans, key=lambda plan: plan.step_time_s)[:top]
-    ranking.plans = [_with_kept_weights(plan, config) for plan in ranking.plans]
+    ranking.plans = [_with_explicit_cache(plan, config) for plan in ranking.plans]
     return ranking
 
 
-def _with_kept_weights(plan: Plan, config: Config) -> Plan:
+def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
     """Return the plan with what it assumes of ``parallel.cache_layers``, if a run on its grids would choose that."""
     kept = config.parallel.cache_layers is not None or "cache_layers" in plan.choice
     if kept or not all(converts_weights(config, sizes) for sizes in plan.stages or (plan.sizes,)):

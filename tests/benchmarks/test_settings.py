@@ -3,11 +3,12 @@ import math
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.one_device import OneDeviceBenchmark
 from benchmarks.overlap import OverlapBenchmark
 from benchmarks.peers import PeersBenchmark
 from benchmarks.planner import PlannerBenchmark, plain_rates, rank_grids, select_grids
 from benchmarks.settings import DeviceConfig, WorkerConfig, grid_name, parse_grid, read_arguments
-from gpt4d.config import GridSizes, from_arguments, read_cluster
+from gpt4d.config import ConfigError, GridSizes, from_arguments, read_cluster
 from gpt4d.planner.device import Links
 
 
@@ -60,3 +61,8 @@ def test_the_name_of_a_grid_says_all_its_settings():
         case = parse_grid(name)
         assert grid_name(case.sizes, case.parallel) == name
     assert parse_grid("1x1x1x8/sharded").sharded
+
+
+def test_an_empty_value_is_reported_before_the_benchmark_runs():
+    with pytest.raises(ConfigError, match="out=: empty; give a value, or leave it out for docs/one_device"):
+        from_arguments(OneDeviceBenchmark, ["out="])
