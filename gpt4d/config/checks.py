@@ -278,10 +278,8 @@ def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
         raise ConfigError(f"parallel.cache_layers={cached}: not a number of blocks; use all, or 0 to {blocks}")
     if parallel.cache_scope is not None:
         check_choice("parallel.cache_scope", parallel.cache_scope, ("microbatch", "step"))
-        if not cached:
-            raise ConfigError(
-                f"parallel.cache_scope={parallel.cache_scope}: no weights are kept; use parallel.cache_layers=all"
-            )
+    if parallel.cache_scope == "step" and not cached:
+        raise ConfigError("parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all")
     if not 0 <= whole <= blocks:
         raise ConfigError(f"parallel.whole_layers={whole}: not a number of blocks; use 0 to {blocks}")
 

@@ -52,7 +52,7 @@ def _with_kept_weights(
     parallel, limit = config.parallel, _MOST_MEMORY * config.cluster.memory_gib
     if parallel.cache_layers is not None:
         return config
-    scopes = ["step", "microbatch"] if microbatches > 1 else ["microbatch"]
+    scopes = ["step", "microbatch"] if microbatches > 1 and parallel.cache_scope is None else ["microbatch"]
     if all(converts_weights(config, stage.sizes) for stage in layouts):
         for scope in scopes:
             kept = replace(config, parallel=replace(parallel, cache_layers="all", cache_scope=scope))

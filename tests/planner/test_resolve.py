@@ -152,6 +152,8 @@ BF16 = ("train.precision=bf16", "train.batch_size=8")
         (2, ["train.micro_batch_size=1"], ("all", "step")),
         (4, ["parallel.pipeline.stages=2"], ("all", "step")),
         (2, ["train.micro_batch_size=1", "parallel.mode=auto", "parallel.cache_layers=0"], (0, None)),
+        (2, ["train.micro_batch_size=1", "parallel.cache_scope=microbatch"], ("all", "microbatch")),
+        (1, ["parallel.cache_layers=0", "parallel.cache_scope=microbatch"], (0, "microbatch")),
         (2, ["parallel.gz=2"], (0, None)),
         (1, ["train.precision=fp32"], (0, None)),
         (1, ["parallel.cache_layers=0"], (0, None)),

@@ -55,6 +55,6 @@ class Documents:
         numbers = torch.arange(1, sum(self.counts) + 2, device=document_numbers.device)
         return torch.searchsorted(document_numbers, numbers, out_int32=True)
 
-    @property
+    @cached_property
     def _begins(self) -> torch.Tensor:
         return F.pad(self.indices[:, 1:] != self.indices[:, :-1], (1, 0), value=True)

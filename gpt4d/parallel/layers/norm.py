@@ -46,8 +46,8 @@ class LayerNormFunction(torch.autograd.Function):
 @fused
 def _normalized(x, branch, weight, bias, epsilon: float):
     """Return ``x + branch``, None without one; its norm, mean and reciprocal of the standard deviation."""
-    added = None if branch is None else x + branch
-    stream, w, b = _as_kernels_take(x if added is None else added, weight, bias)
+    added, stream = _with_branch(x, branch)
+    stream, w, b = _as_kernels_take(stream, weight, bias)
     out, mean, rstd = torch.native_layer_norm(stream, weight.shape, w, b, epsilon)
     return added, out.to(x.dtype), mean, rstd
 
@@ -64,6 +64,12 @@ def _gradients(d_out, d_stream, x, weight, bias, mean, rstd) -> tuple[torch.Tens
         d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
         d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
     return _summed(d_x, d_stream, x), d_weight, d_bias
+
+
+def _with_branch(x, branch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return ``x + branch``, None without one, and the stream: a compiled function does not return what it is given."""
+    added = None if branch is None else x + branch
+    return added, x if added is None else added
 
 
 def _as_kernels_take(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,8 +111,8 @@ class SplitLayerNormFunction(torch.autograd.Function):
 @fused
 def _mean_and_variance(x, branch):
     """Return ``x + branch``, None without one, and mean and variance of this rank's features."""
-    added = None if branch is None else x + branch
-    wide = (x if added is None else added).to(_statistics_dtype(x))
+    added, stream = _with_branch(x, branch)
+    wide = stream.to(_statistics_dtype(x))
     mean = wide.mean(-1)
     # torch.var_mean is five times slower on a CPU.
     return added, torch.stack((mean, (wide - mean.unsqueeze(-1)).square_().mean(-1)))
@@ -236,8 +242,7 @@ class RMSNormFunction(torch.autograd.Function):
 @fused
 def _sum_of_squares(x, branch):
     """Return ``x + branch``, None without one, and the sums of its squares over this rank's features."""
-    added = None if branch is None else x + branch
-    stream = x if added is None else added
+    added, stream = _with_branch(x, branch)
     return added, stream.to(_statistics_dtype(x)).square().sum(-1)
 
 
@@ -272,6 +277,7 @@ def _split_rms_gradients(d_out, d_stream, x, rstd, weight, sums) -> tuple[torch.
 
 @fused
 def _rms_gradients(d_out, d_stream, x, rstd, weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as ``_split_rms_gradients``, with the means of all features in one function."""
     sums = _rms_sum_of_gradient(d_out, x, rstd, weight).div_(x.shape[-1]).unsqueeze(-1)
     return _split_rms_gradients(d_out, d_stream, x, rstd, weight, sums)
 
