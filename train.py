@@ -30,8 +30,7 @@ def train(config: Config) -> None:
     """Train as this process's launcher says. Exits with code 75 after a signal, once the run is saved."""
     launch = Launch.from_environment()
     plan = validate(config, launch.world_size)
-    candidates = checkpoint_dir.resume_candidates(config.checkpoint.resume, Path(config.run.dir))
-    checkpoint_dir.check_newest_fits(candidates, config.model)
+    checkpoint_dir.check_run(config)
     if plan.candidates and not launch.rank:
         mode, chosen = f"parallel.mode={config.parallel.mode} on {config.cluster.name}", ", then ".join(plan.candidates)
         print(f"{mode}: {chosen}", flush=True)

@@ -1,7 +1,9 @@
-"""Files that are flushed to disk and checksummed while they are written."""
+"""Files that are flushed to disk and checksummed while they are written, and logs of JSON lines."""
 
+import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,15 @@ def counts(values: Iterable) -> tuple[int, ...]:
     if not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise ValueError(f"{values} are not all counts")
     return values
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    """Return the complete lines of a log of JSON objects."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):  # A crash may have cut off a line.
+            lines.append(json.loads(line))
+    return lines
 
 
 class NewFile:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -15,6 +14,7 @@ from typing import Any, TextIO, cast
 import torch
 
 from gpt4d.config import Config, ConfigError
+from gpt4d.files import read_json_lines
 
 # Dense bf16 peak in FLOP/s, by a substring of torch's device name.
 _PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "MI250X": 191.5e12, "MI300X": 1307e12}
@@ -52,6 +52,7 @@ def used_memory_gib(device: torch.device) -> float | None:
 class RunLogger:
     """Writer of rank 0's reports. ``step`` and ``event`` append one line each to metrics.jsonl and flush it.
 
+    Each line has ``time``, in seconds since 1970, and ``elapsed_s``, the seconds that all jobs of the run have taken.
     ``unit``: what the task counts, such as tokens. Steps carry the keys ``{unit}`` (total so far) and ``{unit}_per_s``.
     """
 
@@ -61,6 +62,8 @@ class RunLogger:
         _lock(self.file, run_dir)
         if self.file.tell() and not (run_dir / "metrics.jsonl").read_bytes().endswith(b"\n"):
             self.file.write("\n")  # A crash cut off the last line.
+        earlier = read_json_lines(run_dir / "metrics.jsonl")
+        self.began_s = time.monotonic() - (earlier[-1]["elapsed_s"] if earlier else 0.0)
         self.wandb = _start_wandb(config, run_dir)
         self.line = _ProgressLine()
         self.wandb_step = 0
@@ -83,6 +86,7 @@ class RunLogger:
         self.line.print(message)
 
     def _write(self, values: dict) -> None:
+        values = {**values, "time": time.time(), "elapsed_s": time.monotonic() - self.began_s}
         self.file.write(json.dumps(without_nan(values), allow_nan=False) + "\n")
         self.file.flush()
         if self.wandb:
@@ -201,20 +205,11 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _read_lines(path: Path) -> list[dict]:
-    """Return the complete lines of metrics.jsonl."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):  # A crash may have cut off a line.
-            lines.append(json.loads(line))
-    return lines
-
-
 def plot_losses(run_dir: Path, unit: str = "tokens") -> Path:
     """Plot the training and validation losses of metrics.jsonl over the ``unit`` seen; return the path of loss.png."""
     from matplotlib.figure import Figure
 
-    lines = _read_lines(run_dir / "metrics.jsonl")
+    lines = read_json_lines(run_dir / "metrics.jsonl")
     # Keyed by step, so that steps a restarted run repeated count once.
     training = {line["step"]: line for line in lines if "event" not in line and line["loss"] is not None}
     validation = {line["step"]: line for line in lines if line.get("event") == "validation"}

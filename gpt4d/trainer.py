@@ -6,9 +6,8 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
-from gpt4d import measuring, metrics, optim
+from gpt4d import measuring, metrics, optim, starts
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.checkpoint.run import RunCheckpoints
 from gpt4d.config import ConfigError
@@ -53,11 +52,11 @@ class Trainer:
         self.hang_detector = HangDetector(grid.active_axes, timeout_s, self.run_dir / "hang")
         if watchdog:
             watchdog.hang_detector = self.hang_detector
-        hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
+        self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
         self.stage = build_stage(config, grid, device, plan=plan)
         if len(plan.stages) > 1:
             with watchdog.limit("connecting the pipeline's stages") if watchdog else nullcontext():
-                connect_stages(plan, self.stage, hosts.count(hosts[0]), gpu.backend_timeout(timeout_s))
+                connect_stages(plan, self.stage, self.hosts.count(self.hosts[0]), gpu.backend_timeout(timeout_s))
             self.hang_detector.axes = self.stage.axes
             self.hang_detector.places = {
                 rank: f"stage {index}" for index, stage in enumerate(plan.stages) for rank in stage.ranks
@@ -74,7 +73,7 @@ class Trainer:
             self.checkpoints.before_update,
             is_spike=self.monitor.spikes if config.train.skip_spikes else None,
         )
-        self.meter = measuring.StepMeter(plan, self.stage, self.task, hosts)
+        self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
@@ -88,6 +87,7 @@ class Trainer:
         try:
             run_on_rank0(self._open_log)
             self.progress = self.checkpoints.resume(self.train_step, self.log)
+            run_on_rank0(self._record_start)
             for message in self.slow:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
             profile = Profile(self.config, self.train_step, self.log, self.progress.step)
@@ -182,8 +182,11 @@ class Trainer:
 
     def _open_log(self) -> None:
         self.log = metrics.RunLogger(self.config, self.run_dir, self.task.unit)
-        OmegaConf.save(OmegaConf.structured(self.config), self.run_dir / "config.yaml")
         print(f"{measuring.summary(self.plan, self.stage)}\n{self.task.summary()}", flush=True)
+
+    def _record_start(self) -> None:
+        grids = [str(stage.sizes) for stage in self.plan.stages]
+        starts.record(self.config, self.progress.step, self.hosts, grids, self.checkpoints.changes)
 
     def _finish(self) -> None:
         """Report a sample, the final validation loss and where everything is."""

@@ -253,7 +253,8 @@ def test_the_run_directory_records_steps_and_events(ranks, tiny):
     )  # fmt: skip
     ranks.run(4, train_in_rank, config)
     run_dir = Path(config.run.dir)
-    assert {p.name for p in run_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "loss.png"}
+    files = {"config.yaml", "configs", "starts.jsonl", "metrics.jsonl", "checkpoints", "loss.png"}
+    assert {p.name for p in run_dir.iterdir()} == files
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_00000004"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "event" not in line]
@@ -261,7 +262,7 @@ def test_the_run_directory_records_steps_and_events(ranks, tiny):
     assert set(steps[-1]) == {
         "step", "loss", "grad_norm", "lr", "skipped", "tokens", "epoch", "step_time_s", "busy_s", "data_wait_s",
             "tokens_per_s",         "tflops_per_device", "mfu",
-        "memory_gib", "memory", "comm",
+        "memory_gib", "memory", "comm", "time", "elapsed_s",
     }  # fmt: skip
     assert steps[-1]["tokens"] == 4 * 16 * 16
     trained_on = len(prepared(config.data).first.tokens("train"))

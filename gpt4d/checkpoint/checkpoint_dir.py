@@ -8,21 +8,33 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from gpt4d import starts
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.config import Config, ConfigError, ModelConfig, TrainConfig
+from gpt4d.config import (
+    Change,
+    Config,
+    ConfigError,
+    ModelConfig,
+    TrainConfig,
+    changes,
+    check_changes,
+    is_allowed,
+    recorded_settings,
+)
 from gpt4d.files import counts, sync
 from gpt4d.model import registry
 from gpt4d.model.family import Family
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
-_FORMAT = 4
+_FORMAT = 5
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 
 
@@ -51,6 +63,7 @@ class Meta:
         task: name of the task.
         identity: what the numbers of the data mean (``check_task``), such as the tokenizer's checksum.
         monitor: state of the loss monitor: named numbers per metric.
+        settings: the settings that decide the run's results (``recorded_settings``); empty for an imported model.
         extra: names of additional tensors, stored as ``extra.NAME``. ``Saver`` sets it.
     """
 
@@ -60,6 +73,7 @@ class Meta:
     task: str
     identity: dict[str, str]
     monitor: dict[str, dict[str, float]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
@@ -87,6 +101,8 @@ class Meta:
             texts = [meta.task, *meta.identity.keys(), *meta.identity.values(), *meta.extra]
             if not all(isinstance(text, str) and text.isprintable() for text in texts):
                 raise ValueError("task, identity or extra contains something other than printable text")
+            if not isinstance(meta.settings, dict):
+                raise ValueError(f"settings={meta.settings} is not a dictionary")
             return meta
 
         return manifest.parse_json(directory / META, convert)
@@ -171,29 +187,53 @@ def check_fits(directory: Path, model: ModelConfig) -> None:
             )
 
 
-def check_task(directory: Path, task: str, identity: Mapping[str, str]) -> None:
+def check_task(directory: Path, task: str, identity: Mapping[str, str], allowed: Collection[str] = ()) -> None:
     """Raise ConfigError unless the checkpoint is of ``task`` and its data has the same identity, whatever its name.
 
-    ``identity`` describes the run's data. All its entries must equal the checkpoint's except ``data``, the name.
+    Args:
+        directory: the checkpoint.
+        task: the task of this run.
+        identity: the identity of its data. All entries must equal the checkpoint's except ``data``, the name.
+        allowed: ``checkpoint.allow_changes``. It can allow other samples (``data``), but not another tokenizer, which
+            gives token ids another meaning.
     """
     meta = Meta.read(directory)
     if meta.task != task:
         raise ConfigError(
             f"task={task}: {directory} was trained for {meta.task}; use a model for that task or set another run.name"
         )
-    for key in sorted((meta.identity.keys() | identity.keys()) - {"data"}):
+    may_differ = {"data", "samples"} if is_allowed("data.path", allowed) else {"data"}
+    for key in sorted((meta.identity.keys() | identity.keys()) - may_differ):
         if meta.identity.get(key) != identity.get(key):
+            remedy = ", or add checkpoint.allow_changes=[data]" if key == "samples" else ""
             raise ConfigError(
                 f"data={identity.get('data')}: {directory} was trained with another {key}; use data with the same "
-                f"{key} or set another run.name"
+                f"{key} or set another run.name{remedy}"
             )
 
 
-def check_newest_fits(checkpoints: list[Path], model: ModelConfig) -> None:
-    """Check the first readable one of ``checkpoints`` with ``check_fits``."""
-    for directory in checkpoints:
+def check_settings(directory: Path, config: Config) -> dict[str, Change]:
+    """Return the settings that differ from those with which a checkpoint was trained.
+
+    Raises ConfigError if the checkpoint does not fit the model, or if a difference changes results and
+    ``checkpoint.allow_changes`` does not list it.
+    """
+    check_fits(directory, config.model)
+    found = changes(Meta.read(directory).settings, recorded_settings(asdict(config)))
+    check_changes(found, config.checkpoint.allow_changes, str(directory))
+    return found
+
+
+def check_run(config: Config) -> dict[str, Change]:
+    """Return the settings that differ from those with which the run of ``run.dir`` has been trained.
+
+    The first readable checkpoint that ``checkpoint.resume`` selects decides, without one the last start. Raises
+    ConfigError as ``check_settings`` does.
+    """
+    for directory in resume_candidates(config.checkpoint.resume, Path(config.run.dir)):
         with suppress(Damaged):
-            return check_fits(directory, model)
+            return check_settings(directory, config)
+    return starts.check_last(config)
 
 
 def begin(run_dir: Path, step: int) -> Path:

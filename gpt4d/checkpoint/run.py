@@ -1,6 +1,7 @@
 """The checkpoints of a running job: which one to resume from, when a save has ended, what is reported about both."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -8,11 +9,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from gpt4d import optim, starts
 from gpt4d.checkpoint import checkpoint_dir, sharded
 from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.checkpoint.saving import Saver
-from gpt4d.config import ConfigError
+from gpt4d.config import Change, ConfigError, recorded_settings
 from gpt4d.monitor import LossMonitor, all_finite
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
@@ -42,12 +44,16 @@ class RunCheckpoints:
         self.plan, self.stage, self.task, self.task_name, self.monitor = plan, stage, task, task_name, monitor
         self.run_dir = Path(plan.config.run.dir)
         self.log: EventLog
+        self.changes: Mapping[str, Change] = {}  # settings that differ from those of the checkpoint
         self._saver = Saver(plan.config.checkpoint, self.run_dir, stage.grid)
         self.before_update = self._saver.before_change
         self.close = self._saver.close
 
     def resume(self, step: TrainStep, log: EventLog) -> Progress:
-        """Load the newest intact checkpoint that ``checkpoint.resume`` selects, and return its progress."""
+        """Load the newest intact checkpoint that ``checkpoint.resume`` selects, and return its progress.
+
+        Raises ConfigError on all ranks if the run was trained with other settings or other data.
+        """
         self.log, config = log, self.plan.config
         run_on_rank0(lambda: checkpoint_dir.remove_leftovers(self.run_dir))
         resume = config.checkpoint.resume
@@ -68,6 +74,7 @@ class RunCheckpoints:
                     f"run.dir={self.run_dir}: all {len(damaged)} checkpoint(s) are damaged; restore an intact "
                     "checkpoint or set another run.name"
                 )
+            self.changes = run_on_rank0(lambda: starts.check_last(config))
         for checkpoint in damaged:
             aside = run_on_rank0(partial(checkpoint_dir.quarantine, checkpoint))
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=str(aside))
@@ -77,12 +84,30 @@ class RunCheckpoints:
         return progress
 
     def _load(self, checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-        run_on_all_ranks(lambda: checkpoint_dir.check_fits(checkpoint, self.plan.config.model))
-        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, self.task.identity()))
+        config = self.plan.config
+        self.changes = run_on_all_ranks(lambda: checkpoint_dir.check_settings(checkpoint, config))
+        identity, allowed = self.task.identity(), config.checkpoint.allow_changes
+        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, allowed))
         progress = sharded.load(checkpoint, module, optimizer, self.stage.grid, self.task.extra_state())
         self.monitor.restore(Meta.read(checkpoint).monitor)
         self.log.event("resume", f"resuming from {checkpoint}", **progress.values(self.task.unit), path=str(checkpoint))
+        self._report_changes(progress)
         return progress
+
+    def _report_changes(self, progress: Progress) -> None:
+        """Report the settings that differ, and what another length of the run does to the learning rate."""
+        config, step = self.plan.config, progress.step
+        for key, (before, after) in self.changes.items():
+            message, values = f"{key}={after}: {before} until step {step}", {}
+            if key == "train.steps" and not config.optim.schedule_steps:
+                rates = [optim.learning_rate(step, config.optim, steps) for steps in (before, after)]
+                if rates[0] != rates[1]:
+                    values = {"next_lr": rates}
+                    message += (
+                        f"; the schedule now ends at step {after}, so the next learning rate is {rates[1]:.3g} instead "
+                        f"of {rates[0]:.3g} (optim.schedule_steps={before} keeps the old schedule)"
+                    )
+            self.log.event("change", message, step=step, key=key, before=before, after=after, **values)
 
     def save(self, step: TrainStep, progress: Progress) -> None:
         """Start to save. Raises ConfigError if a weight or an optimizer state is not finite."""
@@ -96,7 +121,8 @@ class RunCheckpoints:
             )
         grids = [stage.sizes._asdict() for stage in self.plan.stages]
         model, identity = self.plan.config.model, self.task.identity()
-        meta = Meta(replace(progress), model, grids, self.task_name, identity, self.monitor.state())
+        settings = recorded_settings(asdict(self.plan.config))
+        meta = Meta(replace(progress), model, grids, self.task_name, identity, self.monitor.state(), settings)
         self._saver.start(meta, shards, self.task.documents())
 
     def report_saved(self, wait: bool = False) -> None:

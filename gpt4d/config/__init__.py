@@ -33,6 +33,16 @@ from gpt4d.config.composing import (
     to_config,
     to_config_error,
 )
+from gpt4d.config.identity import (
+    Change,
+    Effect,
+    changes,
+    check_allowed,
+    check_changes,
+    effect_of,
+    is_allowed,
+    recorded_settings,
+)
 from gpt4d.config.pipeline import (
     check_pipeline,
     pipeline_microbatches,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import (
     ClusterConfig,
     Config,
@@ -246,6 +247,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config)
     check_cluster(config.cluster)
+    check_allowed(config.checkpoint.allow_changes)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         raise ConfigError(

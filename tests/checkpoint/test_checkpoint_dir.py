@@ -3,15 +3,17 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.config import ConfigError, GridSizes
+from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.model import registry
-from tests.checkpoint import MODEL, meta, save_state
+from gpt4d.model.gpt2.config import GPT2Config
+from tests.checkpoint import meta, save_state
 
 
 def save_steps(ranks, run_dir, steps, keep=2, keep_every=None):
@@ -57,7 +59,7 @@ def test_resume_selects_checkpoints_newest_first(ranks, tmp_path):
             checkpoint_dir.resume_candidates(resume, tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 4}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 5}', "[" * 100_000])
 def test_invalid_meta_is_damaged(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(Damaged, match=r"meta\.json: damaged"):
@@ -67,8 +69,8 @@ def test_invalid_meta_is_damaged(tmp_path, content):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": 3}, "format 3, but this version reads format 4; use the version"),
-        ({"format": 99}, "format 99, but this version reads format 4; use the version"),
+        ({"format": 3}, "format 3, but this version reads format 5; use the version"),
+        ({"format": 99}, "format 99, but this version reads format 5; use the version"),
         ({"family": "other"}, "model family 'other' is unknown"),
     ],
 )
@@ -91,15 +93,32 @@ def test_task_and_data_must_agree_except_for_the_name(tmp_path):
     for identity in ({"tokenizer": "abd", "data": "books"}, {"data": "books"}):
         with pytest.raises(ConfigError, match=r"data=books: .* was trained with another tokenizer; use data with"):
             checkpoint_dir.check_task(tmp_path, "language_modeling", identity)
+    other = {"tokenizer": "abc", "samples": "y", "data": "letters"}
+    with pytest.raises(ConfigError, match=r"another samples; .*checkpoint\.allow_changes=\[data\]"):
+        checkpoint_dir.check_task(tmp_path, "language_modeling", other)
+    checkpoint_dir.check_task(tmp_path, "language_modeling", other, allowed=["data"])
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        checkpoint_dir.check_task(tmp_path, "language_modeling", other | {"tokenizer": "abd"}, allowed=["data"])
     with pytest.raises(ConfigError, match=r"task=images: .* was trained for language_modeling; use a model for"):
         checkpoint_dir.check_task(tmp_path, "images", {"tokenizer": "abc"})
 
 
-def test_first_readable_checkpoint_decides_whether_the_model_fits(tmp_path):
-    (tmp_path / "intact").mkdir()
-    (tmp_path / "intact" / "meta.json").write_bytes(meta(5, registry.get("gpt2").config()).to_json())
-    with pytest.raises(ConfigError, match=r"model\.layers=1: the checkpoint .*intact has 4"):
-        checkpoint_dir.check_newest_fits([tmp_path / "damaged", tmp_path / "intact"], MODEL)
+def test_first_readable_checkpoint_decides_whether_the_run_fits(tmp_path):
+    for step, settings in ((4, {"optim.lr": 7.0}), (5, {"optim.lr": 0.5, "train.seed": 3})):
+        directory = tmp_path / "checkpoints" / checkpoint_dir.name(step)
+        directory.mkdir(parents=True)
+        (directory / "meta.json").write_bytes(replace(meta(step, GPT2Config()), settings=settings).to_json())
+    (tmp_path / "checkpoints" / checkpoint_dir.name(6)).mkdir()  # without a meta.json: damaged
+    config = compose([f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
+    assert checkpoint_dir.check_run(config) == {}
+    config.optim.lr = 0.25
+    with pytest.raises(ConfigError, match=r"optim\.lr=0\.25: .*step_00000005 has 0\.5; restore the old value, set"):
+        checkpoint_dir.check_run(config)
+    config.checkpoint.allow_changes = ["optim"]
+    assert checkpoint_dir.check_run(config) == {"optim.lr": (0.5, 0.25)}
+    config.model.layers = 1
+    with pytest.raises(ConfigError, match=r"model\.layers=1: the checkpoint .*step_00000005 has 4"):
+        checkpoint_dir.check_run(config)
 
 
 def test_removing_a_linked_checkpoint_keeps_the_link_target(ranks, tmp_path):

@@ -1,0 +1,98 @@
+"""The starts of a run: ``starts.jsonl`` has one line for each, and ``configs/`` its configuration. No torch here."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gpt4d.config import CONFIG_DIR, Change, Config, ConfigError, changes, check_changes, recorded_settings
+from gpt4d.files import read_json_lines
+
+_FILE = "starts.jsonl"
+_PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy")
+_GIT_TIMEOUT_S = 10.0
+
+
+def record(config: Config, step: int, hosts: Sequence[str], grids: Sequence[str], found: Mapping[str, Change]) -> None:
+    """Append a start to ``run.dir/starts.jsonl``, and write its configuration to ``configs/NNNN.yaml`` and config.yaml.
+
+    Args:
+        config: the configuration of this start.
+        step: the step from which the run continues.
+        hosts: the host of each rank.
+        grids: the grid of each pipeline stage.
+        found: the settings that differ from those with which the run was trained.
+    """
+    from omegaconf import OmegaConf
+
+    run_dir = Path(config.run.dir)
+    number = len(read(run_dir)) + 1
+    file = f"configs/{number:04}.yaml"
+    (run_dir / "configs").mkdir(exist_ok=True)
+    for path in (run_dir / file, run_dir / "config.yaml"):
+        OmegaConf.save(OmegaConf.structured(config), path)
+    commit, clean = _commit()
+    line = {
+        "start": number,
+        "time": time.time(),
+        "step": step,
+        "command": shlex.join(sys.orig_argv),
+        "directory": os.getcwd(),
+        "commit": commit,
+        "clean": clean,
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
+        "grids": list(grids),
+        "config": file,
+        "differences": {key: list(change) for key, change in found.items()},
+    }
+    with open(run_dir / _FILE, "a", encoding="utf-8") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, oldest first."""
+    path = run_dir / _FILE
+    return read_json_lines(path) if path.exists() else []
+
+
+def check_last(config: Config) -> dict[str, Change]:
+    """Return the settings that differ from the last start in ``run.dir``; none if there was no start.
+
+    Raises ConfigError if a difference changes results and ``checkpoint.allow_changes`` does not list it.
+    """
+    from omegaconf import OmegaConf
+
+    run_dir = Path(config.run.dir)
+    starts = read(run_dir)
+    if not starts:
+        return {}
+    path = run_dir / starts[-1]["config"]
+    try:
+        before: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir}: {path}: {error.strerror}; restore it or set another run.name") from None
+    found = changes(recorded_settings(before), recorded_settings(asdict(config)))
+    check_changes(found, config.checkpoint.allow_changes, str(run_dir))
+    return found
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Return the commit of the clone that contains gpt4d, and whether its files are unchanged; None without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(CONFIG_DIR.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip(), not git("status", "--porcelain").strip()
+    except (OSError, subprocess.SubprocessError):  # no git, no clone, or a slow file system
+        return None, None
