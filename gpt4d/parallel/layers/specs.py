@@ -116,7 +116,9 @@ def head_of_query(heads: int, key_value_heads: int, first: int, count: int) -> l
 def serves_equally(heads: Sequence[int]) -> bool:
     """Return whether consecutive heads serve equally many queries each. ``heads``: that of each query."""
     first, needed = heads[0], heads[-1] + 1 - heads[0]
-    return all(head == first + index * needed // len(heads) for index, head in enumerate(heads))
+    return len(heads) % needed == 0 and all(
+        head == first + index * needed // len(heads) for index, head in enumerate(heads)
+    )
 
 
 def token_embedding(rows: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
