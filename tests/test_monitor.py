@@ -140,6 +140,20 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
     assert [line["step"] for line in events if line.get("event") == "checkpoint"] == [1, 2, 5, 6]
 
 
+def test_a_run_resumed_after_skipped_steps_gives_the_same_bits(ranks, tiny, tmp_path):
+    common = "parallel.overlap.data=false", "optim.schedule_steps=9", "train.deterministic=true"
+    straight = tiny(*common, "train.steps=9", f"run.dir={tmp_path / 'straight'}")
+    expected = ranks.run(1, train_with_bad_gradient, straight, (1, 4), NAN, 0)[0]
+    weights = []
+    for steps in (5, 9):
+        config = tiny(*common, f"train.steps={steps}")
+        weights += ranks.run(1, train_with_bad_gradient, config, (1, 4), NAN, 0)[0]
+    assert [line["skipped"] for line in metric_lines(config.run.dir)] == [1, 1, 1, 2, 2, 2, 2, 2, 2]
+    for step in range(9):
+        assert all(torch.equal(weights[step][name], whole) for name, whole in expected[step].items()), step
+    assert any(not torch.equal(weights[8][name], weights[4][name]) for name in weights[4])
+
+
 def test_persistent_non_finite_steps_end_the_run(ranks, tiny):
     config = tiny("train.steps=9", "train.max_skipped=3", "checkpoint.every=1", "parallel.overlap.data=false")
     with pytest.raises(RankFailure, match=r"3 step\(s\) in a row were skipped; at step 5") as raised:

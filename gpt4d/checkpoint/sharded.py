@@ -14,7 +14,7 @@ from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.runtime.consensus import run_on_all_ranks
 from gpt4d.task.averages import PREFIX
 
-_STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its step counter is the run's
+_STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its counter is the run's number of updates
 
 
 class LocalShard(NamedTuple):
@@ -69,7 +69,7 @@ def load(
     run_on_all_ranks(lambda: fill(parts(model, optimizer, extra), files, grid))
     if optimizer is not None:
         for state in optimizer.state.values():
-            state["step"].fill_(progress.step)
+            state["step"].fill_(progress.step - progress.skipped)
     return progress
 
 
