@@ -39,7 +39,7 @@ def train(grid: str, config: GridsBenchmark, directory: Path) -> list[float]:
     in_torch, sizes = grid.startswith(_DDP), () if grid.startswith(_DDP) else map(int, grid.split("x"))
     overrides = [f"parallel.g{axis}={size}" for axis, size in zip(("x", "y", "z", "data"), sizes, strict=not in_torch)]
     overrides += [f"model={config.model}", f"train.steps={config.steps}", "train.precision=fp32", "logging.every=1"]
-    overrides += [f"optim.lr={config.lr}", f"optim.min_lr={config.lr / 10}"]
+    overrides += [f"optim.lr={config.lr}", "optim.min_lr_ratio=0.1"]
     overrides += ["train.validation_batches=0", "logging.sample_tokens=0", "logging.sample_images=0"]
     overrides += ["checkpoint.resume=never"]
     overrides += [f"run.dir={directory / grid}", f"data.cache_dir={directory / 'cache'}"]

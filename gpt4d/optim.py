@@ -39,7 +39,8 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, horizon - config.warmup_steps))
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    least = config.lr * config.min_lr_ratio
+    return least + (config.lr - least) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor, norm: torch.Tensor, limit: float) -> None:

@@ -96,7 +96,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["profile.steps=0"], "profile.steps=0: the first step of a run is 1; use steps from 1 to 600"),
         (1, ["profile.steps=12-10"], "profile.steps=12-10: the range ends before it begins; use 10-12"),
         (1, ["profile.steps=601-700"], "profile.steps=601-700: the run ends with step train.steps=600"),
-        (1, ["optim.min_lr=1"], "optim.min_lr=1.0: above optim.lr; use a value up to 0.004"),
+        (1, ["optim.min_lr_ratio=2"], "optim.min_lr_ratio=2.0: not a share; use 0 to 1"),
     ],
 )
 def test_an_invalid_value_is_reported_with_a_remedy(world_size, overrides, message):

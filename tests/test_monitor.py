@@ -167,7 +167,7 @@ def test_skipped_spikes_leave_the_weights_unchanged(ranks, tiny):
         "train.skip_spikes=true",
         "parallel.overlap.data=false",
         "optim.lr=1e-4",
-        "optim.min_lr=0",
+        "optim.min_lr_ratio=0",
     )
     weights = ranks.run(2, train_with_bad_gradient, tiny(*settings), (25,), 1e4)[0]
     assert all(torch.equal(weights[25][name], weights[24][name]) for name in weights[24])

@@ -9,8 +9,8 @@ from gpt4d.parallel.layout import Layout, ParameterSpec
 from tests.grids import TINY_MODEL, build_model
 
 
-def test_the_rate_warms_up_linearly_then_follows_a_cosine_to_min_lr():
-    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
+def test_the_rate_warms_up_linearly_then_follows_a_cosine_to_its_share_of_lr():
+    config = OptimConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=10)
     rates = [optim.learning_rate(step, config, 110) for step in range(120)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == pytest.approx(1.0)

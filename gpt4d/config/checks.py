@@ -226,7 +226,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     at_least = {
         "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
         "train.validate_every": 0, "train.max_skipped": 1,
-        "train.validation_batches": 0, "optim.lr": 0, "optim.min_lr": 0,
+        "train.validation_batches": 0, "optim.lr": 0,
         "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
         "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
         "logging.every": 1, "logging.sample_tokens": 0,
@@ -241,8 +241,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
     check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "selective", "full"))
     check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
-    if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr={optim.min_lr}: above optim.lr; use a value up to {optim.lr}")
+    _check_share("optim.min_lr_ratio", optim.min_lr_ratio)
     family.check(config)
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config)

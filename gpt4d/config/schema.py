@@ -161,10 +161,10 @@ class TrainConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW with decoupled weight decay on matrices; linear warm-up, then a cosine decay to `min_lr`."""
+    """AdamW with decoupled weight decay on matrices; linear warm-up, then a cosine decay to `min_lr_ratio` · `lr`."""
 
     lr: float = 1e-3
-    min_lr: float = 1e-4
+    min_lr_ratio: float = 0.1  # final learning rate, as a fraction of lr; 1: constant after the warm-up
     warmup_steps: int = 50
     schedule_steps: int | None = None  # last step of the cosine; null: train.steps
     beta1: float = 0.9
