@@ -20,9 +20,9 @@ test-full: lint
 	$(VENV)/bin/python -m pytest -m "" $(ARGS)
 
 lint: $(VENV)/installed
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/shellcheck -x scripts/slurm/*.sh .ci/run
 
 # A hundred faults in one run, whose losses must not change.
@@ -35,8 +35,8 @@ gpu-check: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.gpu_check device=$(DEVICE) $(ARGS)
 
 format: $(VENV)/installed
-	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
+	$(VENV)/bin/python -m ruff check --fix .
+	$(VENV)/bin/python -m ruff format .
 
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: gpt4d needs Python 3.11 or newer, %s is %s; use make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]))'
