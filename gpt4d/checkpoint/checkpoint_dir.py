@@ -202,8 +202,10 @@ def check_task(directory: Path, task: str, identity: Mapping[str, str], allowed:
         raise ConfigError(
             f"task={task}: {directory} was trained for {meta.task}; use a model for that task or set another run.name"
         )
-    may_differ = {"data", "samples"} if is_allowed("data.path", allowed) else {"data"}
-    for key in sorted((meta.identity.keys() | identity.keys()) - may_differ):
+    # An imported model has been trained on no samples of a run.
+    others_allowed = is_allowed("data.path", allowed) or "samples" not in meta.identity
+    may_differ = {"data", "samples"} if others_allowed else {"data"}
+    for key in sorted((meta.identity.keys() | identity.keys()) - may_differ, key=lambda key: key == "samples"):
         if meta.identity.get(key) != identity.get(key):
             remedy = ", or add checkpoint.allow_changes=[data]" if key == "samples" else ""
             raise ConfigError(

@@ -5,6 +5,7 @@ model.vocab_size=50257``. Train on the files with ``data=tokens data.path=DIR``.
 preparation. ``python -m gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -36,6 +37,11 @@ class Corpus:
         """The first token files; all others have the same tokenizer."""
         return self.files[0]
 
+    def fingerprint(self) -> str:
+        """Return a hash of the tokens of both splits, in the order of the files, and of the weights."""
+        facts = [(files.checksums(), weight) for files, weight in zip(self.files, self.weights, strict=True)]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
 
 def corpus(config: DataConfig) -> Corpus:
     """Return the token files of ``data``, and prepare them unless they are in the cache.
@@ -60,18 +66,22 @@ def corpus(config: DataConfig) -> Corpus:
                     f"with data.tokenizer={sources[0].directory}"
                 )
         return Corpus(sources, shares)
-    directory = in_cache(config, identity_of(config))
-    return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True))], [1])
+    identity = identity_of(config)
+    directory = in_cache(config, identity)
+    return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [1])
 
 
-def prepare(config: DataConfig, out: Path, on_progress: Callable[[str], None] = lambda text: None) -> TokenFiles:
+def prepare(
+    config: DataConfig, out: Path, on_progress: Callable[[str], None] = lambda text: None, identity: str | None = None
+) -> TokenFiles:
     """Return the token files of a corpus in ``out``, and prepare them unless they exist.
 
-    ``on_progress`` is called with a line of text from time to time. The files are written to ``out``.partial, from
-    which an interrupted preparation resumes, and the directory is renamed to ``out`` once it is complete. Raises
-    ConfigError if there is no text to train on, or if ``out`` contains something else.
+    ``on_progress`` is called with a line of text from time to time. ``identity`` is the result of ``identity_of``,
+    which is called if it is not given. The files are written to ``out``.partial, from which an interrupted preparation
+    resumes, and the directory is renamed to ``out`` once it is complete. Raises ConfigError if there is no text to
+    train on, or if ``out`` contains something else.
     """
-    identity = identity_of(config)
+    identity = identity or identity_of(config)
     created = write_once(out, lambda partial: Preparation(config, identity, partial, on_progress).run(), on_progress)
     if created:
         (out / PROGRESS).unlink()  # only now, since a preparation without it would start over

@@ -3,10 +3,17 @@
 import hashlib
 import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import xxhash
+
 from gpt4d.config import ConfigError, DataConfig
+from gpt4d.files import checksum
+
+_COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
+_BLOCKS = 16
 
 
 def package_directory(config: DataConfig, module: str, package: str) -> Path:
@@ -23,17 +30,39 @@ def package_directory(config: DataConfig, module: str, package: str) -> Path:
 
 
 def facts(config: DataConfig, files: Callable[[DataConfig], list[Path]]) -> tuple:
-    """Return what identifies a corpus without reading it: its files with sizes and times, or a dataset's name.
+    """Return what identifies a corpus wherever it is mounted: its files' names and content, or a dataset's name.
 
-    ``files`` returns the files of a corpus that is not on the hub.
+    ``files`` returns the files of a corpus that is not on the hub. Names are relative to the files' common folder. A
+    corpus of up to a gigabyte is compared completely, a larger one by sizes and samples (``_fingerprint``). Raises
+    ConfigError for a file that cannot be read.
     """
+    names: tuple = ()
     if config.source == "hub":
         assert config.path
-        names: tuple = (config.path, config.subset, config.split)
+        names = (config.subset, config.split)
         paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
     else:
-        names, paths = (), files(config)
-    return (*names, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
+        paths = files(config)
+    if not paths:
+        return (config.path, *names)
+    folder = os.path.commonpath([path.parent for path in paths])
+    limit = _COMPARED_BYTES // len(paths)
+    try:
+        return (*names, [(os.path.relpath(path, folder), *_fingerprint(path, limit)) for path in paths])
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; make it readable, or remove it") from None
+
+
+def _fingerprint(path: Path, limit: int) -> tuple[int, str]:
+    """Return the size of a file and a checksum of its content, or of 16 blocks of it if it exceeds ``limit`` bytes."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            return size, checksum(file)
+        block, sampled = max(1, limit // _BLOCKS), xxhash.xxh3_128()
+        for index in range(_BLOCKS):  # the first block begins the file and the last one ends it
+            sampled.update(os.pread(file.fileno(), block, (size - block) * index // (_BLOCKS - 1)))
+        return size, sampled.hexdigest()
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:

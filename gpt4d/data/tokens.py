@@ -115,6 +115,14 @@ class TokenFiles:
             raise ConfigError(f"{path}: missing; prepare the tokens again")
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
+    def checksums(self) -> list[str]:
+        """Return the checksums of the files of tokens, part after part, training split first."""
+        names = (
+            parts.file_name(split, part, "bin") for part in range(len(self.header["parts"])) for split in parts.SPLITS
+        )
+        entries = {path.name: entry for path, entry in parts.entries(self.directory, self.header["parts"])}
+        return [entries[name].xxh3_128 for name in names]
+
     @property
     def end_of_text(self) -> int:
         return self.header["end_of_text"]

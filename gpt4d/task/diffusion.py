@@ -125,7 +125,7 @@ class Diffusion(ReadingTask):
         return text
 
     def identity(self) -> dict[str, str]:
-        return {"data": self.config.data.name}
+        return {"data": self.config.data.name, "samples": self._files.header["identity"]}
 
     def documents(self) -> dict[str, bytes]:
         return {}

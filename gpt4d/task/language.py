@@ -140,7 +140,7 @@ class LanguageModeling(ReadingTask):
         return text
 
     def identity(self) -> dict[str, str]:
-        return {"tokenizer": self._fingerprint, "data": self.config.data.name}
+        return {"tokenizer": self._fingerprint, "samples": self._corpus.fingerprint(), "data": self.config.data.name}
 
     def documents(self) -> dict[str, bytes]:
         return self._tokenizer_files

@@ -94,7 +94,10 @@ class Task(Protocol):
         """Return a description of the training data for people."""
 
     def identity(self) -> dict[str, str]:
-        """Return fingerprints of the data's meaning, compared when a run resumes, and ``data``, the data's name."""
+        """Return fingerprints of the data's meaning, compared when a run resumes, and ``data``, the data's name.
+
+        ``samples`` is the fingerprint of what the sample ids refer to, apart from the settings that decide their order.
+        """
 
     def documents(self) -> dict[str, bytes]:
         """Return files to store with a checkpoint, by name."""

@@ -94,6 +94,9 @@ def test_task_and_data_must_agree_except_for_the_name(tmp_path):
         with pytest.raises(ConfigError, match=r"data=books: .* was trained with another tokenizer; use data with"):
             checkpoint_dir.check_task(tmp_path, "language_modeling", identity)
     other = {"tokenizer": "abc", "samples": "y", "data": "letters"}
+    checkpoint_dir.check_task(tmp_path, "language_modeling", other)  # an imported model has no samples
+    trained = replace(meta(5), identity={"tokenizer": "abc", "samples": "x", "data": "letters"})
+    (tmp_path / "meta.json").write_bytes(trained.to_json())
     with pytest.raises(ConfigError, match=r"another samples; .*checkpoint\.allow_changes=\[data\]"):
         checkpoint_dir.check_task(tmp_path, "language_modeling", other)
     checkpoint_dir.check_task(tmp_path, "language_modeling", other, allowed=["data"])

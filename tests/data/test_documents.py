@@ -4,12 +4,16 @@ import gzip
 import io
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data import sources
 from gpt4d.data.documents import documents, identity, is_held_out, size
+from tests.data import flip_bit
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
 
@@ -179,17 +183,35 @@ def test_a_file_that_a_glob_matches_twice_is_read_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_changed_files_have_another_identity(tmp_path, kind):
-    config = kind(tmp_path)
-    before = identity(config)
+def test_only_changed_content_gives_a_corpus_another_identity(tmp_path, kind):
+    (first := tmp_path / "first").mkdir()
+    before = identity(config := kind(first))
     assert identity(config) == before
-    path = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    shutil.copytree(first, second := tmp_path / "elsewhere" / "second")  # with other times
+    moved = replace(config, path=config.path.replace(str(first), str(second)))
+    assert identity(moved) == before
+    path = max((path for path in second.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     status = path.stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    touched = identity(config)
+    flip_bit(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = identity(moved)
     path.write_bytes(path.read_bytes() + b"\n")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert len({before, touched, identity(config)}) == 3
+    assert len({before, changed, identity(moved)}) == 3
+
+
+def test_a_large_corpus_is_identified_by_sizes_and_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_COMPARED_BYTES", 160)
+    path = tmp_path / "large.txt"
+    path.write_bytes(content := bytes(range(256)) * 4)
+    config = DataConfig(source="text", path=str(path))
+    before, detected = identity(config), []
+    for index in range(len(content)):
+        path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
+        if identity(config) != before:
+            detected.append(index)
+    assert len(detected) == 160 and detected[0] == 0 and detected[-1] == len(content) - 1
+    path.write_bytes(content + b" ")
+    assert identity(config) != before
 
 
 def test_windows_line_endings_are_accepted(tmp_path):

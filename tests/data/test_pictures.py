@@ -199,7 +199,8 @@ def test_the_cache_is_used_again_for_the_same_pictures_only(tmp_path, monkeypatc
     seen.add(picture_files(settings, SIZE - 1, 3).directory)
     seen.add(picture_files(settings, SIZE, 1).directory)
     seen.add(picture_files(replace(settings, validation_fraction=0.3), SIZE, 3).directory)
-    os.utime(tmp_path / "photos" / "class0" / "00.png", ns=(1, 1))
+    photo = tmp_path / "photos" / "class0" / "00.png"
+    photo.write_bytes(photo.read_bytes() + b"after the end")
     seen.add(picture_files(settings, SIZE, 3).directory)
     assert len(seen) == 5
 

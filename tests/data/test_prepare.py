@@ -247,8 +247,9 @@ def test_the_cache_is_used_again_for_the_same_text_only(config, tmp_path, monkey
     other = replace(config, path=str(tmp_path / "other.txt"), validation_fraction=0.0)
     second = prepare.corpus(other).first.directory
     assert second != first
-    os.utime(tmp_path / "other.txt", ns=(1, 1))
-    assert prepare.corpus(other).first.directory not in (first, second)
+    (tmp_path / "mounted").symlink_to(tmp_path)
+    monkeypatch.setattr(tokenizers, "train", lambda *_: pytest.fail("trained again"))
+    assert prepare.corpus(replace(other, path=str(tmp_path / "mounted" / "other.txt"))).first.directory == second
 
 
 def test_a_tokenizer_is_not_trained_on_held_out_documents(config, tmp_path, monkeypatch):
@@ -297,6 +298,19 @@ def test_train_accepts_the_files_that_the_command_writes(ranks, tiny, corpus, tm
     small = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "model.vocab_size=260", "data.tokenizer_vocab=260")
     with pytest.raises(RankFailure, match=r"more than data\.tokenizer_vocab=260; raise model\.vocab_size"):
         ranks.run(2, train_in_rank, small)
+
+
+def test_the_fingerprint_of_a_corpus_depends_on_tokens_order_and_weights(config, tmp_path):
+    def fingerprint(**blend):
+        weights = {str(tmp_path / name): weight for name, weight in blend.items()}
+        return prepare.corpus(replace(config, source="blend", blend=weights)).fingerprint()
+
+    one = prepare.prepare(config, tmp_path / "one").directory
+    prepare.prepare(replace(config, tokenizer=str(one), validation_fraction=0.3), tmp_path / "two")
+    assert fingerprint(one=1) == prepare.corpus(config).fingerprint()
+    assert fingerprint(one=3, two=1) == fingerprint(one=0.75, two=0.25)
+    others = fingerprint(one=1), fingerprint(two=1), fingerprint(one=1, two=1), fingerprint(one=3, two=1)
+    assert len({*others, fingerprint(two=1, one=3)}) == 5
 
 
 def test_train_accepts_a_blend_of_token_files(ranks, tiny, config, tmp_path):
