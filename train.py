@@ -14,6 +14,7 @@ import hydra
 
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config
+from gpt4d.runs import lock
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.signals import listen_for_signals
@@ -30,6 +31,7 @@ def train(config: Config) -> None:
     """Train as this process's launcher says. Exits with code 75 after a signal, once the run is saved."""
     launch = Launch.from_environment()
     plan = validate(config, launch.world_size)
+    lock.check_unused(Path(config.run.dir))
     checkpoint_dir.check_run(config)
     if plan.candidates and not launch.rank:
         mode, chosen = f"parallel.mode={config.parallel.mode} on {config.cluster.name}", ", then ".join(plan.candidates)

@@ -1,6 +1,5 @@
 """Reports of a run: metrics.jsonl, console, Weights & Biases, loss curve; peak FLOP/s and memory of a device."""
 
-import fcntl
 import json
 import math
 import os
@@ -9,11 +8,11 @@ import time
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import torch
 
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config
 from gpt4d.files import read_json_lines
 
 # Dense bf16 peak in FLOP/s, by a substring of torch's device name.
@@ -59,7 +58,6 @@ class RunLogger:
     def __init__(self, config: Config, run_dir: Path, unit: str = "tokens"):
         self.steps, self.run_dir, self.unit = config.train.steps, run_dir, unit
         self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed by close()
-        _lock(self.file, run_dir)
         if self.file.tell() and not (run_dir / "metrics.jsonl").read_bytes().endswith(b"\n"):
             self.file.write("\n")  # A crash cut off the last line.
         earlier = read_json_lines(run_dir / "metrics.jsonl")
@@ -85,9 +83,21 @@ class RunLogger:
         self._write({"event": event, **values})
         self.line.print(message)
 
-    def _write(self, values: dict) -> None:
+    def start(self, **values) -> None:
+        """Write that a start of the run is recorded in starts.jsonl. The lines after it belong to that start."""
+        self._write({"event": "start", **values})
+
+    def failed(self, problem: str) -> None:
+        """Write that the job ends with an error. Any thread may call it, also after ``close``."""
+        with open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(self._line({"event": "failed", "problem": problem}))
+
+    def _line(self, values: dict) -> str:
         values = {**values, "time": time.time(), "elapsed_s": time.monotonic() - self.began_s}
-        self.file.write(json.dumps(without_nan(values), allow_nan=False) + "\n")
+        return json.dumps(without_nan(values), allow_nan=False) + "\n"
+
+    def _write(self, values: dict) -> None:
+        self.file.write(self._line(values))
         self.file.flush()
         if self.wandb:
             prefix = f"{values['event']}/" if "event" in values else ""
@@ -103,24 +113,16 @@ class RunLogger:
             self.wandb.finish()
 
 
-def _lock(file: TextIO, run_dir: Path) -> None:
-    """Lock a run directory for this job while ``file`` is open. Raises ConfigError if another job holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"run.dir={run_dir}: another job writes to it; wait until that job ends, or choose another run.name"
-        ) from None
-    except OSError:
-        pass  # The file system does not support locks.
-
-
 class NullLogger:
     """Logger of the other ranks, which discards everything."""
 
     def step(self, values: dict) -> None: ...
 
     def event(self, event: str, message: str, /, **values) -> None: ...
+
+    def start(self, **values) -> None: ...
+
+    def failed(self, problem: str) -> None: ...
 
     def close(self) -> None: ...
 

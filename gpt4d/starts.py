@@ -21,7 +21,14 @@ _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy")
 _GIT_TIMEOUT_S = 10.0
 
 
-def record(config: Config, step: int, hosts: Sequence[str], grids: Sequence[str], found: Mapping[str, Change]) -> None:
+def record(
+    config: Config,
+    step: int,
+    hosts: Sequence[str],
+    grids: Sequence[str],
+    identity: Mapping[str, str],
+    found: Mapping[str, Change],
+) -> None:
     """Append a start to ``run.dir/starts.jsonl``, and write its configuration to ``configs/NNNN.yaml`` and config.yaml.
 
     Args:
@@ -29,6 +36,7 @@ def record(config: Config, step: int, hosts: Sequence[str], grids: Sequence[str]
         step: the step from which the run continues.
         hosts: the host of each rank.
         grids: the grid of each pipeline stage.
+        identity: the fingerprints of the data (Task.identity).
         found: the settings that differ from those with which the run was trained.
     """
     from omegaconf import OmegaConf
@@ -51,6 +59,7 @@ def record(config: Config, step: int, hosts: Sequence[str], grids: Sequence[str]
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "grids": list(grids),
+        "data": dict(identity),
         "config": file,
         "differences": {key: list(change) for key, change in found.items()},
     }

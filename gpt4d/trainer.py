@@ -17,6 +17,7 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.profiling import Profile
+from gpt4d.runs.lock import DirectoryLock
 from gpt4d.runtime import gpu, preflight, signals
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.signals import StopRequest
@@ -37,13 +38,14 @@ class Trainer:
     def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):
         self.plan, self.config, self.device, self.watchdog = plan, plan.config, device, watchdog
         config, self.run_dir = plan.config, Path(plan.config.run.dir)
+        self.lock: DirectoryLock | None = None  # of rank 0
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
             # By default torch would also fill every temporary tensor.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        run_on_rank0(self._make_run_dir)
         task_name = registry.of(config.model).task
         self.task = tasks.get(task_name).create(config)
+        run_on_rank0(self._enter_run_dir)
         rank = torch.distributed.get_rank()
         stage_plan = plan.stage_of(rank)
         timeout_s = config.parallel.timeout_s
@@ -76,6 +78,7 @@ class Trainer:
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
+        self.recorded = False  # on rank 0, whether starts.jsonl has this start
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
 
     def run(self, stop: StopRequest | None = None) -> None:
@@ -96,12 +99,19 @@ class Trainer:
             self._finish()
             if self.stage.exchange:  # not after an error, which must not wait for transfers
                 self.stage.exchange.close()
+        except Exception as error:
+            # With other ranks, this error may be a consequence of another rank's, which the watchdog reports.
+            if self.recorded and (isinstance(error, ConfigError) or not self.watchdog):
+                self.log.failed(f"{type(error).__name__}: {error}")
+            raise
         finally:
             if self.watchdog:
                 self.watchdog.hang_detector = None
             self.task.close()
             self.checkpoints.close()
             self.log.close()
+            if self.lock:
+                self.lock.close()
 
     def _loop(self, profile: Profile, stop: StopRequest) -> None:
         config, progress, train = self.config, self.progress, self.config.train
@@ -174,11 +184,13 @@ class Trainer:
         message = f"step {self.progress.step}/{train.steps}  validation loss {self.validation_loss:.4f}"
         self.log.event("validation", message, **self.progress.values(self.task.unit), loss=self.validation_loss)
 
-    def _make_run_dir(self) -> None:
+    def _enter_run_dir(self) -> None:
+        """Create the run directory and lock it until the end of the run."""
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir={self.run_dir}: {error.strerror}; use a writable directory") from None
+        self.lock = DirectoryLock(self.run_dir)
 
     def _open_log(self) -> None:
         self.log = metrics.RunLogger(self.config, self.run_dir, self.task.unit)
@@ -186,7 +198,12 @@ class Trainer:
 
     def _record_start(self) -> None:
         grids = [str(stage.sizes) for stage in self.plan.stages]
-        starts.record(self.config, self.progress.step, self.hosts, grids, self.checkpoints.changes)
+        identity, changes = self.task.identity(), self.checkpoints.changes
+        starts.record(self.config, self.progress.step, self.hosts, grids, identity, changes)
+        self.log.start(**self.progress.values(self.task.unit))
+        self.recorded = True
+        if self.watchdog:
+            self.watchdog.record_failure = self.log.failed
 
     def _finish(self) -> None:
         """Report a sample, the final validation loss and where everything is."""
@@ -196,7 +213,10 @@ class Trainer:
             validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
             curve = metrics.plot_losses(self.run_dir, self.task.unit)
             peak = metrics.peak_memory_gib(self.device)
-            print(f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}", flush=True)
+            message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}"
+            self.log.event(
+                "done", message, **self.progress.values(self.task.unit), validation_loss=self.validation_loss
+            )
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,6 +1,5 @@
 """Invariants 1 and 2 over whole runs: against plain torch, on several grids, uninterrupted and resumed."""
 
-import fcntl
 import json
 from pathlib import Path
 
@@ -327,21 +326,6 @@ def test_non_finite_losses_end_the_run_and_reach_no_checkpoint(ranks, tiny):
         ranks.run(2, train_in_rank, config)
     names = [path.name for path in (Path(config.run.dir) / "checkpoints").iterdir()]
     assert names in ([], ["step_00000001"])
-
-
-def hold_and_train(config, holder):
-    """On a rank: a run in a directory that another job writes to."""
-    with open(Path(holder) / "metrics.jsonl", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        train_in_rank(config)
-
-
-def test_two_jobs_do_not_write_to_one_run_directory(ranks, tiny):
-    config = tiny("train.steps=1")
-    Path(config.run.dir).mkdir()
-    with pytest.raises(RankFailure, match="another job writes to it"):
-        ranks.run(1, hold_and_train, config, config.run.dir)
-    ranks.run(1, train_in_rank, config)
 
 
 def deterministic_settings(config) -> tuple[bool, bool]:

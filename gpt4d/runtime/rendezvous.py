@@ -110,9 +110,13 @@ class Rendezvous:
         if not is_first:
             threading.Event().wait(_LEAVE_S)  # the other thread ends the process
         rank, local_rank = self.launch.rank, self.launch.local_rank
+        message = " ".join(str(failure).split())
         # The first rank of each node prints the failure, or the second if the first one failed.
         if local_rank == 0 or (local_rank == 1 and failure.rank == rank - 1):
-            print_error(" ".join(str(failure).split()))
+            print_error(message)
+        if self.watchdog.record_failure:
+            with suppress(OSError):
+                self.watchdog.record_failure(message)
         sys.stdout.flush()
         self._keep_store_alive()
         os._exit(1)

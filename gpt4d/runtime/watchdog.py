@@ -169,6 +169,7 @@ class Watchdog:
     def __init__(self, store: dist.Store, rank: int, size: int, rank0_host: str, on_failure: Callable[[Failure], None]):
         self.store, self.rank, self.size, self.rank0_host, self.on_failure = store, rank, size, rank0_host, on_failure
         self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
+        self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
         self._limited: tuple[str, float] | None = None  # what the main thread does and its deadline
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended

@@ -146,6 +146,7 @@ def test_an_exception_on_one_rank_ends_all_and_rank_0_prints_it(ranks, tiny):
     with LaunchedJob(ranks.context, tiny("parallel.gx=2", "parallel.gy=2"), 4, fail) as job:
         assert job.exit_codes() == [1, 1, 1, 1]
         outputs = job.outputs()
+        assert [line["problem"] in outputs[0] for line in job.metric_lines() if line.get("event") == "failed"] == [True]
     assert re.search(r"error: rank 2 on \S+ failed: ValueError: the dog ate it\n$", outputs[0])
     assert "Traceback" in outputs[2] and not any("Traceback" in outputs[rank] for rank in (0, 1, 3))
 

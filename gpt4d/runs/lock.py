@@ -1,0 +1,135 @@
+"""The lock of a run directory: one job writes to the directory, any number of processes read it.
+
+The lock is a POSIX record lock (fcntl). It ends with its process, however that process ends, so no stale file can block
+a run. It holds across the nodes of a shared file system (NFS, GPFS, Lustre with the mount option ``flock``).
+"""
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from gpt4d.config import ConfigError
+
+RUN_LOCK, SWEEP_LOCK = "lock", "sweep.lock"
+# A file server releases the locks of a node that has crashed after its lease, which is about 90 s.
+_LEASE_S = 150.0
+_RETRY_S = 2.0
+# struct flock of a 64-bit system: position of l_type, and the format.
+_TYPE_INDEX, _FLOCK = (3, "@qqihh") if sys.platform == "darwin" else (0, "@hhqqi0q")
+
+
+class Holder(NamedTuple):
+    """The process that holds a lock, or the last one that held it.
+
+    ``since`` is in seconds since 1970. ``job`` is Slurm's job id and ``restart`` the number of its requeues, if any.
+    """
+
+    host: str
+    pid: int
+    since: float
+    job: str | None = None
+    restart: int = 0
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return cls(socket.gethostname(), os.getpid(), time.time(), os.environ.get("SLURM_JOB_ID"), restart)
+
+    def requeued_as(self, other: "Holder") -> bool:
+        """Return whether ``other`` is a later start of the same Slurm job: this process cannot exist any more."""
+        return self.job is not None and self.job == other.job and self.restart < other.restart
+
+    def __str__(self) -> str:
+        return f"{self.host}, pid {self.pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+
+
+class DirectoryLock:
+    """A lock on ``directory`` that lasts until ``close`` or the end of this process.
+
+    Raises ConfigError if another process holds it. On a file system without locks, every process gets it.
+
+    Args:
+        directory: the run directory, or the directory of a sweep's runs.
+        name: RUN_LOCK or SWEEP_LOCK, the name of the lock file.
+    """
+
+    def __init__(self, directory: Path, name: str = RUN_LOCK):
+        path, this_process = directory / name, Holder.this_process()
+        deadline = time.monotonic() + _LEASE_S
+        try:
+            self._file: IO[str] = open(path, "a+", encoding="utf-8")  # noqa: SIM115 – closed by close()
+        except OSError as error:
+            raise ConfigError(f"run.dir={directory}: {error.strerror}; use a writable directory") from None
+        while not _try_lock(self._file):
+            holder = read_holder(self._file)
+            if not (holder and holder.requeued_as(this_process)) or time.monotonic() > deadline:
+                self._file.close()
+                raise _in_use(directory, name, holder)
+            time.sleep(_RETRY_S)
+        self._file.truncate(0)
+        self._file.write(json.dumps(this_process._asdict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def check_unused(directory: Path, name: str = RUN_LOCK) -> None:
+    """Raise ConfigError if another process holds the lock of ``directory``, without taking the lock."""
+    holder = last_holder(directory, name)
+    if is_locked(directory, name) and not (holder and holder.requeued_as(Holder.this_process())):
+        raise _in_use(directory, name, holder)
+
+
+def is_locked(directory: Path, name: str = RUN_LOCK) -> bool:
+    """Return whether another process holds the lock of ``directory``. It never delays a process that wants the lock."""
+    query = struct.pack(_FLOCK, *([0] * _TYPE_INDEX), fcntl.F_WRLCK, *([0] * (4 - _TYPE_INDEX)))
+    try:
+        with open(directory / name, encoding="utf-8") as file:
+            answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return answer[_TYPE_INDEX] != fcntl.F_UNLCK
+
+
+def last_holder(directory: Path, name: str = RUN_LOCK) -> Holder | None:
+    """Return the process that holds or has held the lock of ``directory``; None if there was none."""
+    try:
+        with open(directory / name, encoding="utf-8") as file:
+            return read_holder(file)
+    except OSError:
+        return None
+
+
+def read_holder(file: IO[str]) -> Holder | None:
+    """Return the content of an open lock file; None if a process has just created it."""
+    file.seek(0)
+    try:
+        return Holder(**json.loads(file.read()))
+    except (ValueError, TypeError):
+        return None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """Return False if another process holds the lock of ``file``."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES
+        return False
+    except OSError:
+        pass  # The file system does not support locks.
+    return True
+
+
+def _in_use(directory: Path, name: str, holder: Holder | None) -> ConfigError:
+    user = "sweep" if name == SWEEP_LOCK else "run"
+    return ConfigError(
+        f"run.dir={directory}: another {user} ({holder or 'which has just started'}) is using it; wait until that "
+        f"{user} ends, or set another run.name"
+    )
