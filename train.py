@@ -15,6 +15,7 @@ import hydra
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config
 from gpt4d.runs import lock
+from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.signals import listen_for_signals
@@ -24,6 +25,7 @@ from gpt4d.validation import validate
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
 @one_line_errors()  # inside Hydra, which reports errors at length, and around it for what it finds itself
 def main(composed) -> None:
+    gpu.set_environment()  # the detection of cluster=auto may ask torch for the GPU
     train(to_config(composed))
 
 

@@ -13,18 +13,14 @@ from typing import Any, cast
 import torch
 
 from gpt4d.config import Config
+from gpt4d.config.machine import gpu_model
 from gpt4d.files import read_json_lines
-
-# Dense bf16 peak in FLOP/s, by a substring of torch's device name.
-_PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "MI250X": 191.5e12, "MI300X": 1307e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of ``device`` in FLOP/s, or None if it is not in the table."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for model, peak in _PEAK_FLOPS.items() if model in name), None)
+    """Return the dense bf16 peak of ``device`` in FLOP/s, or None if it is unknown."""
+    model = gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return model.peak_tflops * 1e12 if model and model.peak_tflops else None
 
 
 def peak_memory_gib(device: torch.device) -> float:

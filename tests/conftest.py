@@ -60,6 +60,7 @@ def tiny(corpus, tmp_path_factory, tmp_path):
                 f"data.path={corpus}",
                 "data.tokenizer_vocab=300",
                 "data.validation_fraction=0.2",
+                "cluster=local",
                 f"data.cache_dir={cache}",
                 "train.seq_len=16",
                 "train.batch_size=16",

@@ -35,7 +35,7 @@ RUN = [
     "logging.sample_tokens=0",
 ]
 QUERIES = [
-    "world_size=8",
+    "world_size=8 cluster=local",
     "world_size=32 model=gpt_20b cluster=perlmutter train.activation_checkpointing=full train.batch_size=64",
     "world_size=64 model=gpt_5b cluster=perlmutter train.batch_size=512 parallel.cache_layers=5 "
     "train.activation_checkpointing=full",

@@ -293,8 +293,10 @@ def _check_share(key: str, value: float) -> None:
 def check_cluster(cluster: ClusterConfig) -> None:
     """Check the description of a machine. Raises ConfigError for an invalid value."""
     check_choice("cluster.device", cluster.device, ("cpu", "cuda"))
-    for key in ("memory_gib", "matmul_tflops", "memory_gb_s"):
+    for key in ("memory_gib", "host_gib", "matmul_tflops", "memory_gb_s"):
         check_above_0(f"cluster.{key}", getattr(cluster, key))
+    if cluster.memory_gib is None and cluster.host_gib is None:
+        raise ConfigError("cluster.memory_gib=null: the memory of a device is unknown; set it, or cluster.host_gib")
     for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
         check_at_least(f"cluster.{key}", getattr(cluster, key), 0)
     _check_share("cluster.hidden", cluster.hidden)

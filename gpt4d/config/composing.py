@@ -6,6 +6,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from gpt4d.config.machine import register_resolver
 from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -115,6 +116,7 @@ def _register_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
+    register_resolver()
 
 
 _register_schema()

@@ -6,7 +6,7 @@ torch, so that it answers at once on any laptop.
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from gpt4d.config import (
@@ -22,6 +22,7 @@ from gpt4d.config import (
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables
 from gpt4d.planner.search import check_open, fewest_devices, rank
+from gpt4d.planner.topology import for_devices
 from gpt4d.runtime.errors import one_line_errors
 
 _MAX_DEVICES = 4096  # tried in the search for the fewest
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> None:
     query = from_arguments(PlannerQuery, [argument for argument in arguments if argument.startswith(own)])
     config = compose([argument for argument in arguments if not argument.startswith(own)])
     _check(query, config)
+    if query.format == "table" and not any(argument.startswith(("cluster=", "cluster.")) for argument in arguments):
+        print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=dgx_h100, for example\n")
     if query.world_size is None:
         _print_fewest(config)
     elif config.parallel.mode == "atp":
@@ -65,6 +68,13 @@ def _check(query: PlannerQuery, config: Config) -> None:
         check_open(config.parallel)
 
 
+def _machine(config: Config) -> str:
+    """Return the machine, for people."""
+    cluster = config.cluster
+    memory = f"{cluster.host_gib:g} GiB" if cluster.memory_gib is None else f"{cluster.memory_gib:g} GiB each"
+    return f"{cluster.name} ({memory})"
+
+
 def _print_fewest(config: Config) -> None:
     fewest = fewest_devices(config, _MAX_DEVICES)
     if fewest is None:
@@ -76,6 +86,7 @@ def _print_fewest(config: Config) -> None:
 
 
 def _rank_grids(config: Config, devices: int, query: PlannerQuery) -> None:
+    config = replace(config, cluster=for_devices(config.cluster, devices))
     ranking = rank(config, devices, query.top, query.cost)
     ranking.check(config, devices)
     if query.format == "json":

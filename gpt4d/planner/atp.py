@@ -5,7 +5,7 @@ order of ranks, the devices along d1 are the neighbors: ``innermost`` is x; it i
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
@@ -15,7 +15,7 @@ from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.paper_models import products
 from gpt4d.planner.search import check_machine, largest_micro_batch
-from gpt4d.planner.topology import RankSpan, crossed_levels, group_bandwidth, spans
+from gpt4d.planner.topology import RankSpan, crossed_levels, for_devices, group_bandwidth, spans, total_gib
 from gpt4d.planner.workload import compute_bytes
 
 
@@ -139,6 +139,7 @@ def rank(config: Config, world_size: int) -> list[MeshPlan]:
     given = config.parallel.d1, config.parallel.d2
     if None in given:
         check_machine(config.cluster, world_size)
+    config = replace(config, cluster=for_devices(config.cluster, world_size))
     chosen = [mesh for mesh in meshes(devices) if all(size in (None, g) for size, g in zip(given, mesh, strict=True))]
     plans = (_plan(config, mesh, world_size) for mesh in chosen)
     return sorted(plans, key=lambda plan: plan.t_comm_s)
@@ -200,7 +201,7 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int) -> MeshPlan:
     if not problem:
         micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
         if micro_batch is None:
-            problem = f"it needs {memory:.1f} GiB of a device's {cluster.memory_gib:g} GiB"
+            problem = f"it needs {memory:.1f} GiB of a device's {total_gib(cluster):.4g} GiB"
     return MeshPlan(
         mesh=mesh,
         sizes=sizes,

@@ -12,6 +12,7 @@ from gpt4d.model.description import Description
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
+from gpt4d.planner.topology import total_gib
 from gpt4d.planner.workload import grids, training_state
 
 _NUM_ESTIMATED = 8  # pipelines that are estimated in full, the best by the quick estimate
@@ -94,7 +95,7 @@ def _candidates(
                 continue
             state = training_state(description, sizes, config.optim.shard_states)
             needed = config.cluster.reserved_gib + (state["weights"] + state["optimizer"]) / stages / GIB
-            if needed > config.cluster.memory_gib:
+            if needed > total_gib(config.cluster):
                 ranking.too_large[sizes] = needed
                 continue
             idle = 1 + (stages - 1) / max(numbers)
@@ -124,7 +125,7 @@ class _Search:
 
     def __init__(self, config: Config, description: Description):
         self._config, self.description = config, description
-        self._memory_gib = config.cluster.memory_gib
+        self._memory_gib = total_gib(config.cluster)
         self._known: dict = {}
 
     def config(self, sizes: Sequence[GridSizes]) -> Config:

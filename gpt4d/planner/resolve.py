@@ -9,6 +9,7 @@ from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, converts_weights, rank
 from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts
+from gpt4d.planner.topology import for_devices, total_gib
 
 _NUM_SHOWN = 3  # plans that a run's first line names
 _MOST_MEMORY = 0.9  # share of a device's memory that may be planned for what nobody has asked for: plans are 10 % off
@@ -20,6 +21,7 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
     Raises ConfigError, naming key, value and remedy, if the model or the batch cannot be split over the devices.
     """
     candidates: tuple[str, ...] = ()
+    config = replace(config, cluster=for_devices(config.cluster, world_size))
     if config.parallel.mode == "auto":
         config, candidates = _search(config, world_size)
     elif config.parallel.mode == "atp":
@@ -49,7 +51,7 @@ def _with_kept_weights(
 
     All weights that are converted, but not gathered, are kept if memory allows; for the whole step if it allows that.
     """
-    parallel, limit = config.parallel, _MOST_MEMORY * config.cluster.memory_gib
+    parallel, limit = config.parallel, _MOST_MEMORY * total_gib(config.cluster)
     if parallel.cache_layers is not None:
         return config
     scopes = ["step", "microbatch"] if microbatches > 1 and parallel.cache_scope is None else ["microbatch"]

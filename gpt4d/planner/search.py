@@ -11,6 +11,7 @@ from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
 from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.estimate import Estimate, Plan
+from gpt4d.planner.topology import for_devices, total_gib
 from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes
 
 _MAX_CONSIDERED = 80  # grids whose step is walked through; of more, those with the least computation and sums
@@ -40,7 +41,7 @@ class Ranking:
         remedies = ["more devices"]
         if not config.optim.shard_states and devices > 1:
             remedies.append("optim.shard_states=true")
-        if Estimate(config, sizes).least_gib() <= config.cluster.memory_gib:  # activations do not fit
+        if Estimate(config, sizes).least_gib() <= total_gib(config.cluster):  # activations do not fit
             if config.train.activation_checkpointing != "full":
                 remedies.append("train.activation_checkpointing=full")
             if config.train.micro_batch_size not in (None, 1):
@@ -48,7 +49,7 @@ class Ranking:
         *others, last = remedies
         remedy = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(
-            f"cluster.memory_gib={config.cluster.memory_gib:g}: on {devices} device(s), a step needs at least "
+            f"cluster.memory_gib={total_gib(config.cluster):.4g}: on {devices} device(s), a step needs at least "
             f"{least:.1f} GiB of each (grid {sizes}); use {remedy}"
         )
 
@@ -66,6 +67,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
+    config = replace(config, cluster=for_devices(config.cluster, devices))
     description = registry.describe_run(config)
     ranking = _rank_grids(config, devices, description, top, cost) if _may_have_one_stage(config) else Ranking()
     if cost == "ours" and _may_have_stages(config):
@@ -96,7 +98,7 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
         if problem:
             ranking.impossible += 1
             ranking.problem = ranking.problem or problem
-        elif (estimate := Estimate(config, sizes, description)).least_gib() > config.cluster.memory_gib:
+        elif (estimate := Estimate(config, sizes, description)).least_gib() > total_gib(config.cluster):
             ranking.too_large[sizes] = estimate.least_gib()
         else:
             possible.append(estimate)
@@ -209,7 +211,7 @@ def _may_split_tokens(config: Config, sizes: GridSizes) -> bool:
 
 def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
     """Return the largest microbatch per device that fits and the GiB it needs; None and the least GiB if none fits."""
-    memory = estimate.config.cluster.memory_gib
+    memory = total_gib(estimate.config.cluster)
     if estimate.least_gib() > memory:
         return None, estimate.least_gib()
     choices = micro_batch_sizes(estimate.config, estimate.sizes)
@@ -237,12 +239,15 @@ def fewest_devices(config: Config, limit: int) -> int | None:
     """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can."""
     description = registry.describe_run(config)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
+        shared = replace(config, cluster=for_devices(config.cluster, devices))
+        if total_gib(shared.cluster) < shared.cluster.reserved_gib:
+            return None  # more devices of a node that share its memory have less each
         for sizes in grids(devices) if _may_have_one_stage(config) else ():
             if not grid_problem(description.rules, config.train, config.parallel, sizes):
-                estimate = Estimate(config, sizes, description)
+                estimate = Estimate(shared, sizes, description)
                 if largest_micro_batch(_with_larger_micro_batch(estimate))[0] is not None:
                     return devices
-        if _may_have_stages(config) and pipelines.any_fits(config, devices, description):
+        if _may_have_stages(config) and pipelines.any_fits(shared, devices, description):
             return devices
     return None
 

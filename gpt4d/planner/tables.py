@@ -8,6 +8,7 @@ from gpt4d.planner.atp import MeshPlan
 from gpt4d.planner.device import AXES
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import Ranking
+from gpt4d.planner.topology import total_gib
 
 _COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#7f7f7f"}
 
@@ -125,8 +126,8 @@ def _missing_grids(config: Config, ranking: Ranking) -> list[str]:
     if ranking.too_large:
         sizes, needed_gib = min(ranking.too_large.items(), key=lambda item: item[1])
         lines.append(
-            f"{len(ranking.too_large)} grid(s) do not fit in {config.cluster.memory_gib:g} GiB; the smallest, {sizes}, "
-            f"needs {needed_gib:.1f} GiB"
+            f"{len(ranking.too_large)} grid(s) do not fit in {total_gib(config.cluster):.4g} GiB; the smallest, "
+            f"{sizes}, needs {needed_gib:.1f} GiB"
         )
     if ranking.impossible:
         lines.append(f"{ranking.impossible} grid(s) are not possible; the first: {ranking.problem}")

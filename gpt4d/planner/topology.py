@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
@@ -53,6 +54,19 @@ def node_size(cluster: ClusterConfig) -> int:
     if len(cluster.levels) == 1:
         return cluster.levels[0].ranks or _ALL
     return dict(_levels(cluster))[0]
+
+
+def for_devices(cluster: ClusterConfig, devices: int) -> ClusterConfig:
+    """Return the machine with the memory that each of ``devices`` devices has, if those of a node share it."""
+    if cluster.memory_gib is not None or cluster.host_gib is None:
+        return cluster
+    return replace(cluster, memory_gib=cluster.host_gib / min(devices, node_size(cluster)))
+
+
+def total_gib(cluster: ClusterConfig) -> float:
+    """Return the memory of a device, which ``for_devices`` has set."""
+    assert cluster.memory_gib is not None
+    return cluster.memory_gib
 
 
 def _levels(cluster: ClusterConfig) -> Iterator[tuple[int, int]]:

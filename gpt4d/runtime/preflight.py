@@ -30,6 +30,7 @@ class Node:
 
     host: str
     code: str
+    cluster: str
     config: str
     torch: str
     python: str
@@ -38,6 +39,7 @@ class Node:
 
     FIXES = {  # noqa: RUF012
         "code": "gpt4d's code; install the same version on all nodes",
+        "cluster": "the machine that is planned for; set cluster=NAME, or cluster.memory_gib, equally on all ranks",
         "config": "the configuration; pass the same overrides and environment to all ranks",
         "torch": "torch; install the same version on all nodes",
         "python": "Python; install the same version on all nodes",
@@ -52,7 +54,7 @@ def _describe_node(config: Config, device: torch.device, marker: str) -> Node:
     settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
     seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker)
     host, python = socket.gethostname(), platform.python_version()
-    return Node(host, _code_hash(), settings, torch.__version__, python, name, seen)
+    return Node(host, _code_hash(), repr(config.cluster), settings, torch.__version__, python, name, seen)
 
 
 def compare(

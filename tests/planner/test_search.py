@@ -121,7 +121,7 @@ def test_auto_selects_the_best_grid(tiny):
 
 # A machine on which gathers limit the forward of the best grids, and reductions the step of the others.
 SLOW_LINKS = (
-    "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
+    "cluster=local", "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
     "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",
     "cluster.levels=[{ranks: 2, group_gb_s: 0.05}, {ranks: 4, group_gb_s: 10}]", "parallel.cache_layers=all",
     "parallel.pipeline.stages=1",

@@ -9,7 +9,7 @@ from gpt4d.runtime.preflight import Node, find_difference, find_slow
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
-NODE = Node("nid1", "c0de", "f00", "2.13.0", "3.11", "cpu", "mark")
+NODE = Node("nid1", "c0de", "a100", "f00", "2.13.0", "3.11", "cpu", "mark")
 
 
 def test_equal_nodes_have_no_difference():

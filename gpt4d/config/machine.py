@@ -1,0 +1,170 @@
+"""Description of this machine for the planner, ``cluster=auto``: its GPUs, its memory, and the tasks on its nodes."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt4d.config.schema import ClusterConfig, LevelConfig
+
+_UNLIMITED_BYTES = 2**60  # a larger limit of a control group is none
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # exist where a driver of NVIDIA or AMD is loaded
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+
+
+class GpuModel(NamedTuple):
+    """Rates of a GPU. The peak is the vendor's; the other rates are estimates."""
+
+    peak_tflops: float | None  # dense bf16
+    matmul_tflops: float  # reached by a large product
+    memory_gb_s: float
+    link_gb_s: float  # to the other GPUs of its node, in each direction
+    network_gb_s: float  # a GPU's share of its node's links to other nodes
+
+
+# By a part of torch's name of the device; the first that matches counts.
+_GPUS = {
+    "B200": GpuModel(2250, 1500, 6000, 900, 50),
+    "GH200": GpuModel(989, 650, 3200, 100, 25),
+    "H200": GpuModel(989, 680, 4000, 450, 50),
+    "H100 PCIe": GpuModel(756, 450, 1700, 50, 25),
+    "H100": GpuModel(989, 650, 2800, 450, 50),
+    "A100 80GB PCIe": GpuModel(312, 220, 1600, 25, 12.5),
+    "A100-PCIE": GpuModel(312, 220, 1300, 25, 12.5),
+    "A100-SXM4-40GB": GpuModel(312, 240, 1300, 300, 25),
+    "A100": GpuModel(312, 240, 1700, 300, 25),
+    "L40S": GpuModel(362, 200, 700, 25, 12.5),
+    "RTX 6000 Ada": GpuModel(364, 200, 800, 25, 12.5),
+    "RTX A6000": GpuModel(155, 100, 650, 25, 12.5),
+    "RTX 5090": GpuModel(209, 170, 1500, 25, 1.25),
+    "RTX 4090": GpuModel(165, 140, 850, 20, 1.25),
+    "RTX 3090": GpuModel(71, 60, 800, 20, 1.25),
+    "MI300X": GpuModel(1307, 600, 3500, 300, 50),
+    "MI250X": GpuModel(191.5, 110, 1200, 150, 12.5),
+}
+_UNKNOWN_GPU = GpuModel(None, 50, 500, 20, 1.25)
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a process can find out about the machine that it runs on, without a measurement."""
+
+    host_gib: float  # memory of the node, or what the process and its siblings may use of it
+    local_ranks: int | None = None  # tasks on each node; None: no launcher has started this process
+    nodes: int = 1
+    gpu: str | None = None  # torch's name of the GPU
+    gpu_gib: float = 0.0
+    gpus: int = 0  # on the node, as far as this process sees them
+
+
+def gpu_model(name: str) -> GpuModel | None:
+    """Return the rates of the GPU that torch calls ``name``; None if it is not in the table."""
+    return next((model for part, model in _GPUS.items() if part in name), None)
+
+
+def describe(facts: MachineFacts) -> ClusterConfig:
+    """Return the planner's description of a machine with these facts.
+
+    The processes of a node share the memory of a CPU machine, and each GPU has its own. Any number of such nodes may be
+    planned for.
+    """
+    between = LevelConfig(latency_us=100)
+    if facts.gpu is None:
+        several = facts.nodes > 1 and facts.local_ranks
+        return ClusterConfig(
+            name="this machine's CPUs",
+            device="cpu",
+            memory_gib=None,
+            host_gib=_two_digits(facts.host_gib),
+            reserved_gib=0.4,
+            levels=[between, LevelConfig(facts.local_ranks, latency_us=100)] if several else [between],
+        )
+    model = gpu_model(facts.gpu) or _UNKNOWN_GPU
+    local = facts.gpus if facts.local_ranks is None else facts.local_ranks
+    inside = LevelConfig(local, model.link_gb_s, latency_us=5)
+    return ClusterConfig(
+        name=f"this machine's {facts.gpu}",
+        device="cuda",
+        memory_gib=math.floor(10 * facts.gpu_gib) / 10,
+        reserved_gib=3 if facts.gpu_gib > 30 else 1.5,
+        peak_tflops=model.peak_tflops,
+        matmul_tflops=model.matmul_tflops,
+        memory_gb_s=model.memory_gb_s,
+        operation_us=4,
+        skew_us=20,
+        levels=[LevelConfig(None, model.network_gb_s * local, latency_us=10), inside],
+    )
+
+
+def _two_digits(value: float) -> float:
+    """Round down to two digits: the memories of equal nodes differ by less."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return round(math.floor(value / unit + 1e-9) * unit, 9)
+
+
+def read_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
+    """Return the facts about this machine. Imports torch only where a driver of a GPU is loaded."""
+    local_ranks, nodes = ranks_and_nodes(environment)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_control_group_limits()]
+    facts = MachineFacts(min(limits) / 2**30, local_ranks, nodes)
+    if any(map(os.path.exists, _GPU_DRIVERS)) and "" not in map(environment.get, _VISIBLE_GPUS):
+        import torch
+
+        if torch.cuda.is_available():
+            device = torch.cuda.get_device_properties(0)
+            gpu_gib, gpus = device.total_memory / 2**30, torch.cuda.device_count()
+            return MachineFacts(facts.host_gib, local_ranks, nodes, device.name, gpu_gib, gpus)
+    return facts
+
+
+def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
+    """Return tasks per node (None without a launcher) and nodes, from the variables of torchrun or Slurm.
+
+    In a Slurm job whose nodes have different numbers of tasks, the first one's counts.
+    """
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        local = int(environment.get("LOCAL_WORLD_SIZE", 1))
+        return local, -(-int(environment["WORLD_SIZE"]) // local)
+    for prefix in ("SLURM_STEP_", "SLURM_"):
+        if tasks := environment.get(f"{prefix}TASKS_PER_NODE"):  # 4(x2),3 means 4, 4, 3
+            nodes = environment.get(f"{prefix}NUM_NODES") or environment.get("SLURM_JOB_NUM_NODES", "1")
+            return int(tasks.split(",")[0].partition("(")[0]), int(nodes)
+    return None, 1
+
+
+def _control_group_limits(root: Path = _CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Return the limits in bytes of this process's control groups and of those that contain them, version 1 or 2."""
+    if sys.platform != "linux" or not own.exists():
+        return []
+    limits = []
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        group = base / path.lstrip("/")
+        for directory in (group, *group.parents):
+            file = directory / name
+            if directory.is_relative_to(base) and file.is_file() and (text := file.read_text().strip()).isdigit():
+                limits.append(int(text))
+    return [limit for limit in limits if limit < _UNLIMITED_BYTES]
+
+
+@cache
+def _this_machine() -> ClusterConfig:
+    return describe(read_facts())
+
+
+def register_resolver() -> None:
+    """Let ``${machine:KEY}`` in YAML files stand for a value of this machine's description."""
+    from omegaconf import OmegaConf
+
+    def value(key: str) -> Any:
+        return getattr(_this_machine(), key)
+
+    OmegaConf.register_new_resolver("machine", value, replace=True)

@@ -1,0 +1,98 @@
+"""The description of this machine, cluster=auto: from facts, from files and from a launcher's variables."""
+
+import pytest
+
+from gpt4d.config import LevelConfig, compose, machine
+from gpt4d.config.checks import check_cluster
+from gpt4d.config.machine import MachineFacts, describe, ranks_and_nodes
+from gpt4d.planner.topology import for_devices, node_size
+from tests.planner.test_search import ask
+
+H100 = MachineFacts(1000, 8, 2, "NVIDIA H100 80GB HBM3", 79.19, 8)
+
+
+def test_a_known_gpu_has_its_rates_and_the_memory_that_torch_reports():
+    cluster = describe(H100)
+    check_cluster(cluster)
+    assert (cluster.name, cluster.device, cluster.memory_gib) == ("this machine's NVIDIA H100 80GB HBM3", "cuda", 79.1)
+    assert cluster.peak_tflops == 989 and cluster.host_gib is None
+    assert [(level.ranks, level.group_gb_s) for level in cluster.levels] == [(None, 400), (8, 450)]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb_s"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 1300),
+        ("NVIDIA A100-SXM4-80GB", 1700),
+        ("NVIDIA A100 80GB PCIe", 1600),
+        ("NVIDIA H200", 4000),
+        ("NVIDIA GH200 480GB", 3200),
+        ("AMD Instinct MI250X", 1200),
+    ],
+)
+def test_gpus_whose_names_contain_each_other_are_told_apart(name, memory_gb_s):
+    assert machine.gpu_model(name).memory_gb_s == memory_gb_s
+
+
+def test_an_unknown_gpu_has_no_peak_and_its_node_the_gpus_it_sees():
+    cluster = describe(MachineFacts(64, None, 1, "Somebody's GPU", 15.9, 2))
+    check_cluster(cluster)
+    assert cluster.peak_tflops is None and node_size(cluster) == 2
+
+
+def test_processes_on_cpus_share_the_memory_of_their_node():
+    cluster = describe(MachineFacts(23.4))
+    check_cluster(cluster)
+    assert cluster.levels == [LevelConfig(latency_us=100)]
+    assert for_devices(cluster, 1).memory_gib == 23 and for_devices(cluster, 8).memory_gib == 23 / 8
+    nodes = describe(MachineFacts(23.4, 4, 2))
+    check_cluster(nodes)
+    assert node_size(nodes) == 4 and for_devices(nodes, 8).memory_gib == for_devices(nodes, 2).memory_gib / 2 == 23 / 4
+
+
+def test_equal_nodes_with_slightly_different_memory_are_described_alike():
+    assert describe(MachineFacts(251.7, 4, 2)) == describe(MachineFacts(250.2, 4, 2))
+    assert describe(MachineFacts(0.755)).host_gib == 0.75 and describe(MachineFacts(9.0)).host_gib == 9
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (None, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, (8, 2)),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_NUM_NODES": "3"}, (4, 3)),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}, (2, 1)),
+    ],
+    ids=["alone", "torchrun", "batch script", "step"],
+)
+def test_a_launcher_tells_tasks_per_node_and_nodes(environment, expected):
+    assert ranks_and_nodes(environment) == expected
+
+
+def test_the_smallest_limit_of_the_control_groups_counts(tmp_path):
+    own, group = tmp_path / "cgroup", tmp_path / "fs/slurm/job_7/step_0"
+    group.mkdir(parents=True)
+    own.write_text("0::/slurm/job_7/step_0\n")
+    (group / "memory.max").write_text("max\n")
+    (group.parent / "memory.max").write_text("4294967296\n")
+    assert machine._control_group_limits(tmp_path / "fs", own) == [4294967296]
+    own.write_text("5:cpu,memory:/job_7\n0::/\n")
+    (tmp_path / "fs/memory/job_7").mkdir(parents=True)
+    (tmp_path / "fs/memory/job_7/memory.limit_in_bytes").write_text("1073741824\n")
+    (tmp_path / "fs/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert machine._control_group_limits(tmp_path / "fs", own) == [1073741824]
+
+
+def test_the_machine_is_detected_unless_set(monkeypatch):
+    monkeypatch.setattr(machine, "_this_machine", lambda: describe(H100))
+    assert compose([]).cluster == describe(H100)
+    changed = compose(["cluster.memory_gib=40", "cluster.levels=[{ranks: 2}]"]).cluster
+    assert (changed.memory_gib, changed.device, changed.levels) == (40, "cuda", [LevelConfig(2)])
+    assert compose(["cluster=local"]).cluster.name == "local"
+
+
+def test_the_planner_says_that_it_plans_for_this_machine():
+    answer = ask("world_size=2")
+    assert answer.startswith("cluster is not set: planned for this machine's CPUs (")
+    assert "gpt_tiny on 2 device(s) of this machine's CPUs" in answer
+    assert "cluster is not set" not in ask("world_size=2", "cluster=local")
