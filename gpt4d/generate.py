@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     sizes = _grid(config, launch, meta)
     with process_group(launch) as job:
         grid = Grid(sizes, job.device.type)
-        stage = build_stage(Config(model=meta.model), grid, job.device, initialized=False)
+        stage = build_stage(Config(model=meta.model.on_grids([sizes])), grid, job.device, initialized=False)
         sharded.load(directory, stage.module, None, stage.grid)
         sharded.load_averages(directory, stage.module, stage.grid)
         message = generate(config, directory, stage)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import Config, GridSizes, ModelConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
@@ -52,7 +53,7 @@ def build_model(
         recompute_inputs=checkpointing == "selective",
         loss_chunks=loss_chunks,
     )
-    model = registry.build(config, weights)
+    model = registry.build(config.on_grids([sizes]), weights)
     initialize(model, seed, weights.grid)
     return model
 
@@ -88,13 +89,19 @@ def token_loss(module: torch.nn.Module, batch: tuple) -> torch.Tensor:
 
 
 def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch.Tensor:
-    """The global tensor of which ``local`` is this rank's part. All ranks call it."""
+    """The global tensor without padding of which ``local`` is this rank's part. All ranks call it."""
     parts = [None] * grid.world.size
-    dist.all_gather_object(parts, (grid.local_slices(spec.shape, spec.layout), local.detach()))
-    whole = torch.full(spec.shape, torch.nan, dtype=local.dtype)
+    shard = LocalShard(local.detach(), spec)
+    dist.all_gather_object(parts, (shard.slices(grid), shard.stored(grid)))
+    whole = torch.full(spec.stored_shape, torch.nan, dtype=local.dtype)
     for place, part in parts:
         whole[place] = part
     return whole
+
+
+def unpadded(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch.Tensor:
+    """This rank's part of a parameter without padding."""
+    return LocalShard(local.detach(), spec).stored(grid)
 
 
 def to_hf(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -106,7 +113,8 @@ def to_hf(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, to
 
 def hf_state(model: GPT) -> dict[str, torch.Tensor]:
     """A serial model's weights as a state dict of GPT2LMHeadModel."""
-    state = to_hf({n: p.detach().clone() for n, p in model.named_parameters()}, model.config)
+    grid = model.weights.grid
+    state = to_hf({n: unpadded(p, p.spec, grid).clone() for n, p in model.named_parameters()}, model.config)
     return {**state, "lm_head.weight": state["transformer.wte.weight"]}
 
 
@@ -116,8 +124,10 @@ def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             theirs = [state[key] for key in adapter.names(name, model.config)]
-            whole = adapter.from_hf(name, theirs, parameter.spec.shape, model.config)
-            parameter.copy_(whole[grid.local_slices(parameter.spec.shape, parameter.spec.layout)])
+            shard = LocalShard(parameter, parameter.spec)
+            whole = adapter.from_hf(name, theirs, parameter.spec.stored_shape, model.config)
+            parameter.zero_()
+            shard.stored(grid).copy_(whole[shard.slices(grid)])
 
 
 def batch_part(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:

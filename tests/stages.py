@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import Config
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
@@ -54,7 +55,8 @@ def float64_step(
     if stage.exchange:
         stage.exchange.close()
     own = ((name, p) for name, p in stage.module.named_parameters() if name not in stage.copies)
-    return losses, {n: (p.spec.shape, grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in own}
+    found = {name: LocalShard(p.grad, p.spec) for name, p in own}
+    return losses, {n: (part.spec.stored_shape, part.slices(grid), part.stored(grid)) for n, part in found.items()}
 
 
 def check_float64_step(answers, config: Config, loss: float, grads: dict[str, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from gpt4d.checkpoint import verifying
 from gpt4d.config import (
     CONFIG_DIR,
     ConfigError,
@@ -52,12 +53,6 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["parallel.gx=0"], "parallel.gx=0: every axis needs a device; use a value of at least 1"),
         (3, ["parallel.gx=3"], "parallel.gx=3: does not divide model.heads=4; use one of 1, 2, 4"),
         (3, ["parallel.gy=3"], "parallel.gy·gz=3: does not divide model.hidden=128"),
-        (
-            8,
-            ["parallel.gz=8", "model.vocab_multiple=1", "model.vocab_size=4097"],
-            "does not divide the padded vocabulary=4097; use one of 1, 17, 241, 4097 "
-            "(or set another model.vocab_multiple)",
-        ),
         (3, ["parallel.gdata=3"], "train.batch_size=8: cannot be split over parallel.gdata·gz=3; use a multiple of 3"),
         (2, ["train.micro_batch_size=3"], "train.micro_batch_size=3: does not divide"),
         (1, ["train.loss_chunks=3"], "train.loss_chunks=3: does not divide train.seq_len="),
@@ -168,3 +163,13 @@ def test_validation_imports_no_torch():
     imports = "import sys; from gpt4d.config import compose; from gpt4d.validation import validate"
     script = f"{imports}; validate(compose([]), 1); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_each_plan_pads_the_vocabulary_as_its_grids_need():
+    model = ["model.hidden=480", "model.heads=15", "model.vocab_size=259", "train.batch_size=15"]
+    stages = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[5x1x1x1,1x1x3x1]", "model.layers=4"]
+    for world_size, grid, multiple in ((1, [], 128), (15, ["parallel.gx=5", "parallel.gz=3"], 1920), (8, stages, 1920)):
+        config = validate(compose([*model, *grid]), world_size).config
+        assert config.model.vocab_multiple == multiple
+        assert config.model.padded_vocab_size == max(multiple, 384)
+        assert verifying.shapes(config.model)["tokens.weight"] == (259, 480)

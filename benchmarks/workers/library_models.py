@@ -4,6 +4,7 @@ from torch import nn
 
 from gpt4d.config import ModelConfig
 from gpt4d.model import registry
+from gpt4d.parallel.layout import spec_of
 
 
 def library_model(model: ModelConfig, ours: nn.Module) -> nn.Module:
@@ -12,7 +13,8 @@ def library_model(model: ModelConfig, ours: nn.Module) -> nn.Module:
     assert family.hugging_face is not None
     adapter, state = family.hugging_face(), {}
     for name, parameter in ours.named_parameters():
-        state |= zip(adapter.names(name, model), adapter.to_hf(name, parameter.detach(), model), strict=True)
+        unpadded = parameter.detach()[tuple(map(slice, spec_of(parameter).stored_shape))]
+        state |= zip(adapter.names(name, model), adapter.to_hf(name, unpadded, model), strict=True)
     if family.task == "diffusion":
         from diffusers import UNet2DModel
 

@@ -149,7 +149,8 @@ class TransformersGPT(nn.Module):
         super().__init__()
         self.model = GPT2LMHeadModel(hugging_face.hf_config(config))
         state: dict[str, torch.Tensor] = {}
-        for name, tensor in weights.items():
+        for name, padded in weights.items():
+            tensor = padded[: config.vocab_size] if name == "tokens.weight" else padded
             state |= zip(hugging_face.names(name, config), hugging_face.to_hf(name, tensor, config), strict=True)
         self.model.load_state_dict({**state, "lm_head.weight": state["transformer.wte.weight"]})
 

@@ -34,7 +34,7 @@ from gpt4d.model.family import Family
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
-_FORMAT = 5
+_FORMAT = 6
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 
 

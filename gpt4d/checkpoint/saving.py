@@ -67,7 +67,10 @@ class Saver:
         copied = None
         if self.config.async_save:
             shards, copied = self._copy_to_host(shards)
-        values = {name: (shard.local, shard.spec.shape, shard.region(self.grid)) for name, shard in shards.items()}
+        values = {
+            name: (shard.stored(self.grid), shard.spec.stored_shape, shard.region(self.grid))
+            for name, shard in shards.items()
+        }
         partial = run_on_rank0(lambda: self._begin(meta.progress.step))
         extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
         documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}

@@ -18,14 +18,22 @@ _STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its counter i
 
 
 class LocalShard(NamedTuple):
-    """This rank's part of a global tensor, and that tensor's shape and layout."""
+    """This rank's part of a global tensor, padding included, and that tensor's shape and layout."""
 
     local: torch.Tensor
     spec: ParameterSpec
 
     def region(self, grid: Grid) -> storage.Region:
-        """Return the region of the global tensor that ``local`` holds."""
-        return self.spec.layout.tile(self.spec.shape, grid.sizes._asdict(), grid.indices)
+        """Return the region of the stored tensor that ``local`` holds."""
+        return self.spec.stored_region(grid.sizes._asdict(), grid.indices)
+
+    def slices(self, grid: Grid) -> tuple[slice, ...]:
+        """Return ``region`` as an index of the stored tensor."""
+        return tuple(slice(*ends) for ends in self.region(grid))
+
+    def stored(self, grid: Grid) -> torch.Tensor:
+        """Return ``local`` without padding."""
+        return self.local[tuple(slice(stop - start) for start, stop in self.region(grid))]
 
 
 def parts(
@@ -90,11 +98,14 @@ def load_averages(directory: Path, model: nn.Module, grid: Grid) -> bool:
 def fill(shards: Mapping[str, LocalShard], files: storage.Files, grid: Grid) -> None:
     """Read ``shards`` in place. Raises ConfigError if the files lack a tensor of the same name, shape and dtype."""
     for name, shard in shards.items():
-        stored, expected = files.tensors.get(name), (shard.spec.shape, shard.local.dtype)
+        stored, expected = files.tensors.get(name), (shard.spec.stored_shape, shard.local.dtype)
         if stored is None or (stored.shape, stored.dtype) != expected:
             actual = "missing" if stored is None else f"of shape {list(stored.shape)}, {stored.dtype}"
             raise ConfigError(
-                f"{files.directory}: {name} is {actual}, but this run needs shape {list(shard.spec.shape)}, "
+                f"{files.directory}: {name} is {actual}, but this run needs shape {list(shard.spec.stored_shape)}, "
                 f"{shard.local.dtype}; use a checkpoint of the same model or set run.name"
             )
-        files.read(name, shard.region(grid), shard.local)
+        into = shard.stored(grid)
+        if into.shape != shard.local.shape:
+            shard.local.zero_()  # the padding
+        files.read(name, shard.region(grid), into)

@@ -10,8 +10,8 @@ from gpt4d.model import registry
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the global shapes of a model's parameters by name."""
-    return {name: spec.shape for name, spec in registry.describe(config).parameters.items()}
+    """Return the shapes of a model's parameters in a checkpoint, by name."""
+    return {name: spec.stored_shape for name, spec in registry.describe(config).parameters.items()}
 
 
 def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:

@@ -4,6 +4,7 @@ The YAML files under ``configs/`` set values of these fields; Hydra merges them 
 does not import torch, so that mistakes are reported at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +26,10 @@ class ModelConfig:
     """Settings that every model has. Each model family derives its settings from this (gpt4d.model.registry)."""
 
     name: str = "model"
+
+    def on_grids(self, grids: "Iterable[GridSizes]") -> "ModelConfig":
+        """Return the settings with the padding that the grids of all pipeline stages need. By default there is none."""
+        return self
 
 
 @dataclass

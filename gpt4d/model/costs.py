@@ -278,9 +278,10 @@ class TokenEmbeddingCost(SimpleCost):
     name: str
     rows: int
     hidden: int
+    used: int | None = None  # rows without padding
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, specs.token_embedding(self.rows, self.hidden))
+        return prefixed(self.name, specs.token_embedding(self.rows, self.hidden, used=self.used))
 
     def weights(self) -> LayerWeights:
         return LayerWeights(forward=(f"{self.name}.weight",))

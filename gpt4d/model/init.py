@@ -18,12 +18,15 @@ def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
             if not spec.std:
                 parameter.fill_(spec.mean)
                 continue
-            slices = grid.local_slices(spec.shape, spec.layout)
-            values = random.normal(random.key(seed, name), spec.shape, slices, parameter.device)
+            slices = tuple(slice(*ends) for ends in spec.stored_region(grid.sizes._asdict(), grid.indices))
+            values = random.normal(random.key(seed, name), spec.stored_shape, slices, parameter.device)
+            if values.shape != parameter.shape:
+                parameter.zero_()  # the padding, which no number depends on
+            used = parameter[tuple(slice(extent) for extent in values.shape)]
             # Not add_(values, alpha=std), which rounds once on some devices and twice on others.
-            parameter.copy_(values.mul_(spec.std))
+            used.copy_(values.mul_(spec.std))
             if spec.mean:
-                parameter.add_(spec.mean)
+                used.add_(spec.mean)
     for name, module in model.named_modules():
         if isinstance(module, Dropout | AttentionCore):
             module.key = random.key(seed, name)

@@ -234,12 +234,15 @@ class LinearCost(ProductCost):
     positions: int | None = None  # rows of a sample; None: its tokens
     source: Recomputed | None = None
     activated: bool = False
+    used: int | None = None  # output features without padding
 
     def parameters(self) -> dict[str, ParameterSpec]:
         if self.tied:
             return {}
         fused, bias = self.num_fused, self.bias
-        layer = specs.linear(self.in_features, self.out_features, self.split, num_fused=fused, bias=bias)
+        layer = specs.linear(
+            self.in_features, self.out_features, self.split, num_fused=fused, bias=bias, used=self.used
+        )
         return prefixed(self.name, layer)
 
     @property

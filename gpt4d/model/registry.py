@@ -1,9 +1,9 @@
 """The registry of model families: the only place that knows them by name, and the only one that builds models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gpt4d.config import Config, ConfigError, ModelConfig, register_model
+from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, register_model
 from gpt4d.model import gpt2, llama, unet
 from gpt4d.model.description import Description, Part
 from gpt4d.model.family import Family
@@ -61,9 +61,12 @@ def describe(config: ModelConfig) -> Description:
     return of(config).describe(config)
 
 
-def describe_run(config: Config) -> Description:
-    """Return the description of a run's model: that of ``describe`` with what ``parallel.*`` and ``train.*`` change."""
-    description = describe(config.model).with_whole_layers(config.parallel.whole_layers)
+def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description:
+    """Return the description of a run's model: that of ``describe`` with what ``parallel.*`` and ``train.*`` change.
+
+    ``grids``: those of all stages, for which the model is padded. The configuration of a plan needs none.
+    """
+    description = describe(config.model.on_grids(grids)).with_whole_layers(config.parallel.whole_layers)
     chunks = config.train.loss_chunks
     return description if chunks == 1 else with_loss_chunks(description, chunks)
 

@@ -37,15 +37,18 @@ class TextModel(nn.Module, ABC):
         self.config, self.weights, self.parts = config, weights, parts
         begins, ends = any(part.begins for part in parts), any(part.ends for part in parts)
         if begins or (ends and config.tied):
-            self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden)
+            self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden, used=config.vocab_size)
         if begins:
             self._build_positions()
         self.blocks = nn.ModuleDict({str(index): self._build_block() for part in parts for index in part.blocks})
         if ends:
             self.norm = self._build_norm()
-            self.head = (
-                Head(weights) if config.tied else Linear(weights, config.hidden, config.padded_vocab_size, bias=False)
-            )
+            self.head = Head(weights) if config.tied else self._build_head()
+
+    def _build_head(self) -> Linear:
+        config = self.config
+        columns, used = config.padded_vocab_size, config.vocab_size
+        return Linear(self.weights, config.hidden, columns, bias=False, used=used)
 
     def _build_positions(self) -> None:
         """Build the modules that ``_embedded`` applies to the vectors of tokens."""

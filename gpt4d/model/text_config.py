@@ -1,8 +1,11 @@
 """Settings that all models of text have, and their check. No torch here."""
 
-from typing import Protocol, cast
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config, ConfigError, GridSizes
 
 
 class TextConfig(Protocol):
@@ -17,6 +20,25 @@ class TextConfig(Protocol):
 
     @property
     def padded_vocab_size(self) -> int: ...
+
+
+class PaddedVocabulary:
+    """The padding of a vocabulary, which the embedding and the head split over x and z.
+
+    Checkpoints do not contain it: it depends on the grids, and the loss leaves it out.
+    """
+
+    vocab_size: int
+    vocab_multiple: int
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    def on_grids(self, grids: Iterable[GridSizes]) -> Any:
+        """Return the settings with a ``vocab_multiple`` that each of ``grids`` divides."""
+        settings: Any = self
+        return replace(settings, vocab_multiple=math.lcm(self.vocab_multiple, *(sizes.x * sizes.z for sizes in grids)))
 
 
 def check_length(config: Config) -> None:

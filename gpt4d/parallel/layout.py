@@ -63,11 +63,26 @@ class ParameterSpec:
 
     shape: tuple[int, ...]
     layout: Layout
+    unpadded_shape: tuple[int, ...] | None = None  # without padding at the ends of dims; None: there is no padding
     mean: float = 0.0  # initial values are mean + std · normal
     std: float = 0.0
     decay: bool = False  # weight decay applies: matrices
     streamed: bool = False  # layers take it from the weight stream, which gathers it over z
     between_layers: bool = False  # acts on tokens that x splits with parallel.sequence_parallel
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in a checkpoint, which contains no padding and so depends on the model alone."""
+        return self.unpadded_shape or self.shape
+
+    def stored_region(self, sizes: Mapping[str, int], indices: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """Return the (start, stop) along each dim of the stored tensor that the device at ``indices`` holds.
+
+        Padding is at the end of a device's shard, so the region begins with the shard and may be shorter or empty.
+        """
+        tile = self.layout.tile(self.shape, sizes, indices)
+        limits = zip(tile, self.stored_shape, strict=True)
+        return tuple((min(start, extent), min(stop, extent)) for (start, stop), extent in limits)
 
     def batch_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
         """Return the axes that split the samples or tokens that the parameter acts on, innermost first."""

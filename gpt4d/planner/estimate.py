@@ -108,7 +108,7 @@ class Estimate:
         self.choice = choice or {}
         config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes
-        self.description = description or registry.describe_run(config)
+        self.description = description or registry.describe_run(config, [sizes])
         self.links = Links(config.cluster, sizes, config.parallel.innermost)
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards

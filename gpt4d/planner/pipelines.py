@@ -1,6 +1,7 @@
 """Search for the best pipelines of a configuration: stages, their grids, microbatches and schedule."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,12 +9,11 @@ from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, with_stages
 from gpt4d.config.checks import shortened
-from gpt4d.model.description import Description
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
 from gpt4d.planner.topology import total_gib
-from gpt4d.planner.workload import grids, training_state
+from gpt4d.planner.workload import Descriptions, grids, training_state
 
 _NUM_ESTIMATED = 8  # pipelines that are estimated in full, the best by the quick estimate
 _NUM_IMPROVED = 3  # of these, the fastest, for which other microbatches, schedules and grids are tried
@@ -39,15 +39,15 @@ class _Candidate(NamedTuple):
     sizes: GridSizes
 
 
-def rank(config: Config, devices: int, description: Description) -> PipelineRanking:
+def rank(config: Config, devices: int, descriptions: Descriptions) -> PipelineRanking:
     """Rank pipelines on ``devices`` devices. What ``config.parallel.pipeline`` sets stays as it is.
 
     A quick estimate judges every number of stages with every grid: computation, idle time and, by the 4D paper's model,
     the sums of outputs. The best few are walked through and simulated.
     """
     ranking = PipelineRanking()
-    candidates = sorted(_candidates(config, devices, description, ranking))
-    search = _Search(config, description)
+    candidates = sorted(_candidates(config, devices, descriptions, ranking))
+    search = _Search(config, descriptions)
     for estimated, candidate in enumerate(candidates):
         if len(ranking.plans) == _NUM_ESTIMATED:
             ranking.pruned = len(candidates) - estimated
@@ -65,19 +65,19 @@ def rank(config: Config, devices: int, description: Description) -> PipelineRank
     return ranking
 
 
-def any_fits(config: Config, devices: int, description: Description) -> bool:
+def any_fits(config: Config, devices: int, descriptions: Descriptions) -> bool:
     """Return whether any pipeline on ``devices`` devices can train this."""
-    search = _Search(config, description)
-    candidates = _candidates(config, devices, description, PipelineRanking())
+    search = _Search(config, descriptions)
+    candidates = _candidates(config, devices, descriptions, PipelineRanking())
     return any(search.any_fits((candidate.sizes,) * candidate.stages) for candidate in candidates)
 
 
 def _candidates(
-    config: Config, devices: int, description: Description, ranking: PipelineRanking
+    config: Config, devices: int, descriptions: Descriptions, ranking: PipelineRanking
 ) -> Iterator[_Candidate]:
     """Yield the pipelines with equal grids whose weights fit, and note those whose weights do not."""
-    given = config.parallel.pipeline.stages
-    counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(description.blocks)]
+    given, blocks = config.parallel.pipeline.stages, descriptions.on(()).blocks
+    counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(blocks)]
     for stages in counts:
         if devices % stages:
             possible = shortened(divisors(devices))
@@ -87,6 +87,7 @@ def _candidates(
             continue
         staged = with_stages(config, stages)
         for sizes in grids(devices // stages):
+            description = descriptions.on([sizes])
             problem = grid_problem(description.rules, config.train, staged.parallel, sizes)
             numbers = [] if problem else _numbers(staged, (sizes,) * stages)
             if not numbers:
@@ -123,10 +124,10 @@ def _numbers(config: Config, sizes: tuple[GridSizes, ...]) -> list[int]:
 class _Search:
     """Plans of one configuration, which share what is known of equal stages."""
 
-    def __init__(self, config: Config, description: Description):
-        self._config, self.description = config, description
+    def __init__(self, config: Config, descriptions: Descriptions):
+        self._config, self._descriptions = config, descriptions
         self._memory_gib = total_gib(config.cluster)
-        self._known: dict = {}
+        self._known: defaultdict[int, dict] = defaultdict(dict)  # by the description's id
 
     def config(self, sizes: Sequence[GridSizes]) -> Config:
         return with_stages(self._config, len(sizes))
@@ -140,8 +141,9 @@ class _Search:
         if schedule is not None:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
-        layouts = stage_layouts(sizes, stage_parts(config, self.description))
-        return PipelineEstimate(config, self.description, layouts, microbatches, self._known)
+        description = self._descriptions.on(sizes)
+        layouts = stage_layouts(sizes, stage_parts(config, description))
+        return PipelineEstimate(config, description, layouts, microbatches, self._known[id(description)])
 
     def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
         """Return whether the pipeline fits with one of the numbers of microbatches that are tried."""
@@ -192,7 +194,7 @@ class _Search:
             return
         for schedule in _SCHEDULES:
             yield self.estimate(plan.stages, microbatches, schedule)
-        if microbatches % stages == 0 and 2 * stages <= len(self.description.blocks):
+        if microbatches % stages == 0 and 2 * stages <= len(self._descriptions.on(()).blocks):
             yield self.estimate(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
 
     def _other_grids(self, grids: Sequence[GridSizes], plan: Plan) -> Iterator[PipelineEstimate]:

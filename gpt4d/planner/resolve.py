@@ -27,8 +27,9 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
     elif config.parallel.mode == "atp":
         config, candidates = _mesh(config, world_size)
     config = with_stages(config, config.parallel.pipeline.stages or 1)
-    description = registry.describe_run(config)
     sizes = stage_sizes(config.parallel, world_size)
+    config = replace(config, model=config.model.on_grids(sizes))
+    description = registry.describe_run(config)
     for grid in dict.fromkeys(sizes):
         if problem := grid_problem(description.rules, config.train, config.parallel, grid):
             raise ConfigError(problem)

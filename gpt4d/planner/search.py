@@ -8,11 +8,10 @@ from typing import Any
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, grid_problem
 from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
-from gpt4d.model.description import Description
 from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.topology import for_devices, total_gib
-from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes
+from gpt4d.planner.workload import Descriptions, compute_bytes, grids, micro_batch_sizes
 
 _MAX_CONSIDERED = 80  # grids whose step is walked through; of more, those with the least computation and sums
 _MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
@@ -68,10 +67,10 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     """
     check_machine(config.cluster, devices)
     config = replace(config, cluster=for_devices(config.cluster, devices))
-    description = registry.describe_run(config)
-    ranking = _rank_grids(config, devices, description, top, cost) if _may_have_one_stage(config) else Ranking()
+    descriptions = Descriptions(config)
+    ranking = _rank_grids(config, devices, descriptions, top, cost) if _may_have_one_stage(config) else Ranking()
     if cost == "ours" and _may_have_stages(config):
-        found = pipelines.rank(config, devices, description)
+        found = pipelines.rank(config, devices, descriptions)
         ranking.pruned += found.pruned
         ranking.problem = ranking.problem or found.problem
         ranking.fitting += len(found.plans)
@@ -89,11 +88,12 @@ def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
     return replace(plan, choice={**plan.choice, "cache_layers": 0})
 
 
-def _rank_grids(config: Config, devices: int, description: Description, top: int | None, cost: str) -> Ranking:
+def _rank_grids(config: Config, devices: int, descriptions: Descriptions, top: int | None, cost: str) -> Ranking:
     """Rank the grids on which one stage has the whole model."""
     ranking = Ranking()
     possible: list[Estimate] = []
     for sizes in grids(devices):
+        description = descriptions.on([sizes])
         problem = grid_problem(description.rules, config.train, config.parallel, sizes)
         if problem:
             ranking.impossible += 1
@@ -103,7 +103,7 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
         else:
             possible.append(estimate)
     if cost == "ours" and len(possible) > _MAX_CONSIDERED:
-        possible.sort(key=lambda estimate: paper_models.busy_s(config, estimate.sizes, description))
+        possible.sort(key=lambda estimate: paper_models.busy_s(config, estimate.sizes, estimate.description))
         ranking.pruned = len(possible) - _MAX_CONSIDERED
         del possible[_MAX_CONSIDERED:]
     quick: dict[GridSizes, float] = {}
@@ -137,7 +137,7 @@ def _rank_grids(config: Config, devices: int, description: Description, top: int
         )
         places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
         for place in set().union(*places):
-            ranking.plans[place] = _improve(ranking.plans[place], config, description)
+            ranking.plans[place] = _improve(ranking.plans[place], config)
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
     else:
         ranking.plans = [replace(plan, published_s=quick[plan.sizes]) for plan in ranking.plans]
@@ -154,9 +154,9 @@ def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
     return estimate
 
 
-def _improve(plan: Plan, config: Config, description: Description) -> Plan:
+def _improve(plan: Plan, config: Config) -> Plan:
     """Return the plan with the settings of ``parallel``, one after another, that make its step faster and still fit."""
-    for alternatives in _settings(plan, config, len(description.blocks)):
+    for alternatives in _settings(plan, config, len(registry.describe(config.model).blocks)):
         best = plan
         for setting in alternatives:
             estimate = Estimate(config, plan.sizes, choice={**plan.choice, **setting})
@@ -237,17 +237,18 @@ def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
 
 def fewest_devices(config: Config, limit: int) -> int | None:
     """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can."""
-    description = registry.describe_run(config)
+    descriptions = Descriptions(config)
     for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
         shared = replace(config, cluster=for_devices(config.cluster, devices))
         if total_gib(shared.cluster) < shared.cluster.reserved_gib:
             return None  # more devices of a node that share its memory have less each
         for sizes in grids(devices) if _may_have_one_stage(config) else ():
+            description = descriptions.on([sizes])
             if not grid_problem(description.rules, config.train, config.parallel, sizes):
                 estimate = Estimate(shared, sizes, description)
                 if largest_micro_batch(_with_larger_micro_batch(estimate))[0] is not None:
                     return devices
-        if _may_have_stages(config) and pipelines.any_fits(shared, devices, description):
+        if _may_have_stages(config) and pipelines.any_fits(shared, devices, descriptions):
             return devices
     return None
 

@@ -1,9 +1,10 @@
 """The size of a training run on one device: bytes of its state, of an activation, and its microbatches."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from gpt4d.config import Config, GridSizes, chunk_problem, divisors
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
+from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
 
@@ -24,6 +25,21 @@ def training_state(description: Description, sizes: GridSizes, shard_states: boo
     # Another stage updates a copied weight.
     states -= sum(spec.optimized_elements(sizes, shard_states) for spec in description.copied.values()) * MASTER_BYTES
     return {"weights": weights, "gradients": weights, "optimizer": 2 * states}
+
+
+class Descriptions:
+    """The description of a run's model on the grids of its stages, which need different padding."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._known: dict[str, Description] = {}
+
+    def on(self, grids: Collection[GridSizes]) -> Description:
+        """Return the description for these grids: the same object for equal padding."""
+        model = repr(self._config.model.on_grids(grids))
+        if model not in self._known:
+            self._known[model] = registry.describe_run(self._config, grids)
+        return self._known[model]
 
 
 def step_flops(config: Config, description: Description) -> float:

@@ -12,7 +12,7 @@ from gpt4d.config import CheckpointConfig, OptimConfig
 from gpt4d.parallel.gradients import GradientReducer
 from tests.grids import TINY_MODEL, build_model
 
-MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=48)
+MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=1)
 STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # factors that give each state distinct values
 DOCUMENTS = {"tokenizer.json": b"{}"}
 

@@ -166,7 +166,7 @@ def test_inspect_prints_metadata_and_tensors(run, capsys):
     printed = capsys.readouterr().out
     assert "progress  step 3, samples 24, units 768, skipped 0" in printed
     assert re.search(r"task      language_modeling: tokenizer=[0-9a-f]{64} data=text", printed)
-    assert "gpt2: layers=2 hidden=24 heads=4 vocab_size=300 vocab_multiple=16 max_positions=32" in printed
+    assert "gpt2: layers=2 hidden=24 heads=4 vocab_size=300 max_positions=32" in printed
     assert "grid      2x1x1x2 (x, y, z, data)" in printed
     assert re.search(r"model\.blocks\.\*\.mlp\.up\.weight +2 × \[24, 96\] +float32 +0\.02 MiB", printed)
 

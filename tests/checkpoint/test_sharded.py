@@ -34,9 +34,9 @@ def load(sizes, directory, shard):
     return progress, steps, {name: global_tensor(shard.local, shard.spec, grid) for name, shard in shards.items()}
 
 
-# 12 heads, hidden 24 and a padded vocabulary of 48 are divisible by axes of up to 4. Other extents are uneven.
+# 12 heads and hidden 24 are divisible by axes of up to 4. Each grid pads the vocabulary of 37 as it needs.
 GRIDS = st.builds(GridSizes, *[st.sampled_from((1, 2, 3, 4))] * 4).filter(
-    lambda g: g.devices <= 8 and 24 % (g.y * g.z) == 0 and 24 % (g.x * g.z) == 0 and 48 % (g.x * g.z) == 0
+    lambda g: g.devices <= 8 and 24 % (g.y * g.z) == 0 and 24 % (g.x * g.z) == 0
 )
 
 
@@ -83,7 +83,7 @@ def load_as(model, directory):
 def test_tensors_of_another_shape_are_rejected_by_name(ranks, tmp_path):
     ranks.run(1, save_state, GridSizes(), False, tmp_path)
     (directory,) = checkpoint_dir.committed(tmp_path)
-    with pytest.raises(RankFailure, match=r"of shape \[48, 24\], torch.float32, but this run needs shape \[48, 48\]"):
+    with pytest.raises(RankFailure, match=r"of shape \[37, 24\], torch.float32, but this run needs shape \[37, 48\]"):
         ranks.run(1, load_as, replace(MODEL, hidden=48), directory)
     with pytest.raises(RankFailure, match=r"model\.blocks\.1\S* is missing, but this run needs"):
         ranks.run(1, load_as, replace(MODEL, layers=2), directory)

@@ -19,6 +19,7 @@ from tests.grids import (
     grid_name,
     sampled,
     to_hf,
+    unpadded,
 )
 
 BATCH, LENGTH = 16, 12
@@ -131,7 +132,7 @@ def gradients_in_bf16(sizes):
 def gradients_in_fp32():
     model = build_model(TINY_MODEL, BINARY_GRIDS[0], torch.float32)
     (model.loss_sum(*inputs()) / (BATCH * LENGTH)).backward()
-    return {n: p.grad for n, p in model.named_parameters()}
+    return {n: unpadded(p.grad, p.spec, model.weights.grid) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("sizes", [BINARY_GRIDS[0], BINARY_GRIDS[14]], ids=grid_name)

@@ -38,7 +38,7 @@ def _hugging_face():
 FAMILY = Family(
     name="gpt2",
     config=GPT2Config,
-    structure=("layers", "hidden", "heads", "vocab_size", "vocab_multiple", "max_positions", "norm_epsilon"),
+    structure=("layers", "hidden", "heads", "vocab_size", "max_positions", "norm_epsilon"),
     task="language_modeling",
     check=_check,
     describe=describe,

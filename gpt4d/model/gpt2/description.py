@@ -40,7 +40,7 @@ def describe(config: GPT2Config) -> Description:
     vocabulary = config.padded_vocab_size
     return Description(
         units=(
-            Unit("", TokenEmbeddingCost("tokens", vocabulary, h)),
+            Unit("", TokenEmbeddingCost("tokens", vocabulary, h, config.vocab_size)),
             Unit("", PositionEmbeddingCost("positions", config.max_positions, h)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
             Unit("", norm),
@@ -51,7 +51,6 @@ def describe(config: GPT2Config) -> Description:
             Divisibility("model.heads", config.heads, ("x",)),
             Divisibility("model.hidden", h, ("y", "z")),
             Divisibility("model.hidden", h, ("x", "z")),
-            Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
         ),
         tensors={STREAM: residual_stream(h)},
         model_flops=lambda samples, length: _model_flops(config, samples, length),

@@ -1,7 +1,7 @@
 """Weights under the names and shapes of transformers' GPT2LMHeadModel, and its settings.
 
 Its linear weights are stored [in, out] like ours; only queries, keys and values, which it lays side by side, have a dim
-of their own here, and our embedding has rows of padding.
+of their own here.
 """
 
 import re
@@ -96,17 +96,13 @@ def config_from_hf(source: str, values: dict) -> GPT2Config:
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: GPT2Config) -> list[torch.Tensor]:
-    """Return our global tensor as transformers has it: without padding, queries, keys and values side by side."""
-    if name == "tokens.weight":
-        return [tensor[: config.vocab_size]]
+    """Return our global tensor as transformers has it: queries, keys and values side by side."""
     if ".attention.qkv." in name:
         return [tensor.flatten(-2)]
     return [tensor]
 
 
 def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: GPT2Config) -> torch.Tensor:
-    """Return transformers' tensor as our global tensor of ``shape``; rows of padding are zero."""
+    """Return transformers' tensor as our global tensor of ``shape``."""
     (tensor,) = tensors
-    if name == "tokens.weight":
-        return torch.cat((tensor, tensor.new_zeros(shape[0] - len(tensor), shape[1])))
     return tensor.reshape(shape)

@@ -74,7 +74,7 @@ def _hugging_face():
 FAMILY = Family(
     name="llama",
     config=LlamaConfig,
-    structure=(*_SIZES, "max_positions", "norm_epsilon", "tied", "qkv_bias", "qk_norm", *_ROPE),
+    structure=(*_SIZES[:-1], "max_positions", "norm_epsilon", "tied", "qkv_bias", "qk_norm", *_ROPE),
     task="language_modeling",
     check=_check,
     describe=describe,

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 
 from gpt4d.config import ModelConfig
+from gpt4d.model.text_config import PaddedVocabulary
 from gpt4d.parallel.layers import specs
 
 
 @dataclass
-class LlamaConfig(ModelConfig):
+class LlamaConfig(PaddedVocabulary, ModelConfig):
     """A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
     Qwen2 has biases of queries, keys and values too, Qwen3 norms of queries and keys.
@@ -22,7 +23,7 @@ class LlamaConfig(ModelConfig):
     head_size: int = 32
     inner: int = 352  # features of the gated MLP
     vocab_size: int = 4096  # number of token ids that the tokenizer may produce
-    vocab_multiple: int = 128  # the embedding is padded to a multiple of this, so that gx·gz can divide it
+    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this and of each stage's gx·gz
     max_positions: int = 256  # the longest sequence
     norm_epsilon: float = 1e-5
     tied: bool = True  # the head is the token embedding
@@ -38,10 +39,6 @@ class LlamaConfig(ModelConfig):
     rope_beta_fast: float = 32.0  # yarn: as rope_high_frequency
     rope_truncate: bool = True  # yarn: the limits are whole pairs of features
     rope_attention_factor: float = 0.0  # yarn: of queries and keys; 0: 0.1·ln(rope_factor) + 1
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property
     def qkv_channels(self) -> tuple[int, int, int]:

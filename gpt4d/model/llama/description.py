@@ -36,13 +36,14 @@ def describe(config: LlamaConfig) -> Description:
     )
     tied = "tokens.weight" if config.tied else None
     pieces = specs.interleaved_pieces(config.qkv_channels)
+    head = LinearCost("head", h, vocabulary, bias=False, tied=tied, source=norm, used=config.vocab_size)
     return Description(
         units=(
-            Unit("", TokenEmbeddingCost("tokens", vocabulary, h)),
+            Unit("", TokenEmbeddingCost("tokens", vocabulary, h, config.vocab_size)),
             Unit("", RotaryCost(config.head_size)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
             Unit("", norm),
-            Unit("", LinearCost("head", h, vocabulary, bias=False, tied=tied, source=norm)),
+            Unit("", head),
             Unit("", CrossEntropyCost(vocabulary)),
         ),
         rules=(
@@ -51,7 +52,6 @@ def describe(config: LlamaConfig) -> Description:
             Divisibility("model.hidden", h, ("y", "z")),
             Divisibility("model.heads·head_size", attended, ("x", "z")),
             Divisibility("model.inner", config.inner, ("x", "z")),
-            Divisibility("the padded vocabulary", vocabulary, ("x", "z"), "or set another model.vocab_multiple"),
         ),
         tensors={STREAM: residual_stream(h)},
         model_flops=lambda samples, length: _model_flops(config, samples, length),

@@ -2,7 +2,7 @@
 
 Its linear weights are stored [out, in], ours [in, out]. Queries, keys and values are one weight here, whose columns
 are stored as those of a concatenation (gpt4d.parallel.layers.specs.interleaved_order), and so are the two halves of a
-gated MLP, side by side. Our vocabulary has rows of padding.
+gated MLP, side by side.
 """
 
 import re
@@ -48,11 +48,9 @@ def names(name: str, config: LlamaConfig) -> list[str]:
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Tensor]:
-    """Return our global tensor as transformers has it: without padding, taken apart and transposed."""
+    """Return our global tensor as transformers has it: taken apart and transposed."""
     if name == "tokens.weight":
-        return [tensor[: config.vocab_size]]
-    if name == "head.weight":
-        return [tensor.t()[: config.vocab_size].contiguous()]
+        return [tensor]
     parts = [tensor]
     if ".attention.qkv." in name:
         parts = separate(tensor, config.qkv_channels)
@@ -62,22 +60,15 @@ def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Te
 
 
 def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: LlamaConfig) -> torch.Tensor:
-    """Return transformers' tensors as our global tensor of ``shape``; padding is zero."""
+    """Return transformers' tensors as our global tensor of ``shape``."""
     if name == "tokens.weight":
-        return _padded(tensors[0], shape[0])
-    if name == "head.weight":
-        return _padded(tensors[0], shape[1]).t().contiguous()
+        return tensors[0]
     parts = [tensor.t() for tensor in tensors]
     if ".attention.qkv." in name:
         return concatenate(parts, config.qkv_channels)
     if ".mlp.up." in name:
         return torch.stack(parts, 1)
     return parts[0].contiguous()
-
-
-def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    missing = count - len(rows)
-    return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
 
 
 def hf_config(config: LlamaConfig, end_of_text: int | None = None) -> "PretrainedConfig":

@@ -47,13 +47,13 @@ class LookupFunction(torch.autograd.Function):
 class TokenEmbedding(nn.Module):
     """Token ids [batch, sequence] → [tokens, hidden over y] of this rank's tokens, in the compute dtype.
 
-    ``rows`` is the padded vocabulary. Padding is never looked up, and the loss leaves it out.
+    ``rows`` is the padded vocabulary, ``used`` the vocabulary. Padding is never looked up, and the loss leaves it out.
     """
 
-    def __init__(self, weights: WeightStream, rows: int, hidden: int, std: float = 0.02):
+    def __init__(self, weights: WeightStream, rows: int, hidden: int, std: float = 0.02, used: int | None = None):
         super().__init__()
         self.weights = weights
-        self.weight = weights.parameter(specs.token_embedding(rows, hidden, std)["weight"])
+        self.weight = weights.parameter(specs.token_embedding(rows, hidden, std, used)["weight"])
 
     def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return LookupFunction.apply(self.weight, tokens.gathered(ids), self.weights, tokens.axis.size > 1)

@@ -64,6 +64,7 @@ class Linear(nn.Module):
         bias: add a bias after the sum over the contracted axis.
         bias_gradient: compute its gradient here; else a function of the output does.
         std: standard deviation of the initial weight.
+        used: number of output features without padding; None for all.
         inner_split: ``FEATURES`` if the axis of the stream's features splits those of the other side too: the output's
             of a normal layer, which are scattered, the input's of a transposed one, which are gathered.
     """
@@ -80,13 +81,14 @@ class Linear(nn.Module):
         bias: bool = True,
         bias_gradient: bool = True,
         std: float = 0.02,
+        used: int | None = None,
         inner_split: int | None = None,
     ):
         super().__init__()
         axes = axes or specs.linear_axes(transposed)
         contracted, produced = map(weights.grid.axis, axes)
         self.context = ProductContext(weights, Matmul(), contracted, produced, transposed, inner_split)
-        layer = specs.linear(in_features, out_features, axes, num_fused=num_fused, bias=bias, std=std)
+        layer = specs.linear(in_features, out_features, axes, num_fused=num_fused, bias=bias, std=std, used=used)
         self.weight = weights.parameter(layer["weight"])
         self.bias = weights.parameter(layer["bias"]) if bias else None
         self.bias_gradient = bias_gradient

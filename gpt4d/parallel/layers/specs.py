@@ -34,18 +34,19 @@ def linear(
     num_fused: int | None = None,
     bias: bool = True,
     std: float = 0.02,
+    used: int | None = None,
 ) -> dict[str, ParameterSpec]:
     """Return weight [in, out] and bias [out] of a linear layer, or [in, num_fused, out] and [num_fused, out].
 
-    z splits the stored rows once more.
+    z splits the stored rows once more. ``used``: number of output features without padding, for a layer without bias.
     """
+    assert used is None or (num_fused is None and not bias), "only the columns of a plain weight can be padded"
     columns = _named(axes.produced)
     shape, out = ((out_features,), (columns,)) if num_fused is None else ((num_fused, out_features), ((), columns))
     layout = Layout(_named(axes.contracted, "z"), *out)
-    specs = {"weight": ParameterSpec((in_features, *shape), layout, std=std, decay=True, streamed=True)}
-    if bias:
-        specs["bias"] = ParameterSpec(shape, Layout(*out))
-    return specs
+    unpadded = None if used is None else (in_features, used)
+    weight = ParameterSpec((in_features, *shape), layout, unpadded, std=std, decay=True, streamed=True)
+    return {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if bias else {"weight": weight}
 
 
 def linear_axes(transposed: bool) -> Axes:
@@ -121,9 +122,13 @@ def serves_equally(heads: Sequence[int]) -> bool:
     )
 
 
-def token_embedding(rows: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
-    """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y."""
-    return {"weight": ParameterSpec((rows, hidden), Layout(("x", "z"), ("y",)), std=std, decay=True, streamed=True)}
+def token_embedding(rows: int, hidden: int, std: float = 0.02, used: int | None = None) -> dict[str, ParameterSpec]:
+    """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y.
+
+    ``used``: number of rows without padding; None for all.
+    """
+    unpadded, layout = None if used is None else (used, hidden), Layout(("x", "z"), ("y",))
+    return {"weight": ParameterSpec((rows, hidden), layout, unpadded, std=std, decay=True, streamed=True)}
 
 
 def position_embedding(positions: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
