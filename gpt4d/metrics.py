@@ -1,4 +1,4 @@
-"""Reports of a run: metrics.jsonl, console, Weights & Biases, loss curve; peak FLOP/s and memory of a device."""
+"""Reports of a run: metrics.jsonl, console, Weights & Biases; peak FLOP/s and memory of a device."""
 
 import json
 import math
@@ -15,6 +15,7 @@ import torch
 from gpt4d.config import Config
 from gpt4d.config.machine import gpu_model
 from gpt4d.files import read_json_lines
+from gpt4d.runs.tables import duration
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -71,7 +72,7 @@ class RunLogger:
         left = (self.steps - values["step"]) * self.average_step_s
         self.line.show(
             f"step {values['step']}/{self.steps}  loss {values['loss']:.4f}  "
-            f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {_duration(left)} left{_time_breakdown(values)}"
+            f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {duration(left)} left{_time_breakdown(values)}"
         )
 
     def event(self, event: str, message: str, /, **values) -> None:
@@ -195,33 +196,3 @@ def _flatten(values: dict, prefix: str = "") -> dict:
     for key, value in values.items():
         flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def plot_losses(run_dir: Path, unit: str = "tokens") -> Path:
-    """Plot the training and validation losses of metrics.jsonl over the ``unit`` seen; return the path of loss.png."""
-    from matplotlib.figure import Figure
-
-    lines = read_json_lines(run_dir / "metrics.jsonl")
-    # Keyed by step, so that steps a restarted run repeated count once.
-    training = {line["step"]: line for line in lines if "event" not in line and line["loss"] is not None}
-    validation = {line["step"]: line for line in lines if line.get("event") == "validation"}
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, points, style in (("training", training, "-"), ("validation", validation, "o--")):
-        steps = sorted(points)
-        axes.plot([points[s][unit] for s in steps], [points[s]["loss"] for s in steps], style, label=name)
-    axes.set_xlabel(f"{unit} seen")
-    axes.set_ylabel(f"loss per {unit.removesuffix('s')}")
-    axes.xaxis.set_major_formatter(lambda seen, _: f"{seen / 1e6:g} M" if seen else "0")
-    axes.set_title(run_dir.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = run_dir / "loss.png"
-    figure.savefig(path, dpi=120)
-    return path

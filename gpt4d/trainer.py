@@ -17,7 +17,9 @@ from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.profiling import Profile
+from gpt4d.runs.history import History
 from gpt4d.runs.lock import DirectoryLock
+from gpt4d.runs.plots import plot_losses
 from gpt4d.runtime import gpu, preflight, signals
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.signals import StopRequest
@@ -211,7 +213,8 @@ class Trainer:
             self.log.event("sample", sample.message, **self.progress.values(self.task.unit), **sample.values)
         if not self.stage.grid.world.index:
             validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
-            curve = metrics.plot_losses(self.run_dir, self.task.unit)
+            curve = self.run_dir / "loss.png"
+            plot_losses({self.run_dir.name: History(self.run_dir)}, curve, title=self.run_dir.name)
             peak = metrics.peak_memory_gib(self.device)
             message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}"
             self.log.event(

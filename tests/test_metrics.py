@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from gpt4d import metrics
 from gpt4d.config import Config
+from gpt4d.runs.history import History
 from gpt4d.validation import validate
 from tests.grids import metric_lines
 
@@ -23,12 +24,13 @@ def test_one_device_prints_no_communication_times():
     assert metrics._time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
 
 
-def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_plot(tmp_path, capsys):
+def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_history(tmp_path, capsys):
     logger = metrics.RunLogger(Config(), tmp_path, unit="images")
     logger.step({"step": 1, "loss": 2.0, "images": 64, "images_per_s": 1234.0, "step_time_s": 1.0, "comm": {}})
     logger.close()
     assert "loss 2.0000  1,234 images/s" in capsys.readouterr().out
-    assert metrics.plot_losses(tmp_path, unit="images").stat().st_size > 0
+    history = History(tmp_path)
+    assert (history.unit, history.per_s, history.training[1].seen) == ("images", 1234.0, 64)
 
 
 def train_and_note_timing(config, device_type):

@@ -1,5 +1,6 @@
 """Runs as their files describe them: the lock of a directory, states, differing settings, plots."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.runs import lock
+from gpt4d.runs.__main__ import main
+from gpt4d.runs.history import History, Point, interval_means
+from gpt4d.runs.summary import Run, State, differing_keys, find_runs, state_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLD = """
@@ -69,3 +73,206 @@ def test_a_requeued_slurm_job_waits_for_the_lock_of_its_earlier_start(tmp_path, 
         lock.check_unused(tmp_path)
         monkeypatch.setattr("time.sleep", lambda s: (process.kill(), process.wait()))
         lock.DirectoryLock(tmp_path).close()
+
+
+def step(number, loss=2.0, **values):
+    line = {"step": number, "tokens": 10 * number, "loss": loss, "time": 1000.0 + number, "elapsed_s": float(number)}
+    return line | {"step_time_s": 0.5, "tokens_per_s": 20.0} | values
+
+
+def event(name, number=0, **values):
+    return {"event": name, "step": number, "tokens": 10 * number, "time": 1000.0 + number, "elapsed_s": 1.0} | values
+
+
+def write_run(path, *lines, config="", **start):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "config.yaml").write_text(config)
+    (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    return path
+
+
+def test_a_history_follows_a_run_and_drops_what_a_restart_repeats(tmp_path):
+    path = write_run(
+        tmp_path, event("start"), step(1, 4.0), step(2, 3.0), event("validation", 2, loss=3.5), step(3, 2.5)
+    )
+    history = History(path)
+    assert [point.loss for point in history.training.values()] == [4.0, 3.0, 2.5]
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo\n[1]\n')  # cut off by a crash
+        file.write(json.dumps(event("start", 1)) + "\n" + json.dumps(step(2, None)) + "\n" + json.dumps(step(3, 2.9)))
+        file.flush()
+        history.update()
+        assert list(history.training) == [1] and not history.validation and history.step == 2, (
+            "the last line is incomplete"
+        )
+        file.write("\n" + json.dumps(event("done", 3)) + "\n")
+    history.update()
+    assert history.training == {1: Point(1, 10, 1.0, 4.0), 3: Point(3, 30, 3.0, 2.9)}
+    assert (history.step, history.ending, history.time, history.per_s) == (3, "done", 1003.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "locked", "host", "now", "state"),
+    [
+        ([], True, "here", 0, State.RUNNING),
+        ([], False, "here", 0, State.NEW),
+        ([event("start"), step(1)], True, "here", 1e9, State.RUNNING),
+        ([event("start"), step(1)], False, "here", 1002, State.INTERRUPTED),  # killed
+        ([event("start"), step(1)], False, "there", 1002, State.RUNNING),  # no lock reaches the other host
+        ([event("start"), step(1)], False, "there", 2000, State.INTERRUPTED),
+        ([event("start"), step(1), event("signal", 1)], False, "there", 1002, State.INTERRUPTED),
+        ([event("start"), event("failed", problem="…")], False, "here", 0, State.FAILED),
+        ([event("start"), event("done", 9)], False, "here", 0, State.FINISHED),
+        ([event("start"), event("done", 9), event("start", 9), step(10)], False, "here", 0, State.INTERRUPTED),
+        ([event("start"), event("failed"), event("start"), event("done")], False, "here", 0, State.FINISHED),
+    ],
+)
+def test_lock_and_last_events_decide_the_state(tmp_path, lines, locked, host, now, state):
+    history = History(write_run(tmp_path, *lines))
+    assert state_of(history, locked, lock.Holder("here", 1, 0.0), now, host) is state
+
+
+def test_a_held_lock_shows_as_running_and_reading_does_not_take_it(tmp_path):
+    path = write_run(tmp_path / "run", event("start"), step(1))
+    with locked_by_another_process(path) as process:
+        run = Run(path)
+        assert run.state is State.RUNNING
+        process.kill()
+        process.wait()
+        run.update()
+        assert run.state is State.INTERRUPTED
+    held = lock.DirectoryLock(path)
+    probe = "import sys; from gpt4d.runs.lock import *; print(is_locked(Path(sys.argv[1])))"
+    for _ in range(2):
+        asked = subprocess.run(
+            [sys.executable, "-c", probe, path], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert asked.stdout == "True\n"
+    held.close()
+
+
+def test_settings_are_compared_among_runs_of_one_model():
+    common = {"run.dir": "a", "logging.every": 1, "train.seed": 0, "cluster.name": "local", "data.name": "sotu"}
+    small = common | {"model.name": "small", "model.layers": 2, "optim.lr": 1e-3}
+    large = common | {"model.name": "large", "model.layers": 9, "optim.lr": 1e-4}
+    assert differing_keys([small, small | {"run.dir": "b", "logging.every": 2, "cluster.name": "other"}]) == []
+    assert differing_keys([small, small | {"optim.lr": 2e-3, "train.seed": 1}]) == ["train.seed", "optim.lr"]
+    assert differing_keys([small, large]) == ["model.name"]
+    assert differing_keys([small, large, large | {"optim.lr": 2e-4}, {}]) == ["model.name", "optim.lr"]
+
+
+def config(lr, steps=3):
+    return f"model: {{name: m}}\ndata: {{name: d}}\ntrain: {{steps: {steps}}}\noptim: {{lr: {lr}}}\nrun: {{dir: x}}\n"
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    first = [event("start"), step(1, 4.0), step(2, 3.0), event("validation", 2, loss=3.5), event("done", 3)]
+    start = {
+        "commit": "abc",
+        "clean": True,
+        "versions": {"torch": "2.11"},
+        "grids": ["1x1x1x1"],
+        "data": {"samples": "f"},
+    }
+    write_run(tmp_path / "sweep/lr=0.1", *first, config=config(0.1), **start)
+    other = start | {"commit": "def", "versions": {"torch": "2.13"}}
+    write_run(
+        tmp_path / "sweep/lr=0.2",
+        event("start"),
+        step(1, 5.0),
+        event("failed", 1, problem="no\n"),
+        config=config(0.2),
+        **other,
+    )
+    (tmp_path / "sweep/lr=0.1/checkpoints/step_00000003").mkdir(parents=True)
+    (tmp_path / "cache").mkdir()
+    return tmp_path
+
+
+def test_runs_are_listed_recursively_with_differing_settings(two_runs, capsys, monkeypatch):
+    main([str(two_runs)])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    heading, *_, first, second, note = lines
+    assert heading == "run optim.lr state step loss validation speed left last line"
+    assert "sweep/lr=0.1 0.1 finished 3/3 3.5000 3.5000 20 tokens/s" in first
+    assert "sweep/lr=0.2 0.2 failed 1/3 5.0000" in second
+    assert note.endswith("sweep/lr=0.2: no")
+    monkeypatch.chdir(two_runs)
+    main(["sweep", "format=json"])
+    (one, two) = json.loads(capsys.readouterr().out)
+    assert (one["run"], one["state"], one["validation_loss"], two["problem"]) == (
+        "sweep/lr=0.1",
+        "finished",
+        3.5,
+        "no\n",
+    )
+
+
+def test_a_difference_of_runs_names_settings_commit_versions_and_not_equal_ones(two_runs, capsys):
+    main(["diff", str(two_runs / "sweep/lr=0.1"), str(two_runs / "sweep/lr=0.2")])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()][2:]
+    assert rows == [["optim.lr", "0.1", "0.2"], ["commit", "abc", "def"], ["version", "of", "torch", "2.11", "2.13"]]
+    main(["diff", *[str(two_runs / "sweep/lr=0.1")] * 2])
+    assert "have equal settings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("x", ["step", "tokens", "hours"])
+def test_losses_are_plotted_over_steps_tokens_or_hours(two_runs, tmp_path, x):
+    main(["plot", *map(str, (two_runs / "sweep").iterdir()), f"out={tmp_path / 'losses.png'}", f"x={x}"])
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_losses_are_averaged_over_intervals():
+    points = [Point(step, 10 * step, step / 2, float(step)) for step in range(1, 8)]
+    assert [(mean.step, mean.seen, mean.loss) for mean in interval_means(points, 3)] == [
+        (2, 20, 1.5),
+        (4, 40, 3.5),
+        (7, 70, 6),
+    ]
+    assert interval_means(points, 100) == points
+    assert interval_means([], 3) == []
+
+
+def test_the_watched_table_follows_the_files(two_runs, monkeypatch, capsys):
+    path, seen = two_runs / "sweep/lr=0.2", []
+
+    def sleep(_):
+        seen.append(find_runs([path])[0].state)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        with open(path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(event("start")) + "\n" + json.dumps(event("done", 3)) + "\n")
+
+    monkeypatch.setattr("time.sleep", sleep)
+    main(["watch", str(path)])
+    assert seen == [State.FAILED, State.FINISHED]
+    assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such"], "/no/such: no such directory; pass a run"),
+        (["{empty}"], "{empty}: no run in it or below"),
+        (["{empty}", "format=xml"], "format=xml: use one of table, json"),
+        (["diff", "{empty}"], "diff: 1 run(s); pass two"),
+        (["diff", "{empty}", "{empty}"], "{empty}: not a run"),
+        (["plot", "{empty}"], "out=… is missing"),
+        (["plot", "out=a.png"], "plot: no run"),
+        (["plot", "{empty}", "out=a.jpeg"], "out=a.jpeg: no format for pictures"),
+        (["plot", "{empty}", "out=a.png", "x=days"], "x=days: use one of step, tokens, hours"),
+        (["watch", "{empty}", "every_s=0"], "every_s=0.0: use a value above 0"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, arguments, message):
+    with pytest.raises(ConfigError, match="^" + re.escape(message.format(empty=tmp_path))):
+        main([argument.format(empty=tmp_path) for argument in arguments])
+
+
+def test_the_command_has_a_help_and_does_not_import_torch():
+    check = "import sys; from gpt4d.runs import __main__; __main__.main(['--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "watch [DIR …]" in done.stdout

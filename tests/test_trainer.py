@@ -252,7 +252,7 @@ def test_the_run_directory_records_steps_and_events(ranks, tiny):
     )  # fmt: skip
     ranks.run(4, train_in_rank, config)
     run_dir = Path(config.run.dir)
-    files = {"config.yaml", "configs", "starts.jsonl", "metrics.jsonl", "checkpoints", "loss.png"}
+    files = {"config.yaml", "configs", "starts.jsonl", "metrics.jsonl", "checkpoints", "loss.png", "lock"}
     assert {p.name for p in run_dir.iterdir()} == files
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_00000004"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -270,8 +270,9 @@ def test_the_run_directory_records_steps_and_events(ranks, tiny):
     assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
     events = [(line["event"], line["step"]) for line in lines if line.get("event") not in (None, *OF_THE_MACHINE)]
     # A save is reported when it has ended, which may be after the next validation.
-    assert sorted(events[:-1]) == [("checkpoint", 2), ("checkpoint", 4), ("validation", 2), ("validation", 4)]
-    assert events[-1] == ("sample", 4)
+    assert events[0] == ("start", 0)
+    assert sorted(events[1:-2]) == [("checkpoint", 2), ("checkpoint", 4), ("validation", 2), ("validation", 4)]
+    assert events[-2:] == [("sample", 4), ("done", 4)]
 
 
 def linear_bytes(m, k, n, sizes, itemsize=4):

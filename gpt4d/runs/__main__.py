@@ -1,0 +1,127 @@
+"""List, compare, plot and watch runs: ``python -m gpt4d.runs [COMMAND] [DIR …] [key=value …]``.
+
+    [DIR …]                      list the runs in and below the directories (default: runs)
+        format=table             or json
+    diff A B                     print the settings, commit, versions, grids and data that differ between two runs
+    plot A [B …] out=FILE        plot training losses (lines) and validation losses (points)
+        x=tokens                 or step, hours
+    watch [DIR …]                show the list until Ctrl-C, and read it again every few seconds
+        every_s=2
+
+The commands only read files, so they run on a login node and never delay a run.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from gpt4d.config import ConfigError, check_above_0, check_choice, check_picture, from_arguments, known_keys
+from gpt4d.runs import plots
+from gpt4d.runs.summary import Run, differences, find_runs, open_run
+from gpt4d.runs.tables import console, differences_table, runs_table
+from gpt4d.runtime.errors import one_line_errors
+
+
+@dataclass
+class ListConfig:
+    format: str = "table"
+
+
+@dataclass
+class DiffConfig:
+    pass
+
+
+@dataclass
+class PlotConfig:
+    out: str = MISSING
+    x: str = "tokens"
+
+
+@dataclass
+class WatchConfig:
+    every_s: float = 2.0
+
+
+def list_runs(paths: list[Path], config: ListConfig) -> None:
+    check_choice("format", config.format, ("table", "json"))
+    runs = find_runs(paths or [Path("runs")])
+    if config.format == "json":
+        print(json.dumps([run.to_json() for run in runs], indent=1))
+    else:
+        console().print(runs_table(runs))
+
+
+def diff(paths: list[Path], config: DiffConfig) -> None:
+    if len(paths) != 2:
+        raise ConfigError(f"diff: {len(paths)} run(s); pass two")
+    first, second = map(open_run, paths)
+    found = differences(first, second)
+    if found:
+        console().print(differences_table(first, second, found))
+    else:
+        print(f"{first.path} and {second.path} have equal settings, commits, versions, grids and data")
+
+
+def plot(paths: list[Path], config: PlotConfig) -> None:
+    check_choice("x", config.x, plots.X_AXES)
+    check_picture("out", config.out)
+    if not paths:
+        raise ConfigError("plot: no run; pass at least one")
+    histories = {str(path): open_run(path).history for path in paths}
+    for path, history in histories.items():
+        if not history.training:
+            raise ConfigError(f"{path}: no loss yet; wait for its first line in metrics.jsonl")
+    try:
+        plots.plot_losses(histories, Path(config.out), config.x, paths[0].name if len(paths) == 1 else "")
+    except OSError as error:
+        raise ConfigError(f"out={config.out}: {error.strerror}; use a file in a writable directory") from None
+    print(config.out)
+
+
+def watch(paths: list[Path], config: WatchConfig) -> None:
+    from rich.live import Live
+
+    check_above_0("every_s", config.every_s)
+    runs: list[Run] = []
+    with Live(console=console(), auto_refresh=False) as live:
+        while True:
+            runs = find_runs(paths or [Path("runs")], known=runs)
+            live.update(runs_table(runs), refresh=True)
+            time.sleep(config.every_s)
+
+
+_Command = tuple[Callable[[list[Path], Any], None], type]
+_COMMANDS: dict[str, _Command] = {
+    "diff": (diff, DiffConfig),
+    "plot": (plot, PlotConfig),
+    "watch": (watch, WatchConfig),
+}
+
+
+def main(arguments: list[str]) -> None:
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return
+    selected: _Command = (list_runs, ListConfig)
+    if arguments and arguments[0] in _COMMANDS:
+        selected, arguments = _COMMANDS[arguments[0]], arguments[1:]
+    command, schema = selected
+    # The directories of a sweep contain "=" too, as in lr=0.001.
+    options = [argument for argument in arguments if argument.partition("=")[0] in known_keys(schema)]
+    paths = [Path(argument) for argument in arguments if argument not in options]
+    try:
+        command(paths, from_arguments(schema, options))
+    except KeyboardInterrupt:
+        print()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

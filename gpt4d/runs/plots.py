@@ -1,0 +1,56 @@
+"""Plots of losses: of one run, of several runs, of a sweep."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gpt4d.runs.history import History, Point, interval_means
+
+_INTERVALS = 200
+_MAX_LEGEND = 40
+_X: dict[str, Callable[[Point], float]] = {
+    "step": lambda point: point.step,
+    "tokens": lambda point: point.seen,
+    "hours": lambda point: point.elapsed_s / 3600,
+}
+X_AXES = tuple(_X)
+
+
+def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", title: str = "") -> None:
+    """Plot training losses as lines, smoothed by the means of intervals, and validation losses as points.
+
+    Args:
+        runs: the histories of the runs by name.
+        path: the file to write; its suffix is the format.
+        x: step, tokens (or images, if the runs count images) or hours.
+        title: the title of the plot.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    several = len(runs) > 1
+    figure = Figure(figsize=(10 if several else 8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    colors = colormaps["tab10"].colors if len(runs) <= 10 else colormaps["viridis"].resampled(len(runs)).colors  # type: ignore[attr-defined]
+    initial = []
+    for (name, history), color in zip(runs.items(), colors, strict=False):
+        training = interval_means([history.training[step] for step in sorted(history.training)], _INTERVALS)
+        validation = [history.validation[step] for step in sorted(history.validation)]
+        initial += [point.loss for point in training[:1]]
+        of_x, of_loss = (lambda points: [_X[x](point) for point in points]), (lambda points: [p.loss for p in points])
+        axes.plot(of_x(training), of_loss(training), color=color, label=name if several else "training")
+        label, style = (None, "o") if several else ("validation", "o--")
+        axes.plot(of_x(validation), of_loss(validation), style, color=color if several else "C1", label=label)
+    if initial:  # a loss that has diverged must not flatten the other curves
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.1 * max(initial)))
+    unit = next((history.unit for history in runs.values()), "tokens")
+    axes.set_xlabel({"step": "step", "tokens": f"{unit} seen", "hours": "hours"}[x])
+    axes.set_ylabel(f"loss per {unit.removesuffix('s')}" + (" (points: validation)" if several else ""))
+    if x == "tokens":
+        axes.xaxis.set_major_formatter(lambda seen, _: f"{seen / 1e6:g} M" if seen else "0")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if several and len(runs) <= _MAX_LEGEND:
+        figure.legend(loc="outside right upper", fontsize="small")
+    elif not several:
+        axes.legend()
+    figure.savefig(path, dpi=120)
