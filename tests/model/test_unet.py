@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt4d.config import Config, DataConfig, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
+from gpt4d.config import Config, ConfigError, DataConfig, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.unet import hugging_face as adapter
 from gpt4d.model.unet.config import UNetConfig
@@ -164,3 +164,10 @@ def test_weights_survive_the_way_to_diffusers_and_back(oracle):
     back = to_hf(ours, TINY)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_a_model_whose_first_multiplier_is_not_1_is_not_exported():
+    with pytest.raises(ConfigError, match=r"multipliers=\[2, 3\]: .*; export a model whose first multiplier is 1"):
+        adapter.hf_config(replace(TINY, multipliers=[2, 3]))
+    exported = adapter.hf_config(replace(TINY, multipliers=[1, 3])).values
+    assert adapter.config_from_hf("exported", exported).multipliers == [1, 3]

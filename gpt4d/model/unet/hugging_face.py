@@ -117,7 +117,13 @@ def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
 
 
 def hf_config(config: UNetConfig, end_of_text: int | None = None) -> Settings:
-    """Return the settings of such a UNet2DModel."""
+    """Return the settings of such a UNet2DModel. Raises ConfigError if diffusers has no such model."""
+    if (first := config.multipliers[0]) != 1:
+        raise ConfigError(
+            f"model.multipliers={config.multipliers}: the first convolution of diffusers' UNet2DModel has as many "
+            f"channels as the first level, and that of this model has model.channels={config.channels}; export a model "
+            f"whose first multiplier is 1, such as model.channels={first * config.channels}"
+        )
     sizes = [config.image_size >> level for level in range(len(config.multipliers))]
     attended = [size in config.attention_at for size in sizes]
     return Settings(
