@@ -1,6 +1,6 @@
 """The validation of a run: every check that needs no process group, in one call. No torch here."""
 
-from gpt4d.config import Config, check_pipeline, check_values
+from gpt4d.config import Config, check_pipeline, check_unused, check_values
 from gpt4d.model import registry
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
@@ -15,6 +15,6 @@ def validate(config: Config, world_size: int) -> ParallelPlan:
     family = registry.of(config.model)
     check_values(config, family)
     check_pipeline(config)
-    plan = resolve(config, world_size)
     tasks.get(family.task).check(config)
-    return plan
+    check_unused(config)
+    return resolve(config, world_size)

@@ -28,6 +28,7 @@ from gpt4d.config.composing import (
     expand_cluster,
     from_arguments,
     known_keys,
+    preset,
     read_cluster,
     register_model,
     to_config,
@@ -67,3 +68,4 @@ from gpt4d.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
+from gpt4d.config.unused import check_unused, conditional_keys, unused_keys

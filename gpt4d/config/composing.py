@@ -36,6 +36,14 @@ def to_config(composed) -> Config:
     return cast(Config, OmegaConf.to_object(composed))
 
 
+def preset(group: str, name: str) -> dict[str, Any]:
+    """Return the settings in the file of a choice, such as ``preset("data", "c4")``; none if there is no such file."""
+    from omegaconf import OmegaConf
+
+    path = CONFIG_DIR / group / f"{name}.yaml"
+    return cast(dict, OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else {}
+
+
 def read_cluster(path: str | Path) -> ClusterConfig:
     """Read the file of a machine, which ``gpt4d.planner.calibrate`` writes. Raises ConfigError if it is invalid."""
     from omegaconf import OmegaConf

@@ -26,11 +26,6 @@ def check_pipeline(config: Config) -> None:
     # Signal sends no values: it is for benchmarks, which do not check their settings here.
     check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES[:-1])
     if (pipeline.stages or 1) == 1:
-        for key, default in (("cuts", None), ("stage_grids", None), ("microbatches", None), ("chunks_per_stage", 1)):
-            if (value := getattr(pipeline, key)) != default:
-                raise ConfigError(
-                    f"parallel.pipeline.{key}={value}: there is one stage; set parallel.pipeline.stages, or remove it"
-                )
         return
     if config.train.micro_batch_size is not None:
         raise ConfigError(
@@ -42,9 +37,10 @@ def check_pipeline(config: Config) -> None:
             f"parallel.pipeline.stages={pipeline.stages}: parallel.mode=atp has one stage; use parallel.mode=4d, where "
             "gx is d1 and gy is d2"
         )
-    if pipeline.chunks_per_stage > 1 and pipeline.schedule != "interleaved_1f1b":
+    schedule = pipeline.schedule or DEFAULT_SCHEDULE
+    if pipeline.chunks_per_stage > 1 and schedule != "interleaved_1f1b":
         raise ConfigError(
-            f"parallel.pipeline.chunks_per_stage={pipeline.chunks_per_stage}: {pipeline.schedule} has one part of the "
+            f"parallel.pipeline.chunks_per_stage={pipeline.chunks_per_stage}: {schedule} has one part of the "
             "model on each stage; use parallel.pipeline.schedule=interleaved_1f1b"
         )
 

@@ -1,0 +1,198 @@
+"""Settings that the chosen data source, model, mode or schedule does not read: each is an error, with a remedy.
+
+``_CONDITIONS`` is the one table of such settings. Every run reads the keys without an entry, or may name them
+(``data.cache_dir``, the description of the machine ``cluster``).
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpt4d.config.checks import tokenizer_file, value_of
+from gpt4d.config.composing import preset
+from gpt4d.config.schema import Config, ConfigError
+
+# Why a configuration does not read a key, and the remedy: "reason; remedy". None if it reads the key.
+Condition = Callable[[Config], str | None]
+
+_TOKENS = ("tokens", "blend")  # sources that are token files already
+_ROWS = ("jsonl", "parquet", "hub")  # sources with columns
+# Values that switch something off, which is right even where it does not exist.
+_OFF = {
+    "logging.sample_prompt": "",
+    "logging.sample_tokens": 0,
+    "logging.sample_images": 0,
+    "train.validate_every": 0,
+}
+
+
+def unused_keys(config: Config) -> dict[str, str]:
+    """Return the keys that are set and that a run of ``config`` does not read, each with the reason and the remedy.
+
+    A key is set if its value differs from the schema's default and, for keys of ``data`` and ``model``, from the value
+    in the file of ``configs/`` that ``data.name`` or ``model.name`` selects.
+    """
+    reasons = {key: condition(config) for key, condition in _CONDITIONS.items() if _is_set(config, key)}
+    return {key: reason for key, reason in reasons.items() if reason}
+
+
+def check_unused(config: Config) -> None:
+    """Raise ConfigError for the first key that is set and that a run of ``config`` does not read."""
+    for key, reason in unused_keys(config).items():
+        raise ConfigError(f"{key}={_text(value_of(config, key))}: {reason}")
+
+
+def conditional_keys() -> list[str]:
+    """Return the keys that only some configurations read."""
+    return list(_CONDITIONS)
+
+
+def _is_set(config: Config, key: str) -> bool:
+    group, _, name = key.partition(".")
+    if group == "model" and not hasattr(config.model, name):
+        return False
+    value = value_of(config, key)
+    default = value_of(Config(model=type(config.model)()), key)
+    if value == (None if key == "data.tokenizer_vocab" else default):  # its default is interpolated
+        return False
+    if key in _OFF and value == _OFF[key]:
+        return False
+    return group not in ("data", "model") or value != preset(group, getattr(config, group).name).get(name, default)
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_text(config: Config) -> bool:
+    return hasattr(config.model, "vocab_size")
+
+
+def _is_pictures(config: Config) -> bool:
+    return hasattr(config.model, "timesteps")
+
+
+def _on_text(config: Config) -> str | None:
+    """Condition of a key that only models of text read. It holds for models of a task that is not known here."""
+    return (
+        f"model={config.model.name} is trained on pictures, not on text; leave it out" if _is_pictures(config) else None
+    )
+
+
+def _on_pictures(config: Config) -> str | None:
+    return f"model={config.model.name} is trained on text, not on pictures; leave it out" if _is_text(config) else None
+
+
+def _any(*conditions: Condition) -> Condition:
+    """Return the condition that has the reason of the first of several which has one."""
+    return lambda config: next(filter(None, (condition(config) for condition in conditions)), None)
+
+
+def _from(*sources: str) -> Condition:
+    """Return the condition of a key that only these values of ``data.source`` read."""
+
+    def condition(config: Config) -> str | None:
+        source = config.data.source
+        if source in sources:
+            return None
+        return f"data.source={source} does not read it; leave it out, or set data.source={' or '.join(sources)}"
+
+    return condition
+
+
+def _before_preparation(config: Config) -> str | None:
+    source = config.data.source
+    if source not in _TOKENS:
+        return None
+    return f"data.source={source} was prepared before; leave it out, or set it for python -m gpt4d.data.prepare"
+
+
+def _with_path(config: Config) -> str | None:
+    data = config.data
+    if data.source not in ("sotu", "blue_marble", "blend"):
+        return None
+    if data.source == "blend":
+        return "data.source=blend reads no path; list directories of token files in data.blend"
+    return f"data.source={data.source} reads no path; add data={_reader(str(data.path), _is_pictures(config))}"
+
+
+def _reader(path: str, pictures: bool) -> str:
+    """Return the source that probably reads ``path``."""
+    named = [source for source in ("jsonl", "parquet") if f".{source}" in Path(path).suffixes]
+    is_directory = os.path.isdir(os.path.expanduser(path))
+    return "pictures" if pictures else named[0] if named else "tokens" if is_directory else "text"
+
+
+def _with_tokenizer(config: Config) -> str | None:
+    data = config.data
+    if data.source not in _TOKENS or tokenizer_file(data.tokenizer or "").is_file():  # its companions are read
+        return None
+    return f"data.source={data.source} has the tokenizer that made its tokens; leave it out"
+
+
+def _in_stages(config: Config) -> str | None:
+    if (config.parallel.pipeline.stages or 1) > 1:
+        return None
+    return "there is one stage; set parallel.pipeline.stages, or leave it out"
+
+
+def _in_possible_stages(config: Config) -> str | None:
+    is_open = config.parallel.mode == "auto" and config.parallel.pipeline.stages is None
+    return None if is_open else _in_stages(config)
+
+
+def _on_equal_grids(config: Config) -> str | None:
+    given = config.parallel.pipeline.stage_grids
+    return None if given is None else "parallel.pipeline.stage_grids has the grid of each stage; leave it out"
+
+
+def _unless(key: str, *values: Any, remedy: str) -> Condition:
+    """Return the condition of a key that is not read while another one has one of these values."""
+
+    def condition(config: Config) -> str | None:
+        value = value_of(config, key)
+        return f"{key}={_text(value)} does not read it; {remedy}" if value in values else None
+
+    return condition
+
+
+def _rope(*scalings: str) -> Condition:
+    others = {"none", "llama3", "yarn"} - {*scalings}
+    return _unless("model.rope_scaling", *others, remedy=f"set model.rope_scaling={' or '.join(scalings)}")
+
+
+_CONDITIONS: dict[str, Condition] = {
+    "data.path": _with_path,
+    "data.subset": _from("hub"),
+    "data.split": _from("hub"),
+    "data.column": _from(*_ROWS),
+    "data.skip_empty": _any(_on_text, _before_preparation),
+    "data.blend": _from("blend"),
+    "data.tokenizer": _any(_on_text, _with_tokenizer),
+    "data.tokenizer_vocab": _on_text,
+    "data.validation_fraction": _before_preparation,
+    "data.flip": _on_pictures,
+    "data.reset_attention": _on_text,
+    "data.processes": _any(_on_text, _before_preparation),
+    **{f"parallel.{axis}": _on_equal_grids for axis in ("gx", "gy", "gz", "gdata")},
+    "parallel.overlap.prefetch": _unless("parallel.overlap.all_gather", False, remedy="leave it out"),
+    "parallel.cache_scope": _unless("parallel.cache_layers", 0, remedy="set parallel.cache_layers=all"),
+    **{f"parallel.pipeline.{key}": _in_stages for key in ("cuts", "stage_grids", "chunks_per_stage", "microbatches")},
+    "parallel.pipeline.schedule": _in_possible_stages,
+    "parallel.pipeline.strategy": _in_possible_stages,
+    "train.loss_chunks": _on_text,
+    "train.validate_every": _unless("train.validation_batches", 0, remedy="set train.validation_batches"),
+    "optim.schedule_steps": _unless("optim.min_lr_ratio", 1, remedy="set optim.min_lr_ratio, such as 0.1"),
+    "logging.wandb.project": _unless(
+        "logging.wandb.mode", "disabled", remedy="add logging.wandb.mode=offline or online"
+    ),
+    "logging.sample_prompt": _any(_on_text, _unless("logging.sample_tokens", 0, remedy="set logging.sample_tokens")),
+    "logging.sample_tokens": _any(_on_text, _unless("logging.sample_prompt", "", remedy="set logging.sample_prompt")),
+    "logging.sample_images": _on_pictures,
+    "logging.sample_steps": _any(_on_pictures, _unless("logging.sample_images", 0, remedy="set logging.sample_images")),
+    **{f"model.rope_{key}": _rope("llama3", "yarn") for key in ("factor", "original_positions")},
+    **{f"model.rope_{key}": _rope("llama3") for key in ("low_frequency", "high_frequency")},
+    **{f"model.rope_{key}": _rope("yarn") for key in ("beta_slow", "beta_fast", "truncate", "attention_factor")},
+}

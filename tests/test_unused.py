@@ -1,0 +1,128 @@
+"""Settings that a run would not read are errors, and those of files under configs/ are none."""
+
+import itertools
+import re
+import shlex
+
+import pytest
+
+from gpt4d.config import CONFIG_DIR, ConfigError, compose, conditional_keys, known_keys, unused_keys
+from gpt4d.model import registry  # noqa: F401 – registers the families' settings
+from gpt4d.validation import validate
+
+TEXT, PICTURES = "model=gpt_tiny", "model=unet_tiny"
+STAGES = "parallel.pipeline.stages=2"
+CASES = [  # what is not read, why, and what to add so that it is read
+    ([TEXT, "data.path=book.txt"], "data.source=sotu reads no path; add data=text", ["data=text"]),
+    ([TEXT, "data.path=crawl/*.jsonl.gz"], "reads no path; add data=jsonl", ["data=jsonl"]),
+    ([TEXT, "data.path=gpt4d"], "reads no path; add data=tokens", ["data=tokens"]),
+    ([PICTURES, "data.path=photos"], "data.source=blue_marble reads no path; add data=pictures", ["data=pictures"]),
+    ([TEXT, "data=blend", "data.path=tokens/a"], "list directories of token files in data.blend", ["data=tokens"]),
+    ([TEXT, "data.subset=en"], "data.source=sotu does not read it; leave it out, or set data.source=hub", ["data=c4"]),
+    ([TEXT, "data.split=test"], "set data.source=hub", ["data=c4"]),
+    ([TEXT, "data.column=content"], "set data.source=jsonl or parquet or hub", ["data=parquet"]),
+    ([TEXT, "data=tokens", "data.skip_empty=true"], "data.source=tokens was prepared before", ["data=text"]),
+    ([TEXT, "data=tokens", "data.validation_fraction=0.1"], "data.source=tokens was prepared", ["data=text"]),
+    ([TEXT, "data=tokens", "data.processes=2"], "data.source=tokens was prepared", ["data=text"]),
+    ([TEXT, "data=tokens", "data.tokenizer=gpt2"], "has the tokenizer that made its tokens", ["data=text"]),
+    ([TEXT, "data.blend={a: 1}"], "data.source=sotu does not read it", ["data=blend"]),
+    ([TEXT, "data.flip=false"], "data.flip=false: model=gpt_tiny is trained on text, not on pictures", [PICTURES]),
+    ([PICTURES, "data.reset_attention=true"], "model=unet_tiny is trained on pictures, not on text", [TEXT]),
+    ([PICTURES, "data.tokenizer_vocab=300"], "model=unet_tiny is trained on pictures", [TEXT]),
+    ([PICTURES, "train.loss_chunks=2"], "model=unet_tiny is trained on pictures", [TEXT]),
+    ([TEXT, "train.validate_every=9", "train.validation_batches=0"], "=0 does not", ["train.validation_batches=1"]),
+    ([PICTURES, "logging.sample_tokens=8"], "model=unet_tiny is trained on pictures", [TEXT]),
+    ([PICTURES, "logging.sample_prompt=So"], "model=unet_tiny is trained on pictures", [TEXT]),
+    ([TEXT, "logging.sample_prompt=So", "logging.sample_tokens=0"], "does not read it", ["logging.sample_tokens=8"]),
+    ([TEXT, "logging.sample_tokens=8", "logging.sample_prompt="], "does not read it", ["logging.sample_prompt=So"]),
+    ([TEXT, "logging.sample_images=8"], "model=gpt_tiny is trained on text", [PICTURES]),
+    ([PICTURES, "logging.sample_steps=8", "logging.sample_images=0"], "does not", ["logging.sample_images=8"]),
+    ([TEXT, "logging.wandb.project=a"], "logging.wandb.mode=disabled does not read it", ["logging.wandb.mode=offline"]),
+    (["model=unet_50m", "optim.schedule_steps=9"], "optim.min_lr_ratio=1.0 does not", ["optim.min_lr_ratio=0.1"]),
+    ([TEXT, "parallel.overlap.all_gather=false", "parallel.overlap.prefetch=3"], "",
+     ["parallel.overlap.all_gather=true"]),
+    ([TEXT, "parallel.cache_scope=microbatch", "parallel.cache_layers=0"], "", ["parallel.cache_layers=all"]),
+    ([TEXT, "parallel.pipeline.cuts=[2]"], "there is one stage; set parallel.pipeline.stages", [STAGES]),
+    ([TEXT, "parallel.pipeline.stage_grids=[1x1x1x1]"], "there is one stage", [STAGES]),
+    ([TEXT, "parallel.pipeline.microbatches=2"], "there is one stage", [STAGES]),
+    ([TEXT, "parallel.pipeline.chunks_per_stage=2"], "there is one stage", [STAGES]),
+    ([TEXT, "parallel.pipeline.schedule=1f1b"], "there is one stage", ["parallel.mode=auto"]),
+    ([TEXT, "parallel.pipeline.strategy=send_recv"], "there is one stage", [STAGES]),
+    *[
+        ([TEXT, STAGES, "parallel.pipeline.stage_grids=[1x1x1x2,2x1x1x1]", f"parallel.{axis}=2"], "of each stage",
+         ["parallel.pipeline.stage_grids=null"])
+        for axis in ("gx", "gy", "gz", "gdata")
+    ],
+    *[
+        (["model=llama_tiny", f"model.rope_{key}={value}"], "rope_scaling=none", ["model.rope_scaling=llama3"])
+        for key, value in (("factor", 8), ("original_positions", 64), ("low_frequency", 2), ("high_frequency", 8))
+    ],
+    *[
+        (["model=llama_1b", f"model.rope_{key}={value}"], "=llama3 does not read it", ["model.rope_scaling=yarn"])
+        for key, value in (("beta_slow", 2), ("beta_fast", 8), ("truncate", "false"), ("attention_factor", 2))
+    ],
+]  # fmt: skip
+
+
+def keys_of(overrides):
+    return [override.partition("=")[0] for override in overrides]
+
+
+@pytest.mark.parametrize(("overrides", "reason", "added"), CASES, ids=lambda value: value[-1] if value else "")
+def test_a_key_that_nothing_reads_is_reported_until_something_does(overrides, reason, added):
+    found = unused_keys(compose(overrides))
+    (key,) = found
+    assert key in keys_of(overrides)
+    assert reason in f"{key}={overrides[-1].partition('=')[2]}: {found[key]}"
+    assert not unused_keys(compose([*overrides, *added]))
+
+
+def test_the_cases_have_every_key_that_only_some_runs_read():
+    tried = {key for overrides, _, _ in CASES for key in unused_keys(compose(overrides))}
+    assert tried == set(conditional_keys())
+    assert tried <= set(known_keys())
+
+
+def test_an_unused_key_ends_the_run_before_it_starts():
+    message = r"data\.path=book\.txt: data\.source=sotu reads no path; add data=text"
+    with pytest.raises(ConfigError, match=message):
+        validate(compose(["data.path=book.txt"]), 1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=llama_1b", "model.rope_scaling=none"],  # rope_factor is that of configs/model/llama_1b.yaml
+        ["data=c4", "data.source=tokens", "data.path=tokens/c4"],
+        [PICTURES, "logging.sample_tokens=0", "train.loss_chunks=1"],
+        [TEXT, "logging.sample_images=0", "logging.sample_tokens=0", "train.validation_batches=0"],
+        [TEXT, "train.validate_every=0", "train.validation_batches=0"],
+        ["data=tokens", "data.cache_dir=/scratch"],
+    ],
+)
+def test_presets_and_values_that_switch_off_are_no_unused_keys(overrides):
+    assert not unused_keys(compose(overrides))
+
+
+@pytest.mark.parametrize("group", sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()))
+def test_no_file_under_configs_sets_an_unused_key(group):
+    for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
+        model = [PICTURES] if group == "data" and path.stem in ("blue_marble", "cifar10", "pictures") else []
+        assert not unused_keys(compose([*model, f"{group}={path.stem}"])), path
+
+
+def documented_commands():
+    """Arguments of every train.py in README and docs, by its line."""
+    for page in [CONFIG_DIR.parent / "README.md", *sorted((CONFIG_DIR.parent / "docs").glob("*.md"))]:
+        for line in re.sub(r"\\\n\s*", " ", page.read_text()).splitlines():
+            command = re.search(r"train\.py ([^`|]+)", line)
+            if command and "…" not in command[1] and not command[1].startswith("--"):
+                words = shlex.split(command[1], comments=True)
+                known = itertools.takewhile(lambda word: re.match(r"[\w.]+=\S", word), words)
+                overrides = [word.rstrip(",") for word in known if not word.startswith("cluster=")]
+                yield pytest.param(overrides, id=f"{page.name}: {' '.join(overrides)}")
+
+
+@pytest.mark.parametrize("command", list(documented_commands()))
+def test_no_documented_command_has_an_unknown_or_unused_key(command):
+    assert not unused_keys(compose(command))
