@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.config import ConfigError, ModelConfig
+from gpt4d.data import hub
 from gpt4d.data.tokenizers import companions, end_of_text
 from gpt4d.files import sync
 from gpt4d.model import registry
@@ -179,11 +180,12 @@ def _read_tokenizer(directory: Path) -> bytes:
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    problem = hub.unreachable()
     try:
         files = ["*.json", "*.txt", "*.jinja", "tokenizer.model", "*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # Many kinds: no such name, no network, no permission.
-        message = " ".join(str(error).split())
+    except Exception as error:  # Many kinds: no such name, no permission.
+        message = problem or " ".join(str(error).split())
         raise ConfigError(f"source={name}: not a directory, and the download from the hub failed ({message})") from None
 
 

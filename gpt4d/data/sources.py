@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data import hub
 from gpt4d.files import checksum
 
 _COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
@@ -81,12 +82,16 @@ def hub_rows(config: DataConfig) -> Iterator[tuple[dict, str]]:
 
     Raises ConfigError if the dataset cannot be opened, or a row cannot be read.
     """
+    assert config.path
+    problem = None if Path(config.path).exists() else hub.unreachable()
     try:
         rows = iter(_open_dataset(config))
-    except Exception as error:  # no such name, no such split or no network: each has its own type
+    except Exception as error:  # no such name, no such split or no permission: each has its own type
+        remedy = (
+            "connect to the network, or use a local copy" if problem else "check data.path, data.subset and data.split"
+        )
         raise ConfigError(
-            f"data.path={config.path}: this dataset cannot be loaded ({one_line(error)}); check data.path, "
-            "data.subset and data.split"
+            f"data.path={config.path}: this dataset cannot be loaded ({problem or one_line(error)}); {remedy}"
         ) from None
     for number in itertools.count():
         location = f"{config.path}: row {number}"

@@ -10,6 +10,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpt4d.config import ConfigError, DataConfig, tokenizer_file
+from gpt4d.data import hub
+from gpt4d.data.sources import one_line
 
 END_OF_TEXT = "<|endoftext|>"
 _CUT = re.compile(r"\n(?=\S)")
@@ -48,6 +50,7 @@ def from_config(config: DataConfig) -> Tokenizer:
     """
     name = config.tokenizer
     assert name is not None and config.tokenizer_vocab is not None
+    problem = None
     try:
         if name == "gpt2":
             tokenizer = gpt2()
@@ -56,13 +59,13 @@ def from_config(config: DataConfig) -> Tokenizer:
         else:
             from transformers import AutoTokenizer
 
+            problem = hub.unreachable()
             tokenizer = _configure(AutoTokenizer.from_pretrained(name).backend_tokenizer)
         end_of_text(tokenizer)
     except Exception as error:  # the libraries raise plain exceptions
-        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"data.tokenizer={name}: not a usable tokenizer ({reason}); use gpt2, a tokenizer.json, its directory, or "
-            "a hub name"
+            f"data.tokenizer={name}: not a usable tokenizer ({problem or one_line(error)}); use gpt2, a "
+            "tokenizer.json, its directory, or a hub name"
         ) from None
     if vocabulary(tokenizer) > config.tokenizer_vocab:
         raise ConfigError(
