@@ -202,7 +202,7 @@ class WandbConfig:
 class LoggingConfig:
     every: int = 10  # steps between lines of metrics.jsonl
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    sample_prompt: str = "My fellow citizens,"  # continued by the trained model at the end; empty: none
+    sample_prompt: str | None = None  # continued by the trained model at the end; null: held-out text; empty: no sample
     sample_tokens: int = 80
     sample_images: int = 64  # that a diffusion model draws at the end, into samples.png; 0: none
     sample_steps: int = 50  # of DDIM for each of them

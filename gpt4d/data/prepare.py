@@ -1,8 +1,8 @@
 """Turn a corpus into token files: ``python -m gpt4d.data.prepare data=text data.path="GLOB" out=DIR``.
 
-Other arguments are overrides as for train.py: ``data=jsonl data.path='*.jsonl.gz' data.tokenizer=gpt2
-model.vocab_size=50257``. Train on the files with ``data=tokens data.path=DIR``. The same command resumes an interrupted
-preparation. ``python -m gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
+Other arguments are overrides as for train.py: ``data=jsonl data.path='*.jsonl.gz' data.tokenizer=gpt2``. Train on the
+files with ``data=tokens data.path=DIR``. The same command resumes an interrupted preparation. ``python -m
+gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
 """
 
 import hashlib
@@ -108,6 +108,9 @@ def main(arguments: list[str]) -> None:
     if config.source in ("tokens", "blend"):
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
     check_data(config, composed.model.name)
+    _check_tokenizer(config, any(argument.startswith("data.tokenizer_vocab=") for argument in arguments))
+    if config.tokenizer:
+        config.tokenizer_vocab = None  # a model limits the vocabulary, and a preparation has none
     out = Path(os.path.expanduser(paths["out"]))
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as display:
         line = display.add_task(f"preparing {out}", total=None)
@@ -119,6 +122,19 @@ def main(arguments: list[str]) -> None:
     print(
         f"{out}: {counts}\ntrain on it with data=tokens data.path={out} model.vocab_size={files.header['vocabulary']}"
     )
+
+
+def _check_tokenizer(config: DataConfig, vocabulary_is_set: bool) -> None:
+    if config.tokenizer and vocabulary_is_set:
+        raise ConfigError(
+            f"data.tokenizer_vocab={config.tokenizer_vocab}: data.tokenizer={config.tokenizer} has its own vocabulary; "
+            "leave one of the two out"
+        )
+    if config.source == "hub" and not (config.tokenizer or vocabulary_is_set):
+        raise ConfigError(
+            f"data.tokenizer=null: {config.path} is downloaded twice to train a tokenizer on it; set "
+            "data.tokenizer=gpt2 or another one, or the size of one to train, data.tokenizer_vocab"
+        )
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 def from_config(config: DataConfig) -> Tokenizer:
     """Return the tokenizer of ``data.tokenizer``: gpt2, a file or directory, or a name on the hub.
 
-    Raises ConfigError if it cannot be used, or has more tokens than the model.
+    Raises ConfigError if it cannot be used, or has more than ``data.tokenizer_vocab`` tokens (None: no limit).
     """
     name = config.tokenizer
-    assert name is not None and config.tokenizer_vocab is not None
+    assert name is not None
     problem = None
     try:
         if name == "gpt2":
@@ -67,7 +67,7 @@ def from_config(config: DataConfig) -> Tokenizer:
             f"data.tokenizer={name}: not a usable tokenizer ({problem or one_line(error)}); use gpt2, a "
             "tokenizer.json, its directory, or a hub name"
         ) from None
-    if vocabulary(tokenizer) > config.tokenizer_vocab:
+    if config.tokenizer_vocab is not None and vocabulary(tokenizer) > config.tokenizer_vocab:
         raise ConfigError(
             f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
             f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -23,6 +23,9 @@ from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
 
 TOKENIZER = "tokenizer.json"
+_PROMPT_OF_SPEECHES = "My fellow citizens,"
+_PROMPT_TOKENS = 16
+_FEW_TOKENS = 0.9  # of the model's vocabulary: more waste is reported
 
 
 def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
@@ -122,19 +125,33 @@ class LanguageModeling(ReadingTask):
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging
-        if not (logging.sample_prompt and logging.sample_tokens):
+        if logging.sample_prompt == "" or not logging.sample_tokens:
             return None
+        prompt = self._held_out_prompt() if logging.sample_prompt is None else logging.sample_prompt
         with self._averages.applied():
             (text,) = continuations(
-                self._stage, self._files.tokenizer(), [logging.sample_prompt], logging.sample_tokens, self._documents
+                self._stage, self._files.tokenizer(), [prompt], logging.sample_tokens, self._documents
             )
         return Artifact(f"\n{text}\n", {"text": text})
+
+    def _held_out_prompt(self) -> str:
+        """Return the beginning of the first held-out document, or of the first one if none is held out."""
+        if self.config.data.source == "sotu":
+            return _PROMPT_OF_SPEECHES
+        files = self._files
+        ids = files.tokens("validation" if files.count("validation", "tokens") else "train")[:_PROMPT_TOKENS].tolist()
+        length = ids.index(files.end_of_text) if files.end_of_text in ids else len(ids)
+        # The last token may end within a character, which is decoded as U+FFFD.
+        return files.tokenizer().decode(ids[:length]).rstrip("\ufffd")
 
     def summary(self) -> str:
         def count(split: str) -> int:
             return sum(files.count(split, "tokens") for files in self._corpus.files)
 
+        vocabulary, model = self._files.header["vocabulary"], cast(Any, self.config.model)
         text = f"{self.config.data.name}: {count('train'):,} tokens to train on, {count('validation'):,} held out"
+        if vocabulary < model.vocab_size * _FEW_TOKENS:
+            text += f"\nthe tokenizer has {vocabulary:,} tokens, and model.vocab_size={model.vocab_size}; lower it"
         if self.config.train.validation_batches and not self.validation_steps:
             text += "\nno validation: the held-out text is shorter than one batch"
         return text

@@ -313,6 +313,11 @@ def test_the_fingerprint_of_a_corpus_depends_on_tokens_order_and_weights(config,
     assert len({*others, fingerprint(two=1, one=3)}) == 5
 
 
+def test_a_preparation_depends_on_no_model(corpus, tmp_path, capsys):
+    prepare.main(["data=text", f"data.path={corpus}", "data.tokenizer=gpt2", f"out={tmp_path / 'words'}"])
+    assert "model.vocab_size=50257" in capsys.readouterr().out
+
+
 def test_train_accepts_a_blend_of_token_files(ranks, tiny, config, tmp_path):
     one = prepare.prepare(config, tmp_path / "one").directory
     other = replace(config, tokenizer=str(one), validation_fraction=0.3)
@@ -336,6 +341,11 @@ def test_an_invalid_blend_is_rejected(tiny, blend):
     [
         (["data=text"], "out=…: missing"),
         (["data=text", "out=x"], "data.path=null"),
+        (["data=openwebtext", "out=x"], "data.tokenizer=null: .* set data.tokenizer=gpt2 or another one"),
+        (
+            ["data.tokenizer=gpt2", "data.tokenizer_vocab=300", "out=x"],
+            "tokenizer_vocab=300: .* has its own vocabulary",
+        ),
         (["data=tokens", "data.path=x", "out=y"], "these are token files already"),
         (["verify=/nowhere"], "/nowhere/header.json: no token files there"),
         (["data.tokenizer_vocab=-5", "out=x"], "data.tokenizer_vocab=-5: use a value of at least 258"),
