@@ -44,22 +44,24 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.fixture
 def tiny(corpus, tmp_path_factory, tmp_path):
-    """A function from overrides to the configuration of a run that takes seconds, in a directory of the test's."""
+    """A function from overrides to the configuration of a run that takes seconds, in a directory of the test's.
+
+    It trains on the small corpus, unless an override chooses other ``data``.
+    """
     cache = tmp_path_factory.getbasetemp() / "token-cache"  # one for the session: the corpus is tokenized once
 
     def build(*overrides: str) -> Config:
+        text = ["data=text", f"data.path={corpus}", "data.validation_fraction=0.2"]
         return compose(
             [
+                *(text if not any(override.startswith("data=") for override in overrides) else ()),
                 "model.layers=2",
                 "model.hidden=24",
                 "model.heads=4",
                 "model.vocab_size=300",
                 "model.vocab_multiple=16",
                 "model.max_positions=32",
-                "data=text",
-                f"data.path={corpus}",
                 "data.tokenizer_vocab=300",
-                "data.validation_fraction=0.2",
                 "cluster=local",
                 f"data.cache_dir={cache}",
                 "train.seq_len=16",

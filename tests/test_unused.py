@@ -41,7 +41,6 @@ CASES = [  # what is not read, why, and what to add so that it is read
     (["model=unet_50m", "optim.schedule_steps=9"], "optim.min_lr_ratio=1.0 does not", ["optim.min_lr_ratio=0.1"]),
     ([TEXT, "parallel.overlap.all_gather=false", "parallel.overlap.prefetch=3"], "",
      ["parallel.overlap.all_gather=true"]),
-    ([TEXT, "parallel.cache_scope=microbatch", "parallel.cache_layers=0"], "", ["parallel.cache_layers=all"]),
     ([TEXT, "parallel.pipeline.cuts=[2]"], "there is one stage; set parallel.pipeline.stages", [STAGES]),
     ([TEXT, "parallel.pipeline.stage_grids=[1x1x1x1]"], "there is one stage", [STAGES]),
     ([TEXT, "parallel.pipeline.microbatches=2"], "there is one stage", [STAGES]),

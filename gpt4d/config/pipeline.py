@@ -46,9 +46,10 @@ def check_pipeline(config: Config) -> None:
 
 
 def with_stages(config: Config, stages: int) -> Config:
-    """Return the configuration with this many stages, and the default schedule if none is set."""
+    """Return the configuration with this many stages and their schedule: the default if none is set, null for one."""
     pipeline = config.parallel.pipeline
-    pipeline = replace(pipeline, stages=stages, schedule=pipeline.schedule or DEFAULT_SCHEDULE)
+    schedule = pipeline.schedule or DEFAULT_SCHEDULE if stages > 1 else None
+    pipeline = replace(pipeline, stages=stages, schedule=schedule)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
 
 

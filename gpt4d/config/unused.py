@@ -178,7 +178,6 @@ _CONDITIONS: dict[str, Condition] = {
     "data.processes": _any(_on_text, _before_preparation),
     **{f"parallel.{axis}": _on_equal_grids for axis in ("gx", "gy", "gz", "gdata")},
     "parallel.overlap.prefetch": _unless("parallel.overlap.all_gather", False, remedy="leave it out"),
-    "parallel.cache_scope": _unless("parallel.cache_layers", 0, remedy="set parallel.cache_layers=all"),
     **{f"parallel.pipeline.{key}": _in_stages for key in ("cuts", "stage_grids", "chunks_per_stage", "microbatches")},
     "parallel.pipeline.schedule": _in_possible_stages,
     "parallel.pipeline.strategy": _in_possible_stages,

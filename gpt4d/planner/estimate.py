@@ -50,7 +50,9 @@ class Plan:
     @property
     def overrides(self) -> list[str]:
         """The settings that select this plan."""
-        words = [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
+        words = []
+        if not (self.pipeline and self.pipeline.stage_grids):
+            words += [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
         if self.pipeline:
             for key, value in asdict(self.pipeline).items():
                 if value != getattr(PipelineConfig(), key):

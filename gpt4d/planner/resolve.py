@@ -77,12 +77,13 @@ def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     ranking = rank(config, world_size, top=_NUM_SHOWN)
     ranking.check(config, world_size)
     best = ranking.plans[0]
-    x, y, z, data = best.sizes
-    parallel = replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data, **best.choice)
-    train = config.train
+    parallel, train = replace(config.parallel, mode="4d", **best.choice), config.train
     if best.pipeline:
         parallel = replace(parallel, pipeline=best.pipeline)
-    else:
+    if not (best.pipeline and best.pipeline.stage_grids):
+        x, y, z, data = best.sizes
+        parallel = replace(parallel, gx=x, gy=y, gz=z, gdata=data)
+    if not best.pipeline:
         train = replace(train, micro_batch_size=best.micro_batch)
     lines = tuple(f"{plan.grid} ({plan.step_time_s:.3g} s per step)" for plan in ranking.plans)
     return replace(config, parallel=parallel, train=train), lines
