@@ -1,5 +1,6 @@
 """The execution of a stage's program: forwards, backwards, and the tensors that cross its edges."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -191,7 +192,8 @@ class _Step:
         self.divisor, self.recording = divisor, runtime.recording
         self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
         self._remaining: Iterator[Any] = iter(batches)
-        self._batches: list[Any] = []
+        self._batches: list[Any] = []  # by microbatch; None once all parts of this stage have taken it
+        self._taken: Counter[int] = Counter()  # number of parts that have taken each microbatch
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by virtual stage and microbatch
         self._to_send: dict[Transfer, Tensors] = {}
         self._arrivals: dict[Transfer, Arrival] = {}
@@ -239,10 +241,15 @@ class _Step:
             return local
         return self._wait(transfer, self._arrivals.pop(transfer))
 
-    def _batch(self, microbatch: int) -> Any:
+    def _take_batch(self, microbatch: int) -> Any:
+        """Return the batch of a microbatch. Each part of this stage takes it once."""
         while len(self._batches) <= microbatch:
             self._batches.append(next(self._remaining))
-        return self._batches[microbatch]
+        batch = self._batches[microbatch]
+        self._taken[microbatch] += 1
+        if self._taken[microbatch] == len(self.stage.parts):
+            self._batches[microbatch] = None
+        return batch
 
     def _forward(self, action: Action) -> None:
         stage, (_, microbatch, place) = self.stage, action
@@ -253,7 +260,7 @@ class _Step:
             for tensor in received[source].values():
                 tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
         inputs = {name: tensor for tensors in received.values() for name, tensor in tensors.items()}
-        batch = self._batch(microbatch)
+        batch = self._take_batch(microbatch)
         if self.exchange:
             self.exchange.wait_for_held()
         with self._recorded(action):

@@ -180,11 +180,15 @@ def _wait_all(handles: list[dist.Work]) -> None:
 
 
 class Transfer:
-    """A transfer in flight. ``wait`` returns this rank's local tensor, or None on a source."""
+    """A transfer in flight. ``wait`` returns this rank's local tensor, or None on a source.
+
+    ``local`` is None on a source that has sent the tensor, so that its memory can be used again before ``wait``.
+    """
 
     def __init__(self, resharding: Resharding, local: torch.Tensor, name: str):
         link = resharding.link
-        self.resharding, self.link, self.local = resharding, link, local
+        self.resharding, self.link = resharding, link
+        self.local: torch.Tensor | None = local
         traffic = link.axis.traffic
         traffic.bytes += resharding.sent_bytes
         self.collective = traffic.start(name)
@@ -198,7 +202,10 @@ class Transfer:
         with link.on_stream():
             if link.stream is not None:
                 link.stream.wait_event(self.started)
+            assert self.local is not None
             self.resharding.run(self.local)
+            if not self.resharding.program.receives:
+                self.local = None  # on a GPU, the allocator waits for the link's stream (record_stream)
             self.stopped = now(link.device)
         if link.stream is not None:
             traffic.watch(self.collective, self.stopped)
@@ -219,4 +226,4 @@ class Transfer:
             self.task.wait()
             if link.stream is not None:
                 torch.cuda.current_stream(link.device).wait_event(self.stopped)
-        return self.local if self.resharding.program.receives else None
+        return self.local
