@@ -95,11 +95,21 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
         )
     tokens = samples * train.seq_len
     if parallel.sequence_parallel and tokens % sizes.x:
+        key, count = "train.micro_batch_size", share_multiple(train, parallel, sizes)
+        if train.micro_batch_size is None:
+            key, count = "train.batch_size", count * sizes.batch_shards
         return (
             f"parallel.sequence_parallel=true: parallel.gx={sizes.x} does not divide the {tokens} tokens of a chunk; "
-            f"use a multiple of {sizes.x} for train.seq_len, or parallel.sequence_parallel=false"
+            f"use a multiple of {sizes.x} for train.seq_len, a multiple of {count} for {key}, or "
+            "parallel.sequence_parallel=false"
         )
     return None
+
+
+def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes) -> int:
+    """Return the number that divides a device's samples of a microbatch if they can be cut into chunks."""
+    split = sizes.x // math.gcd(sizes.x, train.seq_len) if parallel.sequence_parallel else 1
+    return parallel.chunks * split
 
 
 _SOURCES = {

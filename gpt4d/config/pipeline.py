@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from gpt4d.config.checks import check_choice, chunk_problem, divisors, grid_sizes, shortened
+from gpt4d.config.checks import check_choice, divisors, grid_sizes, share_multiple, shortened
 from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
@@ -27,6 +27,12 @@ def check_pipeline(config: Config) -> None:
     check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES[:-1])
     if (pipeline.stages or 1) == 1:
         return
+    if pipeline.stage_grids is not None:
+        for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
+            if (size := getattr(parallel, key)) != default:
+                raise ConfigError(
+                    f"parallel.{key}={size}: parallel.pipeline.stage_grids sets the grid of each stage; remove one"
+                )
     if config.train.micro_batch_size is not None:
         raise ConfigError(
             f"train.micro_batch_size={config.train.micro_batch_size}: stages have microbatches of different sizes; "
@@ -100,10 +106,20 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
     if given in possible:
         return given
     if not possible:
+        multiple = _microbatch_multiple(train, parallel, stages)
+        shares = ", ".join(str(sizes.batch_shards) for sizes in stages)
+        reasons = [f"each stage splits one over its gz·gdata ({shares})"]
+        if parallel.chunks > 1:
+            reasons.append(f"cuts each share into parallel.chunks={parallel.chunks}")
+        if parallel.sequence_parallel:
+            over = ", ".join(str(sizes.x) for sizes in stages)
+            reasons.append(f"splits the tokens over its gx ({over}) for parallel.sequence_parallel")
+        if parallel.pipeline.schedule == "interleaved_1f1b":
+            reasons.append(f"interleaved_1f1b takes a multiple of {len(stages)} microbatches")
+            multiple *= len(stages)
         raise ConfigError(
-            f"train.batch_size={train.batch_size}: cannot be cut into microbatches that each stage splits over its "
-            f"gz·gdata ({', '.join(str(sizes.batch_shards) for sizes in stages)}); use a multiple of "
-            f"{math.lcm(*(sizes.batch_shards for sizes in stages)) * len(stages) * parallel.chunks}"
+            f"train.batch_size={train.batch_size}: cannot be cut into microbatches: {', '.join(reasons)}; "
+            f"use a multiple of {multiple}"
         )
     if given is not None:
         raise ConfigError(
@@ -115,13 +131,11 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
 
 def possible_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> list[int]:
     """Return the numbers of parts that the global batch can be cut into, in ascending order."""
-    shards = math.lcm(*(sizes.batch_shards for sizes in stages))
-    possible = [n for n in divisors(train.batch_size // shards) if not train.batch_size % shards]
-    if parallel.pipeline.schedule == "interleaved_1f1b":
-        possible = [n for n in possible if n % len(stages) == 0]
-    return [n for n in possible if not any(_cannot_cut(train, parallel, sizes, n) for sizes in stages)]
+    most, rest = divmod(train.batch_size, _microbatch_multiple(train, parallel, stages))
+    multiple = len(stages) if parallel.pipeline.schedule == "interleaved_1f1b" else 1
+    return [] if rest else [n for n in divisors(most) if n % multiple == 0]
 
 
-def _cannot_cut(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, count: int) -> bool:
-    """Return whether a stage cannot cut its share of one of ``count`` microbatches into chunks."""
-    return chunk_problem(train, parallel, sizes, train.batch_size // count // sizes.batch_shards) is not None
+def _microbatch_multiple(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
+    """Return the number that divides a microbatch's samples if every stage can split them and cut its shares."""
+    return math.lcm(*(sizes.batch_shards * share_multiple(train, parallel, sizes) for sizes in stages))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from gpt4d.config import Config, ConfigError, GridSizes
+from gpt4d.config import Config, ConfigError, GridSizes, divisors
 
 
 class TextConfig(Protocol):
@@ -51,5 +51,6 @@ def check_length(config: Config) -> None:
         )
     if length % config.train.loss_chunks:
         raise ConfigError(
-            f"train.loss_chunks={config.train.loss_chunks}: does not divide train.seq_len={length}; use a power of two"
+            f"train.loss_chunks={config.train.loss_chunks}: does not divide train.seq_len={length}; "
+            f"use one of {', '.join(map(str, divisors(length)))}"
         )

@@ -92,7 +92,8 @@ def test_mode_atp_leaves_devices_to_z_and_data():
                 "parallel.gy=2",
                 "train.batch_size=1",
             ],
-            "parallel.gx=4 does not divide the 6 tokens of a chunk; use a multiple of 4 for train.seq_len",
+            "parallel.gx=4 does not divide the 6 tokens of a chunk; use a multiple of 4 for train.seq_len, "
+            "a multiple of 2 for train.batch_size, or",
         ),
         (
             ["parallel.mode=atp", "parallel.d1=8", "model.heads=4"],

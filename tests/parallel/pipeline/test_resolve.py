@@ -62,7 +62,26 @@ STAGES = "parallel.pipeline.stages=2"
         ([STAGES, "parallel.pipeline.schedule=2f2b"], "use one of gpipe, 1f1b"),
         ([STAGES, "parallel.mode=atp", "parallel.d1=2"], "parallel.mode=atp has one stage"),
         (["parallel.pipeline.microbatches=4"], "there is one stage; set parallel.pipeline.stages"),
-        ([STAGES, "parallel.chunks=3"], "cannot be cut into microbatches"),
+        (
+            [STAGES, "parallel.chunks=3"],
+            r"microbatches: .* gz·gdata \(4, 4\), cuts each share into parallel.chunks=3; use a multiple of 12",
+        ),
+        (
+            [STAGES, "parallel.gx=4", "parallel.sequence_parallel=true", "train.seq_len=6", "train.batch_size=3"],
+            r"over its gx \(4, 4\) for parallel.sequence_parallel; use a multiple of 2",
+        ),
+        (
+            [STAGES, "parallel.pipeline.schedule=interleaved_1f1b", "train.batch_size=4"],
+            "interleaved_1f1b takes a multiple of 2 microbatches; use a multiple of 8",
+        ),
+        (
+            [STAGES, "parallel.pipeline.stage_grids=[1x1x1x4,1x1x1x4]", "parallel.gx=2"],
+            "parallel.gx=2: parallel.pipeline.stage_grids sets the grid of each stage",
+        ),
+        (
+            ["train.loss_chunks=2", "train.seq_len=21"],
+            "loss_chunks=2: does not divide train.seq_len=21; use one of 1, 3, 7",
+        ),
     ],
 )
 def test_mistakes_are_one_line_with_key_value_and_remedy(settings, message):
