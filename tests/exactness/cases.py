@@ -1,0 +1,263 @@
+"""Random configurations of all families and plans. A seed draws the same configuration everywhere."""
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from gpt4d.config import Config, GridSizes
+from gpt4d.config.checks import divisors
+from gpt4d.config.composing import CONFIG_DIR, to_config
+from gpt4d.config.pipeline import SCHEDULES, STRATEGIES
+
+MOST_RANKS = 8
+FAMILIES = {"gpt": "gpt_tiny", "llama": "llama_tiny", "unet": "unet_tiny", "utransformer": "utransformer_tiny"}
+_SPOILED = 0.1  # share of cases of which one number is changed, usually to an impossible one
+
+Settings = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration on several ranks.
+
+    Attributes:
+        seed: what it was drawn with.
+        family: a key of FAMILIES.
+        plan: ``grid``, ``atp`` or ``stages``.
+        world_size: number of ranks.
+        shared: settings that the run on one device has too: model, data, optimizer and batch.
+        own: settings that must not change the result.
+    """
+
+    seed: int
+    family: str
+    plan: str
+    world_size: int
+    shared: Settings
+    own: Settings
+
+    # Ranks receive the configurations with the case: composing takes longer than training.
+    @cached_property
+    def config(self) -> Config:
+        return _config(FAMILIES[self.family], self.shared | self.own)
+
+    @cached_property
+    def on_one_device(self) -> Config:
+        return _config(FAMILIES[self.family], self.shared)
+
+    def __str__(self) -> str:
+        settings = " ".join(f"{key}={value}" for key, value in (self.shared | self.own).items())
+        return f"seed {self.seed} on {self.world_size} ranks: model={FAMILIES[self.family]} {settings}"
+
+
+@lru_cache
+def _composed(model: str):
+    import hydra
+
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return hydra.compose("train", overrides=[f"model={model}"])
+
+
+def _config(model: str, settings: Settings) -> Config:
+    import yaml
+    from omegaconf import OmegaConf
+
+    composed = _composed(model).copy()
+    for key, value in settings.items():
+        OmegaConf.update(composed, key, yaml.safe_load(value) if isinstance(value, str) else value)
+    return to_config(composed)
+
+
+def draw(seed: int) -> Case:
+    """Return the case of a seed."""
+    draw = random.Random(seed)
+    family, plan = draw.choice(list(FAMILIES)), draw.choice(("grid", "grid", "atp", "stages", "stages"))
+    grids = _grids(draw, plan)
+    own = _plan(draw, plan, grids)
+    parts = len(grids) * int(str(own.get("parallel.pipeline.chunks_per_stage", 1)))
+    is_text = family in ("gpt", "llama")
+    own |= _options(draw, is_text)
+    chunks = own["parallel.chunks"] = draw.choice((1, 1, 2, 3))
+    batch, of_batch = _batch(draw, plan, grids, own, chunks)
+    own |= of_batch
+    shared: Settings = {
+        "train.batch_size": batch,
+        "optim.clip_norm": draw.choice((0.0, 0.3, 100.0)),
+        # Rounding remains in gradients that are 0, such as those of biases of keys. AdamW divides it by this.
+        "optim.epsilon": 1e-6,
+    }
+    if is_text:
+        model = (_gpt if family == "gpt" else _llama)(draw, grids)
+        model["model.layers"] = blocks = draw.randint(parts, parts + 2)
+        length = draw.randint(5, 20)
+        if own.get("parallel.sequence_parallel"):
+            length = math.lcm(length, *(grid.x for grid in grids))
+        own["train.loss_chunks"] = draw.choice((1, 1, draw.choice(divisors(length))))
+        shared |= {"train.seq_len": length, "model.max_positions": length + draw.randint(0, 3)}
+        shared["data.reset_attention"] = draw.random() < 0.3
+    else:
+        model = _unet(draw, grids, attention_everywhere=family == "utransformer")
+        blocks = 5 * len(str(model["model.multipliers"]).split(",")) - 1  # more are possible
+    shared |= model
+    own |= _kept_weights(draw, blocks)
+    if plan == "stages" and parts <= blocks and draw.random() < 0.6:
+        own["parallel.pipeline.cuts"] = str(sorted(draw.sample(range(1, blocks), parts - 1)))
+    if draw.random() < _SPOILED:
+        settings = draw.choice((shared, own))
+        key = draw.choice([key for key, value in settings.items() if type(value) is int])
+        settings[key] = int(str(settings[key])) + 1
+    return Case(seed, family, plan, sum(grid.devices for grid in grids), shared, own)
+
+
+def _grids(draw: random.Random, plan: str) -> list[GridSizes]:
+    """Return the grid of each stage, of at most MOST_RANKS devices together, on which small models fit."""
+    while True:
+        if plan == "stages":
+            devices = [draw.choice((1, 1, 2, 2, 3, 4, 5, 6)) for _ in range(draw.choice((2, 2, 3, 4)))]
+        else:
+            devices = [draw.choice((2, 3, 4, 5, 6, 8))]
+        grids = [_grid(draw, count, "xy" if plan == "atp" else "xyzd") for count in devices]
+        if draw.random() < 0.3:
+            grids = grids[:1] * len(grids)
+        extents = [math.lcm(*(grid.x * grid.z for grid in grids)), math.lcm(*(grid.y * grid.z for grid in grids))]
+        shards = math.lcm(*(grid.batch_shards for grid in grids))
+        if sum(grid.devices for grid in grids) <= MOST_RANKS and math.lcm(*extents) <= 30 and shards <= 12:
+            return grids
+
+
+def _grid(draw: random.Random, devices: int, axes: str) -> GridSizes:
+    """Return a grid of so many devices whose prime factors are on random axes."""
+    sizes = dict.fromkeys("xyzd", 1)
+    for factor in (2, 3, 5):
+        while devices % factor == 0:
+            sizes[draw.choice(axes)] *= factor
+            devices //= factor
+    return GridSizes(*sizes.values())
+
+
+def _plan(draw: random.Random, plan: str, grids: list[GridSizes]) -> Settings:
+    """Return the settings of the plan itself: grids, stages and their schedule."""
+    first, settings = grids[0], Settings()
+    if plan == "atp":
+        settings |= {"parallel.mode": "atp", "parallel.d1": first.x, "parallel.d2": first.y}
+    elif plan == "grid" or (all(grid == first for grid in grids) and draw.random() < 0.7):
+        settings |= {"parallel.gx": first.x, "parallel.gy": first.y, "parallel.gz": first.z}
+    else:
+        settings["parallel.pipeline.stage_grids"] = f"[{','.join(map(str, grids))}]"
+    settings["parallel.innermost"] = draw.choice((None, "x", "y"))
+    if plan == "stages":
+        schedule = draw.choice(SCHEDULES)
+        settings |= {
+            "parallel.pipeline.stages": len(grids),
+            "parallel.pipeline.schedule": schedule,
+            "parallel.pipeline.strategy": draw.choice(STRATEGIES[:-1]),
+        }
+        if schedule == "interleaved_1f1b":
+            settings["parallel.pipeline.chunks_per_stage"] = draw.choice((1, 2))
+    return settings
+
+
+def _options(draw: random.Random, is_text: bool) -> Settings:
+    """Return settings that fit any plan."""
+    settings: Settings = {
+        "parallel.scatter_heads": draw.random() < 0.7,
+        "train.activation_checkpointing": draw.choice(("none", "none", "selective", "full")),
+        "optim.shard_states": draw.random() < 0.5,
+        "parallel.overlap.prefetch": draw.randint(0, 3),
+    }
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "data"):
+        settings[f"parallel.overlap.{name}"] = draw.random() < 0.75
+    if is_text:
+        settings["parallel.sequence_parallel"] = draw.random() < 0.4
+    return settings
+
+
+def _batch(draw: random.Random, plan: str, grids: list[GridSizes], own: Settings, chunks: int) -> tuple[int, Settings]:
+    """Return the size of the batch, and the settings that cut it into microbatches."""
+    shards = math.lcm(*(grid.batch_shards for grid in grids))
+    samples = shards * chunks * draw.choice((1, 1, 2))  # of a microbatch
+    if plan == "stages":
+        count = draw.randint(1, 5)
+        if own["parallel.pipeline.schedule"] == "interleaved_1f1b":
+            count = len(grids) * draw.randint(1, 2)
+        return count * samples, {"parallel.pipeline.microbatches": count}
+    count = draw.choice((1, 1, 2, 3))
+    return count * samples, {"train.micro_batch_size": samples // shards}
+
+
+def _kept_weights(draw: random.Random, blocks: int) -> Settings:
+    """Return which weights stay gathered, and which are not split."""
+    cached = draw.choice((None, None, 0, "all", draw.randint(1, blocks)))
+    settings: Settings = {"parallel.cache_layers": cached}
+    if cached:
+        settings["parallel.cache_scope"] = draw.choice((None, "microbatch", "step"))
+    settings["parallel.whole_layers"] = draw.choice((0, 0, draw.randint(1, blocks)))
+    return settings
+
+
+def _extents(grids: list[GridSizes]) -> tuple[int, int, int]:
+    """Return the multiples that gx, gx·gz and gy·gz of all grids divide."""
+    return (
+        math.lcm(*(grid.x for grid in grids)),
+        math.lcm(*(grid.x * grid.z for grid in grids)),
+        math.lcm(*(grid.y * grid.z for grid in grids)),
+    )
+
+
+def _vocabulary(draw: random.Random, divisor: int) -> Settings:
+    return {"model.vocab_size": draw.randint(258, 310), "model.vocab_multiple": divisor * draw.choice((1, 2, 3))}
+
+
+def _gpt(draw: random.Random, grids: list[GridSizes]) -> Settings:
+    x, xz, yz = _extents(grids)
+    heads = x * draw.choice((1, 2, 3))
+    least = math.lcm(heads, xz, yz)
+    return {
+        "model.heads": heads,
+        "model.hidden": least * draw.randint(1, max(1, 48 // least)),
+        "model.dropout": draw.choice((0.0, 0.0, 0.1)),
+        "model.attention_dropout": draw.choice((0.0, 0.0, 0.1)),
+        **_vocabulary(draw, xz),
+    }
+
+
+def _llama(draw: random.Random, grids: list[GridSizes]) -> Settings:
+    x, xz, yz = _extents(grids)
+    heads = x * draw.choice((1, 2, 3, 4, 6))
+    uneven = [count for count in divisors(heads) if count % x and x % count]  # a rank has parts of heads
+    key_value_heads = draw.choice((*divisors(heads), *uneven, *uneven))
+    sizes = [n for n in range(2, 62, 2) if key_value_heads * n % x == 0 and heads * n % xz == 0]
+    return {
+        "model.heads": heads,
+        "model.key_value_heads": key_value_heads,
+        "model.head_size": draw.choice(sizes[:3]),
+        "model.hidden": yz * draw.randint(1, max(1, 48 // yz)),
+        "model.inner": xz * draw.randint(1, max(1, 60 // xz)),
+        "model.tied": draw.random() < 0.5,
+        "model.qkv_bias": draw.random() < 0.5,
+        "model.qk_norm": draw.random() < 0.5,
+        **_vocabulary(draw, xz),
+    }
+
+
+def _unet(draw: random.Random, grids: list[GridSizes], attention_everywhere: bool) -> Settings:
+    _, xz, yz = _extents(grids)
+    both = math.lcm(*(side for grid in grids for side in (grid.x, grid.y)))
+    least = math.lcm(2, xz, yz)
+    channels = least * draw.choice([n for n in (1, 2, 3, 4) if n == 1 or n * least <= 30])
+    multipliers = draw.choice(([1], [1, 2], [1, 3], [2, 1], [2, 3], [1, 1, 2]))
+    size = draw.choice((1, 2, 3)) * 2 ** len(multipliers)
+    sizes = [size >> level for level in range(len(multipliers))]
+    with_attention = sizes if attention_everywhere else draw.sample(sizes, draw.randint(0, 1))
+    return {
+        "model.channels": channels,
+        "model.multipliers": str(multipliers),
+        "model.blocks_per_level": 1,
+        "model.image_size": size,
+        "model.image_channels": draw.choice((1, 3)),
+        "model.attention_at": str(with_attention),
+        "model.head_size": draw.choice(divisors(channels // both)),
+        "model.groups": draw.choice(divisors(channels)[:-1]),  # no gradient of a bias before one channel's norm is 0
+        "model.dropout": draw.choice((0.0, 0.1)),
+    }

@@ -1,0 +1,175 @@
+"""A case on its ranks against the same configuration on one device: three steps of AdamW and an evaluation."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gpt4d.config import Config, ConfigError
+from gpt4d.data.batch import Batch
+from gpt4d.model import registry
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.parallel.stage import Stage
+from gpt4d.step import TrainStep, build_stage
+from gpt4d.task.diffusion import Diffusion
+from gpt4d.task.language import LanguageModeling
+from gpt4d.validation import validate
+from tests.exactness.cases import Case
+from tests.rank_pool import RankFailure, RankPool
+from tests.stages import own_stage
+
+TOLERANCE = 1e-10  # relative
+_LEARNING_RATE = 0.01
+_END_OF_TEXT = 0
+_REJECTION = re.compile(r"[^\s=]+=\S.*: .+; .+")  # key=value: problem; remedy
+
+
+class Outcome(NamedTuple):
+    """What a rank has computed.
+
+    Attributes:
+        values: losses and norms of the steps, and the evaluation's loss: global values.
+        weights: for each parameter of this rank its global shape, the part of it that is here, and the values.
+    """
+
+    values: dict[str, float]
+    weights: dict[str, tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]
+
+
+@dataclass
+class Result:
+    """``differences``: the largest relative one of each kind. ``rejection``: the message of a ConfigError."""
+
+    case: Case
+    differences: dict[str, float]
+    rejection: str = ""
+    problem: str = ""
+
+
+def _batch(config: Config, step: int) -> Batch:
+    """Return the random global batch of a step; targets are float64 for pictures."""
+    draw, train, model = torch.Generator().manual_seed(step), config.train, config.model
+    samples = torch.arange(train.batch_size) + step * train.batch_size
+    if registry.of(model).task == "diffusion":
+        shape = (train.batch_size, model.image_size, model.image_size, model.image_channels)
+        noisy, target = torch.randn(2, *shape, generator=draw, dtype=torch.float64)
+        timesteps = torch.randint(0, model.timesteps, (train.batch_size,), generator=draw)
+        return Batch({"noisy": noisy, "timesteps": timesteps}, target, samples)
+    shape = (train.batch_size, train.seq_len + 1)
+    ids = torch.randint(0, model.vocab_size, shape, generator=draw)
+    ids[torch.rand(shape, generator=draw) < 0.15] = _END_OF_TEXT
+    return Batch({"ids": ids[:, :-1]}, ids[:, 1:], samples)
+
+
+def _microbatches(config: Config, step: int, plan: ParallelPlan, stage: Stage) -> Iterator[Batch]:
+    """Yield this rank's parts of a step's batch, as gpt4d.data.loader.Loader cuts it."""
+    inputs, targets, samples = _batch(config, step)
+    size = plan.micro_batch_size(plan.stages[stage.index])
+    for part in torch.arange(len(samples)).chunk(plan.microbatches):
+        own = part.split(size)[stage.grid.batch_shard]
+        batch = {name: tensor[own] for name, tensor in inputs.items()}
+        if "ids" in inputs:
+            resets = config.data.reset_attention
+            batch["documents"] = Documents.ending_with(_END_OF_TEXT, batch["ids"]) if resets else None
+        yield Batch(batch, targets[own], samples[own])
+
+
+def _train(config: Config, plan: ParallelPlan, stage: Stage) -> Outcome:
+    """Train two steps, evaluate, and train a third one on this rank's stage."""
+    is_text = registry.of(config.model).task == "language_modeling"
+    compute = partial((LanguageModeling if is_text else Diffusion).compute, None)  # they do not use their task
+    train_step = TrainStep(stage, compute, config.optim, config.parallel.overlap.data)
+    batches = partial(_microbatches, config, plan=plan, stage=stage)
+    units = config.train.batch_size * (config.train.seq_len if is_text else 1)
+    values: dict[str, float] = {}
+    for step in range(3):
+        if step == 2:  # so that an evaluation follows an update, and a checkpoint follows another one
+            values["evaluation"] = train_step.evaluate(batches(3), plan.microbatches).item() / units
+        result = train_step(batches(step), plan.microbatches, units, _LEARNING_RATE)
+        values |= {f"loss {step}": result.loss.item(), f"norm {step}": result.norm.item()}
+        assert not result.skipped
+    train_step.reducer.wait_params()
+    if stage.exchange:
+        stage.exchange.wait_for_held()
+        stage.exchange.close()
+    named = stage.module.named_parameters()
+    weights = {n: (p.spec.shape, stage.grid.local_slices(p.spec.shape, p.spec.layout), p.detach()) for n, p in named}
+    return Outcome(values, weights)
+
+
+def _train_cases(cases: Sequence[Case]) -> list[tuple[Outcome, Outcome | None]]:
+    """On a rank: train the cases, and every n-th of them on this rank alone."""
+    outcomes = []
+    for number, case in enumerate(cases):
+        try:
+            plan, stage = own_stage(case.config, case.world_size)
+            outcome, alone = _train(case.config, plan, stage), None
+            if number % case.world_size == dist.get_rank():
+                config, plan = case.on_one_device, validate(case.on_one_device, 1)
+                stage = build_stage(config, Grid.single_device(), torch.device("cpu"), torch.float64)
+                alone = _train(config, plan, stage)
+            outcomes.append((outcome, alone))
+        except Exception as error:
+            raise RuntimeError(f"failed: {case}") from error
+    return outcomes
+
+
+def _differences(outcomes: Sequence[Outcome], alone: Outcome) -> dict[str, float]:
+    """Return the largest relative difference of each kind of value; infinity where a rank lacks a value."""
+    largest: dict[str, float] = {}
+    covered = {name: torch.zeros(shape, dtype=torch.bool) for name, (shape, _, _) in alone.weights.items()}
+
+    def note(kind: str, difference: float) -> None:
+        largest[kind] = max(largest.get(kind, 0.0), difference if difference == difference else torch.inf)
+
+    for outcome in outcomes:
+        for name, value in alone.values.items():
+            note(name.split()[0], abs(outcome.values[name] - value) / abs(value))
+        for name, (shape, place, part) in outcome.weights.items():
+            expected, _, whole = alone.weights[name]
+            assert shape == expected
+            note("weights", ((part - whole[place]).norm() / whole.norm()).item())
+            covered[name][place] = True
+    note("weights", 0.0 if all(mask.all() for mask in covered.values()) else torch.inf)
+    return largest
+
+
+def check(pool: RankPool, cases: Sequence[Case], at_once: int = 4) -> Iterator[Result]:
+    """Yield the result of each case, in another order: cases on equally many ranks share a call of the pool."""
+    valid: dict[int, list[Case]] = {}
+    for case in cases:
+        try:
+            validate(case.config, case.world_size)
+            validate(case.on_one_device, 1)
+        except ConfigError as error:
+            message = str(error)
+            clear = "\n" not in message and _REJECTION.fullmatch(message)
+            yield Result(case, {}, message, "" if clear else f"unclear rejection: {message}")
+        else:
+            valid.setdefault(case.world_size, []).append(case)
+    for world_size, group in sorted(valid.items()):
+        for first in range(0, len(group), at_once):
+            yield from _check_group(pool, world_size, group[first : first + at_once])
+
+
+def _check_group(pool: RankPool, world_size: int, cases: list[Case]) -> Iterator[Result]:
+    try:
+        answers = pool.run(world_size, _train_cases, cases)
+    except RankFailure as failure:
+        if len(cases) == 1:
+            yield Result(cases[0], {}, problem=str(failure))
+        else:
+            for case in cases:
+                yield from _check_group(pool, world_size, [case])
+        return
+    for case, outcomes in zip(cases, zip(*answers, strict=True), strict=True):
+        (alone,) = [alone for _, alone in outcomes if alone]
+        differences = _differences([outcome for outcome, _ in outcomes], alone)
+        exact = all(difference <= TOLERANCE for difference in differences.values())
+        yield Result(case, differences, problem="" if exact else f"differs: {differences}")

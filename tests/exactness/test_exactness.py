@@ -1,0 +1,48 @@
+"""Random configurations train as on one device, or are rejected in one clear line."""
+
+import pytest
+
+from gpt4d.config import ConfigError
+from gpt4d.validation import validate
+from tests.exactness.cases import FAMILIES, draw
+from tests.exactness.comparison import check
+
+CHUNK = 12  # cases of a test
+SEEDS = range(2 * CHUNK)  # about a minute on two cores
+MORE_SEEDS = range(1000, 1504, CHUNK)
+
+
+def failures(ranks, seeds):
+    results = list(check(ranks, [draw(seed) for seed in seeds]))
+    assert len(results) == len(seeds)
+    assert sum(bool(result.rejection) for result in results) <= len(seeds) // 2, "too few cases were trained"
+    return "\n".join(f"{result.case}: {result.problem}" for result in results if result.problem)
+
+
+@pytest.mark.parametrize(
+    "first", [*SEEDS[::CHUNK], *(pytest.param(first, marks=pytest.mark.full) for first in MORE_SEEDS)]
+)
+def test_random_configurations_train_as_on_one_device(ranks, first):
+    assert not failures(ranks, range(first, first + CHUNK))
+
+
+def test_the_fixed_seeds_have_every_family_plan_and_uneven_axes():
+    cases = [draw(seed) for seed in SEEDS]
+    assert {case.family for case in cases} == set(FAMILIES)
+    assert {case.plan for case in cases} == {"grid", "atp", "stages"}
+    assert {3, 5, 6, 8} <= {case.world_size for case in cases}
+
+
+def test_few_random_configurations_are_rejected():
+    rejected = 0
+    for seed in range(2000, 2040):
+        case = draw(seed)
+        try:
+            validate(case.config, case.world_size)
+        except ConfigError:
+            rejected += 1
+    assert rejected <= 8
+
+
+def test_a_seed_draws_the_same_configuration_again():
+    assert draw(7) == draw(7) and draw(7) != draw(8)
