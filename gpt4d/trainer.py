@@ -2,6 +2,7 @@
 
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from gpt4d import measuring, metrics, optim, starts
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.checkpoint.run import RunCheckpoints
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, with_epochs
 from gpt4d.model import registry
 from gpt4d.monitor import LossMonitor, PendingMetrics, StepMetrics
 from gpt4d.parallel import collectives
@@ -38,7 +39,7 @@ class Trainer:
     """
 
     def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):
-        self.plan, self.config, self.device, self.watchdog = plan, plan.config, device, watchdog
+        self.device, self.watchdog = device, watchdog
         config, self.run_dir = plan.config, Path(plan.config.run.dir)
         self.lock: DirectoryLock | None = None  # of rank 0
         if config.train.deterministic:
@@ -47,6 +48,9 @@ class Trainer:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         task_name = registry.of(config.model).task
         self.task = tasks.get(task_name).create(config)
+        config = with_epochs(config, self.task.samples)
+        self.plan = plan = replace(plan, config=config)
+        self.config = config
         run_on_rank0(self._enter_run_dir)
         rank = torch.distributed.get_rank()
         stage_plan = plan.stage_of(rank)
@@ -84,7 +88,7 @@ class Trainer:
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
 
     def run(self, stop: StopRequest | None = None) -> None:
-        """Train from the newest checkpoint, if there is one, to ``train.steps``.
+        """Train from the newest checkpoint, if there is one, to the end of ``train.steps``.
 
         A request to ``stop`` on any rank ends the run on all ranks once it is saved.
         """

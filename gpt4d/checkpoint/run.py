@@ -14,7 +14,7 @@ from gpt4d.checkpoint import checkpoint_dir, sharded
 from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.checkpoint.saving import Saver
-from gpt4d.config import Change, ConfigError, recorded_settings
+from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.monitor import LossMonitor, all_finite
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
@@ -79,7 +79,7 @@ class RunCheckpoints:
             aside = run_on_rank0(partial(checkpoint_dir.quarantine, checkpoint))
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=str(aside))
         if progress.step >= config.train.steps:
-            message = f"{self.run_dir} is complete; raise train.steps or set another run.name"
+            message = f"{self.run_dir} is complete; raise {length_key(config.train)} or set another run.name"
             log.event("complete", message, **progress.values(self.task.unit))
         return progress
 

@@ -44,6 +44,7 @@ from gpt4d.config.identity import (
     is_allowed,
     recorded_settings,
 )
+from gpt4d.config.length import length_key, with_epochs, with_steps
 from gpt4d.config.pipeline import (
     check_pipeline,
     pipeline_microbatches,

@@ -202,8 +202,11 @@ def tokenizer_file(path: str) -> Path:
     return expanded / "tokenizer.json" if expanded.is_dir() else expanded
 
 
-def profiled_steps(config: Config) -> tuple[int, int] | None:
-    """Return the first and last step to trace, None for none. Raises ConfigError unless the run reaches the first."""
+def profiled_steps(config: Config, length_known: bool = True) -> tuple[int, int] | None:
+    """Return the first and last step to trace, None for none.
+
+    Raises ConfigError unless the run reaches the first step. ``length_known``: ``train.steps`` is the run's length.
+    """
     text, end = config.profile.steps, config.train.steps
     if text is None:
         return None
@@ -215,7 +218,7 @@ def profiled_steps(config: Config) -> tuple[int, int] | None:
         raise ConfigError(f"profile.steps={text}: the first step of a run is 1; use steps from 1 to {end}")
     if last < first:
         raise ConfigError(f"profile.steps={text}: the range ends before it begins; use {last}-{first}")
-    if first > end:
+    if first > end and length_known:
         raise ConfigError(f"profile.steps={text}: the run ends with step train.steps={end}; use steps from 1 to {end}")
     return first, last
 
@@ -254,7 +257,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     _check_share("optim.min_lr_ratio", optim.min_lr_ratio)
     family.check(config)
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
-    profiled_steps(config)
+    profiled_steps(config, length_known=config.train.epochs is None)
     check_cluster(config.cluster)
     check_allowed(config.checkpoint.allow_changes)
     resume = config.checkpoint.resume

@@ -6,6 +6,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from gpt4d.config.length import with_steps
 from gpt4d.config.machine import register_resolver
 from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
 
@@ -26,14 +27,17 @@ def compose(overrides: list[str] | None = None) -> Config:
 
 
 def to_config(composed) -> Config:
-    """Return Hydra's composition as resolved dataclasses. Raises ConfigError for unknown keys added by ``+``."""
+    """Return Hydra's composition as resolved dataclasses, with the steps of ``train.tokens``.
+
+    Raises ConfigError for unknown keys added by ``+``.
+    """
     from omegaconf import OmegaConf
 
     known = set(known_keys())
     added = {key for key in _flat_keys(cast(dict, OmegaConf.to_container(composed))) if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
-    return cast(Config, OmegaConf.to_object(composed))
+    return with_steps(cast(Config, OmegaConf.to_object(composed)))
 
 
 def preset(group: str, name: str) -> dict[str, Any]:

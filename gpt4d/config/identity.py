@@ -39,6 +39,8 @@ _EFFECTS = {
     "parallel.timeout_s": Effect.NONE,
     "train": Effect.RESULTS,
     "train.steps": Effect.LENGTH,
+    "train.tokens": Effect.LENGTH,
+    "train.epochs": Effect.LENGTH,
     "train.micro_batch_size": Effect.ROUNDING,
     "train.activation_checkpointing": Effect.ROUNDING,
     "train.loss_chunks": Effect.ROUNDING,

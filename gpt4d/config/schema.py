@@ -149,7 +149,9 @@ class ClusterConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 600
+    steps: int = 600  # or, in its place, tokens or epochs
+    tokens: int | None = None  # text: length of the run in tokens, such as 1e9; rounded up to a complete step
+    epochs: float | None = None  # length of the run in passes over the training data; rounded up to a complete step
     seq_len: int = _MODEL_LENGTH  # tokens; by default the model's maximum
     batch_size: int = 8  # sequences or pictures per step over all devices
     micro_batch_size: int | None = None  # samples per device and microbatch; null: its share of the batch

@@ -1,0 +1,55 @@
+"""The length of a run: ``train.steps``, or what ``train.tokens`` or ``train.epochs`` amount to."""
+
+import math
+from dataclasses import replace
+
+from gpt4d.config.schema import Config, ConfigError, TrainConfig
+
+DEFAULT_STEPS = TrainConfig.steps
+
+
+def with_steps(config: Config) -> Config:
+    """Return the configuration with the number of steps in which a run reads ``train.tokens``, if that is set.
+
+    The last step may read more: its batch is complete. Raises ConfigError if several keys give a length, or for tokens
+    of a model that is trained on images.
+    """
+    train = config.train
+    for key in ("tokens", "epochs"):
+        value = getattr(train, key)
+        if value is not None and not value > 0:
+            raise ConfigError(f"train.{key}={value}: use a value above 0")
+    if train.tokens is None:
+        steps = train.steps if train.epochs is None else DEFAULT_STEPS
+    elif train.epochs is not None:
+        raise ConfigError(f"train.epochs={train.epochs}: train.tokens={train.tokens} sets the length; leave one out")
+    elif hasattr(config.model, "timesteps"):
+        raise ConfigError(
+            f"train.tokens={train.tokens}: model={config.model.name} is trained on images; use train.epochs or "
+            "train.steps"
+        )
+    else:
+        steps = math.ceil(train.tokens / max(1, train.batch_size * train.seq_len))
+    if train.steps not in (steps, DEFAULT_STEPS):
+        key = "tokens" if train.epochs is None else "epochs"
+        raise ConfigError(
+            f"train.steps={train.steps}: train.{key}={getattr(train, key)} sets the length; leave one of them out"
+        )
+    return replace(config, train=replace(train, steps=steps))
+
+
+def with_epochs(config: Config, samples: int) -> Config:
+    """Return the configuration with the number of steps of ``train.epochs``, if that is set.
+
+    ``samples`` is the number of samples of an epoch.
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    steps = math.ceil(train.epochs * samples / train.batch_size)
+    return replace(config, train=replace(train, steps=steps))
+
+
+def length_key(train: TrainConfig) -> str:
+    """Return the key that sets the length of a run."""
+    return "train.tokens" if train.tokens is not None else "train.epochs" if train.epochs is not None else "train.steps"
