@@ -1,5 +1,8 @@
 """A step over stages with different grids has the loss and the gradients of one device, under every schedule."""
 
+import weakref
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from gpt4d.model import registry
 from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.pipeline.runtime import StageRuntime
+from gpt4d.parallel.resharding.transfer import Transfer
 from gpt4d.step import TrainStep, mask_replicas
 from gpt4d.task import registry as tasks
 from tests.seams.test_toy import configure, plain_toy, squared_error
@@ -71,6 +75,45 @@ def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_
     error = squared_error(model, config, range(16), torch.float64)
     error.backward()
     check_step(ranks, config, world_size, error.item(), model.gradients())
+
+
+def retained_by_a_step(config):
+    """On a rank: the number of sends of a step, and the maxima of what it retains when a forward starts.
+
+    The maxima: tensors of completed sends, and batches.
+    """
+    plan, stage = own_stage(config, world_size=2)
+    task = tasks.get(registry.of(config.model).task).create(config)
+    task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
+    sent, batches, retained, create = [], [], [], Transfer.__init__
+
+    def record_send(transfer, resharding, local, name):
+        create(transfer, resharding, local, name)
+        if not resharding.program.receives:
+            sent.append((transfer.task, weakref.ref(local)))
+
+    def yield_batches():
+        for batch in task.batches(0):
+            batches.append(weakref.ref(batch.sample_ids))
+            yield batch
+            del batch
+
+    def compute(*arguments):
+        completed = sum(task.done() and tensor() is not None for task, tensor in sent)
+        retained.append((completed, sum(batch() is not None for batch in batches)))
+        return task.compute(*arguments)
+
+    runtime = StageRuntime(stage, GradientReducer(stage.weights, dict(stage.module.named_parameters())), compute)
+    with patch.object(Transfer, "__init__", record_send):
+        runtime.forward_backward(yield_batches(), plan.microbatches, 1.0)
+    stage.exchange.close()
+    return len(sent), *map(max, zip(*retained, strict=True))
+
+
+def test_a_step_retains_neither_what_it_has_sent_nor_used_batches(ranks, tmp_path):
+    settings = (*TWO, PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=8")
+    config = configure(tmp_path, *settings)
+    assert ranks.run(2, retained_by_a_step, config) == [(8, 0, 1)] * 2
 
 
 def losses_of_gpt(config, world_size):
