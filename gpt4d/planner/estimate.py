@@ -98,6 +98,7 @@ class Estimate:
         sizes: the grid.
         description: the model, if it is known.
         choice: settings of ``parallel`` in place of those in ``config``.
+        world: number of devices of all stages, if the grid is one of several.
     """
 
     def __init__(
@@ -106,12 +107,13 @@ class Estimate:
         sizes: GridSizes,
         description: Description | None = None,
         choice: Mapping[str, Any] | None = None,
+        world: int | None = None,
     ):
         self.choice = choice or {}
         config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config, [sizes])
-        self.links = Links(config.cluster, sizes, config.parallel.innermost)
+        self.links = Links(config.cluster, sizes, config.parallel.innermost, world)
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
         self.cached = self.description.cached_units(config.parallel.cache_layers)

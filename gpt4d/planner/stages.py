@@ -112,14 +112,19 @@ class PipelineEstimate:
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
         kinds, whole = self.description.kinds, self.description.whole
         layers = tuple((kinds[unit.name], unit.name in whole) for unit in units)
-        key = stage.sizes, layers, splits_backwards(self.config)
+        key = stage.sizes, layers, splits_backwards(self.config), self.devices
         if key not in self._known:
-            self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts))
+            self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts), world=self.devices)
         return self._known[key]
 
     def micro_batch(self, stage: StageLayout) -> int:
         """Return the samples that a device of a stage takes at once."""
         return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all stages."""
+        return sum(stage.sizes.devices for stage in self.stages)
 
     @cached_property
     def _parts(self) -> list[tuple[StageLayout, tuple[int, int]]]:
@@ -253,8 +258,7 @@ class PipelineEstimate:
         state = {kind: nbytes / GIB for kind, nbytes in self.states[fullest].items()}
         state["reserved"] = self.config.cluster.reserved_gib
         state["activations"] = memory[fullest] - sum(state.values())
-        devices = sum(stage.sizes.devices for stage in self.stages)
-        mfu, hfu = utilization(self.config, self.description, devices, seconds)
+        mfu, hfu = utilization(self.config, self.description, self.devices, seconds)
         sizes = [stage.sizes for stage in self.stages]
         grids = [str(grid) for grid in sizes] if len(set(sizes)) > 1 else None
         pipeline = replace(self.config.parallel.pipeline, microbatches=self.microbatches, stage_grids=grids)

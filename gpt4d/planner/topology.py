@@ -43,10 +43,13 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
     return max(1, min(span.size, devices // span.stride))
 
 
-def spans(sizes: GridSizes, innermost: str | None = None) -> dict[str, RankSpan]:
-    """Return the span of each axis, and of all devices as ``world``; x or ``innermost`` joins neighboring ranks."""
+def spans(sizes: GridSizes, innermost: str | None = None, world: int | None = None) -> dict[str, RankSpan]:
+    """Return the span of each axis, and of all devices as ``world``; x or ``innermost`` joins neighboring ranks.
+
+    ``world``: the number of devices if it is not that of the grid, which is one of several stages.
+    """
     by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, innermost).items()}
-    return by_axis | {"world": RankSpan(1, sizes.devices)}
+    return by_axis | {"world": RankSpan(1, world or sizes.devices)}
 
 
 def node_size(cluster: ClusterConfig) -> int:

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import metric_lines
+from tests.grids import bytes_sent, metric_lines
 
 PIPELINE = "parallel.pipeline."
 COMMON = (
@@ -78,6 +79,8 @@ def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, world_size
     losses, validations, sample = values(config)
     assert losses == pytest.approx(serial[0], rel=1e-5) and validations == pytest.approx(serial[1], rel=1e-5)
     assert sample == serial[2]
+    planned = PipelineEstimate.of(validate(config, world_size)).plan().comm["world"]["bytes"]
+    assert bytes_sent(config.run.dir)["world"] == pytest.approx(planned, rel=1e-9)
 
 
 def test_a_run_continues_over_other_stages_and_grids(ranks, tiny, serial):
