@@ -1,6 +1,7 @@
 """The entry point: ``python train.py``, ``torchrun --nproc-per-node N train.py`` or ``srun python train.py``.
 
-Arguments are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``--help`` lists the config groups.
+Arguments are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``--help`` lists the config groups. With
+``-m``, overrides may have several values, and every combination is trained (gpt4d.sweep).
 """
 
 import os
@@ -12,8 +13,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported
 
 import hydra
 
+from gpt4d import sweep
 from gpt4d.checkpoint import checkpoint_dir
-from gpt4d.config import CONFIG_DIR, Config, expand_cluster, to_config
+from gpt4d.config import CONFIG_DIR, Config, to_config
 from gpt4d.runs import lock
 from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import one_line_errors
@@ -53,5 +55,8 @@ def train(config: Config) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        sys.argv[1:] = expand_cluster(sys.argv[1:])
-        main()
+        if sweep.requested(sys.argv[1:]):
+            sweep.run(sys.argv[1:])
+        else:
+            sys.argv[1:] = sweep.for_hydra(sys.argv[1:])
+            main()

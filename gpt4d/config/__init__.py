@@ -26,6 +26,7 @@ from gpt4d.config.composing import (
     CONFIG_DIR,
     compose,
     expand_cluster,
+    format_for_hydra,
     from_arguments,
     known_keys,
     preset,

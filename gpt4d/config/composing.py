@@ -70,17 +70,18 @@ def expand_cluster(overrides: list[str]) -> list[str]:
         key, _, value = override.partition("=")
         if key == "cluster" and value.endswith((".yaml", ".yml")):
             settings = asdict(read_cluster(value))
-            expanded += [f"cluster.{name}={_format_for_hydra(setting)}" for name, setting in settings.items()]
+            expanded += [f"cluster.{name}={format_for_hydra(setting)}" for name, setting in settings.items()]
         else:
             expanded.append(override)
     return expanded
 
 
-def _format_for_hydra(value: Any) -> str:
+def format_for_hydra(value: Any) -> str:
+    """Return a value in the grammar of Hydra's overrides."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_format_for_hydra(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{format_for_hydra(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_format_for_hydra, value)) + "]"
+        return "[" + ",".join(map(format_for_hydra, value)) + "]"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return "null" if value is None else repr(value)

@@ -26,6 +26,7 @@ def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", titl
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     several = len(runs) > 1
     figure = Figure(figsize=(10 if several else 8, 5), layout="constrained")
@@ -46,7 +47,7 @@ def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", titl
     axes.set_xlabel({"step": "step", "tokens": f"{unit} seen", "hours": "hours"}[x])
     axes.set_ylabel(f"loss per {unit.removesuffix('s')}" + (" (points: validation)" if several else ""))
     if x == "tokens":
-        axes.xaxis.set_major_formatter(lambda seen, _: f"{seen / 1e6:g} M" if seen else "0")
+        axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_title(title)
     axes.grid(alpha=0.3)
     if several and len(runs) <= _MAX_LEGEND:

@@ -27,7 +27,8 @@ def one_line_errors() -> Iterator[None]:
         if not isinstance(error, ConfigError):
             raise
         launch = Launch.from_environment()
-        if launch.local_rank or (launch.rank and not isinstance(error, NodeError)):
+        # The launcher of a sweep's job is the sweep, which does not end the other ranks.
+        if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
             time.sleep(_PRINT_GRACE_S)
         if launch.local_rank:
             sys.exit(1)

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,9 @@ from gpt4d.config import NodeError
 
 if TYPE_CHECKING:
     import torch
+
+
+SWEEP_JOB = "GPT4D_SWEEP_JOB"  # number of a job among those that a sweep starts, from 1
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,16 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     master: str | None = None  # host:port where rank 0 listens; None if world_size is 1
+    sweep_job: int = 0  # the number of this job in a sweep; 0 outside a sweep
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
         """Read the variables of torchrun or of a Slurm step (``srun``); without either, return a world of one rank."""
-        env = environment
+        launch, number = cls._from_launcher(environment), int(environment.get(SWEEP_JOB, 0))
+        return replace(launch, sweep_job=number)
+
+    @classmethod
+    def _from_launcher(cls, env: Mapping[str, str]) -> "Launch":
         if "WORLD_SIZE" in env and "RANK" in env:
             world_size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
             master = f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '29500')}"

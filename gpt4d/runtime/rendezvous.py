@@ -46,7 +46,9 @@ class Rendezvous:
                 f"rank {self.launch.rank} on {socket.gethostname()} cannot connect to rank 0 at {self.launch.master} "
                 f"({str(error).splitlines()[0]}); check MASTER_ADDR and that rank 0 has started"
             ) from None
-        return dist.PrefixStore(f"gpt4d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # torchrun's store outlives the jobs of a sweep and the attempts of torchrun.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        return dist.PrefixStore(f"gpt4d/{attempt}/{self.launch.sweep_job}", store)
 
     def wait_for_all_ranks(self) -> None:
         """Return when all ranks have connected. Raises ConfigError with the first missing rank after a timeout."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 EXIT_CODE = 75  # EX_TEMPFAIL: the run is unfinished; the same command resumes it
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _DUPLICATE_S = 1.0  # a launcher forwards what the terminal has sent already: within this time both are one signal
 
 
@@ -64,13 +64,13 @@ def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
     request = StopRequest(announce)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    previous_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def receive_signals() -> None:
         while numbers := os.read(read_end, 64):
             for number in numbers:
-                if number in _SIGNALS:
+                if number in SIGNALS:
                     request.receive(number)
 
     thread = threading.Thread(target=receive_signals, name="signals", daemon=True)

@@ -1,0 +1,330 @@
+"""Sweeps: ``python train.py -m optim.lr=1e-3,4e-3 train.seed=0,1`` trains one job per combination, in order.
+
+Each job is a run of its own in ``<run.dir>/<its values>`` and a process of its own, with the same result as
+``python train.py`` with the job's overrides. A job that fails or is killed does not end the sweep. With several ranks,
+each rank of the sweep starts its rank of each job. The same command skips finished jobs and resumes the others.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.config import (
+    CONFIG_DIR,
+    Config,
+    ConfigError,
+    compose,
+    expand_cluster,
+    format_for_hydra,
+    known_keys,
+    to_config_error,
+    value_of,
+)
+from gpt4d.runs import lock
+from gpt4d.runs.plots import plot_losses
+from gpt4d.runs.summary import Run, State
+from gpt4d.runs.tables import console, runs_table
+from gpt4d.runtime.launch import SWEEP_JOB, Launch
+from gpt4d.runtime.signals import EXIT_CODE, SIGNALS
+from gpt4d.validation import validate
+
+_MULTIRUN = {"-m", "--multirun"}
+_MAX_NAME = 100  # characters; file systems allow 255 bytes
+_PORT_STEP = 32  # ports of the steps of one Slurm job follow each other
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One combination of a sweep.
+
+    Attributes:
+        name: the name of the job's directory.
+        overrides: the arguments of train.py.
+        swept: the overrides that differ between the jobs.
+        config: the configuration, with the directory of the job.
+    """
+
+    name: str
+    overrides: list[str]
+    swept: list[str]
+    config: Config
+
+    @classmethod
+    def create(cls, overrides: list[str], swept_keys: Collection[str]) -> "Job":
+        """Return the job for one combination. Raises ConfigError if it cannot be composed."""
+        swept = [override for override in overrides if _split(override)[0] in swept_keys]
+        config = compose(overrides)
+        name = job_name({key: _value(config, key, text) for key, text in map(_split, swept)})
+        config.run.name, config.run.dir = f"{config.run.name}/{name}", str(Path(config.run.dir) / name)
+        own = [f"{key}={format_for_hydra(value_of(config, key))}" for key in ("run.name", "run.dir")]
+        return cls(name, [*overrides, *own], swept, config)
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.dir)
+
+    def is_finished(self) -> bool:
+        run = Run(self.directory)
+        return run.state is State.FINISHED and run.history.step >= self.config.train.steps
+
+
+def requested(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments of train.py ask for a sweep, and not only for information such as ``--help``."""
+    options = {argument for argument in arguments if argument.startswith("-")}
+    return bool(options) and options <= _MULTIRUN
+
+
+def for_hydra(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of train.py for Hydra. A sweep is represented by its first combination."""
+    if _MULTIRUN.isdisjoint(arguments):
+        return expand_cluster(list(arguments))
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    options = [argument for argument in arguments if argument not in (*overrides, *_MULTIRUN)]
+    return [*expand_cluster(_combinations(overrides)[0][0]), *options]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Train all combinations of the arguments of train.py.
+
+    Exits with code 75 after a signal. Raises ConfigError if a combination is invalid, before any job starts, or if a
+    job has failed, after all jobs.
+    """
+    launch = Launch.from_environment()
+    jobs = expand([argument for argument in arguments if argument not in _MULTIRUN], launch.world_size)
+    program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]
+    execute(jobs, program, launch)
+
+
+def expand(overrides: Sequence[str], world_size: int) -> list[Job]:
+    """Return one job per combination of the values of ``overrides``, in Hydra's order.
+
+    Raises ConfigError with one line per problem of the combinations.
+    """
+    combinations, swept_keys = _combinations(overrides)
+    if not swept_keys:
+        raise ConfigError("-m: no key has several values; write KEY=VALUE,VALUE or leave out -m")
+    jobs: dict[str, Job] = {}
+    problems: dict[str, list[str]] = {}
+    for combination in combinations:
+        swept = " ".join(override for override in combination if _split(override)[0] in swept_keys)
+        try:
+            job = Job.create(combination, swept_keys)
+            owner = jobs.setdefault(job.name, job)
+            if owner is not job:
+                raise ConfigError(f"the same run as {' '.join(owner.swept)} ({job.directory}); leave one of them out")
+            validate(job.config, world_size)
+            lock.check_unused(job.directory)
+            checkpoint_dir.check_run(job.config)
+        except ConfigError as error:
+            problems.setdefault(str(error), []).append(swept)
+    parents = sorted({str(job.directory.parent) for job in jobs.values()})
+    if len(parents) > 1:
+        problem = f"run.dir={parents[0]}: another combination has {parents[1]}; set one run.name for all"
+        problems[problem] = [""] * len(combinations)
+    if problems:
+        raise ConfigError("\nerror: ".join(_describe(*item, len(combinations)) for item in problems.items()))
+    return list(jobs.values())
+
+
+def _combinations(overrides: Sequence[str]) -> tuple[list[list[str]], set[str]]:
+    """Return Hydra's expansion of ``overrides``, and the keys with several values."""
+    import hydra
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            parsed = parser.parse_overrides(list(overrides))
+            (combinations,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+            return combinations, {override.get_key_element() for override in parsed if override.is_sweep_override()}
+    except Exception as error:
+        raise to_config_error(error) from None
+
+
+def _describe(problem: str, jobs: list[str], count: int) -> str:
+    """Return one line for a problem of some of ``count`` jobs."""
+    if len(jobs) >= count:
+        return problem
+    return f"{jobs[0]}{f' and {len(jobs) - 1} more' if len(jobs) > 1 else ''}: {problem}"
+
+
+def job_name(values: Mapping[str, str]) -> str:
+    """Return a file name for the values of the swept keys, such as ``lr=0.001,seed=0``.
+
+    It has the last part of each key, or the complete key where two keys end alike. Names with characters that are not
+    safe in a file name, and long names, are shortened and get a checksum.
+    """
+    short = [key.rpartition(".")[2] for key in values]
+    names = [last if short.count(last) == 1 else key for key, last in zip(values, short, strict=True)]
+    text = ",".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
+    safe = ",".join(f"{_safe(name)}={_safe(value)}" for name, value in zip(names, values.values(), strict=True))
+    if safe == text and len(safe) <= _MAX_NAME:
+        return safe
+    return f"{safe[: _MAX_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key, value
+
+
+def _value(config: Config, key: str, text: str) -> str:
+    """Return the value of a key as text: 0.001 for 1e-3. The text of the override if the key is a group."""
+    if key not in known_keys():
+        return text.strip("'\"")
+    value = value_of(config, key)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class _JobProcess:
+    """The process of the current job. A signal to the sweep ends the job, which saves its state, and then the sweep."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.signal: str | None = None
+        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Pass signals on to the job inside."""
+        previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run ``command`` and return its exit code."""
+        self.process = subprocess.Popen(command, env=environment, preexec_fn=self._prepare)
+        if self.signal:  # it arrived while the process started
+            self.process.terminate()
+        return self.process.wait()
+
+    def _receive(self, number: int, _frame: Any) -> None:
+        self.signal = signal.Signals(number).name
+        if self.process:
+            # Until the job listens to signals, it ignores SIGINT.
+            self.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+
+    def _prepare(self) -> None:
+        """Prepare the new process: it ends if the sweep is killed, and Ctrl-C ends it through ``_receive`` only."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._libc:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch) -> None:
+    """Run ``program`` with the overrides of each unfinished job. Rank 0 reports the results.
+
+    Exits with code 75 after a signal. Raises ConfigError at the end if a job has failed.
+
+    Args:
+        jobs: the jobs in their order.
+        program: the command line that the overrides of a job follow.
+        launch: the place of this process among the ranks of the sweep.
+    """
+    report = None if launch.rank else _Report(jobs)
+    unfinished = [job for job in jobs if not job.is_finished()]
+    if report:
+        finished = len(jobs) - len(unfinished)
+        print(f"sweep of {len(jobs)} jobs in {report.directory}, {finished} of them finished", flush=True)
+    process, codes, stopped = _JobProcess(), dict[str, int](), False
+    with process.forwarding():
+        for number, job in enumerate(unfinished, start=1):
+            if report:
+                print(f"job {number} of {len(unfinished)}: {job.name}", flush=True)
+            codes[job.name] = code = process.run([*program, *job.overrides], job_environment(launch, number))
+            stopped = code == EXIT_CODE or process.signal is not None
+            if report:
+                report.write(codes)
+            if stopped:
+                break
+        if report:
+            report.show(codes)
+    if stopped:
+        if report:
+            print(f"{process.signal or 'a signal'}: the sweep has stopped; run the same command to resume", flush=True)
+        sys.exit(EXIT_CODE)
+    if any(codes.values()):
+        failed = [f"{name} (exit code {code})" for name, code in codes.items() if code]
+        raise ConfigError(
+            f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; run the same command to try them again"
+        )
+
+
+def job_environment(launch: Launch, number: int) -> dict[str, str]:
+    """Return the environment of a rank of a sweep's job, so that the ranks of consecutive jobs cannot meet.
+
+    ``number`` counts the jobs that the sweep starts, from 1.
+    """
+    environment = {**os.environ, SWEEP_JOB: str(number)}
+    if launch.master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        port = int(launch.master.rpartition(":")[2]) + _PORT_STEP * (number % 2)
+        environment |= {"MASTER_ADDR": launch.master.rpartition(":")[0], "MASTER_PORT": str(port)}
+    return environment
+
+
+class _Report:
+    """The results of a sweep: sweep.json, sweep.png and a table. Locks the directory of the sweep.
+
+    Raises ConfigError if another sweep uses the directory.
+    """
+
+    def __init__(self, jobs: Sequence[Job]):
+        self.jobs, self.directory = jobs, jobs[0].directory.parent
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.dir={self.directory}: {error.strerror}; use a writable directory") from None
+        self.lock = lock.DirectoryLock(self.directory, lock.SWEEP_LOCK)
+
+    def write(self, codes: Mapping[str, int]) -> dict[str, Run]:
+        """Write sweep.json: overrides, state and losses of each job. Return the jobs' runs by name.
+
+        ``codes`` are the exit codes of the jobs that this process has started.
+        """
+        runs = {job.name: Run(job.directory) for job in self.jobs}
+        for name, code in codes.items():
+            if code not in (0, EXIT_CODE, -signal.SIGTERM):
+                runs[name].state = State.FAILED  # perhaps before the run recorded a start
+        entries = [
+            {"job": job.name, "overrides": job.swept, **runs[job.name].to_json(), "exit_code": codes.get(job.name)}
+            for job in self.jobs
+        ]
+        partial = self.directory / "sweep.json.partial"
+        partial.write_text(json.dumps({"jobs": entries}, indent=1) + "\n", encoding="utf-8")
+        partial.rename(self.directory / "sweep.json")
+        return runs
+
+    def show(self, codes: Mapping[str, int]) -> None:
+        """Write sweep.json and sweep.png, and print a table and the job with the lowest validation loss."""
+        runs = self.write(codes)
+        console().print(runs_table(list(runs.values()), {str(run.path): name for name, run in runs.items()}))
+        losses = {name: run.validation_loss for name, run in runs.items() if run.validation_loss is not None}
+        if losses:
+            best, loss = min(losses.items(), key=lambda item: item[1])
+            print(f"lowest validation loss: {loss:.4f}, {best}")
+        curves = {name: run.history for name, run in runs.items() if run.history.training}
+        if curves:
+            path = self.directory / "sweep.png"
+            plot_losses(curves, path, title=self.directory.name)
+            print(f"loss curves: {path}, results: {self.directory / 'sweep.json'}", flush=True)

@@ -1,0 +1,259 @@
+"""Sweeps: names and checks of jobs, skipped, resumed and failed jobs, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt4d import sweep
+from gpt4d.config import ConfigError
+from gpt4d.runs.summary import Run, State
+from gpt4d.runtime.launch import Launch
+from tests.test_cli import ROOT, overrides, torchrun
+from tests.test_runs import event, step, write_run
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"optim.lr": "0.001", "train.seed": "0"}, "lr=0.001,seed=0"),
+        ({"optim.name": "a", "data.name": "b", "train.seed": "0"}, "optim.name=a,data.name=b,seed=0"),
+        ({"model": "gpt_tiny"}, "model=gpt_tiny"),
+    ],
+)
+def test_a_job_is_named_by_its_values(values, name):
+    assert sweep.job_name(values) == name
+
+
+def test_names_are_safe_unique_and_short():
+    values = [
+        "books/*.txt",
+        "books/ .txt",
+        "../../etc",
+        "a=b",
+        "a,b",
+        "x" * 300,
+        "x" * 300 + "y",
+        "ü",
+        "",
+        "${oc.env:HOME}",
+    ]
+    names = [sweep.job_name({"data.path": value}) for value in values]
+    assert len(set(names)) == len(values)
+    assert all(len(name) <= 100 and not set(name) - set("=,-._+") - set(map(chr, range(48, 123))) for name in names)
+    assert names[0].startswith("path=books-.txt-")
+
+
+def test_combinations_are_hydras_in_its_order_with_a_directory_each():
+    jobs = sweep.expand(["optim.lr=1e-3,4e-3", "train.steps=5", "train.seed=range(2)"], 1)
+    assert [job.name for job in jobs] == [f"lr={lr},seed={seed}" for lr in (0.001, 0.004) for seed in (0, 1)]
+    assert jobs[1].swept == ["optim.lr=0.001", "train.seed=1"]
+    assert (jobs[1].config.train.seed, jobs[1].config.train.steps) == (1, 5)
+    assert jobs[1].directory == Path("runs/gpt_tiny-sotu/lr=0.001,seed=1")
+    assert jobs[1].config.run.name == "gpt_tiny-sotu/lr=0.001,seed=1"
+    assert [job.config for job in jobs] == [sweep.compose(job.overrides) for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problems"),
+    [
+        ("optim.lr=1e-3", ["-m: no key has several values; write KEY=VALUE,VALUE or leave out -m"]),
+        (
+            "train.seq_len=999,256 train.seed=0,1",
+            ["train.seq_len=999 train.seed=0 and 1 more: train.seq_len=999: longer"],
+        ),
+        ("train.sed=0,1", ["train.sed: there is no such key; did you mean train.seed?"]),
+        (
+            "optim.lr=1e-3,0.001",
+            ["optim.lr=0.001: the same run as optim.lr=0.001 (runs/gpt_tiny-sotu/lr=0.001); leave"],
+        ),
+        (
+            "model=gpt_tiny,llama_tiny",
+            ["run.dir=runs/gpt_tiny-sotu: another combination has runs/llama_tiny-sotu; set"],
+        ),
+        ("optim.lr=interval(0,1)", ["BasicSweeper does not support sweep type"]),
+        (
+            "optim.lr=1e-3,a train.seq_len=999",
+            ["optim.lr=0.001: train.seq_len=999: longer", "optim.lr=a: optim.lr: Value 'a'"],
+        ),
+    ],
+)
+def test_every_problem_of_a_combination_is_one_line_before_the_first_job(arguments, problems):
+    with pytest.raises(ConfigError) as raised:
+        sweep.expand(arguments.split(), 1)
+    lines = str(raised.value).split("\nerror: ")
+    assert len(lines) == len(problems)
+    assert all(line.startswith(problem) and "\n" not in line for line, problem in zip(lines, problems, strict=True)), (
+        lines
+    )
+
+
+def test_a_job_of_another_experiment_is_refused_before_the_first_job(tmp_path):
+    arguments = ["train.seed=0,1", f"run.dir={tmp_path}"]
+    job = sweep.expand(arguments, 1)[1]
+    write_run(job.directory, event("start"), config="optim: {lr: 0.1}")
+    (job.directory / "starts.jsonl").write_text(json.dumps({"config": "config.yaml"}) + "\n")
+    with pytest.raises(ConfigError, match=rf"^train.seed=1: optim.lr=0.004: {job.directory} has 0.1"):
+        sweep.expand(arguments, 1)
+
+
+def test_options_of_hydra_show_the_first_combination():
+    assert sweep.requested(["-m", "optim.lr=1,2"]) and sweep.requested(["optim.lr=1,2", "--multirun"])
+    assert not sweep.requested(["optim.lr=1"]) and not sweep.requested(["-m", "--help"])
+    shown = sweep.for_hydra(["--cfg", "job", "-m", "optim.lr=1,2", "train.seed=3", "--package=run.dir"])
+    assert shown == ["optim.lr=1", "train.seed=3", "--cfg", "job", "--package=run.dir"]
+    assert sweep.for_hydra(["optim.lr=1"]) == ["optim.lr=1"]
+
+
+def test_ranks_of_consecutive_jobs_use_other_ports_unless_torchrun_has_the_store(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    launch = Launch(1, 2, master="nid001:20000")
+    ports = [sweep.job_environment(launch, number)["MASTER_PORT"] for number in (1, 2, 3)]
+    assert ports[0] == ports[2] != ports[1]
+    monkeypatch.setenv("MASTER_PORT", "20000")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    environment = sweep.job_environment(launch, 1)
+    assert environment["MASTER_PORT"] == "20000"
+    assert Launch.from_environment(environment).sweep_job == 1
+
+
+# A job that writes the files of a run. Its first argument says what the job of a seed does: refuse, stop, kill or end.
+FAKE = """
+import json, os, pathlib, signal, sys, time
+values = dict(argument.split("=", 1) for argument in sys.argv[2:])
+run, seed = pathlib.Path(values["run.dir"].strip('"')), values["train.seed"]
+act = json.loads(sys.argv[1]).get(seed, "done")
+line = {"step": 2, "tokens": 8, "time": 1.0, "elapsed_s": 1.0}
+if act == "refuse":
+    sys.exit(1)
+if act == "stop":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.sigwait([signal.SIGTERM])
+run.mkdir(parents=True, exist_ok=True)
+(run / "config.yaml").write_text(f"{{train: {{steps: 2, seed: {seed}}}}}")
+with open(run / "metrics.jsonl", "a") as file:
+    for event in ("start", "validation", "signal" if act == "stop" else "done"):
+        file.write(json.dumps(line | {"event": event, "loss": 3.0 + int(seed)}) + chr(10))
+if act == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(75 if act == "stop" else 0)
+"""
+
+
+def execute(tmp_path, **plan):
+    jobs = sweep.expand(["train.seed=0,1,2", "train.steps=2", f"run.dir={tmp_path / 'sweep'}"], 1)
+    try:
+        sweep.execute(jobs, [sys.executable, "-c", FAKE, json.dumps(plan)], Launch())
+    finally:
+        entries = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
+    return [(entry["job"], entry["state"], entry["exit_code"]) for entry in entries]
+
+
+def test_a_failed_job_ends_neither_the_others_nor_its_next_attempt(tmp_path, capfd):
+    expected = r"^2 of 3 jobs failed: seed=0 \(exit code 1\), seed=1 \(exit code -9\); run the same command to try them"
+    with pytest.raises(ConfigError, match=expected):
+        execute(tmp_path, **{"0": "refuse", "1": "kill"})
+    assert [Run(tmp_path / f"sweep/seed={seed}").state for seed in (0, 1, 2)] == [State.NEW, *[State.FINISHED] * 2]
+    (tmp_path / "sweep/seed=1/metrics.jsonl").write_text(json.dumps(event("start")) + "\n")
+    capfd.readouterr()
+    assert execute(tmp_path) == [("seed=0", "finished", 0), ("seed=1", "finished", 0), ("seed=2", "finished", None)]
+    out = capfd.readouterr().out
+    assert "sweep of 3 jobs" in out and "1 of them finished" in out and "job 2 of 2: seed=1" in out
+    assert "lowest validation loss: 3.0000, seed=0" in out
+
+
+def test_a_signal_stops_the_job_and_the_sweep_and_the_next_call_resumes(tmp_path, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        execute(tmp_path, **{"1": "stop"})
+    assert stopped.value.code == 75
+    assert "SIGINT: the sweep has stopped; run the same command to resume" in capfd.readouterr().out
+    states = [entry["state"] for entry in json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]]
+    assert states == ["finished", "interrupted", "new"]
+    assert [code for _, _, code in execute(tmp_path)] == [None, 0, 0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_more_steps_continue_finished_jobs(tmp_path):
+    jobs = sweep.expand(["train.seed=0,1", "train.steps=2", f"run.dir={tmp_path}"], 1)
+    write_run(jobs[0].directory, event("start"), step(2), event("done", 2))
+    assert jobs[0].is_finished() and not jobs[1].is_finished()
+    jobs[0].config.train.steps = 3
+    assert not jobs[0].is_finished()
+
+
+def test_a_second_sweep_in_one_directory_ends_with_one_line(tmp_path):
+    hold = (
+        "import sys; from gpt4d.runs.lock import *; held = DirectoryLock(Path(sys.argv[1]), SWEEP_LOCK);"
+        "print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    jobs = sweep.expand(["train.seed=0,1", f"run.dir={tmp_path}"], 1)
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"another sweep \(\S+, pid {process.pid}, since .*\) is using it"):
+            sweep.execute(jobs, ["false"], Launch())
+        process.kill()
+
+
+def interrupt(command, jobs, number) -> int:
+    """Start a sweep, send it a signal in the second job, and return its exit code."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    log = jobs[1].directory / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (log.exists() and '"loss"' in log.read_text()):
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        return process.wait(timeout=120)
+    finally:
+        process.kill()
+
+
+def check_resumed(jobs, first_log, steps):
+    assert (jobs[0].directory / "metrics.jsonl").read_bytes() == first_log, "a finished job was started again"
+    for job in jobs:
+        run = Run(job.directory)
+        assert (run.state, list(run.history.training)) == (State.FINISHED, list(range(1, steps + 1)))
+    assert len((jobs[1].directory / "starts.jsonl").read_text().splitlines()) == 2
+    assert (jobs[0].directory.parent / "sweep.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rates", ["4e-3", pytest.param("1e-3,4e-3", marks=pytest.mark.full)])
+def test_a_sweep_is_interrupted_and_resumed(tiny, tmp_path, rates):
+    changed = ["train.steps=30", f"optim.lr={rates}", "train.seed=0,1", f"run.dir={tmp_path / 'sweep'}"]
+    arguments = ["train.py", "-m", *overrides(tiny()), *changed]
+    jobs = sweep.expand(arguments[2:], 1)
+    assert interrupt([sys.executable, *arguments], jobs, signal.SIGTERM) == 75
+    assert [Run(job.directory).state for job in jobs[:2]] == [State.FINISHED, State.INTERRUPTED]
+    first_log = (jobs[0].directory / "metrics.jsonl").read_bytes()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_resumed(jobs, first_log, 30)
+    assert not (ROOT / "multirun").exists() and not list(tmp_path.rglob(".hydra"))
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_sweep_with_torchrun_is_interrupted_and_resumed(tiny, tmp_path):
+    changed = ["parallel.gx=2", "train.steps=30", "train.seed=0,1", f"run.dir={tmp_path / 'sweep'}"]
+    arguments = ["-m", *overrides(tiny()), *changed]
+    jobs = sweep.expand(arguments[1:], 2)
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--nproc-per-node=2",
+    ]
+    assert interrupt([sys.executable, *launcher, "train.py", *arguments], jobs, signal.SIGTERM) != 0
+    assert [Run(job.directory).state for job in jobs] == [State.FINISHED, State.INTERRUPTED]
+    first_log = (jobs[0].directory / "metrics.jsonl").read_bytes()
+    done = torchrun(2, *arguments)
+    assert done.returncode == 0, done.stderr
+    check_resumed(jobs, first_log, 30)
