@@ -116,8 +116,10 @@ record_progress() {
         log "cannot determine or create run.dir; not requeued"
         return 1
     fi
-    newest=$(find "$run_dir/checkpoints" -maxdepth 1 -name 'step_*[0-9]' 2> /dev/null | sort | tail -n 1)
-    newest=${newest##*/}
+    # The runs of a sweep are one level below.
+    newest=$(find "$run_dir" -mindepth 2 -maxdepth 3 -path '*/checkpoints/step_*[0-9]' -printf '%C@ %P\n' 2> /dev/null \
+        | sort -n | tail -n 1)
+    newest=${newest#* }
     read -r job before count 2> /dev/null < "$run_dir/requeues"
     [ "${job:-} ${before:-}" = "$SLURM_JOB_ID ${newest:=none}" ] || count=0
     count=$((count + 1))

@@ -105,6 +105,8 @@ def test_a_run_without_progress_is_requeued_three_times(stand_in):
     for step in (90, 100, 110):
         (directory / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
         assert requeues(), "a new checkpoint must restart the count"
+    (directory / "lr=0.1" / "checkpoints" / "step_00000020").mkdir(parents=True)
+    assert requeues(), "a new checkpoint of a sweep's job must restart the count"
     (directory / "checkpoints" / "step_00000120.partial").mkdir()
     assert [requeues() for _ in range(3)] == [True, True, False]
     # Another job starts its own count.
