@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from gpt4d.config import ConfigError, DataConfig, tokenizer_file
+from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import documents, encoding, parts, tokenizers, tokens
 from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
@@ -26,16 +26,9 @@ _REPORT_INTERVAL_S = 2.0
 
 def identity_of(config: DataConfig) -> str:
     """Return a hash of everything the token files depend on."""
-    tokenizer = _tokenizer_json(config) if config.tokenizer else config.tokenizer_vocab
+    tokenizer = sorted(tokenizers.from_config(config).items()) if config.tokenizer else config.tokenizer_vocab
     facts = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _tokenizer_json(config: DataConfig) -> str:
-    """Return the tokenizer.json of ``data.tokenizer``; a file is not rewritten, since runs compare its fingerprint."""
-    assert config.tokenizer
-    tokenizer, file = tokenizers.from_config(config), tokenizer_file(config.tokenizer)
-    return file.read_text(encoding="utf-8") if file.is_file() else tokenizer.to_str()
 
 
 class Preparation:
@@ -46,11 +39,12 @@ class Preparation:
 
     def __init__(self, config: DataConfig, identity: str, directory: Path, on_progress: Callable[[str], None]):
         self.config, self.identity, self.directory, self.on_progress = config, identity, directory, on_progress
-        self.tokenizer_file = directory / "tokenizer.json"
+        self.tokenizer_file = directory / tokenizers.FILE
         self.parts: list[dict] = []
         self.documents_done = 0  # in finished parts
         tokenizer = self._resume() or self._start()
-        self.vocabulary, self.end = tokenizers.vocabulary(tokenizer), tokenizers.end_of_text(tokenizer)
+        self.vocabulary = tokenizers.vocabulary(tokenizer)
+        self.end = tokenizers.end_of_text(tokenizer, tokenizers.companions(directory))
         self.dtype = parts.dtype_for(self.vocabulary)
 
     def run(self) -> None:
@@ -109,6 +103,7 @@ class Preparation:
             self.on_progress(f"starting over: the interrupted preparation is damaged or of another corpus ({error})")
             return None
         kept = {name for part in self.parts for name in part["files"]} | {PROGRESS, self.tokenizer_file.name}
+        kept |= tokenizers.companions(self.directory).keys()
         for path in self.directory.iterdir():
             if path.name not in kept:
                 path.unlink()  # belongs to the interrupted part
@@ -135,8 +130,12 @@ class Preparation:
     def _start(self) -> Tokenizer:
         for path in self.directory.iterdir():
             path.unlink()
-        text = _tokenizer_json(self.config) if self.config.tokenizer else self._train_tokenizer().to_str()
-        write_file(self.tokenizer_file, text.encode())
+        if self.config.tokenizer:
+            files = tokenizers.from_config(self.config)
+        else:
+            files = {tokenizers.FILE: self._train_tokenizer().to_str().encode()}
+        for name, content in files.items():
+            write_file(self.directory / name, content)
         self._save_progress()
         return tokenizers.read(self.tokenizer_file)
 

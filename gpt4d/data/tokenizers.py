@@ -4,8 +4,10 @@ import importlib.util
 import itertools
 import json
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -13,16 +15,18 @@ from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import hub
 from gpt4d.data.sources import one_line
 
+FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _CUT = re.compile(r"\n(?=\S)")
 _PIECE_CHARACTERS = 1 << 14
+SETTINGS = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
 # Files of transformers beside tokenizer.json: settings, templates of chats, and older forms of the same tokenizer.
 _COMPANIONS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    SETTINGS,
+    _SPECIAL_TOKENS,
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
@@ -30,12 +34,37 @@ _COMPANIONS = (
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends a document. Raises ConfigError if the tokenizer has none."""
-    for token in _END_TOKENS:
+def end_of_text(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) -> int:
+    """Return the id of the token that ends a document.
+
+    It is the ``eos_token`` in the files beside tokenizer.json (``companions``), otherwise the first known name of such
+    a token that the tokenizer has. Raises ConfigError if the tokenizer has no such token.
+    """
+    own = special_tokens(files or {}).get("eos_token")
+    for token in (own,) if own else _END_TOKENS:
         if (token_id := tokenizer.token_to_id(token)) is not None:
             return token_id
+    if own:
+        raise ConfigError(f"the tokenizer lacks the eos_token={own!r} of {SETTINGS}; correct that file")
     raise ConfigError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_TOKENS)}")
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return ``bos_token``, ``eos_token`` and ``pad_token`` as far as the files beside tokenizer.json set them.
+
+    Raises ConfigError for a file with invalid JSON.
+    """
+    found = {}
+    for name in (_SPECIAL_TOKENS, SETTINGS):
+        try:
+            values: dict[str, Any] = dict(json.loads(files.get(name, b"{}")))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{name}: invalid JSON ({error}); restore the file") from None
+        for key in ("bos_token", "eos_token", "pad_token"):
+            token = values.get(key)
+            if token := token.get("content") if isinstance(token, dict) else token:
+                found[key] = str(token)
+    return found
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:
@@ -43,36 +72,53 @@ def vocabulary(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def from_config(config: DataConfig) -> Tokenizer:
-    """Return the tokenizer of ``data.tokenizer``: gpt2, a file or directory, or a name on the hub.
+def load(key: str, name: str) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name: tokenizer.json and its ``companions``.
+
+    tokenizer.json is not rewritten if there is one, since runs compare its fingerprint. Raises ConfigError, which names
+    the setting ``key``, if the tokenizer cannot be used.
+
+    Args:
+        key: the setting that names the tokenizer.
+        name: gpt2, a file or directory, or a name on the hub.
+    """
+    problem = None
+    try:
+        if name == "gpt2":
+            files = {FILE: gpt2().to_str().encode()}
+        elif (file := tokenizer_file(name)).is_file():
+            files = {FILE: file.read_bytes()} | companions(file.parent)
+        else:
+            from transformers import AutoTokenizer
+
+            problem = hub.unreachable()
+            with tempfile.TemporaryDirectory() as directory:
+                AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+                files = {FILE: (Path(directory) / FILE).read_bytes()} | companions(Path(directory))
+        end_of_text(Tokenizer.from_buffer(files[FILE]), files)
+    except Exception as error:  # the libraries raise plain exceptions
+        raise ConfigError(
+            f"{key}={name}: not a usable tokenizer ({problem or one_line(error)}); use gpt2, a tokenizer.json, "
+            "its directory, or a hub name"
+        ) from None
+    return files
+
+
+def from_config(config: DataConfig) -> dict[str, bytes]:
+    """Return the files of ``data.tokenizer`` (``load``).
 
     Raises ConfigError if it cannot be used, or has more than ``data.tokenizer_vocab`` tokens (None: no limit).
     """
     name = config.tokenizer
     assert name is not None
-    problem = None
-    try:
-        if name == "gpt2":
-            tokenizer = gpt2()
-        elif tokenizer_file(name).is_file():
-            tokenizer = read(tokenizer_file(name))
-        else:
-            from transformers import AutoTokenizer
-
-            problem = hub.unreachable()
-            tokenizer = _configure(AutoTokenizer.from_pretrained(name).backend_tokenizer)
-        end_of_text(tokenizer)
-    except Exception as error:  # the libraries raise plain exceptions
-        raise ConfigError(
-            f"data.tokenizer={name}: not a usable tokenizer ({problem or one_line(error)}); use gpt2, a "
-            "tokenizer.json, its directory, or a hub name"
-        ) from None
+    files = load("data.tokenizer", name)
+    tokenizer = Tokenizer.from_buffer(files[FILE])
     if config.tokenizer_vocab is not None and vocabulary(tokenizer) > config.tokenizer_vocab:
         raise ConfigError(
             f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
             f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"
         )
-    return tokenizer
+    return files
 
 
 def companions(directory: Path) -> dict[str, bytes]:
@@ -82,16 +128,18 @@ def companions(directory: Path) -> dict[str, bytes]:
 
 def read(path: Path) -> Tokenizer:
     """Read a tokenizer from a file, without its settings for truncation, padding and dropout."""
-    return _configure(Tokenizer.from_file(str(path)))
+    return _configure(Tokenizer.from_file(str(path)), companions(path.parent))
 
 
-def _configure(tokenizer: Tokenizer) -> Tokenizer:
+def _configure(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) -> Tokenizer:
     """Make a tokenizer encode whole documents deterministically, and never encode their text as end-of-text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
-    tokenizer.add_special_tokens([token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None][:1])
+    end = tokenizer.id_to_token(end_of_text(tokenizer, files))
+    assert end is not None
+    tokenizer.add_special_tokens([end])
     tokenizer.encode_special_tokens = True  # a special token's name in a text is encoded as ordinary text
     return tokenizer
 

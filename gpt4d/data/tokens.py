@@ -86,8 +86,9 @@ class TokenFiles:
         if files.fingerprint() != header["tokenizer"]:
             raise ConfigError(f"{path}: not the tokenizer that made the tokens; prepare the tokens again")
         tokenizer = files.tokenizer()
-        for key, value_of in (("vocabulary", tokenizers.vocabulary), ("end_of_text", tokenizers.end_of_text)):
-            if value_of(tokenizer) != header[key]:
+        end = tokenizers.end_of_text(tokenizer, tokenizers.companions(directory))
+        for key, value in (("vocabulary", tokenizers.vocabulary(tokenizer)), ("end_of_text", end)):
+            if value != header[key]:
                 raise ConfigError(f"{directory / HEADER}: its {key} does not match {path}; prepare the tokens again")
         return files
 

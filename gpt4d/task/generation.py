@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from gpt4d.data.tokenizers import end_of_text
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.model.edges import edges, whole_batch
@@ -23,6 +22,7 @@ from gpt4d.parallel.stage import Stage
 def continuations(
     stage: Stage,
     tokenizer: Tokenizer,
+    end: int,
     prompts: Sequence[str],
     tokens: int,
     documents: Callable[[torch.Tensor], Documents | None] = lambda ids: None,
@@ -40,6 +40,7 @@ def continuations(
     Args:
         stage: this rank's part of the model.
         tokenizer: of the model.
+        end: id of the token that ends a text.
         prompts: texts to continue.
         tokens: most tokens to add to each; a text ends earlier at an end-of-text token.
         documents: returns the documents of ids [texts, tokens], for models whose attention stays
@@ -50,7 +51,6 @@ def continuations(
     """
     model, grid, device = stage.module, stage.grid, stage.weights.device
     settings: Any = model.config
-    end = end_of_text(tokenizer)
     texts = [tokenizer.encode(prompt, add_special_tokens=False).ids or [end] for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed + index) for index in range(len(texts))]
     capacity = min(settings.max_positions, max(map(len, texts)) + tokens)

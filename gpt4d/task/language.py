@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from gpt4d.config import Config, ConfigError, tokenizer_file
+from gpt4d.config import Config, ConfigError
 from gpt4d.data.batch import Batch
 from gpt4d.data.prepare import corpus
 from gpt4d.data.sampler import Blend, Sequences
-from gpt4d.data.tokenizers import companions
+from gpt4d.data.tokenizers import FILE, companions, end_of_text
 from gpt4d.model.description import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.stage import Stage
@@ -22,7 +22,6 @@ from gpt4d.task.generation import continuations
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
 
-TOKENIZER = "tokenizer.json"
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
 _PROMPT_TOKENS = 16
 _FEW_TOKENS = 0.9  # of the model's vocabulary: more waste is reported
@@ -31,10 +30,15 @@ _FEW_TOKENS = 0.9  # of the model's vocabulary: more waste is reported
 def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
     """Return the continuations of prompts (gpt4d.task.registry.TaskEntry)."""
     prompts = _prompts(config)
-    tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+    if not (directory / FILE).exists():
+        raise ConfigError(
+            f"checkpoint={directory}: it was imported without a tokenizer; import the model again with tokenizer=NAME"
+        )
+    tokenizer = Tokenizer.from_file(str(directory / FILE))
     texts = continuations(
         stage,
         tokenizer,
+        end_of_text(tokenizer, companions(directory)),
         prompts,
         config.tokens,
         temperature=config.temperature,
@@ -84,9 +88,8 @@ class LanguageModeling(ReadingTask):
 
     def _read(self) -> tuple[list[Sequences], list[Sequences]]:
         try:
-            self._tokenizer_files = {TOKENIZER: (self._files.directory / TOKENIZER).read_bytes()}
-            if (file := tokenizer_file(self.config.data.tokenizer or "")).is_file():
-                self._tokenizer_files |= companions(file.parent)
+            directory = self._files.directory
+            self._tokenizer_files = {FILE: (directory / FILE).read_bytes()} | companions(directory)
             self._fingerprint = self._files.fingerprint()
             return self._sequences("train", self.config.data.shuffle), self._sequences("validation", shuffle=False)
         except OSError as error:
@@ -130,7 +133,12 @@ class LanguageModeling(ReadingTask):
         prompt = self._held_out_prompt() if logging.sample_prompt is None else logging.sample_prompt
         with self._averages.applied():
             (text,) = continuations(
-                self._stage, self._files.tokenizer(), [prompt], logging.sample_tokens, self._documents
+                self._stage,
+                self._files.tokenizer(),
+                self._files.end_of_text,
+                [prompt],
+                logging.sample_tokens,
+                self._documents,
             )
         return Artifact(f"\n{text}\n", {"text": text})
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import documents, encoding, prepare, tokenizers
+from gpt4d.data.tokens import TokenFiles
 from tests.data import small_corpus
 
 
@@ -174,3 +175,23 @@ def test_an_unusable_tokenizer_is_rejected(config, tmp_path, content, message):
     (tmp_path / "t.json").write_text(content or text)
     with pytest.raises(ConfigError, match=message):
         prepare.corpus(replace(config, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))
+
+
+def test_documents_end_with_the_eos_token_that_the_tokenizer_names(gpt2, config, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    tokenizer = changed(gpt2, lambda content: None)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    settings = {"eos_token": {"content": "<end>"}, "pad_token": "<end>", "chat_template": "{{ messages }}"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = replace(config, tokenizer=str(source), tokenizer_vocab=60_000)
+    files = prepare.prepare(config, tmp_path / "out")
+    assert files.end_of_text == 50257 == files.tokens("train")[-1:].item()
+    assert files.tokenizer().encode("<end>", add_special_tokens=False).ids != [50257], "a text cannot end itself"
+    companions = tokenizers.companions(files.directory)
+    assert companions == tokenizers.companions(source) and tokenizers.special_tokens(companions)["pad_token"] == "<end>"
+    assert TokenFiles.open(files.directory) == files
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
+    with pytest.raises(ConfigError, match=r"the tokenizer lacks the eos_token='<other>' of tokenizer_config\.json"):
+        tokenizers.from_config(config)

@@ -66,7 +66,7 @@ def most_likely_text(model, tokenizer, prompt, tokens, documents):
     ],
 )
 def test_generated_text_equals_that_of_a_model_without_padding(stage, tokenizer, prompt, tokens, documents):
-    (text,) = continuations(stage, tokenizer, [prompt], tokens, documents, temperature=0)
+    (text,) = continuations(stage, tokenizer, END, [prompt], tokens, documents, temperature=0)
     assert text == most_likely_text(stage.module, tokenizer, prompt, tokens, documents)
     assert len(set(text.split())) > 3
 
@@ -78,7 +78,7 @@ def test_generated_text_equals_that_of_a_model_without_padding(stage, tokenizer,
 def test_a_forward_computes_new_tokens_only_while_the_text_fits(stage, tokenizer, prompt_length, tokens, shapes):
     seen = []
     hook = stage.module.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
-    continuations(stage, tokenizer, [" ".join(WORDS[1 : 1 + prompt_length])], tokens)
+    continuations(stage, tokenizer, END, [" ".join(WORDS[1 : 1 + prompt_length])], tokens)
     hook.remove()
     assert seen == shapes
 
@@ -88,9 +88,9 @@ PROMPTS = ["w5 w7 w9", "w3", " ".join(WORDS[1:12]), f"w5 {END_OF_TEXT} w8"]
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, temperature):
-    texts = continuations(stage, tokenizer, PROMPTS, 4, documents_of, temperature)
+    texts = continuations(stage, tokenizer, END, PROMPTS, 4, documents_of, temperature)
     alone = [
-        continuations(stage, tokenizer, [prompt], 4, documents_of, temperature, seed=index)
+        continuations(stage, tokenizer, END, [prompt], 4, documents_of, temperature, seed=index)
         for index, prompt in enumerate(PROMPTS)
     ]
     assert texts == [text for (text,) in alone]
@@ -104,7 +104,7 @@ def texts_on_grid(model, sizes, tokenizer_json):
         for name, parameter in stage.module.named_parameters():
             if "norm" not in name:
                 parameter.mul_(20)
-    return continuations(stage, Tokenizer.from_str(tokenizer_json), PROMPTS, 8, documents_of, temperature=0)
+    return continuations(stage, Tokenizer.from_str(tokenizer_json), END, PROMPTS, 8, documents_of, temperature=0)
 
 
 LLAMA = LlamaConfig(
