@@ -193,7 +193,7 @@ class TrainStep:
         self.before_update()
         optim.update(self.optimizer, skipped, norm, self.config.clip_norm)
         self.reducer.start_param_all_gather()
-        self.runtime.send_copied_weights()
+        self.stage.send_copied_weights()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, norm, skipped, stopping)
 

@@ -62,6 +62,26 @@ class Stage:
         """Names of the parameters that another stage has too, updates and saves."""
         return self.exchange.held if self.exchange else []
 
+    def send_copied_weights(self) -> None:
+        """Start to send weights to the stages that have copies of them; a forward waits for its own.
+
+        All ranks call this function after the weights have changed.
+        """
+        if self.exchange is None:
+            return
+        parameters = dict(self.module.named_parameters())
+        for copy in self.exchange.copies:
+            parameter = parameters[copy.name]
+            if copy.name in self.exchange.owned:
+                self.weights.pre_gather_hook(parameter)
+            self.exchange.start_weight(copy.name, parameter.detach())
+
+    def wait_for_copies(self) -> None:
+        """Wait until the weights that ``send_copied_weights`` sends or receives may be read and changed."""
+        if self.exchange is not None:
+            self.exchange.wait_for_owned()
+            self.exchange.wait_for_held()
+
     def sources(self, virtual_stage: int) -> list[int]:
         """Return the virtual stages whose tensors a part of this stage uses."""
         return [source for source, target in self.crossing if target == virtual_stage]

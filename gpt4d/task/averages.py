@@ -21,7 +21,7 @@ class WeightAverages:
     """
 
     def __init__(self, stage: Stage, decay: float):
-        self.weights, self.decay = stage.weights, decay
+        self.stage, self.decay = stage, decay
         named = dict[str, Any](stage.module.named_parameters()) if decay else {}
         self._parameters = {name: parameter for name, parameter in named.items() if name not in stage.copies}
         self._averages = [parameter.detach().clone() for parameter in self._parameters.values()]
@@ -38,22 +38,27 @@ class WeightAverages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the parameters their averages inside the context."""
-        current = self._current()
-        trained = [weight.clone() for weight in current]
-        self._set(current, self._averages)
-        try:
+        """Give the parameters their averages inside the context, on all ranks together.
+
+        Stages with copies of weights receive the averages from the stage that saves them.
+        """
+        if not self.decay:
             yield
-        finally:
-            self._set(current, trained)
+            return
+        current, copies = self._current(), set(self.stage.copies)
+        self.stage.wait_for_copies()
+        named = self.stage.module.named_parameters()
+        weights = current + [parameter.detach() for name, parameter in named if name in copies]
+        trained = [weight.clone() for weight in weights]
+        torch._foreach_copy_(current, self._averages)
+        self.stage.send_copied_weights()
+        yield
+        # Not after an error, which must not wait for transfers.
+        self.stage.wait_for_copies()
+        torch._foreach_copy_(weights, trained)
 
     def _current(self) -> list[torch.Tensor]:
         """Return the weights, once those that other ranks have updated are here."""
         for parameter in self._parameters.values():
-            self.weights.pre_gather_hook(parameter)
+            self.stage.weights.pre_gather_hook(parameter)
         return [parameter.detach() for parameter in self._parameters.values()]
-
-    @staticmethod
-    def _set(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        if weights:
-            torch._foreach_copy_(weights, values)

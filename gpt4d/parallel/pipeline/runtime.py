@@ -114,18 +114,6 @@ class StageRuntime:
             transfer.wait()
         exchange.wait_for_owned()  # weights that the step before has sent, and that the update changes
 
-    def send_copied_weights(self) -> None:
-        """Start to send updated weights to the stages that have copies of them; a forward waits for its own."""
-        stage = self.stage
-        if stage.exchange is None:
-            return
-        parameters = dict(stage.module.named_parameters())
-        for copy in stage.exchange.copies:
-            parameter = parameters[copy.name]
-            if copy.name in stage.exchange.owned:
-                stage.weights.pre_gather_hook(parameter)
-            stage.exchange.start_weight(copy.name, parameter.detach())
-
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the sum of this rank's losses over some microbatches, float64, without gradients."""
         stage = self.stage
