@@ -10,7 +10,16 @@ import sys
 from pathlib import Path
 
 from gpt4d.checkpoint import checkpoint_dir, sharded
-from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig, from_arguments, grid_problem
+from gpt4d.config import (
+    Config,
+    ConfigError,
+    GridSizes,
+    ParallelConfig,
+    TrainConfig,
+    asks_for_help,
+    from_arguments,
+    grid_problem,
+)
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.errors import one_line_errors
@@ -22,6 +31,9 @@ from gpt4d.task.task import GenerateConfig
 
 
 def main(arguments: list[str]) -> None:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return
     config, launch = from_arguments(GenerateConfig, arguments), Launch.from_environment()
     for key, least in (("tokens", 0), ("temperature", 0), ("top_k", 0), ("images", 1), ("steps", 1)):
         if getattr(config, key) < least:

@@ -1,5 +1,6 @@
 """Reports of invalid settings: one line with the key, the value and the remedy, before any process group exists."""
 
+import importlib
 import itertools
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from gpt4d.config import (
     TrainConfig,
     compose,
     grid_problem,
+    keys,
+    known_keys,
     profiled_steps,
 )
 from gpt4d.model import registry
@@ -36,6 +39,27 @@ SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yam
         ("parallel.gx=two", "parallel.gx: Value 'two' of type 'str' could not be converted to Integer"),
         ("model=gpt_unheard_of", "gpt_125m"),
         ("train.steps=[3", "'train.steps=[3': not a valid override"),
+        ("train.steps=1.5", "train.steps: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("model=gpt_125M", "model=gpt_125M: there is no such choice; did you mean gpt_125m?"),
+        ("cluster=a100", "did you mean dgx_a100?"),
+        ("train=foo", "use one of default, long_context"),
+        ("optim=muon", "the optimizer is AdamW; use optim=adamw"),
+        ("parallel.tp=2", "use parallel.gx, and parallel.gy for a second dimension"),
+        ("parallel.pp=2", "did you mean parallel.pipeline.stages?"),
+        ("parallel.pipeline=2", "parallel.pipeline=2: a group of keys; set parallel.pipeline.stages=2"),
+        ("parallel.overlap=false", "a group of keys; set parallel.overlap.all_reduce, parallel.overlap.reduce_scatter"),
+        ("train.gradient_accumulation_steps=4", "use train.micro_batch_size"),
+        ("train.max_steps=4", "did you mean train.steps?"),
+        ("learning_rate=1e-4", "did you mean optim.lr?"),
+        ("batch_size=8", "did you mean train.batch_size?"),
+        ("optim.min_lr=1e-4", "use optim.min_lr_ratio, a fraction of optim.lr"),
+        ("optim.schedule=wsd", "the schedule is a cosine after a linear warm-up; use optim.warmup_steps"),
+        ("optim.name=muon", "the optimizer is AdamW; use optim.lr"),
+        ("wandb.mode=offline", "wandb.mode: there is no such key; did you mean logging.wandb.mode?"),
+        ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
+        ("name=a", "name: there is no such key; use one of checkpoint.…"),
+        ("model.rope_factor=2", "model.rope_factor: the chosen model has no such key; it is one of llama"),
+        ("--steps=10", "--steps=10: settings are key=value; use train.steps=10"),
     ],
 )
 def test_an_invalid_override_is_reported_in_one_line(override, message):
@@ -48,7 +72,12 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
 @pytest.mark.parametrize(
     ("world_size", "overrides", "message"),
     [
-        (1, ["parallel.gx=2"], "parallel.gx·gy·gz=2·1·1=2: does not divide the 1 process(es)"),
+        (
+            1,
+            ["parallel.gx=2"],
+            "parallel.gx·gy·gz=2·1·1=2: does not divide the 1 process(es) of this job; start more of them: "
+            "torchrun --nproc-per-node 2 train.py parallel.gx=2",
+        ),
         (8, ["parallel.gx=2", "parallel.gdata=2"], "use parallel.gdata=4"),
         (1, ["parallel.gx=0"], "parallel.gx=0: every axis needs a device; use a value of at least 1"),
         (3, ["parallel.gx=3"], "parallel.gx=3: does not divide model.heads=4; use one of 1, 2, 4"),
@@ -82,6 +111,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
             "data.source=blue_marble: pictures, but model=gpt_tiny trains on text; use data=sotu",
         ),
         (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
+        (1, ["checkpoint.resume=true"], "checkpoint.resume=true: not a way to resume; use auto, the default"),
         (
             1,
             ["profile.steps=ten"],
@@ -98,6 +128,33 @@ def test_an_invalid_value_is_reported_with_a_remedy(world_size, overrides, messa
     with pytest.raises(ConfigError) as error:
         validate(compose(overrides), world_size)
     assert message in str(error.value)
+
+
+def test_a_flag_is_reported_with_the_setting_that_is_meant():
+    with pytest.raises(ConfigError, match=r"^--steps: settings are key=value; use train\.steps=10$"):
+        compose(["--steps", "10"])
+
+
+@pytest.mark.parametrize(("value", "steps"), [("1e3", 1000), ("2.0", 2), ("1.5e1", 15), ("7", 7)])
+def test_whole_numbers_may_have_an_exponent_or_a_point(value, steps):
+    assert compose([f"train.steps={value}"]).train.steps == steps
+
+
+def test_all_names_of_other_trainers_lead_to_keys_that_exist():
+    assert set(keys.OTHER_NAMES.values()) <= set(known_keys())
+    assert not {*keys.OTHER_NAMES, *keys.REMEDIES} & set(known_keys())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_family_can_be_chosen_with_its_default_sizes(family):
+    assert validate(compose([f"model={family}"]), 1).sizes == GridSizes()
+
+
+@pytest.mark.parametrize("module", ["gpt4d.generate", "gpt4d.data.prepare", "gpt4d.planner.calibrate"])
+def test_help_is_the_description_of_the_command(module, capsys):
+    command = importlib.import_module(module)
+    command.main(["--help"])
+    assert capsys.readouterr().out.strip() == command.__doc__.strip()
 
 
 def test_gdata_defaults_to_the_remaining_devices():

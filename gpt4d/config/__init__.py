@@ -28,7 +28,6 @@ from gpt4d.config.composing import (
     expand_cluster,
     format_for_hydra,
     from_arguments,
-    known_keys,
     preset,
     read_cluster,
     register_model,
@@ -45,7 +44,9 @@ from gpt4d.config.identity import (
     is_allowed,
     recorded_settings,
 )
+from gpt4d.config.keys import known_keys
 from gpt4d.config.length import length_key, with_epochs, with_steps
+from gpt4d.config.overrides import asks_for_help
 from gpt4d.config.pipeline import (
     check_pipeline,
     pipeline_microbatches,

@@ -26,6 +26,12 @@ def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     _check_axes(parallel)
     tensor = parallel.gx * parallel.gy * parallel.gz
     setting = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
+    if world_size == 1 < tensor:
+        words = " ".join(f"parallel.{a}={getattr(parallel, a)}" for a in ("gx", "gy", "gz") if getattr(parallel, a) > 1)
+        raise ConfigError(
+            f"{setting}: does not divide the 1 process(es) of this job; start more of them: "
+            f"torchrun --nproc-per-node {tensor} train.py {words}"
+        )
     if world_size % tensor:
         raise ConfigError(
             f"{setting}: does not divide the {world_size} process(es) of this job; "
@@ -262,6 +268,9 @@ def check_values(config: Config, family: ModelFamily) -> None:
     check_allowed(config.checkpoint.allow_changes)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
+        if resume.lower() in ("true", "yes", "1", "false", "no", "0"):
+            remedy = "auto, the default" if resume.lower() in ("true", "yes", "1") else "never"
+            raise ConfigError(f"checkpoint.resume={resume.lower()}: not a way to resume; use {remedy}")
         raise ConfigError(
             f"checkpoint.resume={resume!r}: no such directory; use auto, never or the path of a checkpoint"
         )

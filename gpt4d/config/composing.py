@@ -2,12 +2,15 @@
 
 import difflib
 import re
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
 from gpt4d.config.machine import register_resolver
+from gpt4d.config.overrides import checked_overrides, whole_number
 from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -64,9 +67,12 @@ def read_cluster(path: str | Path) -> ClusterConfig:
 
 
 def expand_cluster(overrides: list[str]) -> list[str]:
-    """Replace ``cluster=FILE.yaml`` by overrides of its single values, since Hydra looks for names in configs/ only."""
+    """Return overrides for Hydra, with the values of FILE for ``cluster=FILE.yaml``, since it looks in configs/ only.
+
+    Raises ConfigError for keys that do not exist, and for a file that cannot be used.
+    """
     expanded = []
-    for override in overrides:
+    for override in checked_overrides(overrides):
         key, _, value = override.partition("=")
         if key == "cluster" and value.endswith((".yaml", ".yml")):
             settings = asdict(read_cluster(value))
@@ -104,6 +110,8 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
         if get_type_hints(schema)[key] in (str, str | None) and value != "null":
             texts[key] = value  # kept as typed: OmegaConf would interpolate ${…}
             value = "placeholder"
+        elif get_type_hints(schema)[key] in (int, int | None):
+            value = whole_number(value)
         try:
             config[key] = value
         except Exception as error:
@@ -113,14 +121,11 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
     return replace(cast(Any, OmegaConf.to_object(config)), **texts)
 
 
-_model_schemas: dict[str, type[ModelConfig]] = {}
-
-
 def register_model(name: str, schema: type[ModelConfig]) -> None:
     """Register the settings of a model family with Hydra: ``model=<name>`` selects them with their defaults."""
     from hydra.core.config_store import ConfigStore
 
-    _model_schemas[name] = schema
+    model_schemas[name] = schema
     ConfigStore.instance().store(group="model", name=name, node=schema)
 
 
@@ -133,18 +138,6 @@ def _register_schema() -> None:
 
 
 _register_schema()
-
-
-def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Return all keys of a config class, such as ``parallel.gx``."""
-    keys: dict[str, None] = {}
-    for name, kind in get_type_hints(schema).items():
-        if not is_dataclass(kind):
-            keys[prefix + name] = None
-            continue
-        for group in [kind, *(_model_schemas.values() if kind is ModelConfig else ())]:
-            keys |= dict.fromkeys(known_keys(group, f"{prefix}{name}."))
-    return list(keys)
 
 
 def _flat_keys(values: dict, prefix: str = "") -> list[str]:
@@ -160,24 +153,9 @@ def _prefixes(key: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def unknown_key(key: str, schema: type = Config) -> ConfigError:
-    """Return the error for a key that ``schema`` lacks, which suggests a similar one."""
-    keys = known_keys(schema)
-    prefix, _, name = key.rpartition(".")
-    group = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == prefix}
-    similar = difflib.get_close_matches(name, group, n=1)
-    if similar:
-        remedy = f"did you mean {group[similar[0]]}?"
-    elif elsewhere := [k for k in keys if k.endswith("." + name)]:
-        remedy = f"did you mean {elsewhere[0]}?"
-    else:
-        remedy = f"use one of {', '.join(group or sorted({k.partition('.')[0] + '.…' for k in keys}))}"
-    return ConfigError(f"{key}: there is no such key; {remedy}")
-
-
 def to_config_error(error: BaseException, schema: type = Config) -> BaseException:
     """Return an error of Hydra or OmegaConf as a ConfigError of one line, any other error unchanged."""
-    from hydra.errors import HydraException, OverrideParseException
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
@@ -185,6 +163,8 @@ def to_config_error(error: BaseException, schema: type = Config) -> BaseExceptio
     cause = error.__cause__ or error  # Hydra wraps the errors of OmegaConf
     if isinstance(error, OverrideParseException):
         return ConfigError(f"{error.override!r}: not a valid override; quote special characters twice: 'key=\"a, b\"'")
+    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
+        return _unknown_choice(cause.missing_cfg_file, cause.options)
     key = getattr(cause, "full_key", None)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key:
         return unknown_key(key, schema)
@@ -192,3 +172,14 @@ def to_config_error(error: BaseException, schema: type = Config) -> BaseExceptio
     text = re.split(r"full_key:|Config search path:|See https:", str(cause))[0]
     text = " ".join(text.split())
     return ConfigError(f"{key}: {text}" if key else text)
+
+
+def _unknown_choice(path: str, options: Sequence[str]) -> ConfigError:
+    """Return the error for a choice of a group that does not exist, such as ``model/gpt_125M``."""
+    group, _, name = path.rpartition("/")
+    similar = difflib.get_close_matches(name.lower(), options, n=1)
+    if group == "optim" and name not in model_schemas and not similar:
+        remedy = "the optimizer is AdamW; use optim=adamw with optim.lr, or leave it out for the learning rate of model"
+    else:
+        remedy = f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(options)}"
+    return ConfigError(f"{group}={name}: there is no such choice; {remedy}")

@@ -15,7 +15,7 @@ from typing import cast
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from gpt4d.config import ConfigError, DataConfig, check_data, compose
+from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, compose
 from gpt4d.data import parts, tokens
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
@@ -96,6 +96,9 @@ def prepare(
 
 
 def main(arguments: list[str]) -> None:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return
     paths = dict(argument.partition("=")[::2] for argument in arguments if argument.startswith(("out=", "verify=")))
     if "verify" in paths:
         TokenFiles.open(Path(os.path.expanduser(paths["verify"]))).verify()

@@ -29,6 +29,7 @@ from gpt4d.config import (
     LevelConfig,
     MeasuredConfig,
     TrainConfig,
+    asks_for_help,
     divisors,
     from_arguments,
 )
@@ -301,6 +302,9 @@ def _derive_levels(cluster: ClusterConfig, node: int) -> list[LevelConfig]:
 
 
 def main(arguments: list[str]) -> None:
+    if asks_for_help(arguments):
+        print(__doc__)
+        return
     config = from_arguments(CalibrateConfig, arguments)
     out, launch = Path(config.out), Launch.from_environment()
     if out.suffix != ".yaml":

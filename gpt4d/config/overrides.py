@@ -1,0 +1,68 @@
+"""The form of overrides on a command line, checked before Hydra reads them."""
+
+import re
+from collections.abc import Sequence
+
+from gpt4d.config.keys import groups, key_types, known_keys, meant_key, unknown_key
+from gpt4d.config.schema import ConfigError
+
+_HYDRA_FLAGS = {
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
+    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
+}  # fmt: skip
+_WHOLE_FLOAT = re.compile(r"[+-]?\d+(\.0*)?([eE]\+?\d+)?|[+-]?\d*\.\d+[eE]\+?\d+")
+_MAIN_KEYS = {"parallel.pipeline": "stages", "logging.wandb": "mode"}  # that a value of the group means
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Return whether a command is to print its description."""
+    return bool({"--help", "-h"} & {*arguments})
+
+
+def checked_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with whole floats of integer keys as integers: ``train.steps=600`` for ``train.steps=6e2``.
+
+    Raises ConfigError, naming the key that is meant, for keys that do not exist and for settings as ``--key value``.
+    """
+    integers = {key for key, kind in key_types().items() if kind in (int, int | None)}
+    checked = []
+    for place, override in enumerate(overrides):
+        if override.startswith("--") and override.partition("=")[0] not in _HYDRA_FLAGS:
+            raise _flag(override, overrides[place + 1 : place + 2])
+        key, equals, value = override.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not key.startswith("hydra"):
+            _check_key(key, value)
+            if key in integers:
+                override = f"{key}={','.join(map(whole_number, value.split(',')))}"
+        checked.append(override)
+    return checked
+
+
+def whole_number(text: str) -> str:
+    """Return a whole number in scientific notation as an integer, and any other text unchanged."""
+    if not _WHOLE_FLOAT.fullmatch(text) or not float(text).is_integer():
+        return text
+    return str(int(float(text)))
+
+
+def _check_key(key: str, value: str) -> None:
+    """Raise ConfigError for a key that is no key, no part of one and no group of choices."""
+    known, kinds = known_keys(), groups()
+    if key in kinds and "." in key:  # the groups without a dot have choices: model=gpt_125m
+        main = _MAIN_KEYS.get(key)
+        remedy = f"set {key}.{main}={value}" if main else f"set {', '.join(key_types(kinds[key], f'{key}.'))}"
+        raise ConfigError(f"{key}={value}: a group of keys; {remedy}")
+    parts = key.split(".")
+    prefixes = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    if key not in kinds and not prefixes & {*known}:
+        raise unknown_key(key)
+
+
+def _flag(flag: str, following: Sequence[str]) -> ConfigError:
+    """Return the error for ``--key value``."""
+    name, equals, value = flag.removeprefix("--").partition("=")
+    if not equals:
+        value = next((text for text in following if not text.startswith("-") and "=" not in text), "…")
+    key = name if name in known_keys() else meant_key(name)
+    example = f"{key}={value}" if key else "train.steps=100, for example"
+    return ConfigError(f"{flag}: settings are key=value; use {example}")
