@@ -12,6 +12,8 @@ The commands only read files, so they run on a login node and never delay a run.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -78,8 +80,10 @@ def plot(paths: list[Path], config: PlotConfig) -> None:
     for path, history in histories.items():
         if not history.training:
             raise ConfigError(f"{path}: no loss yet; wait for its first line in metrics.jsonl")
+    parent = os.path.commonpath([path.absolute().parent for path in paths])
+    named = {os.path.relpath(path, parent): history for path, history in histories.items()}
     try:
-        plots.plot_losses(histories, Path(config.out), config.x, paths[0].name if len(paths) == 1 else "")
+        plots.plot_losses(named, Path(config.out), config.x, title=paths[0].name if len(paths) == 1 else parent)
     except OSError as error:
         raise ConfigError(f"out={config.out}: {error.strerror}; use a file in a writable directory") from None
     print(config.out)
@@ -123,5 +127,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command without a traceback
     with one_line_errors():
         main(sys.argv[1:])
