@@ -3,6 +3,8 @@
     verify  checkpoint=runs/NAME             check all files and tensors
     inspect checkpoint=runs/NAME             print metadata and tensors
     export  checkpoint=runs/NAME out=DIR     for transformers or diffusers: AutoModelForCausalLM.from_pretrained("DIR")
+            dtype=float32|bfloat16|float16   by default that of an imported model, otherwise float32
+            weights=average|raw              by default the averages that samples are drawn with, if there are some
     import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: a run at step 0, from which to train
 
 ``checkpoint`` is a checkpoint or a run directory, of which ``verify`` checks all checkpoints and the other commands use
@@ -37,12 +39,15 @@ class ReadConfig:
 class ExportConfig:
     checkpoint: str = MISSING
     out: str = MISSING
+    dtype: str | None = None
+    weights: str | None = None
 
 
 @dataclass
 class ImportConfig:
     source: str = MISSING
     out: str = MISSING
+    tokenizer: str | None = None
 
 
 def verify(config: ReadConfig) -> None:
@@ -99,23 +104,24 @@ def inspect(config: ReadConfig) -> None:
 
 
 def export(config: ExportConfig) -> None:
-    from gpt4d.checkpoint import convert
+    from gpt4d.checkpoint import exporter
+    from gpt4d.checkpoint.model_directory import adapter_of
 
     directory, out = checkpoint_dir.located(Path(config.checkpoint)), Path(config.out)
-    convert.export(directory, out)
-    adapter = convert.adapter_of(registry.of(checkpoint_dir.Meta.read(directory).model))
-    print(f'{out}: exported from {directory}; load it with {adapter.CLASS}.from_pretrained("{out}")')
+    weights = exporter.export(directory, out, config.dtype, config.weights)
+    adapter = adapter_of(registry.of(checkpoint_dir.Meta.read(directory).model))
+    print(f'{out}: exported from {directory}, {weights}; load it with {adapter.CLASS}.from_pretrained("{out}")')
 
 
 def import_(config: ImportConfig) -> None:
-    from gpt4d.checkpoint import convert
+    from gpt4d.checkpoint import importer
 
-    model = convert.import_model(config.source, Path(config.out))
+    model = importer.import_model(config.source, Path(config.out), config.tokenizer)
     defaults = asdict(type(model)(name=model.name))
     changed = {f"model.{key}": value for key, value in asdict(model).items() if value != defaults[key]}
     settings = f"model={registry.of(model).name} optim=adamw {_key_values(changed)}"
     kind, _, data = tasks.get(registry.of(model).task).own_data.partition(": ")
-    tokenizer = checkpoint_dir.located(Path(config.out)) / checkpoint_dir.TOKENIZER
+    tokenizer = checkpoint_dir.located(Path(config.out)) / "tokenizer.json"
     data += f" data.tokenizer={tokenizer}" if tokenizer.exists() else ""
     print(f"{config.out}: imported at step 0. To train it on your {kind}:\n")
     print(f"python train.py run.dir={config.out} {settings} {data}")

@@ -33,7 +33,7 @@ from gpt4d.model import registry
 from gpt4d.model.family import Family
 
 META = "meta.json"
-TOKENIZER = "tokenizer.json"
+MODEL_FILES = "config.json", "generation_config.json"  # of an imported model, kept for its export
 _FORMAT = 6
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 
@@ -122,6 +122,11 @@ def _to_model(family: Family, values: dict) -> ModelConfig:
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return model
+
+
+def model_files(directory: Path) -> dict[str, bytes]:
+    """Return the files of an imported model that its export needs, by name."""
+    return {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
 
 
 def name(step: int) -> str:

@@ -1,6 +1,6 @@
 """The record that describes a model family to the rest of gpt4d."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +19,17 @@ class HuggingFaceAdapter(Protocol):
 
     Attributes:
         CLASS: what loads an exported model with ``from_pretrained``.
+        PIPELINE_TAG: the hub's name for the purpose of the models.
+        USAGE: lines of Python that load and use an exported model.
+        FOLDER: folder of the weights and their ``config.json`` in an exported directory; empty: the directory itself.
         FILE: name of the file of weights, without its suffix.
         HAS_TOKENIZER: whether a model comes with a tokenizer.
     """
 
     CLASS: str
+    PIPELINE_TAG: str
+    USAGE: str
+    FOLDER: str
     FILE: str
     HAS_TOKENIZER: bool
 
@@ -38,8 +44,11 @@ class HuggingFaceAdapter(Protocol):
     ) -> "torch.Tensor":
         """Return the library's tensors as our global tensor of ``shape``: the inverse of ``to_hf``."""
 
-    def hf_config(self, config: Any, end_of_text: int | None = None) -> Any:
-        """Return the library's configuration of such a model, which has a method ``save_pretrained(directory)``."""
+    def documents(self, config: Any, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the JSON files of an exported model by path, such as ``config.json``.
+
+        ``source``: the ``config.json`` of the model that was imported, whose settings stay; empty if there was none.
+        """
 
     def config_from_hf(self, source: str, values: dict) -> ModelConfig:
         """Return our settings for the ``config.json`` of ``source``. Raises ConfigError for unsupported settings."""

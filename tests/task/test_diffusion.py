@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gpt4d.checkpoint import checkpoint_dir, convert, storage
+from gpt4d.checkpoint import checkpoint_dir, exporter, importer, storage
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.validation import validate
 from tests.grids import build_model, bytes_planned, bytes_sent, metric_lines, on_grid, train_in_rank
@@ -130,7 +130,7 @@ def test_an_exported_model_predicts_the_same_in_diffusers_and_comes_back_unchang
     from diffusers import UNet2DModel
 
     checkpoint = checkpoint_dir.located(Path(serial.run.dir))
-    convert.export(checkpoint, tmp_path / "exported")
+    exporter.export(checkpoint, tmp_path / "exported", weights="raw")
     theirs = UNet2DModel.from_pretrained(tmp_path / "exported").eval()
     ours, weights = build_model(serial.model, GridSizes(), torch.float32), tensors(serial.run.dir, "model.")
     noisy, timesteps = torch.randn(2, SIZE, SIZE, 3), torch.tensor([3, 40])
@@ -140,7 +140,7 @@ def test_an_exported_model_predicts_the_same_in_diffusers_and_comes_back_unchang
         expected = ours(noisy, timesteps, torch.arange(2))
         assert expected.abs().max() > 0.1
         assert torch.allclose(theirs(noisy.movedim(-1, 1), timesteps).sample.movedim(1, -1), expected, atol=1e-5)
-    convert.import_model(str(tmp_path / "exported"), tmp_path / "imported")
+    importer.import_model(str(tmp_path / "exported"), tmp_path / "imported")
     imported = tensors(tmp_path / "imported", "model.")
     assert imported.keys() == weights.keys()
     assert all(torch.equal(imported[name], weight) for name, weight in weights.items())

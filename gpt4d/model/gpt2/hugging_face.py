@@ -4,9 +4,10 @@ Its linear weights are stored [in, out] like ours; only queries, keys and values
 of their own here.
 """
 
+import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +18,15 @@ from gpt4d.model.hugging_face_settings import check_sizes, check_supported
 if TYPE_CHECKING:
     from transformers import GPT2Config as HuggingFaceConfig
 
-CLASS, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "model", True
+CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "model", True
+PIPELINE_TAG = "text-generation"
+USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(ids[0]))
+"""
 
 _NAMES = {
     "tokens.weight": "transformer.wte.weight",
@@ -43,8 +52,13 @@ def names(name: str, config: GPT2Config) -> list[str]:
     return [f"{_NAMES[layer]}.{kind}"]
 
 
-def hf_config(config: GPT2Config, end_of_text: int | None = None) -> "HuggingFaceConfig":
-    """Return the transformers configuration of such a model. ``end_of_text``: id of the token that ends a text."""
+def documents(config: GPT2Config, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``config.json``."""
+    return {"config.json": dict(source or json.loads(hf_config(config).to_json_string()))}
+
+
+def hf_config(config: GPT2Config) -> "HuggingFaceConfig":
+    """Return the transformers configuration of such a model, without ids of special tokens."""
     from transformers import GPT2Config as HuggingFaceConfig
 
     return HuggingFaceConfig(
@@ -58,8 +72,8 @@ def hf_config(config: GPT2Config, end_of_text: int | None = None) -> "HuggingFac
         embd_pdrop=config.dropout,
         attn_pdrop=config.attention_dropout,
         layer_norm_epsilon=config.norm_epsilon,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 

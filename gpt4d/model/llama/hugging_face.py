@@ -5,8 +5,9 @@ are stored as those of a concatenation (gpt4d.parallel.layers.specs.interleaved_
 gated MLP, side by side.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,15 @@ from gpt4d.parallel.layers.concatenation import concatenate, separate
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CLASS, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "model", True
+CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "model", True
+PIPELINE_TAG = "text-generation"
+USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(ids[0]))
+"""
 
 _NAMES = {
     "tokens.weight": ["model.embed_tokens.weight"],
@@ -71,8 +80,16 @@ def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
     return parts[0].contiguous()
 
 
-def hf_config(config: LlamaConfig, end_of_text: int | None = None) -> "PretrainedConfig":
-    """Return the transformers configuration of such a model. ``end_of_text``: id of the token that ends a text."""
+def documents(config: LlamaConfig, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``config.json``, also with the names of rotary settings that transformers 4 reads."""
+    values = dict(source or json.loads(hf_config(config).to_json_string()))
+    rope = _rope_parameters(config)
+    older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None if config.rope_scaling == "none" else rope}
+    return {"config.json": values | {key: value for key, value in older.items() if key not in values}}
+
+
+def hf_config(config: LlamaConfig) -> "PretrainedConfig":
+    """Return the transformers configuration of such a model, without ids of special tokens."""
     import transformers
 
     kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
@@ -89,8 +106,8 @@ def hf_config(config: LlamaConfig, end_of_text: int | None = None) -> "Pretraine
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied,
         "rope_parameters": _rope_parameters(config),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
     return getattr(transformers, f"{kind}Config")(**values)
 

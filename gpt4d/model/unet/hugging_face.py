@@ -6,7 +6,7 @@ the order of its parts; ours are stored in pieces (gpt4d.parallel.layers.specs.i
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,13 @@ from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.layers.specs import interleaved_order
 
-FILE = "diffusion_pytorch_model"  # of the weights
+FOLDER, FILE = "", "diffusion_pytorch_model"
 CLASS = "diffusers.UNet2DModel"
+PIPELINE_TAG = "unconditional-image-generation"
+USAGE = """from diffusers import UNet2DModel
+
+model = UNet2DModel.from_pretrained("PATH")
+"""
 HAS_TOKENIZER = False
 
 _OUTSIDE = {
@@ -116,7 +121,12 @@ def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
     return tensor.contiguous()
 
 
-def hf_config(config: UNetConfig, end_of_text: int | None = None) -> Settings:
+def documents(config: UNetConfig, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``config.json``."""
+    return {"config.json": hf_config(config).values}
+
+
+def hf_config(config: UNetConfig) -> Settings:
     """Return the settings of such a UNet2DModel. Raises ConfigError if diffusers has no such model."""
     if (first := config.multipliers[0]) != 1:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Models of transformers' Llama, Qwen2 and Qwen3 in directories: imported, exported, equal."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer, models
 
-from gpt4d.checkpoint import checkpoint_dir, convert
+from gpt4d import generate
+from gpt4d.checkpoint import checkpoint_dir, exporter, importer
 from gpt4d.config import ConfigError
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
@@ -27,18 +29,19 @@ MODEL = LlamaConfig(
 LLAMA3 = replace(MODEL, tied=False, rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0, rope_original_positions=16)
 YARN = replace(MODEL, qk_norm=True, rope_scaling="yarn", rope_factor=4.0, rope_original_positions=16)
 TOKENIZER_FILES = {
-    "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}',
+    "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "w1"}',
     "special_tokens_map.json": b'{"eos_token": "</s>"}',
     "chat_template.jinja": b"{{ messages }}",
 }
 
 
-def save(directory, config, max_shard_size="5GB"):
+def save(directory, config, max_shard_size="5GB", dtype=torch.float32):
     """Save a random model of transformers with a tokenizer as it comes from elsewhere."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf.hf_config(config)).save_pretrained(directory, max_shard_size=max_shard_size)
+    model = AutoModelForCausalLM.from_config(hf.hf_config(config), dtype=dtype)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     words = {f"w{index}": index for index in range(49)} | {"</s>": 49}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
     for name, content in TOKENIZER_FILES.items():
@@ -62,16 +65,62 @@ def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
     source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
     save(source, config, "20KB")
     assert (source / "model.safetensors.index.json").exists()
-    assert convert.import_model(str(source), run) == replace(config, name=str(source))
-    convert.export(checkpoint_dir.located(run), out)
+    assert importer.import_model(str(source), run) == replace(config, name=str(source))
+    exporter.export(checkpoint_dir.located(run), out)
     before, after = tensors(source), tensors(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    for name in ("tokenizer.json", *TOKENIZER_FILES):
+    for name in ("tokenizer.json", "generation_config.json", *TOKENIZER_FILES):
         assert (out / name).read_bytes() == (source / name).read_bytes(), name
+    settings, exported = (json.loads((path / "config.json").read_text()) for path in (source, out))
+    assert {key: exported[key] for key in exported if key in settings} == settings
+    assert list(settings) == [key for key in exported if key in settings]
+    assert exported.keys() - settings.keys() <= {"rope_theta", "rope_scaling"}, "the names in transformers 4"
     ids = torch.arange(24).view(2, 12)
     theirs, ours = (AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits for path in (source, out))
     assert torch.equal(theirs, ours)
+
+
+def test_files_that_transformers_5_has_written_are_exported_for_transformers_4(tmp_path):
+    source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    save(source, MODEL)
+    settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["w2"], "eos_token": "</s>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    importer.import_model(str(source), run)
+    exporter.export(checkpoint_dir.located(run), out)
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["w2"], "eos_token": "</s>",
+    }  # fmt: skip
+
+
+def test_the_dtype_of_an_imported_model_is_kept(tmp_path):
+    source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    save(source, MODEL, dtype=torch.bfloat16)
+    importer.import_model(str(source), run)
+    assert exporter.export(checkpoint_dir.located(run), out) == "raw weights, bfloat16"
+    before, after = tensors(source), tensors(out)
+    assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.bfloat16 for name in before)
+
+
+def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    save(source, MODEL)
+    elsewhere.mkdir()
+    for name in ("tokenizer.json", *TOKENIZER_FILES):
+        (source / name).rename(elsewhere / name)
+    with pytest.raises(ConfigError, match=r"no tokenizer; add tokenizer=none, or a file, directory or hub name"):
+        importer.import_model(str(source), tmp_path / "run")
+    with pytest.raises(ConfigError, match="tokenizer=gpt2: its 50257 tokens are more than the model's 50; use"):
+        importer.import_model(str(source), tmp_path / "run", "gpt2")
+    importer.import_model(str(source), tmp_path / "without", "none")
+    assert checkpoint_dir.Meta.read(checkpoint_dir.located(tmp_path / "without")).identity == {"data": str(source)}
+    importer.import_model(str(source), tmp_path / "with", str(elsewhere))
+    for run, files in (("without", set()), ("with", {"tokenizer.json", *TOKENIZER_FILES})):
+        exporter.export(checkpoint_dir.located(tmp_path / run), tmp_path / f"{run}_exported")
+        names = {path.name for path in (tmp_path / f"{run}_exported").iterdir()}
+        assert names == files | {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    with pytest.raises(ConfigError, match="it was imported without a tokenizer; import the model again with tokenizer"):
+        generate.main([f"checkpoint={tmp_path / 'without'}", "prompt=w1"])
 
 
 def test_settings_of_older_files_are_read(tmp_path):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import checkpoint_dir, convert, storage
+import gpt4d
+from gpt4d import starts
+from gpt4d.checkpoint import checkpoint_dir, exporter, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
 from tests.data import batch
@@ -54,13 +56,13 @@ def names(model):
     return [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("shard_bytes", [2 << 30, 40_000])
-def test_exported_model_computes_the_same_in_transformers(any_run, tmp_path, shard_bytes):
+@pytest.mark.parametrize("max_file_size", [None, "40KB"])
+def test_exported_model_computes_the_same_in_transformers(any_run, tmp_path, max_file_size):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "exported"
-    convert.export(checkpoint_dir.located(Path(any_run.run.dir)), out, shard_bytes)
-    assert (len(list(out.glob("*.safetensors"))) == 1) == (shard_bytes > 40_000)
+    exporter.export(checkpoint_dir.located(Path(any_run.run.dir)), out, max_file_size=max_file_size)
+    assert (len(list(out.glob("*.safetensors"))) == 1) == (max_file_size is None)
     exported = AutoModelForCausalLM.from_pretrained(out).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = torch.tensor([tokenizer.encode("alpha beta gamma delta epsilon zeta")[:12]])
@@ -72,7 +74,74 @@ def test_exported_model_computes_the_same_in_transformers(any_run, tmp_path, sha
     text = "alpha beta, and other words\n"
     assert tokenizer.encode(text) == Tokenizer.from_file(str(own)).encode(text).ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.eos_token_id == exported.config.eos_token_id == 0
+    assert tokenizer.eos_token_id == exported.config.eos_token_id == exported.generation_config.eos_token_id == 0
+
+
+def test_an_export_is_readable_by_colleagues_and_by_transformers_4(any_run, tmp_path):
+    main(["export", f"checkpoint={any_run.run.dir}", f"out={tmp_path / 'out'}"])
+    (tmp_path / "ordinary").write_text("")
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "ordinary").stat().st_mode}
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert config.get("rope_theta") == config.get("rope_parameters", {}).get("rope_theta"), "the name in transformers 4"
+
+
+def test_the_model_card_describes_the_run(run, tmp_path):
+    main(["export", f"checkpoint={run.run.dir}", f"out={tmp_path / 'out'}"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    head, _, body = card.removeprefix("---\n").partition("---\n")
+    assert "library_name: transformers\npipeline_tag: text-generation\n" in head
+    (start,), last = starts.read(Path(run.run.dir)), metric_lines(run.run.dir)[-1]
+    facts = {
+        "steps": 3,
+        "tokens": 768,
+        "data": "text",
+        "gpt4d": gpt4d.__version__,
+        "optim.lr": 0.004,
+        "model.hidden": 24,
+        "weights": "raw weights, float32",
+        "training loss": f"{last['loss']:.4f} at step 3",
+        "commit": start["commit"] + ("" if start["clean"] else ", with uncommitted changes"),
+    }
+    for name, value in facts.items():
+        line = f"| {name} | {value} |\n"
+        assert line in body, line
+
+
+def test_weights_are_exported_in_the_dtype_that_is_asked_for(run, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    for dtype in ("float32", "bfloat16"):
+        main(["export", f"checkpoint={run.run.dir}", f"out={tmp_path / dtype}", f"dtype={dtype}"])
+        assert f"raw weights, {dtype}" in capsys.readouterr().out
+    exact, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert exact.keys() == rounded.keys()
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    assert json.loads((tmp_path / "bfloat16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("dtype=int8", "dtype=int8: use one of float32, bfloat16, float16"),
+        ("weights=best", "weights=best: use one of average, raw"),
+        ("weights=average", "weights=average: .*step_00000003 has no averages of weights; use weights=raw"),
+    ],
+)
+def test_impossible_weights_are_rejected_and_leave_no_files(run, tmp_path, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        main(["export", f"checkpoint={run.run.dir}", f"out={tmp_path / 'out'}", setting])
+    assert not any(tmp_path.iterdir())
+
+
+def test_weights_beyond_the_range_of_float16_are_rejected(run, tmp_path, monkeypatch):
+    read = storage.Files.global_tensor
+    monkeypatch.setattr(storage.Files, "global_tensor", lambda files, name: read(files, name) * 1e9)
+    with pytest.raises(ConfigError, match=r"dtype=float16: transformer\.wte\.weight has values beyond its range"):
+        main(["export", f"checkpoint={run.run.dir}", f"out={tmp_path / 'out'}", "dtype=float16"])
 
 
 def test_import_of_an_export_has_equal_weights_and_can_be_trained(ranks, any_run, tmp_path, capsys):
@@ -113,10 +182,26 @@ def first_loss_by_transformers(config, directory):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/typo", "source=/typo: no such directory"),
+        ("./typo", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("{file}", "a file; use the directory that contains it"),
+    ],
+)
+def test_a_path_is_never_looked_up_on_the_hub(tmp_path, source, message):
+    (tmp_path / "config.json").write_text("{}")
+    source = source.format(file=tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main(["import", f"source={source}", f"out={tmp_path / 'run'}"])
+
+
 @pytest.fixture
 def exported_dir(run, tmp_path):
     directory = tmp_path / "exported"
-    convert.export(checkpoint_dir.located(Path(run.run.dir)), directory)
+    exporter.export(checkpoint_dir.located(Path(run.run.dir)), directory)
     return directory
 
 
@@ -157,15 +242,16 @@ def test_unknown_import_source_is_a_one_line_error(tmp_path):
 
 def test_existing_directory_is_never_overwritten(run, exported_dir, tmp_path):
     for command in (["export", f"checkpoint={run.run.dir}"], ["import", f"source={exported_dir}"]):
-        with pytest.raises(ConfigError, match=r"exists; choose another name"):
-            main([*command, f"out={exported_dir}"])
+        for out, problem in ((exported_dir, "exists"), (run.run.dir, "a run or an import")):
+            with pytest.raises(ConfigError, match=f"out={out}: {problem}; choose another name or remove it"):
+                main([*command, f"out={out}"])
 
 
 def test_inspect_prints_metadata_and_tensors(run, capsys):
     main(["inspect", f"checkpoint={run.run.dir}"])
     printed = capsys.readouterr().out
     assert "progress  step 3, samples 24, units 768, skipped 0" in printed
-    assert re.search(r"task      language_modeling: tokenizer=[0-9a-f]{64} data=text", printed)
+    assert re.search(r"task      language_modeling: tokenizer=[0-9a-f]{64} samples=[0-9a-f]{64} data=text", printed)
     assert "gpt2: layers=2 hidden=24 heads=4 vocab_size=300 max_positions=32" in printed
     assert "grid      2x1x1x2 (x, y, z, data)" in printed
     assert re.search(r"model\.blocks\.\*\.mlp\.up\.weight +2 × \[24, 96\] +float32 +0\.02 MiB", printed)

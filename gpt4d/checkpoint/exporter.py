@@ -1,0 +1,168 @@
+"""Export of a checkpoint to a directory for transformers or diffusers.
+
+Weights are converted file by file, so a process holds at most one file of weights in memory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from gpt4d.checkpoint import checkpoint_dir, model_card, storage, verifying
+from gpt4d.checkpoint.model_directory import adapter_of, new_directory
+from gpt4d.config import ConfigError, ModelConfig, check_choice
+from gpt4d.data import tokenizers
+from gpt4d.model import registry
+from gpt4d.model.family import HuggingFaceAdapter
+from gpt4d.task.averages import PREFIX
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MAX_FILE_SIZE = "5GB"
+_MODEL_SETTINGS, _GENERATION_SETTINGS = checkpoint_dir.MODEL_FILES
+
+
+def export(
+    checkpoint: Path, out: Path, dtype: str | None = None, weights: str | None = None, max_file_size: str | None = None
+) -> str:
+    """Write a checkpoint's model, and its tokenizer if it has one, for transformers or diffusers.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        out: directory to create.
+        dtype: float32, bfloat16 or float16; None for the dtype of the model that was imported, otherwise float32.
+        weights: ``average`` or ``raw``; None for the averages that samples are drawn with, if the checkpoint has some.
+        max_file_size: maximum size of a file of weights, such as 5GB, which is the default.
+
+    Returns a description of the exported weights. Raises ConfigError if ``out`` exists, the weights do not fit the
+    dtype, or neither library has such models.
+    """
+    files, meta = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint)
+    adapter = adapter_of(registry.of(meta.model))
+    source = _read_json(checkpoint / _MODEL_SETTINGS)
+    dtype = dtype or source.get("dtype") or source.get("torch_dtype") or "float32"
+    check_choice("dtype", dtype, tuple(DTYPES))
+    prefix = _weights_prefix(checkpoint, files, weights)
+    with new_directory(out) as directory:
+        documents = adapter.documents(meta.model, source)
+        if (checkpoint / tokenizers.FILE).exists():
+            documents[_MODEL_SETTINGS] = _with_special_tokens(documents[_MODEL_SETTINGS], checkpoint, source)
+            _export_tokenizer(checkpoint, directory, meta.model)
+        if adapter.HAS_TOKENIZER:
+            key = "torch_dtype" if "torch_dtype" in source else "dtype"
+            documents[_MODEL_SETTINGS][key] = dtype
+            _export_generation_settings(checkpoint, directory, documents[_MODEL_SETTINGS])
+        for name, values in documents.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            _write_json(directory / name, values)
+        folder = directory / adapter.FOLDER
+        _export_weights(files, prefix, folder, meta.model, adapter, dtype, max_file_size or _MAX_FILE_SIZE)
+        description = f"{'averaged' if prefix.startswith('extra.') else 'raw'} weights, {dtype}"
+        card = model_card.model_card(checkpoint, meta, adapter, description)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        for file in directory.rglob("*.safetensors"):  # which safetensors creates unreadable for others
+            file.chmod((directory / "README.md").stat().st_mode)
+    return description
+
+
+def _weights_prefix(checkpoint: Path, files: storage.Files, weights: str | None) -> str:
+    """Return the prefix of the names of the weights to export."""
+    averages = f"extra.{PREFIX}"
+    has_averages = any(name.startswith(averages) for name in files.tensors)
+    weights = weights or ("average" if has_averages else "raw")
+    check_choice("weights", weights, ("average", "raw"))
+    if weights == "average" and not has_averages:
+        raise ConfigError(f"weights=average: {checkpoint} has no averages of weights; use weights=raw")
+    return averages if weights == "average" else "model."
+
+
+def _export_weights(
+    files: storage.Files,
+    prefix: str,
+    folder: Path,
+    model: ModelConfig,
+    adapter: HuggingFaceAdapter,
+    dtype: str,
+    max_file_size: str,
+) -> None:
+    shapes = verifying.shapes(model)
+    names = {ours: adapter.names(ours, model) for ours in shapes}
+    empty: dict[str, torch.Tensor] = {}
+    for ours, shape in shapes.items():
+        theirs = adapter.to_hf(ours, torch.empty(shape, dtype=DTYPES[dtype], device="meta"), model)
+        empty |= zip(names[ours], theirs, strict=True)
+    pattern = f"{adapter.FILE}{{suffix}}.safetensors"
+    split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_file_size)
+    for file, keys in split.filename_to_tensors.items():
+        wanted, tensors = set(keys), dict[str, torch.Tensor]()
+        for ours in shapes:
+            if wanted.isdisjoint(names[ours]):
+                continue
+            theirs = adapter.to_hf(ours, files.global_tensor(f"{prefix}{ours}"), model)
+            for name, tensor in zip(names[ours], theirs, strict=True):
+                if name in wanted:
+                    tensors[name] = tensor.to(DTYPES[dtype]).contiguous()
+                    if not tensors[name].isfinite().all():
+                        raise ConfigError(f"dtype={dtype}: {name} has values beyond its range; use dtype=bfloat16")
+        save_file(tensors, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / f"{adapter.FILE}.safetensors.index.json", index)
+
+
+def _with_special_tokens(values: dict[str, Any], checkpoint: Path, source: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's settings with the ids of its special tokens. Those of an imported model stay."""
+    if source:
+        return values
+    tokenizer, files = Tokenizer.from_file(str(checkpoint / tokenizers.FILE)), tokenizers.companions(checkpoint)
+    end = tokenizers.end_of_text(tokenizer, files)
+    own = {key: tokenizer.token_to_id(token) for key, token in tokenizers.special_tokens(files).items()}
+    ids = {f"{key}_id": token_id for key, token_id in own.items() if token_id is not None}
+    return values | {"bos_token_id": end, "eos_token_id": end} | ids
+
+
+def _export_tokenizer(checkpoint: Path, directory: Path, model: Any) -> None:
+    """Write the tokenizer such that transformers 4 and 5 load it."""
+    files = tokenizers.companions(checkpoint)
+    if tokenizers.SETTINGS in files:
+        files[tokenizers.FILE] = (checkpoint / tokenizers.FILE).read_bytes()
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+    else:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = Tokenizer.from_file(str(checkpoint / tokenizers.FILE))
+        end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
+        special = {"bos_token": end, "eos_token": end} | tokenizers.special_tokens(files)
+        exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=model.max_positions, **special)
+        exported.save_pretrained(directory)
+    settings = _read_json(directory / tokenizers.SETTINGS)
+    before = dict(settings)
+    if settings.get("tokenizer_class") in (None, "TokenizersBackend"):  # transformers 5 only
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects a dictionary there
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if settings != before:
+        _write_json(directory / tokenizers.SETTINGS, settings)
+
+
+def _export_generation_settings(checkpoint: Path, directory: Path, values: dict[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    if (file := checkpoint / _GENERATION_SETTINGS).exists():
+        (directory / _GENERATION_SETTINGS).write_bytes(file.read_bytes())
+        return
+    ids = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(directory)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a file; an empty dictionary if there is no such file."""
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,71 @@
+"""The model card of an export: README.md with data, progress, settings, losses and the code's version."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+import gpt4d
+from gpt4d import starts
+from gpt4d.checkpoint.checkpoint_dir import Meta
+from gpt4d.files import read_json_lines
+from gpt4d.model import registry
+from gpt4d.model.family import HuggingFaceAdapter
+
+
+def model_card(checkpoint: Path, meta: Meta, adapter: HuggingFaceAdapter, weights: str) -> str:
+    """Return the model card of a checkpoint's model in Markdown.
+
+    Losses and commit are those of the run directory that contains the checkpoint; without one they are left out.
+    ``weights`` describes the exported weights.
+    """
+    run_dir, family = checkpoint.resolve().parents[1], registry.of(meta.model)
+    library = adapter.CLASS.partition(".")[0]
+    data = ModelCardData(library_name=library, pipeline_tag=adapter.PIPELINE_TAG, tags=["gpt4d"])
+    parameters = sum(math.prod(spec.stored_shape) for spec in registry.describe(meta.model).parameters.values())
+    facts: dict[str, Any] = {"parameters": f"{parameters:,}", "weights": weights}
+    if meta.grids:
+        facts |= {"data": meta.identity.get("data", ""), "steps": f"{meta.progress.step:,}"}
+        facts["tokens" if adapter.HAS_TOKENIZER else "images"] = f"{meta.progress.units:,}"
+        facts |= _losses(run_dir, meta.progress.step) | _commit(run_dir, meta.progress.step)
+    else:
+        facts["imported from"] = meta.identity.get("data", "")
+    facts["gpt4d"] = gpt4d.__version__
+    settings = {f"model.{key}": getattr(meta.model, key) for key in family.structure} | meta.settings
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {run_dir.name}\n\n"
+        f"A model of the family {family.name}, for {meta.task.replace('_', ' ')}, written by gpt4d.\n\n"
+        f"{_table('', '', facts)}\n"
+        f"```python\n{adapter.USAGE}```\n\n"
+        f"## Settings\n\n{_table('key', 'value', settings)}"
+    )
+
+
+def _losses(run_dir: Path, step: int) -> dict[str, str]:
+    path = run_dir / "metrics.jsonl"
+    lines = [line for line in read_json_lines(path) if line.get("step", step + 1) <= step] if path.exists() else []
+    found = {}
+    for name, event in (("training loss", None), ("validation loss", "validation")):
+        values = [line for line in lines if line.get("event") == event and line.get("loss") is not None]
+        if values:
+            found[name] = f"{values[-1]['loss']:.4f} at step {values[-1]['step']:,}"
+    return found
+
+
+def _commit(run_dir: Path, step: int) -> dict[str, str]:
+    """Return the commit of the last start before ``step``."""
+    commits = [start for start in starts.read(run_dir) if start["step"] < step and start["commit"]]
+    if not commits:
+        return {}
+    last = commits[-1]
+    return {"commit": last["commit"] + ("" if last["clean"] else ", with uncommitted changes")}
+
+
+def _table(key: str, value: str, rows: Mapping[str, Any]) -> str:
+    lines = [f"| {key} | {value} |", "|---|---|"]
+    for name, content in rows.items():
+        text = " ".join(str(content).split()).replace("|", "\\|")
+        lines.append(f"| {name} | {text} |")
+    return "\n".join(lines) + "\n"
