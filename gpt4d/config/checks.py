@@ -322,6 +322,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
         check_at_least(f"cluster.{key}", getattr(cluster, key), 0)
     _check_share("cluster.hidden", cluster.hidden)
+    check_fraction("cluster.margin", cluster.margin)
     if not cluster.levels:
         raise ConfigError("cluster.levels=[]: a machine needs a level of links; use [{group_gb_s: 1}], for example")
     for number, level in enumerate(cluster.levels):

@@ -135,6 +135,7 @@ class ClusterConfig:
     device: str = "cpu"  # or cuda; decides what train.precision=auto means
     memory_gib: float | None = 8.0  # per device; null: an equal share of host_gib
     host_gib: float | None = None  # of a node, where its devices share the memory
+    margin: float = 0.05  # share of a device's memory that the planner's choices leave free
     reserved_gib: float = 0.5  # part of memory_gib that libraries occupy before the first tensor
     peak_tflops: float | None = None  # vendor's figure per device, the base of MFU and HFU
     matmul_tflops: float = 0.05  # reached by a device in a large product

@@ -1,28 +1,46 @@
-"""Rank the grids that can train a model on a machine, by time of a step: ``python -m gpt4d.planner world_size=32``.
+"""Rank the grids that can train a model on a machine, by time of a step: python -m gpt4d.planner world_size=32.
 
-Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter. Without world_size, it prints the
-fewest devices that can train the model. With parallel.mode=atp, it ranks ATP's DeviceMesh(d1, d2). Nothing here imports
-torch, so that it answers at once on any laptop.
+  world_size=32    number of devices; without it, the fewest that can train the model are printed
+  grid=4x1x2x1     answer for this grid gx·gy·gz·gdata only: whether it fits, and what makes it fit
+  tokens=100e9     tokens to train on: hours and device-hours; without it, those of train.steps
+  top=10           maximum number of plans
+  format=json      a list for programs, best first; or table
+  plot=plan.png    a picture of the plans
+  cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
+
+Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. What they leave
+open the planner chooses: the grid, pipeline stages, microbatches, train.activation_checkpointing, train.loss_chunks,
+optim.shard_states and some of parallel.*. It keeps cluster.margin=0.05 of a device's memory free. With
+parallel.mode=atp, it ranks ATP's DeviceMesh(d1, d2). Nothing here imports torch on a machine without GPUs.
 """
 
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from gpt4d.config import (
     Config,
     ConfigError,
+    GridSizes,
     check_at_least,
     check_choice,
     check_picture,
+    check_pipeline,
     check_values,
     compose,
     from_arguments,
 )
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables
-from gpt4d.planner.search import check_open, fewest_devices, rank
-from gpt4d.planner.topology import for_devices
+from gpt4d.planner.capacity import check_machine, fewest_devices
+from gpt4d.planner.duration import batch_text, steps_of
+from gpt4d.planner.fitting import fit
+from gpt4d.planner.options import open_keys
+from gpt4d.planner.resolve import resolve
+from gpt4d.planner.search import check_open, rank
+from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.runtime.errors import one_line_errors
 
 _MAX_DEVICES = 4096  # tried in the search for the fewest
@@ -30,42 +48,61 @@ _MAX_DEVICES = 4096  # tried in the search for the fewest
 
 @dataclass
 class PlannerQuery:
-    """Arguments of the planner besides the configuration."""
+    """Arguments of the planner besides the configuration. The module's text explains them."""
 
-    world_size: int | None = None  # number of devices; null: find the fewest
-    top: int = 10  # maximum number of plans
-    format: str = "table"  # or json
-    plot: str | None = None  # file of a picture
-    cost: str = "ours"  # or aware, agnostic: rank by the 4D paper's models of communication
+    world_size: int | None = None
+    grid: str | None = None
+    tokens: float | None = None
+    top: int = 10
+    format: str = "table"
+    plot: str | None = None
+    cost: str = "ours"
 
 
 def main(arguments: list[str]) -> None:
-    if arguments and arguments[0] in ("--help", "-h"):
+    if set(arguments) & {"--help", "-h"}:
         print(__doc__)
         return
     own = tuple(f"{field.name}=" for field in fields(PlannerQuery))
+    _check_dashes(arguments)
     query = from_arguments(PlannerQuery, [argument for argument in arguments if argument.startswith(own)])
-    config = compose([argument for argument in arguments if not argument.startswith(own)])
+    overrides = [argument for argument in arguments if not argument.startswith(own)]
+    config = compose(overrides)
     _check(query, config)
-    if query.format == "table" and not any(argument.startswith(("cluster=", "cluster.")) for argument in arguments):
+    if query.tokens is not None:
+        steps = steps_of(config, query.tokens)
+        config = replace(config, train=replace(config.train, steps=steps))
+        overrides = [word for word in overrides if not word.startswith("train.steps=")] + [f"train.steps={steps}"]
+    if query.format == "table" and not any(word.startswith(("cluster=", "cluster.")) for word in overrides):
         print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=dgx_h100, for example\n")
-    if query.world_size is None:
-        _print_fewest(config)
+    if query.grid is not None:
+        _answer_for_grid(config, query, overrides)
+    elif query.world_size is None:
+        _print_fewest(config, open_keys(config, overrides))
     elif config.parallel.mode == "atp":
         _rank_meshes(config, query.world_size, query)
     else:
-        _rank_grids(config, query.world_size, query)
+        _rank_grids(config, query.world_size, query, overrides)
+
+
+def _check_dashes(arguments: Sequence[str]) -> None:
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, equals, value = argument.lstrip("-").replace("-", "_").partition("=")
+            following = arguments[place + 1] if place + 1 < len(arguments) else "VALUE"
+            raise ConfigError(f"{argument}: arguments are key=value; use {name}={value if equals else following}")
 
 
 def _check(query: PlannerQuery, config: Config) -> None:
     check_values(config, registry.of(config.model))
+    check_pipeline(config)
     check_choice("format", query.format, ("table", "json"))
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
     check_picture("plot", query.plot)
     for key in ("world_size", "top"):
         check_at_least(key, getattr(query, key), 1)
     if config.parallel.mode != "atp":
-        check_open(config.parallel)
+        check_open(config.parallel, "leave it out, or ask for one grid: grid=4x1x2x1")
 
 
 def _machine(config: Config) -> str:
@@ -75,29 +112,70 @@ def _machine(config: Config) -> str:
     return f"{cluster.name} ({memory})"
 
 
-def _print_fewest(config: Config) -> None:
-    fewest = fewest_devices(config, _MAX_DEVICES)
+def _print_fewest(config: Config, keys: list[str]) -> None:
+    fewest = fewest_devices(config, _MAX_DEVICES, keys)
     if fewest is None:
         raise ConfigError(
             f"model={config.model.name}: cannot be trained on {config.cluster.name} with up to {_MAX_DEVICES} devices; "
             "pass world_size=N for the reason"
         )
-    print(f"{config.model.name} needs at least {fewest} device(s) of {config.cluster.name}")
+    print(
+        f"{config.model.name}, {batch_text(config)}, needs at least {fewest} device(s) of {config.cluster.name}; "
+        f"world_size={fewest} shows how"
+    )
 
 
-def _rank_grids(config: Config, devices: int, query: PlannerQuery) -> None:
+def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: list[str]) -> None:
     config = replace(config, cluster=for_devices(config.cluster, devices))
-    ranking = rank(config, devices, query.top, query.cost)
+    ranking = rank(config, devices, query.top, query.cost, open_keys(config, overrides))
     ranking.check(config, devices)
     if query.format == "json":
-        print(tables.as_json(ranking.plans))
+        print(tables.as_json(ranking.plans, config, overrides))
     else:
-        fewest = fewest_devices(config, devices)
-        table = tables.table(config, devices, ranking)
-        print(f"{table}\n\nIt needs at least {fewest} device(s).")
+        print(f"{tables.table(config, devices, ranking)}\n\n{tables.runs(ranking.plans, config, overrides)}")
     if query.plot:
-        title = f"{config.model.name} on {devices} devices of {config.cluster.name}"
+        title = f"{config.model.name} on {devices} devices of {config.cluster.name}, {batch_text(config)}"
         tables.plot(ranking.plans, title, Path(query.plot))
+
+
+def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> None:
+    """Print whether a grid fits and what a step on it takes. Raises ConfigError if it is not possible."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", query.grid or "")
+    if not match or "0" in match.groups():
+        raise ConfigError(f"grid={query.grid}: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1, for example")
+    sizes = GridSizes(*map(int, match.groups()))
+    stages = config.parallel.pipeline.stages or 1
+    devices = sizes.devices * stages
+    if query.world_size not in (None, devices):
+        raise ConfigError(
+            f"world_size={query.world_size}: grid={query.grid}{f' on {stages} stages' if stages > 1 else ''} has "
+            f"{devices} device(s); use world_size={devices}, or leave it out"
+        )
+    check_machine(config.cluster, devices)
+    x, y, z, data = sizes
+    config = replace(config, parallel=replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data))
+    answer = fit(resolve(config, devices), config.cluster)
+    plan = replace(answer.plan, options={}, choice={})
+    changes = [] if answer.fits else answer.changes()
+    if query.format == "json":
+        print(tables.as_json([plan], answer.config, overrides))
+        return
+    usable, needed = usable_gib(answer.config.cluster), plan.memory_gib
+    verdict = "fits" if answer.fits else "does not fit"
+    if usable < needed and answer.fits:
+        verdict = f"fits only without cluster.margin={config.cluster.margin:g}"
+    parts = ", ".join(f"{kind} {gib:.3g}" for kind, gib in plan.memory.items())
+    lines = [
+        f"{config.model.name} on grid {plan.grid} of {config.cluster.name}, {batch_text(config)}: {verdict}",
+        f"memory of a device: {needed:.4g} of {answer.device_gib:.4g} GiB ({parts})",
+        tables.plan_line(plan),
+    ]
+    lines += [f"it fits with {change}, {tables.seconds(change.plan.step_time_s)} per step" for change in changes]
+    if not answer.fits and (smallest := answer.smallest()):
+        lines.append(f"the fewest devices that suffice are {smallest.devices}, with {' '.join(smallest.overrides)}")
+    print("\n".join(lines))
+    if answer.fits:
+        print(tables.runs([plan], answer.config, overrides))
 
 
 def _rank_meshes(config: Config, devices: int, query: PlannerQuery) -> None:

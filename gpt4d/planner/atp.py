@@ -11,10 +11,10 @@ from typing import NamedTuple
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
 from gpt4d.model import registry
 from gpt4d.model.description import Description
+from gpt4d.planner.capacity import check_machine, largest_micro_batch
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.paper_models import products
-from gpt4d.planner.search import check_machine, largest_micro_batch
 from gpt4d.planner.topology import RankSpan, crossed_levels, for_devices, group_bandwidth, spans, total_gib
 from gpt4d.planner.workload import compute_bytes
 

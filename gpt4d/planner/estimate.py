@@ -12,6 +12,7 @@ from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, Unit
 from gpt4d.planner.device import AXES, Links
+from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.workload import compute_bytes, splits_backwards, training_state, utilization
 
@@ -35,6 +36,7 @@ class Plan:
     share: int  # samples of a device in a step
     innermost: str = "x"  # axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
+    options: Mapping[str, Any] = field(default_factory=dict)  # further settings that it adds, by their keys
     stages: tuple[GridSizes, ...] = ()  # of a pipeline; the other figures are those of its slowest stage
     pipeline: PipelineConfig | None = None
     idle_s: float = 0.0  # for which that stage waits for others
@@ -46,6 +48,10 @@ class Plan:
         runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
         grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
         return grids + (" y innermost" if self.innermost == "y" else "")
+
+    @property
+    def devices(self) -> int:
+        return sum(sizes.devices for sizes in self.stages or (self.sizes,))
 
     @property
     def overrides(self) -> list[str]:
@@ -60,7 +66,8 @@ class Plan:
                     words.append(f"parallel.pipeline.{key}={text}")
         elif self.micro_batch != self.share:
             words.append(f"train.micro_batch_size={self.micro_batch}")
-        return words + [f"parallel.{key}={str(value).lower()}" for key, value in self.choice.items()]
+        words += [f"parallel.{key}={str(value).lower()}" for key, value in self.choice.items()]
+        return words + as_overrides(self.options)
 
     @property
     def memory_gib(self) -> float:
@@ -99,6 +106,7 @@ class Estimate:
         description: the model, if it is known.
         choice: settings of ``parallel`` in place of those in ``config``.
         world: number of devices of all stages, if the grid is one of several.
+        options: settings in ``config`` that the planner has chosen, for the plan's overrides.
     """
 
     def __init__(
@@ -107,9 +115,10 @@ class Estimate:
         sizes: GridSizes,
         description: Description | None = None,
         choice: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
         world: int | None = None,
     ):
-        self.choice = choice or {}
+        self.choice, self.options = choice or {}, options or {}
         config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config, [sizes])
@@ -125,6 +134,10 @@ class Estimate:
     def least_gib(self) -> float:
         """Return the memory that the training state and the machine take before the first activation."""
         return self.config.cluster.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
+
+    def bound_gib(self) -> float:
+        """Return less than a step needs: what it holds after the backward, before the update."""
+        return self.least_gib() + self.state["gradients"] / GIB
 
     def memory_gib(self, micro_batch: int) -> float:
         """Return the peak of a step with microbatches of this many samples."""
@@ -212,6 +225,7 @@ class Estimate:
             share=self.share,
             innermost=config.parallel.innermost or "x",
             choice=self.choice,
+            options=self.options,
         )
 
     def microbatch(self, micro_batch: int) -> Microbatch:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -11,14 +11,16 @@ from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_mic
 from gpt4d.config.checks import shortened
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
+from gpt4d.planner.options import Level, level, with_settings
 from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
-from gpt4d.planner.topology import total_gib
-from gpt4d.planner.workload import Descriptions, grids, training_state
+from gpt4d.planner.topology import usable_gib
+from gpt4d.planner.workload import compute_s, grids, training_state
 
 _NUM_ESTIMATED = 8  # pipelines that are estimated in full, the best by the quick estimate
 _NUM_IMPROVED = 3  # of these, the fastest, for which other microbatches, schedules and grids are tried
 _MICROBATCHES = (1, 4, 16)  # per stage, that are tried
 _SCHEDULES = ("1f1b", "eager_1f1b_w", "zb_h1")  # tried besides the default
+_SMALLEST_SCHEDULE = "1f1b"  # keeps the fewest microbatches in flight
 _OTHER_GRIDS = 4  # tried for the first and for the last stage
 _LEAST_GAIN = 0.01  # of the step time, for which another schedule or grid is chosen
 
@@ -30,6 +32,7 @@ class PipelineRanking:
     plans: list[Plan] = field(default_factory=list)
     pruned: int = 0  # number of pipelines that only the quick estimate has judged
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids of stages that do not fit, and their GiB
+    exact: dict[GridSizes, Callable[[], float]] = field(default_factory=dict)  # of those that have a bound
     problem: str | None = None  # why the first pipeline that is not possible is not
 
 
@@ -39,20 +42,21 @@ class _Candidate(NamedTuple):
     sizes: GridSizes
 
 
-def rank(config: Config, devices: int, descriptions: Descriptions) -> PipelineRanking:
+def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
     """Rank pipelines on ``devices`` devices. What ``config.parallel.pipeline`` sets stays as it is.
 
     A quick estimate judges every number of stages with every grid: computation, idle time and, by the 4D paper's model,
-    the sums of outputs. The best few are walked through and simulated.
+    the sums of outputs. The best few are walked through and simulated. ``choices``: the levels that may be chosen.
     """
     ranking = PipelineRanking()
-    candidates = sorted(_candidates(config, devices, descriptions, ranking))
-    search = _Search(config, descriptions)
+    searches = [Search(choice) for choice in choices]
+    candidates = sorted(_candidates(choices[-1], devices, ranking))
     for estimated, candidate in enumerate(candidates):
         if len(ranking.plans) == _NUM_ESTIMATED:
             ranking.pruned = len(candidates) - estimated
             break
-        fastest, needed = search.fastest((candidate.sizes,) * candidate.stages)
+        sizes = (candidate.sizes,) * candidate.stages
+        fastest, needed = _fastest(searches, sizes)
         if fastest:
             ranking.plans.append(fastest)
         else:
@@ -60,24 +64,64 @@ def rank(config: Config, devices: int, descriptions: Descriptions) -> PipelineRa
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
     alternatives = [candidate.sizes for candidate in candidates]
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
-        ranking.plans[place] = search.improved(plan, alternatives)
+        first = next(n for n, search in enumerate(searches) if search.level.options == plan.options)
+        # The fastest may gain by a schedule that needs the memory which further options save.
+        for search in searches[first:] if place == 0 else [searches[first]]:
+            if compute_s(search.level.config, search.description, devices) < plan.step_time_s:
+                ranking.plans[place] = plan = search.improved(plan, alternatives)
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
+    for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
+        ranking.plans[place] = _with_fewer_options(plan, searches)
     return ranking
 
 
-def any_fits(config: Config, devices: int, descriptions: Descriptions) -> bool:
+def _fastest(searches: Sequence["Search"], sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
+    """Return the fastest plan that fits with any options; else None and the least GiB.
+
+    Options pay off by fewer microbatches: a number is left out if it would not be faster without them.
+    """
+    best: PipelineEstimate | None = None
+    chosen, first = searches[0], searches[0]
+    numbers = first.numbers(sizes)
+    for search in searches:
+        if best:
+            limit_s = (1 - _LEAST_GAIN) * best.step_time_s
+            if compute_s(search.level.config, search.description, math.prod(sizes[0]) * len(sizes)) >= limit_s:
+                continue
+            numbers = [number for number in numbers if first.estimate(sizes, number).backward_end_s < limit_s]
+        if faster := search.faster(search.choices(sizes, numbers), best.step_time_s if best else math.inf):
+            best, chosen = faster, search
+            numbers = [number for number in numbers if number < best.microbatches]
+    if best is None:
+        best, chosen = searches[-1].faster(searches[-1].smallest(sizes), math.inf), searches[-1]
+    return (chosen.plan(best), 0.0) if best else (None, searches[-1].least_gib(sizes))
+
+
+def _with_fewer_options(plan: Plan, searches: Sequence["Search"]) -> Plan:
+    """Return the plan without the options that it does not need to fit and that do not make its step faster."""
+    assert plan.pipeline and plan.pipeline.microbatches
+    pipeline, known = plan.pipeline, searches[0].level.config
+    for key in plan.options:
+        search = Search(level(with_settings(known, plan.options), plan.options).without(key))
+        arguments = plan.stages, plan.pipeline.microbatches, pipeline.schedule, pipeline.chunks_per_stage
+        if other := search.faster([search.estimate(*arguments)], plan.step_time_s * (1 + _LEAST_GAIN / 10)):
+            plan = search.plan(other)
+    return plan
+
+
+def any_fits(level: Level, devices: int) -> bool:
     """Return whether any pipeline on ``devices`` devices can train this."""
-    search = _Search(config, descriptions)
-    candidates = _candidates(config, devices, descriptions, PipelineRanking())
+    search = Search(level)
+    candidates = _candidates(level, devices, PipelineRanking())
     return any(search.any_fits((candidate.sizes,) * candidate.stages) for candidate in candidates)
 
 
-def _candidates(
-    config: Config, devices: int, descriptions: Descriptions, ranking: PipelineRanking
-) -> Iterator[_Candidate]:
-    """Yield the pipelines with equal grids whose weights fit, and note those whose weights do not."""
-    given, blocks = config.parallel.pipeline.stages, descriptions.on(()).blocks
-    counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(blocks)]
+def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterator[_Candidate]:
+    """Yield the pipelines with equal grids whose training state fits, and note those whose does not."""
+    config, description = level.config, level.description
+    given = config.parallel.pipeline.stages
+    counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(description.blocks)]
+    search = Search(level)
     for stages in counts:
         if devices % stages:
             possible = shortened(divisors(devices))
@@ -87,17 +131,17 @@ def _candidates(
             continue
         staged = with_stages(config, stages)
         for sizes in grids(devices // stages):
-            description = descriptions.on([sizes])
             problem = grid_problem(description.rules, config.train, staged.parallel, sizes)
             numbers = [] if problem else _numbers(staged, (sizes,) * stages)
             if not numbers:
                 problem = problem or _no_numbers(staged)
                 ranking.problem = ranking.problem or problem
                 continue
-            state = training_state(description, sizes, config.optim.shard_states)
-            needed = config.cluster.reserved_gib + (state["weights"] + state["optimizer"]) / stages / GIB
-            if needed > total_gib(config.cluster):
+            state = training_state(level.descriptions.on([sizes]), sizes, config.optim.shard_states)
+            needed = config.cluster.reserved_gib + sum(state.values()) / stages / GIB
+            if needed > usable_gib(config.cluster):
                 ranking.too_large[sizes] = needed
+                ranking.exact[sizes] = partial(search.least_gib, (sizes,) * stages)
                 continue
             idle = 1 + (stages - 1) / max(numbers)
             yield _Candidate(idle * paper_models.busy_s(config, sizes, description) / stages, stages, sizes)
@@ -121,12 +165,12 @@ def _numbers(config: Config, sizes: tuple[GridSizes, ...]) -> list[int]:
     return sorted({max(n for n in possible if n <= limit) for limit in limits if possible and possible[0] <= limit})
 
 
-class _Search:
+class Search:
     """Plans of one configuration, which share what is known of equal stages."""
 
-    def __init__(self, config: Config, descriptions: Descriptions):
-        self._config, self._descriptions = config, descriptions
-        self._memory_gib = total_gib(config.cluster)
+    def __init__(self, level: Level):
+        self.level, self._config, self.description = level, level.config, level.description
+        self._memory_gib = usable_gib(level.config.cluster)
         self._known: defaultdict[int, dict] = defaultdict(dict)  # by the description's id
 
     def config(self, sizes: Sequence[GridSizes]) -> Config:
@@ -141,27 +185,41 @@ class _Search:
         if schedule is not None:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
-        description = self._descriptions.on(sizes)
+        description = self.level.descriptions.on(sizes)
         layouts = stage_layouts(sizes, stage_parts(config, description))
         return PipelineEstimate(config, description, layouts, microbatches, self._known[id(description)])
 
     def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
         """Return whether the pipeline fits with one of the numbers of microbatches that are tried."""
-        return any(map(self._fits, reversed(self._choices(sizes))))
+        return any(self._fits(estimate) for estimate in self.smallest(sizes))
+
+    def least_gib(self, sizes: tuple[GridSizes, ...]) -> float:
+        """Return the least GiB that the pipeline needs with one of the numbers of microbatches that are tried."""
+        return min(estimate.needed_gib(math.inf) for estimate in self.smallest(sizes))
+
+    def smallest(self, sizes: tuple[GridSizes, ...]) -> Iterator[PipelineEstimate]:
+        """Yield what may need least memory: all numbers of microbatches, and the schedule with fewest in flight."""
+        schedules = [None] if self._config.parallel.pipeline.schedule else [_SMALLEST_SCHEDULE, None]
+        for schedule in schedules:
+            for number in reversed(self.numbers(sizes)):
+                yield self.estimate(sizes, number, schedule)
 
     def _fits(self, estimate: PipelineEstimate) -> bool:
         return estimate.needed_gib(self._memory_gib) <= self._memory_gib
 
-    def fastest(self, sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
-        """Return the fastest plan of the numbers of microbatches that fit, if any, and the least GiB that one needs."""
-        found = self._choices(sizes)
-        fastest = self._faster(found, math.inf)
-        return fastest.plan() if fastest else None, min(one.needed_gib(self._memory_gib) for one in found)
+    def plan(self, estimate: PipelineEstimate) -> Plan:
+        """Return the full estimate, with the options of this search."""
+        return replace(estimate.plan(), options=self.level.options)
 
-    def _choices(self, sizes: tuple[GridSizes, ...]) -> list[PipelineEstimate]:
-        return [self.estimate(sizes, count) for count in _numbers(self.config(sizes), sizes)]
+    def numbers(self, sizes: tuple[GridSizes, ...]) -> list[int]:
+        """Return the numbers of microbatches that are tried."""
+        return _numbers(self.config(sizes), sizes)
 
-    def _faster(self, estimates: Iterable[PipelineEstimate], limit_s: float) -> PipelineEstimate | None:
+    def choices(self, sizes: tuple[GridSizes, ...], numbers: Iterable[int]) -> Iterator[PipelineEstimate]:
+        """Yield the estimates for numbers of microbatches."""
+        return (self.estimate(sizes, number) for number in numbers)
+
+    def faster(self, estimates: Iterable[PipelineEstimate], limit_s: float) -> PipelineEstimate | None:
         """Return the estimate with the fastest step that fits and takes less than ``limit_s``, if any."""
         fastest = None
         for estimate in estimates:
@@ -176,8 +234,8 @@ class _Search:
         That is another number of microbatches or schedule, or another grid of the first or the last stage.
         """
         for alternatives in (self._other_numbers, self._other_schedules, partial(self._other_grids, grids)):
-            if faster := self._faster(alternatives(plan), (1 - _LEAST_GAIN) * plan.step_time_s):
-                plan = faster.plan()
+            if faster := self.faster(alternatives(plan), (1 - _LEAST_GAIN) * plan.step_time_s):
+                plan = self.plan(faster)
         return plan
 
     def _other_numbers(self, plan: Plan) -> Iterator[PipelineEstimate]:
@@ -194,7 +252,7 @@ class _Search:
             return
         for schedule in _SCHEDULES:
             yield self.estimate(plan.stages, microbatches, schedule)
-        if microbatches % stages == 0 and 2 * stages <= len(self._descriptions.on(()).blocks):
+        if microbatches % stages == 0 and 2 * stages <= len(self.description.blocks):
             yield self.estimate(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
 
     def _other_grids(self, grids: Sequence[GridSizes], plan: Plan) -> Iterator[PipelineEstimate]:

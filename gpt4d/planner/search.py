@@ -1,22 +1,45 @@
 """Search for the best grid of a configuration: all grids, ranked, without the impossible and the too large ones."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, grid_problem
-from gpt4d.model import registry
+from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, grid_problem, value_of
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.planner import paper_models, pipelines
+from gpt4d.planner.capacity import (
+    check_machine,
+    estimate_of,
+    largest_micro_batch,
+    least_gib,
+    may_have_one_stage,
+    may_have_stages,
+    may_split_tokens,
+    with_larger_micro_batch,
+)
 from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.topology import for_devices, total_gib
-from gpt4d.planner.workload import Descriptions, compute_bytes, grids, micro_batch_sizes
+from gpt4d.planner.options import KEYS, Level, as_overrides, level, levels, with_settings
+from gpt4d.planner.topology import for_devices, total_gib, usable_gib
+from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes
 
 _MAX_CONSIDERED = 80  # grids whose step is walked through; of more, those with the least computation and sums
 _MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
 _NUM_IMPROVED = 3  # of these, the fastest that gather weights, sum outputs or only convert weights: settings are tried
 _LEAST_GAIN = 0.01  # of the step time, for which a setting is worth its memory
+_MAX_MEASURED = 300  # grids whose least memory is estimated exactly to find the smallest
+
+
+@dataclass
+class Least:
+    """The least memory that a step needs on any grid that does not fit."""
+
+    gib: float
+    grid: GridSizes
+    exact: bool  # otherwise it needs more
+
+    def __str__(self) -> str:
+        return f"{'at least' if self.exact else 'more than'} {self.gib:.1f} GiB"
 
 
 @dataclass
@@ -29,6 +52,20 @@ class Ranking:
     problem: str | None = None  # why the first impossible grid is impossible
     pruned: int = 0  # number of grids and pipelines that only computation and sums of outputs have judged
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids that do not fit, and the GiB they need
+    # The exact GiB of those of which ``too_large`` has a bound.
+    exact: dict[GridSizes, Callable[[], float]] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # settings with which the least memory is needed
+
+    def least(self) -> Least:
+        """Return the least memory of the grids that do not fit, exactly unless very many would have to be estimated."""
+        for _ in range(_MAX_MEASURED):
+            sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
+            if sizes not in self.exact:
+                break
+            self.too_large[sizes] = self.exact.pop(sizes)()
+        else:
+            sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
+        return Least(needed, sizes, sizes not in self.exact)
 
     def check(self, config: Config, devices: int) -> None:
         """Raise ConfigError, with remedies, if there is no plan."""
@@ -36,24 +73,32 @@ class Ranking:
             return
         if not self.too_large:
             raise ConfigError(f"no grid of {devices} device(s) is possible; the first: {self.problem}")
-        sizes, least = min(self.too_large.items(), key=lambda item: item[1])
-        remedies = ["more devices"]
-        if not config.optim.shard_states and devices > 1:
-            remedies.append("optim.shard_states=true")
-        if Estimate(config, sizes).least_gib() <= total_gib(config.cluster):  # activations do not fit
-            if config.train.activation_checkpointing != "full":
-                remedies.append("train.activation_checkpointing=full")
-            if config.train.micro_batch_size not in (None, 1):
-                remedies.append("a smaller train.micro_batch_size")
+        least, cluster = self.least(), for_devices(config.cluster, devices)
+        shared = cluster.host_gib is not None and len(cluster.levels) == 1
+        remedies = ["a machine with more memory (cluster=NAME)" if shared else "more devices"]
+        remedies += as_overrides(_untried(config, least.grid, self.options))
         *others, last = remedies
         remedy = f"{', '.join(others)} or {last}" if others else last
+        settings = " ".join(as_overrides(self.options))
         raise ConfigError(
-            f"cluster.memory_gib={total_gib(config.cluster):.4g}: on {devices} device(s), a step needs at least "
-            f"{least:.1f} GiB of each (grid {sizes}); use {remedy}"
+            f"cluster.memory_gib={total_gib(cluster):.4g}: on {devices} device(s), a step needs {least} of each "
+            f"(grid {least.grid}{f' with {settings}' if settings else ''}), and {usable_gib(cluster):.4g} may be used "
+            f"(cluster.margin={cluster.margin:g}); use {remedy}"
         )
 
 
-def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours") -> Ranking:
+def _untried(config: Config, sizes: GridSizes, options: dict[str, Any]) -> dict[str, Any]:
+    """Return settings that save memory on a grid and that the search has not tried."""
+    smallest = levels(config, [key for key in KEYS if key not in options])[-1]
+    found = {key: value for key, value in smallest.options.items() if value_of(config, key) != value}
+    if sizes.data == 1:
+        found.pop("optim.shard_states", None)
+    if config.train.micro_batch_size not in (None, 1):
+        found["train.micro_batch_size"] = 1
+    return found
+
+
+def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours", keys: Sequence[str] = ()) -> Ranking:
     """Rank the grids and pipelines of ``devices`` devices that can train ``config``, fastest step first.
 
     Args:
@@ -62,19 +107,22 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
         top: maximum number of plans; None for all.
         cost: ``ours`` compares the predicted time of a step, ``aware`` and ``agnostic`` the seconds of communication of
             the 4D paper's models.
+        keys: options that the planner may choose in addition (gpt4d.planner.options).
 
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
     config = replace(config, cluster=for_devices(config.cluster, devices))
-    descriptions = Descriptions(config)
-    ranking = _rank_grids(config, devices, descriptions, top, cost) if _may_have_one_stage(config) else Ranking()
-    if cost == "ours" and _may_have_stages(config):
-        found = pipelines.rank(config, devices, descriptions)
+    choices = levels(config, keys)
+    ranking = _rank_grids(choices, devices, top, cost) if may_have_one_stage(config) else Ranking()
+    ranking.options = dict(choices[-1].options)
+    if cost == "ours" and may_have_stages(config):
+        found = pipelines.rank(choices, devices)
         ranking.pruned += found.pruned
         ranking.problem = ranking.problem or found.problem
         ranking.fitting += len(found.plans)
         ranking.too_large |= found.too_large
+        ranking.exact |= found.exact
         ranking.plans = sorted(ranking.plans + found.plans, key=lambda plan: plan.step_time_s)[:top]
     ranking.plans = [_with_explicit_cache(plan, config) for plan in ranking.plans]
     return ranking
@@ -88,86 +136,156 @@ def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
     return replace(plan, choice={**plan.choice, "cache_layers": 0})
 
 
-def _rank_grids(config: Config, devices: int, descriptions: Descriptions, top: int | None, cost: str) -> Ranking:
+def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) -> Ranking:
     """Rank the grids on which one stage has the whole model."""
     ranking = Ranking()
-    possible: list[Estimate] = []
+    config, description = choices[0].config, choices[0].description
+    memory = usable_gib(config.cluster)
+    possible: list[GridSizes] = []
     for sizes in grids(devices):
-        description = descriptions.on([sizes])
         problem = grid_problem(description.rules, config.train, config.parallel, sizes)
         if problem:
             ranking.impossible += 1
             ranking.problem = ranking.problem or problem
-        elif (estimate := Estimate(config, sizes, description)).least_gib() > total_gib(config.cluster):
-            ranking.too_large[sizes] = estimate.least_gib()
+        elif (bound := estimate_of(choices[-1], sizes).bound_gib()) > memory:
+            ranking.too_large[sizes] = bound
+            ranking.exact[sizes] = partial(least_gib, choices[-1], sizes)
         else:
-            possible.append(estimate)
+            possible.append(sizes)
     if cost == "ours" and len(possible) > _MAX_CONSIDERED:
-        possible.sort(key=lambda estimate: paper_models.busy_s(config, estimate.sizes, estimate.description))
-        ranking.pruned = len(possible) - _MAX_CONSIDERED
-        del possible[_MAX_CONSIDERED:]
+        possible.sort(key=lambda sizes: paper_models.busy_s(config, sizes, description))
     quick: dict[GridSizes, float] = {}
-    candidates: dict[GridSizes, tuple[Estimate, int]] = {}
-    for estimate in possible:
-        sizes = estimate.sizes
-        if cost == "ours":
-            estimate = _with_larger_micro_batch(estimate)
-        micro_batch, needed = largest_micro_batch(estimate)
-        if micro_batch is None:
-            ranking.too_large[sizes] = needed
+    candidates: dict[GridSizes, list[tuple[Estimate, int]]] = {}
+    for considered, sizes in enumerate(possible):
+        if cost == "ours" and considered >= _MAX_CONSIDERED and candidates:
+            ranking.pruned = len(possible) - considered
+            break
+        candidates[sizes] = _fastest_levels(choices, sizes, cost)
+        if not candidates[sizes]:
+            del candidates[sizes]
+            ranking.too_large[sizes] = least_gib(choices[-1], sizes)
             continue
         if cost == "ours":
-            quick[sizes] = estimate.quick_s(micro_batch)
+            quick[sizes] = min(estimate.quick_s(micro_batch) for estimate, micro_batch in candidates[sizes])
         else:
             quick[sizes] = sum(paper_models.communication(config, sizes, aware=cost == "aware").values())
-        candidates[sizes] = estimate, micro_batch
     ranking.fitting = len(candidates)
     order = sorted(candidates, key=quick.__getitem__)
     top = len(order) if top is None else top
     estimated = [candidates[sizes] for sizes in order[: max(top, _MIN_ESTIMATED) if cost == "ours" else top]]
     if cost == "ours":
-        estimated = [(_faster_order(estimate, micro_batch), micro_batch) for estimate, micro_batch in estimated]
-    ranking.plans = [estimate.plan(micro_batch) for estimate, micro_batch in estimated]
+        estimated = [[(_faster_order(one, size), size) for one, size in found] for found in estimated]
+    ranking.plans = [
+        min((estimate.plan(micro_batch) for estimate, micro_batch in found), key=lambda plan: plan.step_time_s)
+        for found in estimated
+    ]
     if cost == "ours":
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
         split = (
             lambda sizes: sizes.z > 1,
             lambda sizes: sizes.x * sizes.y > 1,
             lambda sizes: sizes.data == sizes.devices and converts_weights(config, sizes),
+            lambda sizes: sizes.data > 1 and "optim.shard_states" in choices[-1].options,
         )
         places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
         for place in set().union(*places):
-            ranking.plans[place] = _improve(ranking.plans[place], config)
+            ranking.plans[place] = _improve(ranking.plans[place], choices)
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
     else:
         ranking.plans = [replace(plan, published_s=quick[plan.sizes]) for plan in ranking.plans]
-    ranking.plans = ranking.plans[:top]
+    ranking.plans = [with_fewer_options(plan, choices) for plan in ranking.plans[:top]]
+    ranking.plans.sort(key=lambda plan: plan.step_time_s if plan.published_s is None else plan.published_s)
     return ranking
+
+
+def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[tuple[Estimate, int]]:
+    """Return what may be fastest on a grid, with its microbatch: the fewest options that fit, and a larger microbatch.
+
+    Options pay off by a larger microbatch: a level is left out if it cannot be faster with the largest one, or if it
+    computes for longer than the fastest step. The list is empty if nothing fits.
+    """
+    fewest: tuple[Estimate, int] | None = None
+    best: tuple[Estimate, int] | None = None
+    plain: Estimate | None = None
+    largest = micro_batch_sizes(choices[0].config, sizes)[0]
+    for choice in choices:
+        if best and plain:
+            limit_s = (1 - _LEAST_GAIN) * best[0].quick_s(best[1])
+            if plain.quick_s(largest) >= limit_s:
+                break
+            if compute_s(choice.config, choice.description, sizes.devices) >= limit_s:
+                continue
+        estimate, smaller = estimate_of(choice, sizes), best[1] if best else 0
+        if cost == "ours":
+            estimate, micro_batch = with_larger_micro_batch(estimate, smaller)
+        else:
+            micro_batch, _ = largest_micro_batch(estimate, smaller)
+        plain = plain or estimate
+        if micro_batch is None:
+            continue
+        fewest = fewest or (estimate, micro_batch)
+        if best is None or estimate.quick_s(micro_batch) < best[0].quick_s(best[1]):
+            best = estimate, micro_batch
+        if micro_batch == largest:
+            break
+    return [found for found in dict.fromkeys((fewest, best)) if found]
+
+
+def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
+    """Return the plan without the options that its microbatch does not need and that do not make its step faster."""
+    for key in plan.options:
+        fewer = _level_of(plan, choices).without(key)
+        estimate = Estimate(fewer.config, plan.sizes, fewer.descriptions.on([plan.sizes]), plan.choice, fewer.options)
+        if largest_micro_batch(estimate)[0] == plan.micro_batch:
+            other = estimate.plan(plan.micro_batch)
+            if other.step_time_s <= plan.step_time_s * (1 + _LEAST_GAIN / 10):
+                plan = other
+    return plan
+
+
+def _level_of(plan: Plan, choices: list[Level]) -> Level:
+    """Return the level with a plan's options."""
+    known = next((choice for choice in choices if choice.options == plan.options), None)
+    return known or level(with_settings(choices[0].config, plan.options), plan.options)
 
 
 def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
     """Return the estimate for the faster order of ranks: x innermost if both are equally fast."""
     config, sizes = estimate.config, estimate.sizes
     if config.parallel.innermost is None and sizes.x > 1 and sizes.y > 1:
-        other = Estimate(config, sizes, estimate.description, {**estimate.choice, "innermost": "y"})
+        choice = {**estimate.choice, "innermost": "y"}
+        other = Estimate(config, sizes, estimate.description, choice, estimate.options)
         return min(estimate, other, key=lambda estimate: estimate.quick_s(micro_batch))
     return estimate
 
 
-def _improve(plan: Plan, config: Config) -> Plan:
-    """Return the plan with the settings of ``parallel``, one after another, that make its step faster and still fit."""
-    for alternatives in _settings(plan, config, len(registry.describe(config.model).blocks)):
-        best = plan
-        for setting in alternatives:
-            estimate = Estimate(config, plan.sizes, choice={**plan.choice, **setting})
-            micro_batch = largest_micro_batch(estimate)[0]
-            if micro_batch is None:
-                continue
-            other = estimate.plan(micro_batch)
-            if other.step_time_s < min(best.step_time_s, (1 - _LEAST_GAIN) * plan.step_time_s):
-                best = other
-        plan = best
+def _improve(plan: Plan, choices: list[Level]) -> Plan:
+    """Return the plan with settings, one after another, that make its step faster and still fit."""
+    config = choices[0].config
+    if plan.sizes.data > 1 and "optim.shard_states" in choices[-1].options and "optim.shard_states" not in plan.options:
+        options = {"optim.shard_states": True, **plan.options}
+        plan = _fastest(plan, [Estimate(with_settings(config, options), plan.sizes, None, plan.choice, options)])
+    changed = with_settings(config, plan.options)
+    for alternatives in _settings(plan, changed, len(choices[0].description.blocks)):
+        estimates = [
+            Estimate(changed, plan.sizes, choice={**plan.choice, **setting}, options=plan.options)
+            for setting in alternatives
+        ]
+        plan = _fastest(plan, estimates)
     return plan
+
+
+def _fastest(plan: Plan, estimates: list[Estimate]) -> Plan:
+    """Return the fastest plan that fits of those estimates that are faster than ``plan`` by enough, else ``plan``."""
+    best = plan
+    for estimate in estimates:
+        micro_batch = largest_micro_batch(estimate)[0]
+        if micro_batch is None:
+            continue
+        other = estimate.plan(micro_batch)
+        if other.step_time_s < min(best.step_time_s, (1 - _LEAST_GAIN) * plan.step_time_s):
+            best = other
+    return best
 
 
 def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str, Any]]]:
@@ -184,7 +302,7 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
             yield [{**cached, "cache_scope": "step"}]
         elif parallel.cache_layers is None and sizes.z == 1:
             yield [cached]
-    if _may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
+    if may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:
         yield [{"chunks": count} for count in (2, 4)]
@@ -195,89 +313,10 @@ def converts_weights(config: Config, sizes: GridSizes) -> bool:
     return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES
 
 
-def _with_larger_micro_batch(estimate: Estimate) -> Estimate:
-    """Return the estimate, with split tokens where memory limits the microbatch and a larger one fits then."""
-    config, sizes, micro_batch = estimate.config, estimate.sizes, largest_micro_batch(estimate)[0] or 0
-    if micro_batch < estimate.share and _may_split_tokens(config, sizes):
-        split = Estimate(config, sizes, estimate.description, {**estimate.choice, "sequence_parallel": True})
-        if (largest_micro_batch(split)[0] or 0) > micro_batch:
-            return split
-    return estimate
-
-
-def _may_split_tokens(config: Config, sizes: GridSizes) -> bool:
-    return not config.parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0
-
-
-def largest_micro_batch(estimate: Estimate) -> tuple[int | None, float]:
-    """Return the largest microbatch per device that fits and the GiB it needs; None and the least GiB if none fits."""
-    memory = total_gib(estimate.config.cluster)
-    if estimate.least_gib() > memory:
-        return None, estimate.least_gib()
-    choices = micro_batch_sizes(estimate.config, estimate.sizes)
-    if not choices:
-        return None, estimate.least_gib()
-    needed = estimate.memory_gib(choices[0])
-    if needed <= memory:
-        return choices[0], needed
-    least = estimate.memory_gib(choices[-1])
-    if least > memory:
-        return None, min(least, needed)  # a single microbatch has no accumulated gradients
-    # Among several microbatches, larger ones never need less memory, so bisection finds the largest that fits.
-    fits, too_many = len(choices) - 1, 0
-    while fits - too_many > 1:
-        middle = (fits + too_many) // 2
-        needed = estimate.memory_gib(choices[middle])
-        if needed <= memory:
-            fits, least = middle, needed
-        else:
-            too_many = middle
-    return choices[fits], least
-
-
-def fewest_devices(config: Config, limit: int) -> int | None:
-    """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can."""
-    descriptions = Descriptions(config)
-    for devices in range(1, int(min(limit, _devices_of(config.cluster))) + 1):
-        shared = replace(config, cluster=for_devices(config.cluster, devices))
-        if total_gib(shared.cluster) < shared.cluster.reserved_gib:
-            return None  # more devices of a node that share its memory have less each
-        for sizes in grids(devices) if _may_have_one_stage(config) else ():
-            description = descriptions.on([sizes])
-            if not grid_problem(description.rules, config.train, config.parallel, sizes):
-                estimate = Estimate(shared, sizes, description)
-                if largest_micro_batch(_with_larger_micro_batch(estimate))[0] is not None:
-                    return devices
-        if _may_have_stages(config) and pipelines.any_fits(shared, devices, descriptions):
-            return devices
-    return None
-
-
-def _may_have_one_stage(config: Config) -> bool:
-    return config.parallel.pipeline.stages in (None, 1)
-
-
-def _may_have_stages(config: Config) -> bool:
-    return config.parallel.pipeline.stages != 1 and config.train.micro_batch_size is None
-
-
-def check_open(parallel: ParallelConfig) -> None:
-    """Raise ConfigError if a size of the grid is set, which the planner chooses."""
+def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:
+    """Raise ConfigError with this remedy if a size of the grid is set, which the planner chooses."""
     for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
         if getattr(parallel, key) != default:
-            raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; leave it out")
+            raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; {remedy}")
     if (grids := parallel.pipeline.stage_grids) is not None:
-        raise ConfigError(f"parallel.pipeline.stage_grids={grids}: the planner chooses the grids; leave it out")
-
-
-def check_machine(cluster: ClusterConfig, devices: int) -> None:
-    """Raise ConfigError if the machine has fewer than ``devices`` devices."""
-    if _devices_of(cluster) < devices:
-        raise ConfigError(
-            f"cluster.levels: {cluster.name} has {_devices_of(cluster)} device(s), not {devices}; use another cluster, "
-            "or set ranks: null in the outermost level"
-        )
-
-
-def _devices_of(cluster: ClusterConfig) -> float:
-    return math.prod(math.inf if level.ranks is None else level.ranks for level in cluster.levels)
+        raise ConfigError(f"parallel.pipeline.stage_grids={grids}: the planner chooses the grids; {remedy}")

@@ -1,20 +1,27 @@
 """Output of a ranking: table, JSON, plot."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gpt4d.config import Config
 from gpt4d.planner.atp import MeshPlan
 from gpt4d.planner.device import AXES
+from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.estimate import Plan
+from gpt4d.planner.launching import command
 from gpt4d.planner.search import Ranking
 from gpt4d.planner.topology import total_gib
 
 _COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#7f7f7f"}
 
 
-def as_json(plans: list[Plan]) -> str:
-    """Return a JSON list, best first: overrides, times in s, bytes a rank sends per step, memory in GiB."""
+def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = ()) -> str:
+    """Return a JSON list, best first: overrides, times in s, bytes a rank sends per step, memory in GiB.
+
+    With ``config``, each entry has the duration of the run and its command, to which ``arguments`` belong.
+    """
     entries = [
         {
             "grid": plan.sizes._asdict(),
@@ -33,14 +40,36 @@ def as_json(plans: list[Plan]) -> str:
             "published_s": plan.published_s,
             "mfu": plan.mfu,
             "hfu": plan.hfu,
+            **(_run(plan, config, arguments) if config else {}),
         }
         for plan in plans
     ]
     return json.dumps(entries, indent=1)
 
 
+def _run(plan: Plan, config: Config, arguments: Sequence[str]) -> dict[str, Any]:
+    run = duration(config, plan.devices, plan.step_time_s)
+    return {
+        "devices": plan.devices,
+        "steps": run.steps,
+        f"{run.unit}_per_s": run.units_per_s,
+        "hours": run.hours,
+        "device_hours": run.hours * plan.devices,
+        "command": command(config.cluster, plan.devices, arguments, plan.overrides),
+    }
+
+
+def runs(plans: list[Plan], config: Config, arguments: Sequence[str]) -> str:
+    """Return two lines per plan: how long the run takes, and its command."""
+    return "\n".join(
+        f"{plan.grid}: {duration(config, plan.devices, plan.step_time_s)}\n"
+        f"  {command(config.cluster, plan.devices, arguments, plan.overrides)}"
+        for plan in plans
+    )
+
+
 def table(config: Config, devices: int, ranking: Ranking) -> str:
-    """Return a table of the ranking, why other grids are missing, and the overrides of each row."""
+    """Return a table of the ranking, and why other grids are missing."""
     from rich import box
     from rich.table import Table
 
@@ -48,7 +77,9 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     grid_table = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
     by_published = any(plan.published_s is not None for plan in ranking.plans)
     order = "the paper's seconds of communication" if by_published else "step time"
-    grid_table.title = f"{config.model.name} on {devices} device(s) of {config.cluster.name}, ordered by {order}"
+    grid_table.title = (
+        f"{config.model.name} on {devices} device(s) of {config.cluster.name}, {batch_text(config)}, ordered by {order}"
+    )
     piped = any(plan.pipeline for plan in ranking.plans)
     grid_table.add_column("grid x·y·z·data" + (" of each stage" if piped else ""), overflow="fold")
     if piped:
@@ -61,18 +92,17 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     if by_published:
         grid_table.add_column("paper", justify="right")
     for plan in ranking.plans:
-        exposed = (_seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
+        exposed = (seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
         cells = [plan.grid]
         if piped:
             cells.append(f"{plan.pipeline.schedule} × {plan.pipeline.microbatches}" if plan.pipeline else "")
-        cells += [str(plan.micro_batch), _seconds(plan.step_time_s), _seconds(plan.compute_s)]
+        cells += [str(plan.micro_batch), seconds(plan.step_time_s), seconds(plan.compute_s)]
         if piped:
-            cells.append(_seconds(plan.idle_s) if plan.pipeline else "")
-        cells += [*exposed, _seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
+            cells.append(seconds(plan.idle_s) if plan.pipeline else "")
+        cells += [*exposed, seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
-        grid_table.add_row(*cells, *([] if plan.published_s is None else [_seconds(plan.published_s)]))
-    overrides = (" ".join(plan.overrides) for plan in ranking.plans)
-    return "\n".join([_render(grid_table), *_missing_grids(config, ranking), "", *overrides])
+        grid_table.add_row(*cells, *([] if plan.published_s is None else [seconds(plan.published_s)]))
+    return "\n".join([_render(grid_table), *_missing_grids(config, ranking)])
 
 
 def meshes_as_json(plans: list[MeshPlan]) -> str:
@@ -100,9 +130,9 @@ def mesh_table(config: Config, devices: int, plans: list[MeshPlan]) -> str:
     lines = [heading + "the all-reduces of a step (ATP paper, Eq. 2)"]
     for plan in plans:
         comm = plan.comm
-        times = f"{_seconds(comm['d1']['time_s'])} along d1, {_seconds(comm['d2']['time_s'])} along d2"
+        times = f"{seconds(comm['d1']['time_s'])} along d1, {seconds(comm['d2']['time_s'])} along d2"
         name = f"ATP-{plan.mesh.d2:<4} {plan}"
-        lines.append(f"{name:43} {_seconds(plan.t_comm_s):>10}: {times}")
+        lines.append(f"{name:43} {seconds(plan.t_comm_s):>10}: {times}")
         if plan.problem:
             lines.append(f"{'':43} not possible: {plan.problem}")
     return "\n".join(lines)
@@ -124,39 +154,59 @@ def _missing_grids(config: Config, ranking: Ranking) -> list[str]:
     if ranking.pruned:
         lines.append(f"{ranking.pruned} more were not estimated: they compute, idle and sum outputs for longer")
     if ranking.too_large:
-        sizes, needed_gib = min(ranking.too_large.items(), key=lambda item: item[1])
+        least, cluster = ranking.least(), config.cluster
         lines.append(
-            f"{len(ranking.too_large)} grid(s) do not fit in {total_gib(config.cluster):.4g} GiB; the smallest, "
-            f"{sizes}, needs {needed_gib:.1f} GiB"
+            f"{len(ranking.too_large)} grid(s) do not fit in {total_gib(cluster):.4g} GiB without "
+            f"cluster.margin={cluster.margin:g}; the smallest, {least.grid}, needs {least}"
         )
     if ranking.impossible:
         lines.append(f"{ranking.impossible} grid(s) are not possible; the first: {ranking.problem}")
     return lines
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+def seconds(value: float) -> str:
+    """Return seconds for people."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def plan_line(plan: Plan) -> str:
+    """Return the parts of a step of one plan."""
+    exposed = (f"exposed {axis} {seconds(comm['exposed_s'])}" for axis, comm in plan.comm.items())
+    idle = [f"idle {seconds(plan.idle_s)}"] if plan.pipeline else []
+    mfu = [f"MFU {plan.mfu:.0%}"] if plan.mfu else []
+    parts = ", ".join([f"computation {seconds(plan.compute_s)}", *idle, *exposed, *mfu])
+    return f"a step takes {seconds(plan.step_time_s)}: {parts}"
 
 
 def plot(plans: list[Plan], title: str, path: Path) -> None:
-    """Plot a bar per grid: computation, then exposed communication of each axis; a mark for hidden communication."""
+    """Plot a bar per grid that ends at its step time: computation, exposed communication of each axis, idle time.
+
+    A thin bar below shows the communication that computation hides.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.6 + 0.34 * len(plans)), layout="constrained")
     panel = figure.add_subplot()
-    names = [plan.grid for plan in plans]
-    panel.barh(names, [plan.compute_s for plan in plans], color="#d9d9d9", label="computation")
-    start = [plan.compute_s for plan in plans]
+    places = list(range(len(plans)))
+    start = [0.0 for _ in plans]
+
+    def add(seconds: list[float], label: str, color: str) -> None:
+        nonlocal start
+        if any(seconds):
+            panel.barh(places, seconds, left=start, height=0.6, color=color, label=label)
+        start = [a + b for a, b in zip(start, seconds, strict=True)]
+
+    add([plan.compute_s for plan in plans], "computation", "#d9d9d9")
     for axis, color in _COLORS.items():
-        exposed = [plan.comm.get(axis, {"exposed_s": 0.0})["exposed_s"] for plan in plans]
-        if any(exposed):
-            panel.barh(names, exposed, left=start, color=color, label=f"exposed {axis}")
-        start = [a + b for a, b in zip(start, exposed, strict=True)]
-    panel.plot([plan.hidden_s for plan in plans], names, "k|", markersize=9, label="hidden communication")
+        add([plan.comm.get(axis, {"exposed_s": 0.0})["exposed_s"] for plan in plans], f"exposed {axis}", color)
+    add([plan.idle_s for plan in plans], "idle (pipeline)", "#ffbf5e")
+    hidden = [place + 0.37 for place in places]
+    panel.barh(hidden, [plan.hidden_s for plan in plans], height=0.14, color="#555555", label="hidden communication")
+    panel.set_yticks(places, [plan.grid for plan in plans])
     panel.invert_yaxis()
     panel.set_xlim(left=0)
     panel.set_xlabel("predicted seconds per step")
     panel.set_ylabel("grid (x, y, z, data)")
-    panel.set_title(title)
+    panel.set_title(title, wrap=True)
     figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)

@@ -66,6 +66,11 @@ def for_devices(cluster: ClusterConfig, devices: int) -> ClusterConfig:
     return replace(cluster, memory_gib=cluster.host_gib / min(devices, node_size(cluster)))
 
 
+def usable_gib(cluster: ClusterConfig) -> float:
+    """Return the memory of a device that the planner's choices may use: without ``cluster.margin``."""
+    return (1 - cluster.margin) * total_gib(cluster)
+
+
 def total_gib(cluster: ClusterConfig) -> float:
     """Return the memory of a device, which ``for_devices`` has set."""
     assert cluster.memory_gib is not None

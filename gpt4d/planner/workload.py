@@ -50,6 +50,11 @@ def step_flops(config: Config, description: Description) -> float:
     return description.training_flops(train.batch_size, train.seq_len)
 
 
+def compute_s(config: Config, description: Description, devices: int) -> float:
+    """Return the seconds that a step computes at least, on ``devices`` devices at the rate of a large product."""
+    return step_flops(config, description) / devices / config.cluster.matmul_tflops / 1e12
+
+
 def utilization(
     config: Config, description: Description, devices: int, seconds: float
 ) -> tuple[float | None, float | None]:

@@ -17,7 +17,7 @@ from gpt4d.model import registry
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.search import rank
 from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts, transfer_seconds
-from gpt4d.planner.topology import for_devices, total_gib
+from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.planner.workload import grids, training_state
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
@@ -32,6 +32,7 @@ MODEL = (
 # Two nodes of two devices each, with a slow link between the nodes.
 SLOW = (
     *MODEL,
+    "cluster=local",
     "cluster.device=cuda",
     "cluster.hidden=1",
     "cluster.matmul_tflops=0.1",
@@ -113,7 +114,7 @@ def test_weight_gradients_computed_by_themselves_hide_no_sums_of_outputs(grid):
 def brute_force(config: Config, devices: int) -> float:
     """Return the seconds of the fastest pipeline with equal grids and the default schedule that fits."""
     description, best = registry.describe_run(config), float("inf")
-    limit = total_gib(for_devices(config.cluster, devices))
+    limit = usable_gib(for_devices(config.cluster, devices))
     for stages in divisors(devices)[1:]:
         staged = with_stages(config, stages)
         parts = stage_parts(staged, description)

@@ -11,8 +11,9 @@ import pytest
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
+from gpt4d.planner.capacity import fewest_devices, largest_micro_batch
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.search import fewest_devices, largest_micro_batch, rank
+from gpt4d.planner.search import rank
 from gpt4d.planner.workload import grids
 from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
@@ -102,7 +103,8 @@ def test_nothing_fits_on_less_than_the_fewest_devices():
 def test_the_error_names_remedies_if_nothing_fits():
     config = compose(["cluster=perlmutter", "model=gpt_20b", "train.batch_size=16"])
     with pytest.raises(
-        ConfigError, match=r"on 4 device\(s\), a step needs .* GiB .*use more devices or optim\.shard_states=true"
+        ConfigError,
+        match=r"on 4 device\(s\), a step needs at least .* GiB .*use more devices, train.loss_chunks=8 or train\.activ",
     ):
         rank(config, 4).check(config, 4)
     config = compose(["train.batch_size=2"])
@@ -204,15 +206,19 @@ def test_json_and_picture_are_written_without_torch(tmp_path):
 def test_the_table_ends_with_overrides_for_each_plan():
     answer = ask("world_size=32", *PERLMUTTER, "top=5")
     assert "grid(s) do not fit in 40 GiB; the smallest" in answer and "grid(s) are not possible" in answer
-    pasted = [line for line in answer.splitlines() if line.startswith("parallel.gx=")]
+    pasted = [line for line in answer.splitlines() if "parallel.gx=" in line]
     assert len(pasted) == 5
-    config = compose([*PERLMUTTER, *pasted[0].split()])
-    assert validate(config, 32).sizes.devices == 32
+    command, nodes, script, *overrides = pasted[0].split()
+    assert (command, nodes, script) == ("sbatch", "--nodes=8", "scripts/slurm/perlmutter.sh")
+    assert validate(compose(["cluster=perlmutter", *overrides]), 32).sizes.devices == 32
 
 
 def test_without_a_world_size_the_fewest_devices_are_printed():
     fewest = fewest_devices(compose(PERLMUTTER), 64)
-    assert ask(*PERLMUTTER) == f"gpt_20b needs at least {fewest} device(s) of perlmutter\n"
+    assert ask(*PERLMUTTER).startswith(
+        "gpt_20b, 256 sequences of 2,048 tokens per step, needs at least "
+        f"{fewest} device(s) of perlmutter; world_size={fewest} "
+    )
 
 
 def test_parallel_mode_atp_ranks_meshes():

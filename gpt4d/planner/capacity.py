@@ -1,0 +1,137 @@
+"""Memory of grids and pipelines: the largest microbatch that fits, the least memory, the fewest devices."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, grid_problem
+from gpt4d.planner import pipelines
+from gpt4d.planner.estimate import GIB, Estimate
+from gpt4d.planner.options import Level, levels
+from gpt4d.planner.topology import for_devices, usable_gib
+from gpt4d.planner.workload import grids, micro_batch_sizes, training_state
+
+
+def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | None, float]:
+    """Return the largest microbatch per device that fits and the GiB it needs; None and the least GiB if none fits.
+
+    The least GiB is a bound if even the training state does not fit. Microbatches up to ``more_than`` are left out.
+    """
+    memory = usable_gib(estimate.config.cluster)
+    if estimate.least_gib() > memory:
+        return None, estimate.least_gib()
+    choices = [size for size in micro_batch_sizes(estimate.config, estimate.sizes) if size > more_than]
+    if not choices:
+        return None, estimate.least_gib()
+    needed = estimate.memory_gib(choices[0])
+    if needed <= memory:
+        return choices[0], needed
+    least = estimate.memory_gib(choices[-1])
+    if least > memory:
+        return None, min(least, needed)  # a single microbatch has no accumulated gradients
+    # Among several microbatches, larger ones never need less memory, so bisection finds the largest that fits.
+    fits, too_many = len(choices) - 1, 0
+    while fits - too_many > 1:
+        middle = (fits + too_many) // 2
+        needed = estimate.memory_gib(choices[middle])
+        if needed <= memory:
+            fits, least = middle, needed
+        else:
+            too_many = middle
+    return choices[fits], least
+
+
+def estimate_of(level: Level, sizes: GridSizes) -> Estimate:
+    """Return the estimate of a level on a grid."""
+    return Estimate(level.config, sizes, level.descriptions.on([sizes]), options=level.options)
+
+
+def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Estimate, int | None]:
+    """Return the estimate and its largest microbatch that fits, if any; with split tokens where a larger one fits then.
+
+    Microbatches up to ``more_than`` are left out.
+    """
+    micro_batch, _ = largest_micro_batch(estimate, more_than)
+    if micro_batch != estimate.share and may_split_tokens(estimate.config, estimate.sizes):
+        split = _with_split_tokens(estimate)
+        if larger := largest_micro_batch(split, micro_batch or more_than)[0]:
+            return split, larger
+    return estimate, micro_batch
+
+
+def may_split_tokens(config: Config, sizes: GridSizes) -> bool:
+    """Return whether x can split the tokens between the layers and does not yet."""
+    return not config.parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0
+
+
+def _with_split_tokens(estimate: Estimate) -> Estimate:
+    choice = {**estimate.choice, "sequence_parallel": True}
+    return Estimate(estimate.config, estimate.sizes, estimate.description, choice, estimate.options)
+
+
+def least_gib(level: Level, sizes: GridSizes) -> float:
+    """Return the GiB of a device that a step needs on a grid with the microbatch that needs least."""
+    estimate = estimate_of(level, sizes)
+    split = [_with_split_tokens(estimate)] if may_split_tokens(level.config, sizes) else []
+    return min(
+        one.memory_gib(micro_batch)
+        for one in (estimate, *split)
+        for choices in [micro_batch_sizes(one.config, sizes)]
+        for micro_batch in {choices[0], choices[-1]}
+    )
+
+
+def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int | None:
+    """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can.
+
+    Args:
+        config: the configuration; its grid sizes are ignored.
+        limit: maximum number.
+        keys: options that the planner may choose (gpt4d.planner.options).
+    """
+    smallest = levels(config, keys)[-1]
+    description, parallel = smallest.description, smallest.config.parallel
+    state_gib = sum(training_state(description, GridSizes(), shard_states=False).values()) / GIB
+    for devices in range(1, int(min(limit, devices_of(config.cluster))) + 1):
+        cluster = for_devices(config.cluster, devices)
+        available = usable_gib(cluster) - cluster.reserved_gib
+        if available <= 0:
+            return None  # the devices of a node that share its memory have too little each
+        if state_gib > available * devices:
+            continue
+        level = replace(smallest, config=replace(smallest.config, cluster=cluster))
+        for sizes in grids(devices) if may_have_one_stage(config) else ():
+            if not grid_problem(description.rules, level.config.train, parallel, sizes) and _fits(level, sizes):
+                return devices
+        if may_have_stages(config) and pipelines.any_fits(level, devices):
+            return devices
+    return None
+
+
+def _fits(level: Level, sizes: GridSizes) -> bool:
+    memory = usable_gib(level.config.cluster)
+    return estimate_of(level, sizes).bound_gib() <= memory and least_gib(level, sizes) <= memory
+
+
+def may_have_one_stage(config: Config) -> bool:
+    """Return whether the planner may choose a single stage."""
+    return config.parallel.pipeline.stages in (None, 1)
+
+
+def may_have_stages(config: Config) -> bool:
+    """Return whether the planner may choose a pipeline."""
+    return config.parallel.pipeline.stages != 1 and config.train.micro_batch_size is None
+
+
+def check_machine(cluster: ClusterConfig, devices: int) -> None:
+    """Raise ConfigError if the machine has fewer than ``devices`` devices."""
+    if devices_of(cluster) < devices:
+        raise ConfigError(
+            f"cluster.levels: {cluster.name} has {devices_of(cluster)} device(s), not {devices}; use another cluster, "
+            "or set ranks: null in the outermost level"
+        )
+
+
+def devices_of(cluster: ClusterConfig) -> float:
+    """Return the number of devices of a machine, which may be infinite."""
+    return math.prod(math.inf if level.ranks is None else level.ranks for level in cluster.levels)

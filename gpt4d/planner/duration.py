@@ -1,0 +1,77 @@
+"""The duration of a run: steps, tokens and hours at a planned step time."""
+
+import math
+from dataclasses import dataclass
+
+from gpt4d.config import Config, ConfigError
+from gpt4d.model import registry
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A run of some steps on some devices."""
+
+    steps: int
+    devices: int
+    units: int  # tokens or pictures per step
+    unit: str
+    step_time_s: float
+
+    @property
+    def hours(self) -> float:
+        """Hours of all steps, without validation, checkpoints and restarts."""
+        return self.steps * self.step_time_s / 3600
+
+    @property
+    def units_per_s(self) -> float:
+        """Tokens or pictures per second over all devices."""
+        return self.units / self.step_time_s
+
+    def __str__(self) -> str:
+        total = self.steps * self.units
+        return (
+            f"{self.units_per_s:,.4g} {self.unit}/s; {self.steps:,} steps ({_short(total)} {self.unit}) take "
+            f"{_hours(self.hours)}, {self.hours * self.devices:,.3g} device-hours"
+        )
+
+
+def duration(config: Config, devices: int, step_time_s: float) -> Duration:
+    """Return the duration of ``train.steps`` steps."""
+    train, text = config.train, is_text(config)
+    units = train.batch_size * (train.seq_len if text else 1)
+    return Duration(train.steps, devices, units, "tokens" if text else "pictures", step_time_s)
+
+
+def steps_of(config: Config, tokens: float) -> int:
+    """Return the steps in which a run trains on ``tokens`` tokens. Raises ConfigError if the model has none."""
+    if not is_text(config):
+        raise ConfigError(f"tokens={tokens:g}: model={config.model.name} trains on pictures; use train.steps")
+    if not 0 < tokens < math.inf:
+        raise ConfigError(f"tokens={tokens:g}: use a number above 0, such as 100e9")
+    return math.ceil(tokens / (config.train.batch_size * config.train.seq_len))
+
+
+def batch_text(config: Config) -> str:
+    """Return the batch in words, since the answers depend on it."""
+    train = config.train
+    if not is_text(config):
+        return f"{train.batch_size:,} pictures per step"
+    return f"{train.batch_size:,} sequences of {train.seq_len:,} tokens per step"
+
+
+def is_text(config: Config) -> bool:
+    """Return whether the model trains on tokens."""
+    return registry.of(config.model).task == "language_modeling"
+
+
+def _hours(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.3g} min"
+    return f"{hours:,.3g} h" if hours < 72 else f"{hours:,.0f} h ({hours / 24:,.1f} days)"
+
+
+def _short(count: int) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)

@@ -1,0 +1,88 @@
+"""Settings besides ``parallel`` that the planner may choose: sharded states, parts of the loss, recomputation."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpt4d.config import Config, ConfigError, value_of
+from gpt4d.model import registry
+from gpt4d.model.description import Description
+from gpt4d.planner.workload import Descriptions
+
+# In the order of the time that they cost: each is tried together with the ones before.
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {"optim.shard_states": True, "train.loss_chunks": 8},
+    {"train.activation_checkpointing": "selective"},
+    {"train.activation_checkpointing": "full"},
+)
+KEYS = "optim.shard_states", "train.loss_chunks", "train.activation_checkpointing"
+
+
+@dataclass(frozen=True)
+class Level:
+    """A configuration with some options, and its model. ``options`` are the settings that the planner has added."""
+
+    config: Config
+    descriptions: Descriptions
+    options: Mapping[str, Any]
+
+    @property
+    def description(self) -> Description:
+        """The model without the padding that a grid needs."""
+        return self.descriptions.on(())
+
+    def without(self, key: str) -> "Level":
+        """Return the level without one of its options."""
+        options = {name: value for name, value in self.options.items() if name != key}
+        default = value_of(Config(), key)
+        return level(with_settings(self.config, {key: default}), options)
+
+
+def level(config: Config, options: Mapping[str, Any]) -> Level:
+    """Return ``config``, which has these options already, as a level."""
+    return Level(config, Descriptions(config), options)
+
+
+def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
+    """Return the configuration alone, then with options, each level with the savings of the one before it.
+
+    Args:
+        config: the user's settings.
+        keys: those of ``KEYS`` that the planner may choose. Values that the model does not allow are left out.
+    """
+    found, options = [level(config, {})], dict[str, Any]()
+    for savings in _SAVINGS:
+        before = options
+        for key, value in savings.items():
+            if key in keys and _is_allowed(with_settings(config, {**options, key: value})):
+                options = {**options, key: value}
+        if options != before:
+            found.append(level(with_settings(config, options), options))
+    return found
+
+
+def open_keys(config: Config, overrides: Sequence[str] = ()) -> list[str]:
+    """Return those of ``KEYS`` that have their default and that no override names."""
+    named = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    return [key for key in KEYS if key not in named and value_of(config, key) == value_of(Config(), key)]
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration with values for keys of its groups, such as ``train.loss_chunks``."""
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    return config
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as Hydra reads them."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+def _is_allowed(config: Config) -> bool:
+    try:
+        registry.of(config.model).check(config)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""Recomputation, parts of the loss and sharded states: searched with the grid unless the user sets them."""
+
+import json
+
+import pytest
+
+from gpt4d.config import ConfigError, GridSizes, compose, grid_problem
+from gpt4d.planner import options
+from gpt4d.planner.capacity import estimate_of, fewest_devices, least_gib
+from gpt4d.planner.launching import command
+from gpt4d.planner.options import KEYS, levels, open_keys
+from gpt4d.planner.search import rank
+from gpt4d.planner.topology import usable_gib
+from gpt4d.planner.workload import grids, micro_batch_sizes
+from tests.planner.test_search import ask
+
+LLAMA = ["model=llama3_8b", "cluster=perlmutter", "train.batch_size=64", "parallel.pipeline.stages=1"]
+SMALL = ["cluster=local", "model.layers=4", "train.batch_size=16", "parallel.pipeline.stages=1"]
+
+
+def test_options_that_the_user_sets_are_not_searched():
+    assert open_keys(compose([]), []) == list(KEYS)
+    words = ["train.loss_chunks=1", "optim.shard_states=true"]
+    assert open_keys(compose(words), words) == ["train.activation_checkpointing"]
+    config = compose(["train.loss_chunks=2"])
+    assert [level.options for level in levels(config, open_keys(config))][1] == {"optim.shard_states": True}
+
+
+def test_options_that_a_model_has_not_are_not_searched():
+    config = compose(["model=unet_tiny"])
+    found = {key for level in levels(config, KEYS) for key in level.options}
+    assert found == {"optim.shard_states", "train.activation_checkpointing"}
+
+
+def test_searched_options_make_a_step_faster_or_possible():
+    config = compose(LLAMA)
+    (fixed, *_), (free, *_) = rank(config, 8, top=1).plans, rank(config, 8, top=1, keys=KEYS).plans
+    assert free.step_time_s < fixed.step_time_s and free.options
+    assert free.memory_gib <= usable_gib(config.cluster) == 38
+    assert fewest_devices(config, 64, KEYS) < fewest_devices(config, 64)
+    chosen = compose([*LLAMA, *free.overrides])
+    repeated = estimate_of(options.level(chosen, {}), free.sizes).plan(free.micro_batch)
+    assert repeated.step_time_s == pytest.approx(free.step_time_s)
+    assert repeated.memory_gib == pytest.approx(free.memory_gib)
+
+
+def test_a_plan_has_no_option_that_it_does_not_need():
+    plan = rank(compose([*SMALL, "cluster.memory_gib=64"]), 1, keys=KEYS).plans[0]
+    assert not plan.options
+
+
+@pytest.mark.parametrize("keys", [(), KEYS], ids=["fixed", "searched"])
+def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
+    config = compose([*SMALL, "cluster.memory_gib=0.41"])
+    ranking, needed = rank(config, 4, keys=keys), []
+    assert not ranking.plans
+    for level in levels(config, keys):
+        for sizes in grids(4):
+            if not grid_problem(level.description.rules, config.train, config.parallel, sizes):
+                estimate = estimate_of(level, sizes)
+                peaks = [estimate.memory_gib(size) for size in micro_batch_sizes(level.config, sizes)]
+                assert estimate.bound_gib() <= least_gib(level, sizes) <= min(peaks) * (1 + 1e-12)
+                needed.append(least_gib(level, sizes))
+    least = ranking.least()
+    assert least.exact and least.gib == min(needed)
+    with pytest.raises(ConfigError, match=rf"a step needs at least {least.gib:.1f} GiB of each \(grid {least.grid}"):
+        ranking.check(config, 4)
+
+
+def test_a_run_is_planned_in_hours_and_with_its_command():
+    answer = ask("world_size=16", *LLAMA, "tokens=100e9", "top=1")
+    assert "64 sequences of 8,192 tokens per step" in answer
+    assert "190,735 steps (100B tokens) take " in answer and "device-hours" in answer
+    last = answer.splitlines()[-1].strip()
+    assert last.startswith("sbatch --nodes=4 scripts/slurm/perlmutter.sh model=llama3_8b ")
+    assert "cluster=" not in last and " train.steps=190735 parallel.gx=" in last
+    (entry,) = json.loads(ask("world_size=16", *LLAMA, "tokens=100e9", "top=1", "format=json"))
+    assert entry["hours"] == pytest.approx(190735 * entry["step_time_s"] / 3600)
+    assert entry["device_hours"] == pytest.approx(16 * entry["hours"]) and entry["command"] == last
+    assert entry["tokens_per_s"] == pytest.approx(64 * 8192 / entry["step_time_s"])
+
+
+def test_a_command_starts_as_the_machine_requires():
+    cluster = compose(["cluster=dgx_h100"]).cluster
+    words = ["cluster=dgx_h100", "data.path=my books/*.txt", "parallel.mode=auto", "train.micro_batch_size=8"]
+    assert command(cluster, 8, words, ["train.micro_batch_size=2"]) == (
+        "torchrun --nproc-per-node 8 train.py cluster=dgx_h100 'data.path=my books/*.txt' train.micro_batch_size=2"
+    )
+    assert command(cluster, 16, [], []) == (
+        "sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/generic.sh"
+    )
+    assert command(cluster, 1, [], []) == "python train.py"
+    frontier = compose(["cluster=frontier"]).cluster
+    assert command(frontier, 16, [], []) == "sbatch --nodes=2 scripts/slurm/frontier.sh"
+    assert command(frontier, 2, [], []) == (
+        "sbatch --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 scripts/slurm/frontier.sh"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "8"], "--world-size: arguments are key=value; use world_size=8"),
+        (["--top=3"], "--top=3: arguments are key=value; use top=3"),
+        (
+            ["world_size=8", "parallel.gx=8"],
+            "parallel.gx=8: the planner chooses the grid; leave it out, or ask for one",
+        ),
+        (["grid=4x1"], "grid=4x1: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1"),
+        (["grid=2x1x1x1", "world_size=4"], "world_size=4: grid=2x1x1x1 has 2 device(s); use world_size=2"),
+        (["grid=3x1x1x1", "cluster=local"], "parallel.gx=3: does not divide model.heads=4"),
+        (["world_size=1", "model=unet_tiny", "tokens=1e6"], "tokens=1e+06: model=unet_tiny trains on pictures; use"),
+        (["world_size=1", "tokens=-1"], "tokens=-1: use a number above 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_reported_in_one_line(arguments, message):
+    answer = ask(*arguments, *([] if "cluster=local" in arguments else ["cluster=local"]))
+    assert answer.startswith(f"error: {message}") and answer.count("\n") == 1
+
+
+def test_one_grid_is_answered_with_what_makes_it_fit():
+    answer = ask("grid=4x1x2x1", *LLAMA)
+    assert "llama3_8b on grid 4x1x2x1 of perlmutter" in answer and ": does not fit" in answer
+    assert "it fits with train.micro_batch_size=1 (planned " in answer
+    assert "the fewest devices that suffice are 4, with parallel.gx=" in answer
+    answer = ask("grid=4x1x2x1", *LLAMA, "train.micro_batch_size=1")
+    assert ": fits\n" in answer and "sbatch --nodes=2 scripts/slurm/perlmutter.sh model=llama3_8b" in answer
+
+
+def test_help_names_every_argument():
+    answer = ask("--help")
+    for name in ("world_size", "grid", "tokens", "top", "format", "plot", "cost"):
+        assert f"{name}=" in answer
+
+
+def test_shared_memory_of_a_node_does_not_grow_with_its_processes():
+    config = compose(["cluster=local", "cluster.memory_gib=null", "cluster.host_gib=8", "model=gpt_1b3"])
+    assert fewest_devices(config, 4096, KEYS) is None
+    with pytest.raises(ConfigError, match=r"use a machine with more memory \(cluster=NAME\)"):
+        rank(config, 8, keys=KEYS).check(config, 8)
+
+
+def test_bars_of_the_picture_end_at_the_step_time(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    from gpt4d.planner import tables
+
+    ends: dict[float, float] = {}
+    barh = Axes.barh
+
+    def record(self, places, widths, *, left=None, **more):
+        if left is not None:
+            for place, width, start in zip(places, widths, left, strict=True):
+                ends[place] = start + width
+        return barh(self, places, widths, left=left, **more)
+
+    monkeypatch.setattr(Axes, "barh", record)
+    config = compose(["cluster=local", "train.batch_size=16", "parallel.pipeline.stages=2"])
+    plans = rank(config, 2).plans
+    assert any(plan.idle_s > 0 for plan in plans)
+    tables.plot(plans, "title", tmp_path / "plan.png")
+    assert [ends[place] for place in range(len(plans))] == pytest.approx([plan.step_time_s for plan in plans])
+    assert plans[0].sizes == GridSizes()
