@@ -3,6 +3,7 @@
 from gpt4d.config import Config, check_pipeline, check_unused, check_values
 from gpt4d.model import registry
 from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.planner.fitting import check_memory
 from gpt4d.planner.resolve import resolve
 from gpt4d.task import registry as tasks
 
@@ -17,4 +18,6 @@ def validate(config: Config, world_size: int) -> ParallelPlan:
     check_pipeline(config)
     tasks.get(family.task).check(config)
     check_unused(config)
-    return resolve(config, world_size)
+    plan = resolve(config, world_size)
+    check_memory(plan, config.cluster)
+    return plan

@@ -168,7 +168,7 @@ def test_profiled_steps_are_a_number_or_a_range(text, steps):
 
 @pytest.mark.parametrize("model", SHIPPED_MODELS)
 def test_every_shipped_model_can_be_split_over_eight_devices(model):
-    config = compose([f"model={model}", "parallel.gx=2", "parallel.gy=2", "parallel.gz=2"])
+    config = compose([f"model={model}", "cluster.memory_gib=1e4", "parallel.gx=2", "parallel.gy=2", "parallel.gz=2"])
     assert config.model.name == model
     assert validate(config, 16).sizes == GridSizes(2, 2, 2, 2)
 

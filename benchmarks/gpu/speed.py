@@ -17,8 +17,8 @@ from benchmarks.gpu.ranks import in_process
 from benchmarks.gpu.timing import device_of
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.planner.estimate import GIB, Estimate
+from gpt4d.planner.resolve import resolve
 from gpt4d.trainer import Trainer
-from gpt4d.validation import validate
 
 _STEPS, _LOGGED, _PROFILED = 15, 5, 8  # the last five steps are measured, and not profiled
 _KERNELS = 10
@@ -65,7 +65,7 @@ def _check(context: CheckContext, workload: Workload, micro_batches: Sequence[in
     for micro_batch in micro_batches:
         machine = [f"cluster.memory_gib={total_gib}", f"cluster.reserved_gib={reserved_gib}"]
         words = [*model, *corpus, *machine, f"train.batch_size={micro_batch}", "train.precision=bf16"]
-        config = validate(compose(words), 1).config
+        config = resolve(compose(words), 1).config
         planned_gib = Estimate(config, GridSizes()).memory_gib(micro_batch)
         if planned_gib <= total_gib:
             overrides = [*words, f"run.dir={context.directory / str(micro_batch)}"]

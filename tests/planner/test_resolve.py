@@ -6,6 +6,7 @@ from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.parallel.plan import ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import spans
 from gpt4d.validation import validate
@@ -117,12 +118,12 @@ def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
     assert chosen.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def test_a_mesh_that_is_chosen_has_a_microbatch_that_fits_and_one_that_is_given_is_not_judged():
-    words = ["model=gpt_125m", "train.batch_size=64", "parallel.mode=atp"]
+def test_a_mesh_that_is_chosen_has_a_microbatch_that_fits_and_one_that_is_given_keeps_its_own():
+    words = ["cluster=local", "model=gpt_125m", "train.batch_size=64", "parallel.mode=atp"]
     chosen = validate(compose(words), 8)
     assert Estimate(chosen.config, chosen.sizes).memory_gib(chosen.micro_batch_size(chosen.stages[0])) <= 8
     assert chosen.micro_batch_size(chosen.stages[0]) < 64
-    given = validate(compose([*words, "parallel.d1=2", "parallel.d2=4"]), 8)
+    given = resolve(compose([*words, "parallel.d1=2", "parallel.d2=4"]), 8)
     assert given.micro_batch_size(given.stages[0]) == 64
 
 
