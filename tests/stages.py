@@ -24,7 +24,7 @@ def own_stage(
     plan = validate(config, world_size)
     stage_plan = plan.stage_of(dist.get_rank())
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
-    stage = build_stage(config, grid, torch.device("cpu"), dtype, plan=plan)
+    stage = build_stage(plan.config, grid, torch.device("cpu"), dtype, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)
     return plan, stage

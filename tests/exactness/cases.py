@@ -164,10 +164,11 @@ def _options(draw: random.Random, is_text: bool) -> Settings:
         "parallel.scatter_heads": draw.random() < 0.7,
         "train.activation_checkpointing": draw.choice(("none", "none", "selective", "full")),
         "optim.shard_states": draw.random() < 0.5,
-        "parallel.overlap.prefetch": draw.randint(0, 3),
     }
     for name in ("all_reduce", "reduce_scatter", "all_gather", "data"):
         settings[f"parallel.overlap.{name}"] = draw.random() < 0.75
+    if settings["parallel.overlap.all_gather"]:
+        settings["parallel.overlap.prefetch"] = draw.randint(0, 3)
     if is_text:
         settings["parallel.sequence_parallel"] = draw.random() < 0.4
     return settings
@@ -205,8 +206,8 @@ def _extents(grids: list[GridSizes]) -> tuple[int, int, int]:
     )
 
 
-def _vocabulary(draw: random.Random, divisor: int) -> Settings:
-    return {"model.vocab_size": draw.randint(258, 310), "model.vocab_multiple": divisor * draw.choice((1, 2, 3))}
+def _vocabulary(draw: random.Random) -> Settings:
+    return {"model.vocab_size": draw.randint(258, 310), "model.vocab_multiple": draw.choice((1, 2, 7, 16))}
 
 
 def _gpt(draw: random.Random, grids: list[GridSizes]) -> Settings:
@@ -218,7 +219,7 @@ def _gpt(draw: random.Random, grids: list[GridSizes]) -> Settings:
         "model.hidden": least * draw.randint(1, max(1, 48 // least)),
         "model.dropout": draw.choice((0.0, 0.0, 0.1)),
         "model.attention_dropout": draw.choice((0.0, 0.0, 0.1)),
-        **_vocabulary(draw, xz),
+        **_vocabulary(draw),
     }
 
 
@@ -237,7 +238,7 @@ def _llama(draw: random.Random, grids: list[GridSizes]) -> Settings:
         "model.tied": draw.random() < 0.5,
         "model.qkv_bias": draw.random() < 0.5,
         "model.qk_norm": draw.random() < 0.5,
-        **_vocabulary(draw, xz),
+        **_vocabulary(draw),
     }
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import Config, ConfigError
 from gpt4d.data.batch import Batch
 from gpt4d.model import registry
@@ -35,7 +36,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         values: losses and norms of the steps, and the evaluation's loss: global values.
-        weights: for each parameter of this rank its global shape, the part of it that is here, and the values.
+        weights: for each parameter of this rank its shape in a checkpoint, the part of it that is here, and the values.
     """
 
     values: dict[str, float]
@@ -67,8 +68,9 @@ def _batch(config: Config, step: int) -> Batch:
     return Batch({"ids": ids[:, :-1]}, ids[:, 1:], samples)
 
 
-def _microbatches(config: Config, step: int, plan: ParallelPlan, stage: Stage) -> Iterator[Batch]:
+def _microbatches(plan: ParallelPlan, stage: Stage, step: int) -> Iterator[Batch]:
     """Yield this rank's parts of a step's batch, as gpt4d.data.loader.Loader cuts it."""
+    config = plan.config
     inputs, targets, samples = _batch(config, step)
     size = plan.micro_batch_size(plan.stages[stage.index])
     for part in torch.arange(len(samples)).chunk(plan.microbatches):
@@ -80,12 +82,13 @@ def _microbatches(config: Config, step: int, plan: ParallelPlan, stage: Stage) -
         yield Batch(batch, targets[own], samples[own])
 
 
-def _train(config: Config, plan: ParallelPlan, stage: Stage) -> Outcome:
+def _train(plan: ParallelPlan, stage: Stage) -> Outcome:
     """Train two steps, evaluate, and train a third one on this rank's stage."""
+    config = plan.config
     is_text = registry.of(config.model).task == "language_modeling"
     compute = partial((LanguageModeling if is_text else Diffusion).compute, None)  # they do not use their task
     train_step = TrainStep(stage, compute, config.optim, config.parallel.overlap.data)
-    batches = partial(_microbatches, config, plan=plan, stage=stage)
+    batches = partial(_microbatches, plan, stage)
     units = config.train.batch_size * (config.train.seq_len if is_text else 1)
     values: dict[str, float] = {}
     for step in range(3):
@@ -98,8 +101,10 @@ def _train(config: Config, plan: ParallelPlan, stage: Stage) -> Outcome:
     if stage.exchange:
         stage.exchange.wait_for_held()
         stage.exchange.close()
-    named = stage.module.named_parameters()
-    weights = {n: (p.spec.shape, stage.grid.local_slices(p.spec.shape, p.spec.layout), p.detach()) for n, p in named}
+    weights = {}
+    for name, parameter in stage.module.named_parameters():
+        shard = LocalShard(parameter.detach(), parameter.spec)
+        weights[name] = parameter.spec.stored_shape, shard.slices(stage.grid), shard.stored(stage.grid)
     return Outcome(values, weights)
 
 
@@ -109,11 +114,11 @@ def _train_cases(cases: Sequence[Case]) -> list[tuple[Outcome, Outcome | None]]:
     for number, case in enumerate(cases):
         try:
             plan, stage = own_stage(case.config, case.world_size)
-            outcome, alone = _train(case.config, plan, stage), None
+            outcome, alone = _train(plan, stage), None
             if number % case.world_size == dist.get_rank():
-                config, plan = case.on_one_device, validate(case.on_one_device, 1)
-                stage = build_stage(config, Grid.single_device(), torch.device("cpu"), torch.float64)
-                alone = _train(config, plan, stage)
+                plan = validate(case.on_one_device, 1)
+                stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), torch.float64)
+                alone = _train(plan, stage)
             outcomes.append((outcome, alone))
         except Exception as error:
             raise RuntimeError(f"failed: {case}") from error
