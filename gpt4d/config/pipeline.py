@@ -27,12 +27,6 @@ def check_pipeline(config: Config) -> None:
     check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES[:-1])
     if (pipeline.stages or 1) == 1:
         return
-    if pipeline.stage_grids is not None:
-        for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
-            if (size := getattr(parallel, key)) != default:
-                raise ConfigError(
-                    f"parallel.{key}={size}: parallel.pipeline.stage_grids sets the grid of each stage; remove one"
-                )
     if config.train.micro_batch_size is not None:
         raise ConfigError(
             f"train.micro_batch_size={config.train.micro_batch_size}: stages have microbatches of different sizes; "

@@ -76,7 +76,7 @@ STAGES = "parallel.pipeline.stages=2"
         ),
         (
             [STAGES, "parallel.pipeline.stage_grids=[1x1x1x4,1x1x1x4]", "parallel.gx=2"],
-            "parallel.gx=2: parallel.pipeline.stage_grids sets the grid of each stage",
+            "parallel.gx=2: parallel.pipeline.stage_grids has the grid of each stage",
         ),
         (
             ["train.loss_chunks=2", "train.seq_len=21"],
