@@ -212,9 +212,11 @@ def check_task(directory: Path, task: str, identity: Mapping[str, str], allowed:
     may_differ = {"data", "samples"} if others_allowed else {"data"}
     for key in sorted((meta.identity.keys() | identity.keys()) - may_differ, key=lambda key: key == "samples"):
         if meta.identity.get(key) != identity.get(key):
-            remedy = ", or add checkpoint.allow_changes=[data]" if key == "samples" else ""
+            other, remedy = (
+                ("other", ", or add checkpoint.allow_changes=[data]") if key == "samples" else ("another", "")
+            )
             raise ConfigError(
-                f"data={identity.get('data')}: {directory} was trained with another {key}; use data with the same "
+                f"data={identity.get('data')}: {directory} was trained with {other} {key}; use data with the same "
                 f"{key} or set another run.name{remedy}"
             )
 

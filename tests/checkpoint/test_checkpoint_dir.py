@@ -97,7 +97,7 @@ def test_task_and_data_must_agree_except_for_the_name(tmp_path):
     checkpoint_dir.check_task(tmp_path, "language_modeling", other)  # an imported model has no samples
     trained = replace(meta(5), identity={"tokenizer": "abc", "samples": "x", "data": "letters"})
     (tmp_path / "meta.json").write_bytes(trained.to_json())
-    with pytest.raises(ConfigError, match=r"another samples; .*checkpoint\.allow_changes=\[data\]"):
+    with pytest.raises(ConfigError, match=r"with other samples; .*checkpoint\.allow_changes=\[data\]"):
         checkpoint_dir.check_task(tmp_path, "language_modeling", other)
     checkpoint_dir.check_task(tmp_path, "language_modeling", other, allowed=["data"])
     with pytest.raises(ConfigError, match="another tokenizer"):
