@@ -59,7 +59,7 @@ def test_resume_selects_checkpoints_newest_first(ranks, tmp_path):
             checkpoint_dir.resume_candidates(resume, tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 5}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"format": 6}', "[" * 100_000])
 def test_invalid_meta_is_damaged(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(Damaged, match=r"meta\.json: damaged"):
@@ -69,8 +69,8 @@ def test_invalid_meta_is_damaged(tmp_path, content):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": 3}, "format 3, but this version reads format 5; use the version"),
-        ({"format": 99}, "format 99, but this version reads format 5; use the version"),
+        ({"format": 3}, "format 3, but this version reads format 6; use the version"),
+        ({"format": 99}, "format 99, but this version reads format 6; use the version"),
         ({"family": "other"}, "model family 'other' is unknown"),
     ],
 )
