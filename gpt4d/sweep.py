@@ -76,8 +76,12 @@ class Job:
         return Path(self.config.run.dir)
 
     def is_finished(self) -> bool:
-        run = Run(self.directory)
-        return run.state is State.FINISHED and run.history.step >= self.config.train.steps
+        run, train = Run(self.directory), self.config.train
+        if run.state is not State.FINISHED:
+            return False
+        if train.epochs is not None:  # only the data tell how many steps these are
+            return run.settings.get("train.epochs") == train.epochs
+        return run.history.step >= train.steps
 
 
 def requested(arguments: Sequence[str]) -> bool:

@@ -187,6 +187,14 @@ def test_more_steps_continue_finished_jobs(tmp_path):
     assert not jobs[0].is_finished()
 
 
+def test_more_epochs_continue_finished_jobs_whatever_number_of_steps_they_take(tmp_path):
+    (job, *_) = sweep.expand(["train.seed=0,1", "train.epochs=0.5", f"run.dir={tmp_path}"], 1)
+    write_run(job.directory, event("start"), step(2), event("done", 2), config="train: {steps: 2, epochs: 0.5}")
+    assert job.is_finished()
+    job.config.train.epochs = 1.0
+    assert not job.is_finished()
+
+
 def test_a_second_sweep_in_one_directory_ends_with_one_line(tmp_path):
     hold = (
         "import sys; from gpt4d.runs.lock import *; held = DirectoryLock(Path(sys.argv[1]), SWEEP_LOCK);"
