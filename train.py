@@ -1,7 +1,8 @@
 """The entry point: ``python train.py``, ``torchrun --nproc-per-node N train.py`` or ``srun python train.py``.
 
 Arguments are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``--help`` lists the config groups. With
-``-m``, overrides may have several values, and every combination is trained (gpt4d.sweep).
+``-m``, overrides may have several values, and every combination is trained (gpt4d.sweep). ``--dry-run`` checks and
+predicts the run without starting it (gpt4d.dry_run).
 """
 
 import os
@@ -13,7 +14,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported
 
 import hydra
 
-from gpt4d import sweep
+from gpt4d import dry_run, sweep
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.config import CONFIG_DIR, Config, to_config
 from gpt4d.runs import lock
@@ -34,9 +35,14 @@ def main(composed) -> None:
 def train(config: Config) -> None:
     """Train as this process's launcher says. Exits with code 75 after a signal, once the run is saved."""
     launch = Launch.from_environment()
-    plan = validate(config, launch.world_size)
-    lock.check_unused(Path(config.run.dir))
+    plan = validate(config, config.run.world_size or launch.world_size)
     checkpoint_dir.check_run(config)
+    if config.run.dry:
+        text = dry_run.report(plan, config)
+        if not launch.rank:
+            print(text)
+        return
+    lock.check_unused(Path(config.run.dir))
     if plan.candidates and not launch.rank:
         mode, chosen = f"parallel.mode={config.parallel.mode} on {config.cluster.name}", ", then ".join(plan.candidates)
         print(f"{mode}: {chosen}", flush=True)
@@ -55,8 +61,9 @@ def train(config: Config) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        if sweep.requested(sys.argv[1:]):
-            sweep.run(sys.argv[1:])
+        arguments = dry_run.dry_arguments(sys.argv[1:])
+        if sweep.requested(arguments):
+            sweep.run(arguments)
         else:
-            sys.argv[1:] = sweep.for_hydra(sys.argv[1:])
+            sys.argv[1:] = sweep.for_hydra(arguments)
             main()

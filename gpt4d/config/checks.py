@@ -254,6 +254,12 @@ def check_values(config: Config, family: ModelFamily) -> None:
     }  # fmt: skip
     for key, least in at_least.items():
         check_at_least(key, value_of(config, key), least)
+    check_at_least("run.world_size", config.run.world_size, 1)
+    if config.run.world_size is not None and not config.run.dry:
+        raise ConfigError(
+            f"run.world_size={config.run.world_size}: a run has as many devices as processes; add --dry-run, or start "
+            "this many with torchrun or srun"
+        )
     for key in ("optim.beta1", "optim.beta2", "optim.ema_decay"):
         check_fraction(key, value_of(config, key))
     _check_mode(config.parallel)

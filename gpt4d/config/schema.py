@@ -220,6 +220,8 @@ class ProfileConfig:
 class RunConfig:
     name: str = "${model.name}-${data.name}"
     dir: str = "runs/${run.name}"  # constant over restarts, so that a run finds its checkpoints
+    dry: bool = False  # check and predict everything, and start nothing; also --dry-run
+    world_size: int | None = None  # with dry: number of devices to plan for; null: this job's processes
 
 
 @dataclass

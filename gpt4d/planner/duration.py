@@ -30,8 +30,8 @@ class Duration:
     def __str__(self) -> str:
         total = self.steps * self.units
         return (
-            f"{self.units_per_s:,.4g} {self.unit}/s; {self.steps:,} steps ({_short(total)} {self.unit}) take "
-            f"{_hours(self.hours)}, {self.hours * self.devices:,.3g} device-hours"
+            f"{_rounded(self.units_per_s)} {self.unit}/s; {self.steps:,} steps ({_short(total)} {self.unit}) take "
+            f"{_hours(self.hours)}, {_rounded(self.hours * self.devices)} device-hours"
         )
 
 
@@ -75,3 +75,7 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{letter}"
     return str(count)
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,0 +1,134 @@
+"""``train.py --dry-run``: everything that can be checked and predicted without starting. No torch here."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gpt4d.config import Config, ConfigError, matching_files, tokenizer_file
+from gpt4d.model import registry
+from gpt4d.model.costs import MASTER_BYTES
+from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.planner import tables
+from gpt4d.planner.duration import batch_text, duration
+from gpt4d.planner.fitting import Fit, fit
+from gpt4d.planner.topology import usable_gib
+
+_STATES = 3  # tensors of a checkpoint per parameter: the weight and AdamW's two averages
+
+
+def dry_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return command-line arguments with ``run.dry=true`` for ``--dry-run``. Raises ConfigError for a sweep."""
+    if "--dry-run" not in arguments:
+        return list(arguments)
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError("--dry-run: a sweep has several runs; leave out -m and give one value for each key")
+    return [*(argument for argument in arguments if argument != "--dry-run"), "run.dry=true"]
+
+
+def report(plan: ParallelPlan, config: Config) -> str:
+    """Return what a run of ``plan`` will do, for people. ``config``: the configuration before its resolution.
+
+    Raises ConfigError if data cannot be read, or if the disk has no space for the first checkpoint.
+    """
+    answer = fit(plan, config.cluster)
+    step, devices = answer.plan, sum(stage.sizes.devices for stage in plan.stages)
+    size = sum(math.prod(spec.shape) for spec in registry.describe_run(plan.config).parameters.values())
+    lines = [
+        ("run", f"{config.run.dir}: {config.model.name}, {size / 1e6:,.1f} M parameters, {batch_text(config)}"),
+        ("data", "; ".join(_data(config))),
+        ("grid", f"{step.grid} (x, y, z, data) on {devices} device(s) of {config.cluster.name}{_chosen(plan)}"),
+        ("memory", _memory(answer)),
+        ("time", f"{tables.plan_line(step)}"),
+        ("", str(duration(config, devices, step.step_time_s))),
+        ("disk", _disk(config, size)),
+    ]
+    text = "\n".join(f"{name:7} {value}" for name, value in lines)
+    return f"{text}\nThis was a dry run: nothing was started or written. Remove --dry-run to train."
+
+
+def _chosen(plan: ParallelPlan) -> str:
+    parts = [f"microbatches {plan.microbatches}"]
+    if len(plan.stages) > 1:
+        parts.append(f"schedule {plan.config.parallel.pipeline.schedule}")
+    if plan.config.parallel.cache_layers:
+        parts.append("gathered weights are kept")
+    return f"; {', '.join(parts)}"
+
+
+def _memory(answer: Fit) -> str:
+    parts = ", ".join(f"{kind} {gib:.3g}" for kind, gib in answer.plan.memory.items())
+    text = f"{answer.plan.memory_gib:.4g} of {answer.device_gib:.4g} GiB of a device ({parts})"
+    tight = answer.plan.memory_gib > usable_gib(answer.config.cluster)
+    return f"{text}; less than cluster.margin={answer.config.cluster.margin:g} is free" if tight else text
+
+
+def _data(config: Config) -> Iterator[str]:
+    """Yield what the run reads and what it has to prepare. Raises ConfigError for a file that cannot be read."""
+    data = config.data
+    if data.source in ("text", "jsonl", "parquet", "pictures"):
+        files = {path.resolve() for path in matching_files(data.path or "", folders=data.source == "pictures")}
+        for path in sorted(files):
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"data.path={data.path}: {path} cannot be read; check its permissions")
+        total = sum(path.stat().st_size for path in files)
+        yield f"{data.source}: {len(files):,} file(s), {_size(total)}"
+    elif data.source in ("tokens", "blend"):
+        directories = list(data.blend) if data.source == "blend" else [data.path or ""]
+        for directory in directories:
+            files = set(Path(os.path.expanduser(directory)).glob("train_*.bin"))
+            if not files:
+                raise ConfigError(f"data.{'blend' if data.source == 'blend' else 'path'}={directory}: no token files; "
+                                  "write them with python -m gpt4d.data.prepare")  # fmt: skip
+            yield f"tokens: {directory}, {_size(sum(path.stat().st_size for path in files))}"
+    elif data.source == "hub":
+        yield f"hub: {data.path}, which is downloaded first unless it is in the hub's cache"
+    else:
+        yield f"{data.source}, from its Python package"
+    if registry.of(config.model).task == "language_modeling" and data.source not in ("tokens", "blend"):
+        yield _tokenizer(config)
+
+
+def _tokenizer(config: Config) -> str:
+    name = config.data.tokenizer
+    if name is None:
+        vocabulary = config.data.tokenizer_vocab
+        return f"a tokenizer of up to {vocabulary:,} tokens is trained on the corpus, or read from the cache"
+    if name.endswith(".json") or tokenizer_file(name).is_file():
+        return f"tokenizer {tokenizer_file(name)}"
+    return f"tokenizer {name}"
+
+
+def _disk(config: Config, parameters: int) -> str:
+    """Return the space of checkpoints and what is free. Raises ConfigError if there is none for the first."""
+    averages = config.optim.ema_decay > 0
+    needed = parameters * MASTER_BYTES * (_STATES + averages)
+    every, steps = config.checkpoint.every, config.train.steps
+    saved = -(-steps // every) if every else 1
+    kept = min(saved, config.checkpoint.keep)
+    if config.checkpoint.keep_every:
+        kept += steps // config.checkpoint.keep_every
+    existing = next(
+        path for path in (Path(config.run.dir).resolve(), *Path(config.run.dir).resolve().parents) if path.exists()
+    )
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"run.dir={config.run.dir}: {existing} is not writable; use another directory")
+    free = shutil.disk_usage(existing).free
+    if free < needed and config.run.world_size is None:  # else the run may start on another machine
+        raise ConfigError(
+            f"run.dir={config.run.dir}: a checkpoint takes {_size(needed)}, and {_size(free)} are free; "
+            "use a directory on a larger disk"
+        )
+    # The oldest is removed after the next one is complete.
+    total = needed * (kept + (saved > kept))
+    text = f"{_size(needed)} per checkpoint, {_size(total)} at most; {_size(free)} are free"
+    return f"{text}: TOO LITTLE, use a larger disk or lower checkpoint.keep" if total > free else text
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} TB"
