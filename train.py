@@ -49,14 +49,16 @@ def train(config: Config) -> None:
 
     with listen_for_signals(announce=not launch.rank) as stop:
         # torch takes seconds to import: only once the configuration is known to be right.
+        from gpt4d import out_of_memory
         from gpt4d.runtime.job import process_group
         from gpt4d.trainer import Trainer
 
         timeout_s, deterministic = config.parallel.timeout_s, config.train.deterministic
-        with process_group(
-            launch, timeout_s=timeout_s, deterministic=deterministic, trace_dir=Path(config.run.dir)
-        ) as job:
-            Trainer(plan, job.device, job.watchdog).run(stop)
+        group = process_group(launch, timeout_s=timeout_s, deterministic=deterministic, trace_dir=Path(config.run.dir))
+        with group as job, out_of_memory.one_line(plan, job.device) as memory:
+            trainer = Trainer(plan, job.device, job.watchdog)
+            memory.stage = trainer.stage
+            trainer.run(stop)
 
 
 if __name__ == "__main__":

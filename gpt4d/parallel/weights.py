@@ -137,6 +137,11 @@ class WeightStream:
 
     # ------------------------------------------------------------------------------------------ gathering
 
+    @property
+    def last_used(self) -> str | None:
+        """The name of the weight that a layer has used last in this step, for reports."""
+        return self._order[self._position].weight if 0 <= self._position < len(self._order) else None
+
     def gather(self, shard: nn.Parameter) -> torch.Tensor:
         """Return the weight of this rank's (x, y) place for a forward, gathered over z, in the compute dtype."""
         return self._use(RECOMPUTATION if self._recomputing else FORWARD, shard)

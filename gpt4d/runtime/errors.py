@@ -11,6 +11,10 @@ from gpt4d.runtime.launch import Launch, print_error
 _PRINT_GRACE_S = 30.0
 
 
+class OutOfMemory(RuntimeError):
+    """Error of one rank whose memory is exhausted: one line that says where, and what to do."""
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1.
@@ -22,6 +26,9 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
+    except OutOfMemory as raised:  # of a single rank; in a job of several, the rendezvous reports it
+        print_error(str(raised))
+        sys.exit(1)
     except Exception as raised:
         error = to_config_error(raised)
         if not isinstance(error, ConfigError):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError
+from gpt4d.runtime.errors import OutOfMemory
 from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.watchdog import Failure, Watchdog
 
@@ -94,13 +95,14 @@ class Rendezvous:
         """End this process and, by reporting ``error`` in the store, all other ranks."""
         is_first = self._exiting.acquire(blocking=False)
         # A collective often fails because another rank has exited; that rank is the one to name.
-        own = torch.OutOfMemoryError, torch.AcceleratorError
+        own = torch.OutOfMemoryError, torch.AcceleratorError, OutOfMemory
         may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
+        cause = str(error) if isinstance(error, OutOfMemory) else f"{type(error).__name__}: {error}"
         try:
-            failure = self.watchdog.fail(f"{type(error).__name__}: {error}", may_be_secondary)
+            failure = self.watchdog.fail(cause, may_be_secondary)
         except RuntimeError:
             failure = self.watchdog.store_lost()
-        if failure.rank == self.launch.rank:
+        if failure.rank == self.launch.rank and not isinstance(error, OutOfMemory):
             traceback.print_exception(error)
         self._print_and_exit(failure, is_first)
 

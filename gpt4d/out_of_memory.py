@@ -1,0 +1,99 @@
+"""Errors of memory in one line: the layer, planned and used memory, and the settings that fit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from gpt4d import metrics
+from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.parallel.stage import Stage
+from gpt4d.planner.fitting import Fit, fit
+from gpt4d.planner.topology import total_gib
+from gpt4d.runtime.errors import OutOfMemory
+
+_HOST = "DefaultCPUAllocator", "not enough memory"  # both are in torch's message about the host's memory
+_HOST_OLDER = "DefaultCPUAllocator", "can't allocate memory"
+_SAVING = 0.9  # of the memory planned for tensors: a change that saves less is not suggested
+
+
+class MemoryWatch:
+    """What a process trains, for the message about an error of memory.
+
+    ``stage`` is None until it is built.
+    """
+
+    def __init__(self, plan: ParallelPlan, device: torch.device):
+        self.plan, self.device = plan, device
+        self.stage: Stage | None = None
+
+    def describe(self, error: BaseException) -> str:
+        """Return the error in one line. It must not fail itself, whatever the state of the process."""
+        where = _layer(error.__traceback__, self.stage) or (
+            "the training step" if self.stage else "the start of the run"
+        )
+        with suppress(Exception):
+            answer = fit(self.plan, self.plan.config.cluster)
+            return f"out of memory in {where} ({self._sizes(answer)}): {_remedies(answer)}"
+        return f"out of memory in {where}; use a smaller train.micro_batch_size"
+
+    def _sizes(self, answer: Fit) -> str:
+        used, total = metrics.peak_memory_gib(self.device), answer.device_gib
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory / 2**30
+        return f"planned {answer.plan.memory_gib:.3g} GiB, used {used:.3g} of {total:.3g}"
+
+
+@contextmanager
+def one_line(plan: ParallelPlan, device: torch.device) -> Iterator[MemoryWatch]:
+    """Raise OutOfMemory, which is reported in one line, for an error of memory of the device or the host."""
+    watch = MemoryWatch(plan, device)
+    try:
+        yield watch
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(watch.describe(error)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory could not be allocated, on a GPU or on the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(all(part in text for part in kind) for kind in (_HOST, _HOST_OLDER))
+
+
+def _layer(traceback: TracebackType | None, stage: Stage | None) -> str | None:
+    """Return the name of the innermost module whose forward the error passed through.
+
+    The backward has none: there it is the layer of the weight that was last gathered.
+    """
+    if stage is None:
+        return None
+    names = {id(module): name for name, module in stage.module.named_modules() if name}
+    found = None
+    while traceback:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found = names.get(id(module), found)
+        traceback = traceback.tb_next
+    if found:
+        return found
+    weight = stage.weights.last_used
+    return weight.rpartition(".")[0] if weight else None
+
+
+def _remedies(answer: Fit) -> str:
+    """Return the settings, or the number of devices, with which a step needs less than was planned."""
+    cluster = answer.config.cluster
+    reserved = cluster.reserved_gib
+    limit = reserved + _SAVING * (min(total_gib(cluster), answer.plan.memory_gib) - reserved)
+    smaller = replace(cluster, memory_gib=limit, host_gib=None, margin=0.0)
+    tighter = Fit(replace(answer.config, cluster=smaller), answer.plan, smaller)
+    if changes := tighter.changes():
+        return f"set {', or '.join(map(str, changes))}"
+    return "use more devices, or a smaller model"
