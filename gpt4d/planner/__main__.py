@@ -35,7 +35,7 @@ from gpt4d.config import (
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables
 from gpt4d.planner.capacity import check_machine, fewest_devices
-from gpt4d.planner.duration import batch_text, steps_of
+from gpt4d.planner.duration import batch_text
 from gpt4d.planner.fitting import fit
 from gpt4d.planner.options import open_keys
 from gpt4d.planner.resolve import resolve
@@ -67,12 +67,10 @@ def main(arguments: list[str]) -> None:
     _check_dashes(arguments)
     query = from_arguments(PlannerQuery, [argument for argument in arguments if argument.startswith(own)])
     overrides = [argument for argument in arguments if not argument.startswith(own)]
+    if query.tokens is not None:
+        overrides.append(f"train.tokens={query.tokens:.15g}")
     config = compose(overrides)
     _check(query, config)
-    if query.tokens is not None:
-        steps = steps_of(config, query.tokens)
-        config = replace(config, train=replace(config.train, steps=steps))
-        overrides = [word for word in overrides if not word.startswith("train.steps=")] + [f"train.steps={steps}"]
     if query.format == "table" and not any(word.startswith(("cluster=", "cluster.")) for word in overrides):
         print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=dgx_h100, for example\n")
     if query.grid is not None:

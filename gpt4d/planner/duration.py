@@ -1,9 +1,8 @@
 """The duration of a run: steps, tokens and hours at a planned step time."""
 
-import math
 from dataclasses import dataclass
 
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config
 from gpt4d.model import registry
 
 
@@ -11,16 +10,21 @@ from gpt4d.model import registry
 class Duration:
     """A run of some steps on some devices."""
 
-    steps: int
+    steps: int | None  # None: train.epochs, whose number of steps depends on the data
     devices: int
     units: int  # tokens or pictures per step
     unit: str
     step_time_s: float
 
     @property
-    def hours(self) -> float:
-        """Hours of all steps, without validation, checkpoints and restarts."""
-        return self.steps * self.step_time_s / 3600
+    def hours(self) -> float | None:
+        """Hours of all steps, without validation, checkpoints and restarts; None if their number is unknown."""
+        return None if self.steps is None else self.steps * self.step_time_s / 3600
+
+    @property
+    def device_hours(self) -> float | None:
+        """Hours of all steps times devices; None if the number of steps is unknown."""
+        return None if self.hours is None else self.hours * self.devices
 
     @property
     def units_per_s(self) -> float:
@@ -28,27 +32,22 @@ class Duration:
         return self.units / self.step_time_s
 
     def __str__(self) -> str:
-        total = self.steps * self.units
+        speed = f"{_rounded(self.units_per_s)} {self.unit}/s"
+        if self.steps is None or self.hours is None or self.device_hours is None:
+            return f"{speed}; the data decide how many steps train.epochs takes"
         return (
-            f"{_rounded(self.units_per_s)} {self.unit}/s; {self.steps:,} steps ({_short(total)} {self.unit}) take "
-            f"{_hours(self.hours)}, {_rounded(self.hours * self.devices)} device-hours"
+            f"{speed}; {self.steps:,} steps ({_short(self.steps * self.units)} {self.unit}) take {_hours(self.hours)}, "
+            f"{_rounded(self.device_hours)} device-hours"
         )
 
 
 def duration(config: Config, devices: int, step_time_s: float) -> Duration:
-    """Return the duration of ``train.steps`` steps."""
+    """Return the duration of a run with ``step_time_s`` seconds per step."""
     train, text = config.train, is_text(config)
     units = train.batch_size * (train.seq_len if text else 1)
-    return Duration(train.steps, devices, units, "tokens" if text else "pictures", step_time_s)
-
-
-def steps_of(config: Config, tokens: float) -> int:
-    """Return the steps in which a run trains on ``tokens`` tokens. Raises ConfigError if the model has none."""
-    if not is_text(config):
-        raise ConfigError(f"tokens={tokens:g}: model={config.model.name} trains on pictures; use train.steps")
-    if not 0 < tokens < math.inf:
-        raise ConfigError(f"tokens={tokens:g}: use a number above 0, such as 100e9")
-    return math.ceil(tokens / (config.train.batch_size * config.train.seq_len))
+    return Duration(
+        train.steps if train.epochs is None else None, devices, units, "tokens" if text else "pictures", step_time_s
+    )
 
 
 def batch_text(config: Config) -> str:

@@ -54,7 +54,7 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str]) -> dict[str, Any]
         "steps": run.steps,
         f"{run.unit}_per_s": run.units_per_s,
         "hours": run.hours,
-        "device_hours": run.hours * plan.devices,
+        "device_hours": run.device_hours,
         "command": command(config.cluster, plan.devices, arguments, plan.overrides),
     }
 

@@ -73,7 +73,7 @@ def test_a_run_is_planned_in_hours_and_with_its_command():
     assert "190,735 steps (100B tokens) take " in answer and "device-hours" in answer
     last = answer.splitlines()[-1].strip()
     assert last.startswith("sbatch --nodes=4 scripts/slurm/perlmutter.sh model=llama3_8b ")
-    assert "cluster=" not in last and " train.steps=190735 parallel.gx=" in last
+    assert "cluster=" not in last and " train.tokens=100000000000 parallel.gx=" in last
     (entry,) = json.loads(ask("world_size=16", *LLAMA, "tokens=100e9", "top=1", "format=json"))
     assert entry["hours"] == pytest.approx(190735 * entry["step_time_s"] / 3600)
     assert entry["device_hours"] == pytest.approx(16 * entry["hours"]) and entry["command"] == last
@@ -109,8 +109,11 @@ def test_a_command_starts_as_the_machine_requires():
         (["grid=4x1"], "grid=4x1: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1"),
         (["grid=2x1x1x1", "world_size=4"], "world_size=4: grid=2x1x1x1 has 2 device(s); use world_size=2"),
         (["grid=3x1x1x1", "cluster=local"], "parallel.gx=3: does not divide model.heads=4"),
-        (["world_size=1", "model=unet_tiny", "tokens=1e6"], "tokens=1e+06: model=unet_tiny trains on pictures; use"),
-        (["world_size=1", "tokens=-1"], "tokens=-1: use a number above 0"),
+        (
+            ["world_size=1", "model=unet_tiny", "tokens=1e6"],
+            "train.tokens=1000000: model=unet_tiny is trained on images; use",
+        ),
+        (["world_size=1", "tokens=-1"], "train.tokens=-1: use a value above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
