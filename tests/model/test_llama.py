@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.config import Config, DataConfig, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
+from gpt4d.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    GridSizes,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+    compose,
+)
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.llama.frequencies import frequencies, scale
@@ -16,6 +25,7 @@ from gpt4d.parallel import gradients
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
+from gpt4d.validation import validate
 from tests.grids import BINARY_GRIDS, PAIRWISE_GRIDS, batch_part, build_model, fill_from_hf, global_tensor, to_hf
 from tests.stages import check_float64_step, float64_step
 
@@ -223,3 +233,21 @@ def test_documents_of_a_sequence_do_not_see_each_other(ranks):
     by_place = {(shard, x): logits for shard, x, logits in answers}
     rows = [torch.cat([by_place[shard, x] for x in range(sizes.x)], -1) for shard in range(sizes.batch_shards)]
     assert relative(torch.cat(rows)[..., : config.vocab_size], expected) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("model", "gx"),
+    [
+        (("model.heads=7", "model.key_value_heads=7", "model.head_size=10", "model.inner=77"), 7),
+        (("model=llama3_8b",), 32),
+        (("model=qwen2_0b5",), 2),
+    ],
+    ids=str,
+)
+def test_gx_is_any_divisor_of_the_heads_and_of_the_columns_of_keys(model, gx):
+    assert validate(compose(["model=llama_tiny", *model, f"parallel.gx={gx}"]), gx).sizes.x == gx
+
+
+def test_gx_that_does_not_divide_the_columns_of_keys_is_rejected():
+    with pytest.raises(ConfigError, match=r"gx=7: does not divide model.key_value_heads·head_size=128; use one of"):
+        validate(compose(["model=qwen2_0b5", "parallel.gx=7"]), 7)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from gpt4d.config import ModelConfig
 from gpt4d.model.text_config import PaddedVocabulary
-from gpt4d.parallel.layers import specs
 
 
 @dataclass
@@ -48,5 +47,8 @@ class LlamaConfig(PaddedVocabulary, ModelConfig):
 
     @property
     def head_parts(self) -> int:
-        """The parts that heads of queries, and columns of keys and values, can be split into equally."""
-        return math.gcd(self.heads, specs.interleaved_pieces(self.qkv_channels))
+        """The parts that heads of queries, and columns of keys and values, can be split into equally.
+
+        The columns are stored in as many pieces.
+        """
+        return math.gcd(self.heads, self.key_value_heads * self.head_size)

@@ -7,7 +7,6 @@ from gpt4d.model.description import STREAM, Description, Unit, residual_stream
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
-from gpt4d.parallel.layers import specs
 
 
 def describe(config: LlamaConfig) -> Description:
@@ -35,7 +34,6 @@ def describe(config: LlamaConfig) -> Description:
         features=h,
     )
     tied = "tokens.weight" if config.tied else None
-    pieces = specs.interleaved_pieces(config.qkv_channels)
     head = LinearCost("head", h, vocabulary, bias=False, tied=tied, source=norm, used=config.vocab_size)
     return Description(
         units=(
@@ -48,7 +46,7 @@ def describe(config: LlamaConfig) -> Description:
         ),
         rules=(
             Divisibility("model.heads", config.heads, ("x",)),
-            Divisibility("the pieces of queries, keys and values", pieces, ("x",)),
+            Divisibility("model.key_value_heads·head_size", config.key_value_heads * config.head_size, ("x",)),
             Divisibility("model.hidden", h, ("y", "z")),
             Divisibility("model.heads·head_size", attended, ("x", "z")),
             Divisibility("model.inner", config.inner, ("x", "z")),

@@ -62,7 +62,7 @@ def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Te
         return [tensor]
     parts = [tensor]
     if ".attention.qkv." in name:
-        parts = separate(tensor, config.qkv_channels)
+        parts = separate(tensor, config.qkv_channels, config.head_parts)
     elif ".mlp.up." in name:
         parts = list(tensor.unbind(1))
     return [part.t().contiguous() for part in parts]
@@ -74,7 +74,7 @@ def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
         return tensors[0]
     parts = [tensor.t() for tensor in tensors]
     if ".attention.qkv." in name:
-        return concatenate(parts, config.qkv_channels)
+        return concatenate(parts, config.qkv_channels, config.head_parts)
     if ".mlp.up." in name:
         return torch.stack(parts, 1)
     return parts[0].contiguous()

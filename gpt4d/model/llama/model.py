@@ -26,7 +26,12 @@ from gpt4d.parallel.weights import WeightStream
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary, residual_std: float):
         super().__init__()
-        self.channels, self.size, self.rotary = config.qkv_channels, config.head_size, rotary
+        self.channels, self.pieces, self.size, self.rotary = (
+            config.qkv_channels,
+            config.head_parts,
+            config.head_size,
+            rotary,
+        )
         inner, (axes, split) = config.heads * config.head_size, head_split(config.head_parts, weights)
         self.qkv = Linear(weights, config.hidden, sum(self.channels), bias=config.qkv_bias, inner_split=split)
         self.key_value_heads = KeyValueHeads(config.heads, config.key_value_heads, axes)
@@ -41,7 +46,7 @@ class Attention(nn.Module):
 
     async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
         qkv_BSN = (await self.qkv(x_TH)).unflatten(0, (-1, tokens.length))
-        q_BSN, k_BSN, v_BSN = separate(qkv_BSN, self.channels)
+        q_BSN, k_BSN, v_BSN = separate(qkv_BSN, self.channels, self.pieces)
         q_BShs = q_BSN.unflatten(-1, (-1, self.size))
         k_BShs, v_BShs = await self.key_value_heads(k_BSN, v_BSN)
         if self.q_norm is not None and self.k_norm is not None:

@@ -159,7 +159,10 @@ def group_norm(channels: int, axis: str) -> dict[str, ParameterSpec]:
 
 
 def interleaved_pieces(channels: Sequence[int]) -> int:
-    """Return the number of pieces that each part of a concatenation is stored in: an axis must divide it."""
+    """Return the number of pieces that each part of a concatenation is stored in: an axis must divide it.
+
+    Queries, keys and values have as many as their heads allow (gpt4d.model.llama.config).
+    """
     return math.gcd(*channels, _MAX_PIECES) if len(channels) > 1 else channels[0]
 
 
