@@ -35,7 +35,7 @@ NONE_RUN = (
      "run.name=other", "run.dir=", "data.cache_dir="],
 )  # fmt: skip
 CLUSTER = [
-    "cluster.name=other", "cluster.device=cpu", "cluster.memory_gib=7", "cluster.host_gib=9",
+    "cluster.name=other", "cluster.device=cpu", "cluster.memory_gib=7", "cluster.margin=0.2", "cluster.host_gib=9",
     "cluster.reserved_gib=0.3",
     "cluster.peak_tflops=1", "cluster.matmul_tflops=0.1", "cluster.memory_gb_s=6", "cluster.operation_us=10",
     "cluster.hidden=0.5", "cluster.skew_us=1", "cluster.levels=[{group_gb_s: 2}]",
@@ -63,7 +63,8 @@ ROUNDING_RUNS = {
                    "parallel.pipeline.chunks_per_stage=2"]),
 }  # fmt: skip
 LENGTHS = {"train.steps": "9", "train.tokens": "9e9", "train.epochs": "9"}
-FAMILIES = {"gpt2": [], "llama": ["model=llama_1b"], "unet": ["model=unet_tiny"]}
+ROPE = ["model.rope_scaling=llama3", "model.rope_factor=8", "model.rope_original_positions=32"]
+FAMILIES = {"gpt2": [], "llama": ["model=llama_tiny", *ROPE], "unet": ["model=unet_tiny"]}
 RESULTS = {
     "gpt2": {
         "model.vocab_size": 301, "model.layers": 3, "model.hidden": 28, "model.heads": 2, "model.max_positions": 64,
@@ -74,7 +75,7 @@ RESULTS = {
         "optim.epsilon": 1e-6, "optim.weight_decay": 0, "optim.clip_norm": 0, "optim.ema_decay": 0.9,
     },
     "llama": {
-        "model.key_value_heads": 4, "model.head_size": 32, "model.inner": 512, "model.tied": "false",
+        "model.key_value_heads": 4, "model.head_size": 16, "model.inner": 512, "model.tied": "false",
         "model.qkv_bias": "true", "model.qk_norm": "true", "model.rope_theta": 100, "model.rope_scaling": "none",
         "model.rope_factor": 2, "model.rope_original_positions": 64, "model.rope_low_frequency": 2,
         "model.rope_high_frequency": 5, "model.rope_beta_slow": 2, "model.rope_beta_fast": 16,
