@@ -28,6 +28,7 @@ def record(
     grids: Sequence[str],
     identity: Mapping[str, str],
     found: Mapping[str, Change],
+    initial: Path | None = None,
 ) -> None:
     """Append a start to ``run.dir/starts.jsonl``, and write its configuration to ``configs/NNNN.yaml`` and config.yaml.
 
@@ -38,6 +39,7 @@ def record(
         grids: the grid of each pipeline stage.
         identity: the fingerprints of the data (Task.identity).
         found: the settings that differ from those with which the run was trained.
+        initial: the checkpoint whose weights this start began with (``checkpoint.init``).
     """
     from omegaconf import OmegaConf
 
@@ -61,6 +63,7 @@ def record(
         "grids": list(grids),
         "data": dict(identity),
         "config": file,
+        "init": str(initial) if initial else None,
         "differences": {key: list(change) for key, change in found.items()},
     }
     with open(run_dir / _FILE, "a", encoding="utf-8") as lines:

@@ -205,7 +205,7 @@ class Trainer:
     def _record_start(self) -> None:
         grids = [str(stage.sizes) for stage in self.plan.stages]
         identity, changes = self.task.identity(), self.checkpoints.changes
-        starts.record(self.config, self.progress.step, self.hosts, grids, identity, changes)
+        starts.record(self.config, self.progress.step, self.hosts, grids, identity, changes, self.checkpoints.initial)
         self.log.start(**self.progress.values(self.task.unit))
         self.recorded = True
         if self.watchdog:

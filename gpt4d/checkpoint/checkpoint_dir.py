@@ -171,28 +171,41 @@ def located(path: Path) -> Path:
     if (path / META).exists() or (path / manifest.MANIFEST).exists():
         return path
     checkpoints = committed(path)
+    if not checkpoints and any((path / name).exists() for name in ("config.json", "model_index.json")):
+        raise ConfigError(
+            f"{path}: a model of transformers or diffusers; import it first with python -m gpt4d.checkpoint import "
+            f"source={path} out=runs/NAME"
+        )
     if not checkpoints:
         raise ConfigError(f"{path}: neither a checkpoint nor a run with checkpoints; pass an existing one")
     return checkpoints[-1]
 
 
-def check_fits(directory: Path, model: ModelConfig) -> None:
-    """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``."""
+_NEW_RUN, OTHER_INIT = "set another run.name", "set another checkpoint.init"  # remedies
+
+
+def check_fits(directory: Path, model: ModelConfig, remedy: str = _NEW_RUN) -> None:
+    """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
+
+    ``remedy``: another way out than the value of the checkpoint, for the message.
+    """
     stored, family = Meta.read(directory).model, registry.of(model)
     if type(stored) is not family.config:
         raise ConfigError(
             f"model={family.name}: the checkpoint {directory} is of family {registry.of(stored).name}; use a model of "
-            "that family or set another run.name"
+            f"that family or {remedy}"
         )
     for key in family.structure:
         if getattr(stored, key) != getattr(model, key):
             raise ConfigError(
                 f"model.{key}={getattr(model, key)}: the checkpoint {directory} has {getattr(stored, key)}; use that "
-                "value or set another run.name"
+                f"value or {remedy}"
             )
 
 
-def check_task(directory: Path, task: str, identity: Mapping[str, str], allowed: Collection[str] = ()) -> None:
+def check_task(
+    directory: Path, task: str, identity: Mapping[str, str], allowed: Collection[str] = (), remedy: str = _NEW_RUN
+) -> None:
     """Raise ConfigError unless the checkpoint is of ``task`` and its data has the same identity, whatever its name.
 
     Args:
@@ -201,23 +214,26 @@ def check_task(directory: Path, task: str, identity: Mapping[str, str], allowed:
         identity: the identity of its data. All entries must equal the checkpoint's except ``data``, the name.
         allowed: ``checkpoint.allow_changes``. It can allow other samples (``data``), but not another tokenizer, which
             gives token ids another meaning.
+        remedy: another way out than data and task of the checkpoint, for the message.
     """
     meta = Meta.read(directory)
     if meta.task != task:
         raise ConfigError(
-            f"task={task}: {directory} was trained for {meta.task}; use a model for that task or set another run.name"
+            f"task={task}: {directory} was trained for {meta.task}; use a model for that task or {remedy}"
         )
-    # An imported model has been trained on no samples of a run.
-    others_allowed = is_allowed("data.path", allowed) or "samples" not in meta.identity
-    may_differ = {"data", "samples"} if others_allowed else {"data"}
-    for key in sorted((meta.identity.keys() | identity.keys()) - may_differ, key=lambda key: key == "samples"):
+    may_differ = {"data", "samples"} if is_allowed("data.path", allowed) else {"data"}
+    # An imported model has been trained on no samples of a run, and may have been imported without a tokenizer.
+    compared = meta.identity.keys() | (identity.keys() if meta.grids else set())
+    for key in sorted(compared - may_differ, key=lambda key: key == "samples"):
         if meta.identity.get(key) != identity.get(key):
-            other, remedy = (
-                ("other", ", or add checkpoint.allow_changes=[data]") if key == "samples" else ("another", "")
-            )
+            tokenizer = directory / "tokenizer.json"
+            others = f", such as data.tokenizer={tokenizer}," if key == "tokenizer" and tokenizer.exists() else ""
+            other, permission = "another", ""
+            if key == "samples":
+                other, permission = "other", ", or add checkpoint.allow_changes=[data]"
             raise ConfigError(
                 f"data={identity.get('data')}: {directory} was trained with {other} {key}; use data with the same "
-                f"{key} or set another run.name{remedy}"
+                f"{key}{others} or {remedy}{permission}"
             )
 
 
@@ -242,7 +258,20 @@ def check_run(config: Config) -> dict[str, Change]:
     for directory in resume_candidates(config.checkpoint.resume, Path(config.run.dir)):
         with suppress(Damaged):
             return check_settings(directory, config)
+    initial(config)
     return starts.check_last(config)
+
+
+def initial(config: Config) -> Path | None:
+    """Return the checkpoint of ``checkpoint.init``, whose weights a new run starts from; None if there is none.
+
+    Raises ConfigError if it does not fit the model.
+    """
+    if config.checkpoint.init is None:
+        return None
+    directory = located(Path(os.path.expanduser(config.checkpoint.init)))
+    check_fits(directory, config.model, OTHER_INIT)
+    return directory
 
 
 def begin(run_dir: Path, step: int) -> Path:

@@ -15,6 +15,7 @@ from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
+from gpt4d.data import tokenizers
 from gpt4d.monitor import LossMonitor, all_finite
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
@@ -45,12 +46,16 @@ class RunCheckpoints:
         self.run_dir = Path(plan.config.run.dir)
         self.log: EventLog
         self.changes: Mapping[str, Change] = {}  # settings that differ from those of the checkpoint
+        self.initial: Path | None = None  # the checkpoint whose weights the run has started from
+        self._inherited: dict[str, bytes] = {}  # files of the loaded checkpoint that an export needs
         self._saver = Saver(plan.config.checkpoint, self.run_dir, stage.grid)
         self.before_update = self._saver.before_change
         self.close = self._saver.close
 
     def resume(self, step: TrainStep, log: EventLog) -> Progress:
         """Load the newest intact checkpoint that ``checkpoint.resume`` selects, and return its progress.
+
+        A run without checkpoints loads the weights of ``checkpoint.init``, if that is set.
 
         Raises ConfigError on all ranks if the run was trained with other settings or other data.
         """
@@ -75,6 +80,7 @@ class RunCheckpoints:
                     "checkpoint or set another run.name"
                 )
             self.changes = run_on_rank0(lambda: starts.check_last(config))
+            self._initialize()
         for checkpoint in damaged:
             aside = run_on_rank0(partial(checkpoint_dir.quarantine, checkpoint))
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=str(aside))
@@ -89,10 +95,33 @@ class RunCheckpoints:
         identity, allowed = self.task.identity(), config.checkpoint.allow_changes
         run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, allowed))
         progress = sharded.load(checkpoint, module, optimizer, self.stage.grid, self.task.extra_state())
-        self.monitor.restore(Meta.read(checkpoint).monitor)
+        meta = Meta.read(checkpoint)
+        if not meta.grids:  # an imported model, which has no state of a task
+            self.task.after_init()
+        self.monitor.restore(meta.monitor)
+        self._inherit(checkpoint)
         self.log.event("resume", f"resuming from {checkpoint}", **progress.values(self.task.unit), path=str(checkpoint))
         self._report_changes(progress)
         return progress
+
+    def _initialize(self) -> None:
+        """Load the weights of ``checkpoint.init``: the averages that samples are drawn with, if it has some."""
+        config, module, grid = self.plan.config, self.stage.module, self.stage.grid
+        checkpoint = run_on_all_ranks(lambda: checkpoint_dir.initial(config))
+        if checkpoint is None:
+            return
+        identity, remedy = self.task.identity(), checkpoint_dir.OTHER_INIT
+        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, ("data",), remedy))
+        sharded.load(checkpoint, module, None, grid)
+        averaged = sharded.load_averages(checkpoint, module, grid)
+        self.task.after_init()
+        self._inherit(checkpoint)
+        self.initial = checkpoint
+        message = f"starting from the {'averaged ' if averaged else ''}weights of {checkpoint}"
+        self.log.event("init", message, path=str(checkpoint), averaged=averaged)
+
+    def _inherit(self, checkpoint: Path) -> None:
+        self._inherited = checkpoint_dir.model_files(checkpoint) | tokenizers.companions(checkpoint)
 
     def _report_changes(self, progress: Progress) -> None:
         """Report the settings that differ, and what another length of the run does to the learning rate."""
@@ -123,7 +152,7 @@ class RunCheckpoints:
         model, identity = self.plan.config.model, self.task.identity()
         settings = recorded_settings(asdict(self.plan.config))
         meta = Meta(replace(progress), model, grids, self.task_name, identity, self.monitor.state(), settings)
-        self._saver.start(meta, shards, self.task.documents())
+        self._saver.start(meta, shards, {**self._inherited, **self.task.documents()})
 
     def report_saved(self, wait: bool = False) -> None:
         """Report a save that has ended. Raises ConfigError if it has failed."""

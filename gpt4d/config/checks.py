@@ -280,6 +280,11 @@ def check_values(config: Config, family: ModelFamily) -> None:
         raise ConfigError(
             f"checkpoint.resume={resume!r}: no such directory; use auto, never or the path of a checkpoint"
         )
+    if (init := config.checkpoint.init) is not None and resume not in ("auto", "never"):
+        raise ConfigError(
+            f"checkpoint.init={init}: checkpoint.resume={resume} continues another run with its optimizer; set one of "
+            "these keys"
+        )
 
 
 def _check_mode(parallel: ParallelConfig) -> None:

@@ -53,6 +53,7 @@ _EFFECTS = {
     "optim.shard_states": Effect.ROUNDING,
     "cluster": Effect.ROUNDING,  # the planner's choices depend on it
     "checkpoint": Effect.NONE,
+    "checkpoint.init": Effect.RESULTS,
     "logging": Effect.NONE,
     "profile": Effect.NONE,
     "run": Effect.NONE,

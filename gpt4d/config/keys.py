@@ -40,6 +40,7 @@ _RENAMED = {
     "checkpoint.every": "save_steps save_interval save_every",
     "checkpoint.keep": "save_total_limit",
     "checkpoint.resume": "resume_from resume_from_checkpoint",
+    "checkpoint.init": "init_from init_checkpoint pretrained pretrained_checkpoint load_path finetune_from",
     "logging.every": "log_interval log_every logging_steps",
     "logging.wandb.mode": "wandb use_wandb wandb.mode wandb_mode",
     "logging.wandb.project": "wandb.project wandb_project",

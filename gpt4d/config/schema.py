@@ -192,6 +192,7 @@ class CheckpointConfig:
     keep_every: int | None = None  # steps; checkpoints at its multiples are never removed
     async_save: bool = True  # write in the background from a copy in host memory
     resume: str = "auto"  # auto: run.dir's newest, if any; never, or a path: only if run.dir has no other checkpoints
+    init: str | None = None  # checkpoint, run or import whose weights alone a run without checkpoints starts from
     allow_changes: list[str] = field(default_factory=list)  # keys or groups that may differ from the run's: [optim.lr]
 
 

@@ -26,6 +26,11 @@ class WeightAverages:
         self._parameters = {name: parameter for name, parameter in named.items() if name not in stage.copies}
         self._averages = [parameter.detach().clone() for parameter in self._parameters.values()]
 
+    def reset(self) -> None:
+        """Set the averages to the current weights."""
+        if self.decay:
+            torch._foreach_copy_(self._averages, self._current())
+
     def update(self, step: int) -> None:
         """Take the weights after ``step`` into account."""
         if self.decay:

@@ -63,6 +63,9 @@ class ReadingTask(ABC):
     def after_update(self, step: int) -> None:
         self._averages.update(step)
 
+    def after_init(self) -> None:
+        self._averages.reset()
+
     def extra_state(self) -> Mapping:
         return self._averages.state()
 

@@ -87,6 +87,9 @@ class Task(Protocol):
         ``stage.weights.pre_gather_hook(parameter)`` before reading one.
         """
 
+    def after_init(self) -> None:
+        """Reset the task's own state after weights were loaded without it."""
+
     def sample(self) -> Artifact | None:
         """Produce a sample with the trained model; None if none is wanted."""
 

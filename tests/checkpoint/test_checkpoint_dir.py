@@ -94,7 +94,10 @@ def test_task_and_data_must_agree_except_for_the_name(tmp_path):
         with pytest.raises(ConfigError, match=r"data=books: .* was trained with another tokenizer; use data with"):
             checkpoint_dir.check_task(tmp_path, "language_modeling", identity)
     other = {"tokenizer": "abc", "samples": "y", "data": "letters"}
+    (tmp_path / "meta.json").write_bytes(replace(meta(5), grids=[]).to_json())
     checkpoint_dir.check_task(tmp_path, "language_modeling", other)  # an imported model has no samples
+    (tmp_path / "meta.json").write_bytes(replace(meta(5), grids=[], identity={"data": "x"}).to_json())
+    checkpoint_dir.check_task(tmp_path, "language_modeling", other)  # nor a tokenizer with tokenizer=none
     trained = replace(meta(5), identity={"tokenizer": "abc", "samples": "x", "data": "letters"})
     (tmp_path / "meta.json").write_bytes(trained.to_json())
     with pytest.raises(ConfigError, match=r"with other samples; .*checkpoint\.allow_changes=\[data\]"):

@@ -149,6 +149,10 @@ class Regression:
         self._stage.weights.pre_gather_hook(self._averaged)
         self._average.lerp_(self._averaged.detach(), 1 - DECAY)
 
+    def after_init(self) -> None:
+        if self._averaged is not None:
+            self._average.zero_()
+
     def sample(self) -> Artifact:
         inputs, targets = samples(self.config, [SAMPLES])
         with torch.no_grad():
