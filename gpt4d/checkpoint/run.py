@@ -134,7 +134,8 @@ class RunCheckpoints:
                     values = {"next_lr": rates}
                     message += (
                         f"; the schedule now ends at step {after}, so the next learning rate is {rates[1]:.3g} instead "
-                        f"of {rates[0]:.3g} (optim.schedule_steps={before} keeps the old schedule)"
+                        f"of {rates[0]:.3g} (to keep the old schedule, add optim.schedule_steps={before} and "
+                        "checkpoint.allow_changes=[optim.schedule_steps])"
                     )
             self.log.event("change", message, step=step, key=key, before=before, after=after, **values)
 
