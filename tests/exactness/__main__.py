@@ -26,12 +26,12 @@ def main(arguments: list[str]) -> int:
     verbose = "--verbose" in arguments
     first, last = map(int, next(argument for argument in arguments if ":" in argument).split(":"))
     pool, counts, worst = RankPool(), Counter[str](), dict[str, tuple[float, int]]()
-    for start in range(first, last, 20):
-        for result in check(pool, [draw(seed) for seed in range(start, min(start + 20, last))]):
-            _report(result, verbose)
-            counts["failed" if result.problem else "rejected" if result.rejection else "exact"] += 1
-            for kind, difference in result.differences.items():
-                worst[kind] = max(worst.get(kind, (0.0, 0)), (difference, result.case.seed))
+    for seed in range(first, last):
+        result = check(pool, draw(seed))
+        _report(result, verbose)
+        counts["failed" if result.problem else "rejected" if result.rejection else "exact"] += 1
+        for kind, difference in result.differences.items():
+            worst[kind] = max(worst.get(kind, (0.0, 0)), (difference, seed))
     pool.close()
     print(", ".join(f"{count} {what}" for what, count in counts.items()))
     print("largest differences:", ", ".join(f"{kind} {d:.1e} (seed {seed})" for kind, (d, seed) in worst.items()))

@@ -108,21 +108,15 @@ def _train(plan: ParallelPlan, stage: Stage) -> Outcome:
     return Outcome(values, weights)
 
 
-def _train_cases(cases: Sequence[Case]) -> list[tuple[Outcome, Outcome | None]]:
-    """On a rank: train the cases, and every n-th of them on this rank alone."""
-    outcomes = []
-    for number, case in enumerate(cases):
-        try:
-            plan, stage = own_stage(case.config, case.world_size)
-            outcome, alone = _train(plan, stage), None
-            if number % case.world_size == dist.get_rank():
-                plan = validate(case.on_one_device, 1)
-                stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), torch.float64)
-                alone = _train(plan, stage)
-            outcomes.append((outcome, alone))
-        except Exception as error:
-            raise RuntimeError(f"failed: {case}") from error
-    return outcomes
+def _train_case(case: Case) -> tuple[Outcome, Outcome | None]:
+    """On a rank: train a case and, on the first rank, the same configuration on one device."""
+    plan, stage = own_stage(case.config, case.world_size)
+    outcome = _train(plan, stage)
+    if dist.get_rank():
+        return outcome, None
+    plan = validate(case.on_one_device, 1)
+    stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), torch.float64)
+    return outcome, _train(plan, stage)
 
 
 def _differences(outcomes: Sequence[Outcome], alone: Outcome) -> dict[str, float]:
@@ -145,36 +139,24 @@ def _differences(outcomes: Sequence[Outcome], alone: Outcome) -> dict[str, float
     return largest
 
 
-def check(pool: RankPool, cases: Sequence[Case], at_once: int = 4) -> Iterator[Result]:
-    """Yield the result of each case, in another order: cases on equally many ranks share a call of the pool."""
-    valid: dict[int, list[Case]] = {}
-    for case in cases:
-        try:
-            validate(case.config, case.world_size)
-            validate(case.on_one_device, 1)
-        except ConfigError as error:
-            message = str(error)
-            clear = "\n" not in message and _REJECTION.fullmatch(message)
-            yield Result(case, {}, message, "" if clear else f"unclear rejection: {message}")
-        else:
-            valid.setdefault(case.world_size, []).append(case)
-    for world_size, group in sorted(valid.items()):
-        for first in range(0, len(group), at_once):
-            yield from _check_group(pool, world_size, group[first : first + at_once])
+def check(pool: RankPool, case: Case) -> Result:
+    """Return the result of a case.
 
-
-def _check_group(pool: RankPool, world_size: int, cases: list[Case]) -> Iterator[Result]:
+    Each case has a call of the pool: ranks of unequal stages have unequal numbers of process groups, after which torch
+    names new ones, so the next grid would not connect.
+    """
     try:
-        answers = pool.run(world_size, _train_cases, cases)
+        validate(case.config, case.world_size)
+        validate(case.on_one_device, 1)
+    except ConfigError as error:
+        message = str(error)
+        clear = "\n" not in message and _REJECTION.fullmatch(message)
+        return Result(case, {}, message, "" if clear else f"unclear rejection: {message}")
+    try:
+        answers = pool.run(case.world_size, _train_case, case)
     except RankFailure as failure:
-        if len(cases) == 1:
-            yield Result(cases[0], {}, problem=str(failure))
-        else:
-            for case in cases:
-                yield from _check_group(pool, world_size, [case])
-        return
-    for case, outcomes in zip(cases, zip(*answers, strict=True), strict=True):
-        (alone,) = [alone for _, alone in outcomes if alone]
-        differences = _differences([outcome for outcome, _ in outcomes], alone)
-        exact = all(difference <= TOLERANCE for difference in differences.values())
-        yield Result(case, differences, problem="" if exact else f"differs: {differences}")
+        return Result(case, {}, problem=str(failure))
+    (alone,) = [alone for _, alone in answers if alone]
+    differences = _differences([outcome for outcome, _ in answers], alone)
+    exact = all(difference <= TOLERANCE for difference in differences.values())
+    return Result(case, differences, problem="" if exact else f"differs: {differences}")
