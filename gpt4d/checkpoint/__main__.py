@@ -5,7 +5,8 @@
     export  checkpoint=runs/NAME out=DIR     for transformers or diffusers: AutoModelForCausalLM.from_pretrained("DIR")
             dtype=float32|bfloat16|float16   by default that of an imported model, otherwise float32
             weights=average|raw              by default the averages that samples are drawn with, if there are some
-    import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: a run at step 0, from which to train
+    import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: weights to train further
+            tokenizer=none|NAME              instead of the tokenizer in source: a file, a directory or a hub name
 
 ``checkpoint`` is a checkpoint or a run directory, of which ``verify`` checks all checkpoints and the other commands use
 the newest.
@@ -114,17 +115,12 @@ def export(config: ExportConfig) -> None:
 
 
 def import_(config: ImportConfig) -> None:
-    from gpt4d.checkpoint import importer
+    from gpt4d.checkpoint import finetuning, importer
 
     model = importer.import_model(config.source, Path(config.out), config.tokenizer)
-    defaults = asdict(type(model)(name=model.name))
-    changed = {f"model.{key}": value for key, value in asdict(model).items() if value != defaults[key]}
-    settings = f"model={registry.of(model).name} optim=adamw {_key_values(changed)}"
-    kind, _, data = tasks.get(registry.of(model).task).own_data.partition(": ")
-    tokenizer = checkpoint_dir.located(Path(config.out)) / "tokenizer.json"
-    data += f" data.tokenizer={tokenizer}" if tokenizer.exists() else ""
+    kind = tasks.get(registry.of(model).task).own_data.partition(": ")[0]
     print(f"{config.out}: imported at step 0. To train it on your {kind}:\n")
-    print(f"python train.py run.dir={config.out} {settings} {data}")
+    print(finetuning.command(Path(config.out), model))
 
 
 def _key_values(values: Mapping) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import gpt4d
 from gpt4d import starts
-from gpt4d.checkpoint import checkpoint_dir, exporter, storage
+from gpt4d.checkpoint import checkpoint_dir, exporter, finetuning, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
 from tests.data import batch
@@ -163,9 +164,23 @@ def test_import_of_an_export_has_equal_weights_and_can_be_trained(ranks, any_run
     overrides += ["logging.sample_tokens=0", f"data.cache_dir={tmp_path / 'cache'}", *on_grid(GridSizes(1, 2, 2))]
     config = compose(overrides)
     ranks.run(4, train_in_rank, config)
-    first = metric_lines(imported)[0]
-    assert first["step"] == 1
+    first = metric_lines(config.run.dir)[0]
+    assert first["step"] == 1 and config.run.dir == f"{imported}-finetuned"
+    assert (config.optim.lr, config.train.seq_len, config.checkpoint.init) == (2e-5, 32, str(imported))
+    for name in ("config.json", "tokenizer_config.json"):  # for the next export
+        before, after = (checkpoint_dir.located(Path(run)) / name for run in (imported, config.run.dir))
+        assert before.read_bytes() == after.read_bytes()
     assert first["loss"] == pytest.approx(first_loss_by_transformers(config, out), rel=1e-5)
+
+
+def test_a_fine_tuning_command_fits_in_the_memory_of_a_device(monkeypatch):
+    words = {}
+    for gib in (8, 40, 160):
+        monkeypatch.setattr(finetuning, "for_devices", lambda cluster, _, gib=gib: replace(cluster, memory_gib=gib))
+        words[gib] = finetuning._fitting(["model=llama_1b", "optim=finetune", "train.seq_len=1024"])
+    assert words[160] == []
+    assert words[40] == ["train.micro_batch_size=4"]
+    assert words[8] == ["train.activation_checkpointing=full", "train.micro_batch_size=1"]
 
 
 def first_loss_by_transformers(config, directory):

@@ -1,0 +1,50 @@
+"""The command that trains an imported model further, with settings that fit this machine. No torch here."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.config import GridSizes, ModelConfig, compose
+from gpt4d.model import registry
+from gpt4d.planner.capacity import largest_micro_batch
+from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.topology import for_devices
+from gpt4d.task import registry as tasks
+
+_MAX_LENGTH = 1024  # tokens; longer sequences need memory that few machines have
+
+
+def command(imported: Path, model: ModelConfig) -> str:
+    """Return the command that trains the import in ``imported`` on the user's data, in a run directory of its own."""
+    family = registry.of(model)
+    defaults = asdict(type(model)(name=model.name))
+    changed = {key: value for key, value in asdict(model).items() if value != defaults[key]}
+    settings = [f"model={family.name}", *(f"model.{key}={_text(value)}" for key, value in changed.items())]
+    settings.append("optim=finetune")
+    most = getattr(model, "max_positions", None)  # of models of text
+    if most:
+        settings.append(f"train.seq_len={min(most, _MAX_LENGTH)}")
+    settings += _fitting(settings)
+    data = tasks.get(family.task).own_data.partition(": ")[2]
+    tokenizer = checkpoint_dir.located(imported) / "tokenizer.json"
+    if tokenizer.exists():
+        data += f" data.tokenizer={tokenizer}"
+    return f"python train.py checkpoint.init={imported} run.dir={imported}-finetuned {' '.join(settings)} {data}"
+
+
+def _fitting(settings: list[str]) -> list[str]:
+    """Return the microbatch, and recomputation if it is needed, with which a step fits on one device."""
+    for recomputation in ([], ["train.activation_checkpointing=full"]):
+        config = compose([*settings, *recomputation])
+        config = replace(config, cluster=for_devices(config.cluster, 1))
+        micro_batch, _ = largest_micro_batch(Estimate(config, GridSizes()))
+        if micro_batch:
+            break
+    share = [] if micro_batch == config.train.batch_size else [f"train.micro_batch_size={micro_batch or 1}"]
+    return [*recomputation, *share]
+
+
+def _text(value: Any) -> str:
+    """Return a value as Hydra reads it."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
