@@ -146,8 +146,10 @@ def test_all_names_of_other_trainers_lead_to_keys_that_exist():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_model_family_can_be_chosen_with_its_default_sizes(family):
-    assert validate(compose([f"model={family}"]), 1).sizes == GridSizes()
+def test_a_model_family_needs_a_size(family):
+    assert validate(compose([f"model={family}", "model.layers=1"]), 1).sizes == GridSizes()
+    with pytest.raises(ConfigError, match=f"model={family}: a family of models, not a size; choose one of"):
+        compose([f"model={family}"])
 
 
 @pytest.mark.parametrize("module", ["gpt4d.generate", "gpt4d.data.prepare", "gpt4d.planner.calibrate"])

@@ -79,7 +79,22 @@ def expand_cluster(overrides: list[str]) -> list[str]:
             expanded += [f"cluster.{name}={format_for_hydra(setting)}" for name, setting in settings.items()]
         else:
             expanded.append(override)
+    _check_family(expanded)
     return expanded
+
+
+def _check_family(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if ``model`` is a family that has presets, and no override gives a size."""
+    name = next((override.removeprefix("model=") for override in overrides if override.startswith("model=")), None)
+    if name not in model_schemas or any(override.startswith("model.") for override in overrides):
+        return
+    files = sorted(CONFIG_DIR.glob("model/*.yaml"))
+    sizes = [path.stem for path in files if f"- {name}\n" in path.read_text(encoding="utf-8")]
+    if sizes:
+        raise ConfigError(
+            f"model={name}: a family of models, not a size; choose one of {', '.join(sizes)}, or set its "
+            "sizes with model.KEY=VALUE"
+        )
 
 
 def format_for_hydra(value: Any) -> str:
