@@ -27,7 +27,7 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     """Create ``run_dir`` with a checkpoint of step 0 from a model of transformers or diffusers.
 
     Args:
-        source: a directory, or a name on the Hugging Face hub.
+        source: a directory, or a name on the Hugging Face hub: a model, or a pipeline of a U-Net and a scheduler.
         run_dir: the directory to create.
         tokenizer: ``none``, or gpt2, a file, a directory or a hub name; None for the tokenizer in ``source``.
 
@@ -35,7 +35,12 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     exists.
     """
     directory = _find(source)
-    values = _read_settings(source, directory)
+    if (directory / "model_index.json").exists():
+        scheduler = _read_json(source, directory / "scheduler" / "scheduler_config.json")
+        directory /= "unet"
+        values = _read_json(source, directory / "config.json") | {"scheduler": scheduler}
+    else:
+        values = _read_json(source, directory / "config.json")
     family = registry.family_of_hf(cast(str, values.get("model_type") or values.get("_class_name")))
     adapter = adapter_of(family)
     model = adapter.config_from_hf(source, values)
@@ -77,12 +82,11 @@ def _find(source: str) -> Path:
     return _download(source)
 
 
-def _read_settings(source: str, directory: Path) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
+def _read_json(source: str, path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((directory / "config.json").read_bytes()))
+        return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"source={source}: no readable config.json ({error})") from None
+        raise ConfigError(f"source={source}: no readable {path.name} ({error})") from None
 
 
 def _read_tensors(

@@ -51,7 +51,10 @@ class HuggingFaceAdapter(Protocol):
         """
 
     def config_from_hf(self, source: str, values: dict) -> ModelConfig:
-        """Return our settings for the ``config.json`` of ``source``. Raises ConfigError for unsupported settings."""
+        """Return our settings for the ``config.json`` of ``source``. Raises ConfigError for unsupported settings.
+
+        For a pipeline of diffusers, ``values["scheduler"]`` is the content of ``scheduler_config.json``.
+        """
 
 
 @dataclass(frozen=True)

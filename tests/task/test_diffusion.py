@@ -1,6 +1,7 @@
 """Diffusion runs: invariants 1 and 2 and planned bytes for a U-Net, averaged weights, generated pictures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+from gpt4d import generate
 from gpt4d.checkpoint import checkpoint_dir, exporter, importer, storage
+from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.model.unet import scheduler
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.task.diffusion_process import DiffusionProcess
+from gpt4d.task.pictures import save_pictures
 from gpt4d.validation import validate
 from tests.grids import build_model, bytes_planned, bytes_sent, metric_lines, on_grid, train_in_rank
 
@@ -117,8 +124,6 @@ def test_averages_continue_on_another_grid_and_follow_the_weights(ranks, tiny, s
 
 
 def test_generate_writes_the_pictures_that_the_run_ended_with(serial, tmp_path, capsys):
-    from gpt4d import generate
-
     out = tmp_path / "pictures.png"
     generate.main([f"checkpoint={serial.run.dir}", f"out={out}", "images=4", "steps=3"])
     assert np.abs(np.asarray(Image.open(out)).astype(int) - pixels(serial.run.dir)).max() <= 1
@@ -131,7 +136,7 @@ def test_an_exported_model_predicts_the_same_in_diffusers_and_comes_back_unchang
 
     checkpoint = checkpoint_dir.located(Path(serial.run.dir))
     exporter.export(checkpoint, tmp_path / "exported", weights="raw")
-    theirs = UNet2DModel.from_pretrained(tmp_path / "exported").eval()
+    theirs = UNet2DModel.from_pretrained(tmp_path / "exported" / "unet").eval()
     ours, weights = build_model(serial.model, GridSizes(), torch.float32), tensors(serial.run.dir, "model.")
     noisy, timesteps = torch.randn(2, SIZE, SIZE, 3), torch.tensor([3, 40])
     with torch.no_grad():
@@ -140,10 +145,62 @@ def test_an_exported_model_predicts_the_same_in_diffusers_and_comes_back_unchang
         expected = ours(noisy, timesteps, torch.arange(2))
         assert expected.abs().max() > 0.1
         assert torch.allclose(theirs(noisy.movedim(-1, 1), timesteps).sample.movedim(1, -1), expected, atol=1e-5)
-    importer.import_model(str(tmp_path / "exported"), tmp_path / "imported")
-    imported = tensors(tmp_path / "imported", "model.")
-    assert imported.keys() == weights.keys()
-    assert all(torch.equal(imported[name], weight) for name, weight in weights.items())
+    alone = {"timesteps": 1000, "noise_schedule": "cosine", "prediction": "epsilon"}
+    for folder, diffusion in (("", {}), ("unet", alone)):  # a pipeline, or its model alone
+        run = tmp_path / f"imported{folder}"
+        model = importer.import_model(str(tmp_path / "exported" / folder), run)
+        assert model == replace(serial.model, name=model.name, **diffusion)
+        imported = tensors(run, "model.")
+        assert imported.keys() == weights.keys()
+        assert all(torch.equal(imported[name], weight) for name, weight in weights.items())
+
+
+def test_an_exported_pipeline_draws_the_samples_of_the_run(serial, tmp_path, monkeypatch):
+    from diffusers import DDIMPipeline
+    from diffusers.pipelines.ddim import pipeline_ddim
+
+    main(["export", f"checkpoint={serial.run.dir}", f"out={tmp_path / 'exported'}"])
+    generate.main([f"checkpoint={serial.run.dir}", f"out={tmp_path / 'ours.png'}", "images=4", "steps=5"])
+    process = DiffusionProcess("cosine", 50, "epsilon")
+    noise = process.sampling_noise(0, torch.arange(4), (SIZE, SIZE, 3)).movedim(-1, 1)
+    monkeypatch.setattr(pipeline_ddim, "randn_tensor", lambda *_, **__: noise)
+    pipeline = DDIMPipeline.from_pretrained(tmp_path / "exported")
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(4, num_inference_steps=5, use_clipped_model_output=True, output_type="np").images
+    save_pictures((images * 255).round().astype(np.uint8), tmp_path / "theirs.png")
+    ours, theirs = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("ours", "theirs"))
+    assert np.abs(ours - theirs).max() <= 1 and ours.std() > 10
+
+
+@pytest.mark.parametrize("steps", [10, 50, 1000])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_the_exported_scheduler_has_the_noise_of_the_training(schedule, steps, prediction):
+    from diffusers import DDIMScheduler
+
+    config = UNetConfig(noise_schedule=schedule, timesteps=steps, prediction=prediction)
+    theirs, ours = DDIMScheduler.from_config(scheduler.to_diffusers(config)), DiffusionProcess(schedule, steps, "v")
+    assert torch.allclose(theirs.alphas_cumprod.double(), ours.alpha_bars, rtol=2e-5, atol=1e-9)
+    theirs.set_timesteps(5)
+    assert theirs.timesteps.tolist() == ours.sampling_timesteps(5)
+    settings = {"noise_schedule": schedule, "timesteps": steps, "prediction": prediction}
+    assert scheduler.from_diffusers("source", scheduler.to_diffusers(config)) == settings
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"beta_schedule": "sigmoid"},
+        {"beta_schedule": "linear", "beta_end": 0.5},
+        {"prediction_type": "sample"},
+        {"rescale_betas_zero_snr": True},
+        {"trained_betas": [0.1]},
+    ],
+)
+def test_a_scheduler_with_another_diffusion_is_rejected(values):
+    values = scheduler.to_diffusers(UNetConfig()) | values
+    with pytest.raises(ConfigError, match=r"source: \w+=.* is not supported; use a model with"):
+        scheduler.from_diffusers("source", values)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,17 @@ import torch
 
 from gpt4d.config import ConfigError
 from gpt4d.model.hugging_face_settings import check_sizes, unsupported
-from gpt4d.model.unet import structure
+from gpt4d.model.unet import scheduler, structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.layers.specs import interleaved_order
 
-FOLDER, FILE = "", "diffusion_pytorch_model"
-CLASS = "diffusers.UNet2DModel"
+FOLDER, FILE = "unet", "diffusion_pytorch_model"
+CLASS = "diffusers.DDIMPipeline"
 PIPELINE_TAG = "unconditional-image-generation"
-USAGE = """from diffusers import UNet2DModel
+USAGE = """from diffusers import DDIMPipeline
 
-model = UNet2DModel.from_pretrained("PATH")
+pipeline = DDIMPipeline.from_pretrained("PATH")
+pipeline(num_inference_steps=50, use_clipped_model_output=True).images[0].save("image.png")
 """
 HAS_TOKENIZER = False
 
@@ -122,8 +123,16 @@ def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
 
 
 def documents(config: UNetConfig, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return ``config.json``."""
-    return {"config.json": hf_config(config).values}
+    """Return the files of a DDIMPipeline."""
+    return {
+        "model_index.json": {
+            "_class_name": "DDIMPipeline",
+            "scheduler": ["diffusers", "DDIMScheduler"],
+            "unet": ["diffusers", "UNet2DModel"],
+        },
+        "unet/config.json": hf_config(config).values,
+        "scheduler/scheduler_config.json": scheduler.to_diffusers(config),
+    }
 
 
 def hf_config(config: UNetConfig) -> Settings:
@@ -159,7 +168,7 @@ def hf_config(config: UNetConfig) -> Settings:
 def config_from_hf(source: str, values: dict) -> UNetConfig:
     """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently.
 
-    The diffusion's own settings, which diffusers keeps in another file, have their defaults.
+    ``values["scheduler"]`` has the settings of a pipeline's scheduler. Without it the diffusion has its defaults.
     """
     widths, layers = values.get("block_out_channels") or [0], values.get("layers_per_block")
     size, attention = values.get("sample_size"), values.get("attention_head_dim")
@@ -190,6 +199,7 @@ def config_from_hf(source: str, values: dict) -> UNetConfig:
         groups=values.get("norm_num_groups", 32),
         dropout=values.get("dropout", 0.0),
         norm_epsilon=values.get("norm_eps", 1e-5),
+        **(scheduler.from_diffusers(source, values["scheduler"]) if "scheduler" in values else {}),
     )
 
 
