@@ -18,7 +18,7 @@ def library_model(model: ModelConfig, ours: nn.Module) -> nn.Module:
     if family.task == "diffusion":
         from diffusers import UNet2DModel
 
-        theirs = UNet2DModel.from_config(adapter.hf_config(model).values)
+        theirs = UNet2DModel.from_config(adapter.hf_config(model))
     else:
         from transformers import GPT2LMHeadModel
 

@@ -42,7 +42,7 @@ def oracle():
     """A UNet2DModel in float64 with random weights: its state dict, prediction, loss and gradients."""
     from diffusers import UNet2DModel
 
-    model = UNet2DModel.from_config(adapter.hf_config(TINY).values).double().eval()
+    model = UNet2DModel.from_config(adapter.hf_config(TINY)).double().eval()
     model.time_proj = Sinusoids()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -169,5 +169,5 @@ def test_weights_survive_the_way_to_diffusers_and_back(oracle):
 def test_a_model_whose_first_multiplier_is_not_1_is_not_exported():
     with pytest.raises(ConfigError, match=r"multipliers=\[2, 3\]: .*; export a model whose first multiplier is 1"):
         adapter.hf_config(replace(TINY, multipliers=[2, 3]))
-    exported = adapter.hf_config(replace(TINY, multipliers=[1, 3])).values
+    exported = adapter.hf_config(replace(TINY, multipliers=[1, 3]))
     assert adapter.config_from_hf("exported", exported).multipliers == [1, 3]

@@ -5,9 +5,7 @@ the order of its parts; ours are stored in pieces (gpt4d.parallel.layers.specs.i
 """
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -70,16 +68,6 @@ _REQUIRED = {
 }
 
 
-class Settings(NamedTuple):
-    """Settings of a UNet2DModel."""
-
-    values: dict[str, Any]
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Write ``config.json``."""
-        (Path(directory) / "config.json").write_text(json.dumps(self.values, indent=2) + "\n")
-
-
 def names(name: str, config: UNetConfig) -> list[str]:
     """Return diffusers' names of what our parameter ``name`` is there: queries, keys and values are three."""
     layer, kind = _layer(name)
@@ -130,12 +118,12 @@ def documents(config: UNetConfig, source: Mapping[str, Any]) -> dict[str, dict[s
             "scheduler": ["diffusers", "DDIMScheduler"],
             "unet": ["diffusers", "UNet2DModel"],
         },
-        "unet/config.json": hf_config(config).values,
+        "unet/config.json": hf_config(config),
         "scheduler/scheduler_config.json": scheduler.to_diffusers(config),
     }
 
 
-def hf_config(config: UNetConfig) -> Settings:
+def hf_config(config: UNetConfig) -> dict[str, Any]:
     """Return the settings of such a UNet2DModel. Raises ConfigError if diffusers has no such model."""
     if (first := config.multipliers[0]) != 1:
         raise ConfigError(
@@ -145,24 +133,22 @@ def hf_config(config: UNetConfig) -> Settings:
         )
     sizes = [config.image_size >> level for level in range(len(config.multipliers))]
     attended = [size in config.attention_at for size in sizes]
-    return Settings(
-        {
-            "_class_name": "UNet2DModel",
-            "sample_size": config.image_size,
-            "in_channels": config.image_channels,
-            "out_channels": config.image_channels,
-            "block_out_channels": [config.channels * multiplier for multiplier in config.multipliers],
-            "down_block_types": ["AttnDownBlock2D" if attention else "DownBlock2D" for attention in attended],
-            "up_block_types": ["AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attended)],
-            "layers_per_block": config.blocks_per_level,
-            "attention_head_dim": config.head_size,
-            "norm_num_groups": config.groups,
-            "attn_norm_num_groups": config.groups,  # otherwise the attention in the middle has no norm
-            "norm_eps": config.norm_epsilon,
-            "dropout": config.dropout,
-            **_REQUIRED,
-        }
-    )
+    return {
+        "_class_name": "UNet2DModel",
+        "sample_size": config.image_size,
+        "in_channels": config.image_channels,
+        "out_channels": config.image_channels,
+        "block_out_channels": [config.channels * multiplier for multiplier in config.multipliers],
+        "down_block_types": ["AttnDownBlock2D" if attention else "DownBlock2D" for attention in attended],
+        "up_block_types": ["AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attended)],
+        "layers_per_block": config.blocks_per_level,
+        "attention_head_dim": config.head_size,
+        "norm_num_groups": config.groups,
+        "attn_norm_num_groups": config.groups,  # otherwise the attention in the middle has no norm
+        "norm_eps": config.norm_epsilon,
+        "dropout": config.dropout,
+        **_REQUIRED,
+    }
 
 
 def config_from_hf(source: str, values: dict) -> UNetConfig:
