@@ -1,8 +1,17 @@
-"""Checks of a ``config.json`` of transformers or diffusers before it becomes our settings. No torch here."""
+"""The common part of the families' adapters: checks of a ``config.json``, and how a model is loaded. No torch here."""
 
 from collections.abc import Mapping, Sequence
 
 from gpt4d.config import ConfigError
+
+# How a model card loads a model of text; PATH stands for its directory.
+TEXT_USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(ids[0]))
+"""
 
 
 def unsupported(source: str, key: str, value: object, supported: object) -> ConfigError:

@@ -245,7 +245,10 @@ def test_documents_of_a_sequence_do_not_see_each_other(ranks):
     ids=str,
 )
 def test_gx_is_any_divisor_of_the_heads_and_of_the_columns_of_keys(model, gx):
-    assert validate(compose(["model=llama_tiny", *model, f"parallel.gx={gx}"]), gx).sizes.x == gx
+    assert (
+        validate(compose(["model=llama_tiny", *model, f"parallel.gx={gx}", "cluster.memory_gib=1000"]), gx).sizes.x
+        == gx
+    )
 
 
 def test_gx_that_does_not_divide_the_columns_of_keys_is_rejected():

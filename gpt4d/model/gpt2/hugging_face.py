@@ -13,20 +13,13 @@ import torch
 
 from gpt4d.config import ConfigError
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.hugging_face_settings import check_sizes, check_supported
+from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported
 
 if TYPE_CHECKING:
     from transformers import GPT2Config as HuggingFaceConfig
 
 CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "model", True
-PIPELINE_TAG = "text-generation"
-USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
-print(tokenizer.decode(ids[0]))
-"""
+PIPELINE_TAG, USAGE = "text-generation", TEXT_USAGE
 
 _NAMES = {
     "tokens.weight": "transformer.wte.weight",

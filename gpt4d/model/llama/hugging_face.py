@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt4d.config import ConfigError
-from gpt4d.model.hugging_face_settings import check_sizes, check_supported, unsupported
+from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported, unsupported
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.parallel.layers.concatenation import concatenate, separate
 
@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "model", True
-PIPELINE_TAG = "text-generation"
-USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
-print(tokenizer.decode(ids[0]))
-"""
+PIPELINE_TAG, USAGE = "text-generation", TEXT_USAGE
 
 _NAMES = {
     "tokens.weight": ["model.embed_tokens.weight"],
