@@ -30,8 +30,9 @@ NONE_RUN = (
     ["model.name=other", "data.name=other", "data.processes=1", "data.workers=0", "parallel.timeout_s=600",
      "train.max_skipped=3", "train.validate_every=1", "train.validation_batches=1", "checkpoint.every=1",
      "checkpoint.keep=1", "checkpoint.keep_every=2", "checkpoint.async_save=false", "checkpoint.resume=never",
-     "checkpoint.allow_changes=[optim.lr]", "logging.every=3", "logging.wandb.mode=offline",
-     "logging.wandb.project=other", "logging.sample_prompt=alpha", "logging.sample_tokens=2", "profile.steps=3",
+     "checkpoint.allow_changes=[optim.lr]", "run.dry=true", "run.world_size=2", "logging.every=3",
+     "logging.wandb.mode=offline", "logging.wandb.project=other", "logging.sample_prompt=alpha",
+     "logging.sample_tokens=2", "profile.steps=3",
      "run.name=other", "run.dir=", "data.cache_dir="],
 )  # fmt: skip
 CLUSTER = [
@@ -73,6 +74,7 @@ RESULTS = {
         "train.precision": "bf16", "train.skip_spikes": "true", "optim.lr": 1e-4, "optim.min_lr_ratio": 0.2,
         "optim.warmup_steps": 2, "optim.schedule_steps": 30, "optim.beta1": 0.8, "optim.beta2": 0.9,
         "optim.epsilon": 1e-6, "optim.weight_decay": 0, "optim.clip_norm": 0, "optim.ema_decay": 0.9,
+        "checkpoint.init": "runs/other",
     },
     "llama": {
         "model.key_value_heads": 4, "model.head_size": 16, "model.inner": 512, "model.tied": "false",

@@ -55,6 +55,7 @@ class HeadLossCost:
                 pending = None
             added = walk.adds_products and number > 0
             walk.hold(0 if added else gradient)
+            self.head.convert_factors(walk, x, logits)
             walk.compute(flops, x + logits + gradient * (2 if added else 1))
             if number and not added:
                 walk.compute(moved=3 * gradient)

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from gpt4d.model.costs import MASTER_BYTES, elementwise, prefixed, rows
 from gpt4d.model.description import Walk
+from gpt4d.parallel import limits
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
@@ -265,6 +266,24 @@ class LinearCost(ProductCost):
         n = self.out_features * (self.num_fused or 1) // walk.size(self.split.produced)
         count, element = rows(walk, self.positions), walk.element_bytes
         return ProductSizes(count * k * element, count * n * element, k * n, 2 * count * (k * n))
+
+    def _write_weight_gradient(self, walk: Walk, nbytes: int) -> None:
+        sizes = self.sizes(walk)
+        self.convert_factors(walk, sizes.in_bytes, sizes.out_bytes)
+
+    def convert_factors(self, walk: Walk, in_bytes: int, out_bytes: int) -> None:
+        """Take the memory in which a CPU converts both factors of the weight's gradient, the first one block by block.
+
+        Args:
+            walk: the device.
+            in_bytes: bytes of the input.
+            out_bytes: bytes of the output's gradient.
+        """
+        if walk.adds_products or walk.element_bytes == MASTER_BYTES:
+            return
+        first, second = (out_bytes, in_bytes) if self.tied else (in_bytes, out_bytes)
+        wider = MASTER_BYTES // walk.element_bytes
+        walk.scratch(wider * second + min(wider * first, MASTER_BYTES * limits.block_rows(1)))
 
     def _adds_gradient(self, walk: Walk) -> bool:
         return walk.adds_products and walk.has_earlier_sum(self._weight)

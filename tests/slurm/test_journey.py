@@ -63,6 +63,7 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     job = cluster.sbatch(
         "--nodelist=node1,node2", "--nodes=2", "--time=60", str(ROOT / "scripts/slurm/generic.sh"),
         *arguments, f"run.dir={run}", "parallel.gz=2", f"logging.sample_prompt={json.dumps(PROMPT)}",
+        "logging.sample_tokens=8",
         log=tmp_path / "log", environment=environment,
     )  # fmt: skip
 
@@ -115,8 +116,8 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     "starts",
     [
         {
-            10: ("local: DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
-            20: ("local: DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
+            10: ("DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
+            20: ("DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
         },
         {
             10: ("grid 1x1x1x1 + 1x1x1x1 (", ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]),
