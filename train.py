@@ -26,7 +26,7 @@ from gpt4d.validation import validate
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
-@one_line_errors()  # inside Hydra, which reports errors at length, and around it for what it finds itself
+@one_line_errors()  # inside Hydra, which reports errors at length, and around it for Hydra's own errors
 def main(composed) -> None:
     gpu.set_environment()  # the detection of cluster=auto may ask torch for the GPU
     train(to_config(composed))

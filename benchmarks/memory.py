@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory [plans=10] [seed=0] [out=docs/memory.json]
 
-Memory is what torch's allocator gives out on the host, at the peak of the second step, weights and states included. The
-size of the process would count what the allocator and gloo keep for later as well.
+Memory is the peak of the bytes that torch's allocator has given out on the host in the second step, weights and states
+included. The size of the process is no measure: it also contains free memory that the allocator and gloo retain.
 """
 
 import json

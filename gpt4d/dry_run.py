@@ -1,6 +1,5 @@
 """``train.py --dry-run``: everything that can be checked and predicted without starting. No torch here."""
 
-import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -28,13 +27,13 @@ def dry_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def report(plan: ParallelPlan, config: Config) -> str:
-    """Return what a run of ``plan`` will do, for people. ``config``: the configuration before its resolution.
+    """Return a readable description of a run of ``plan``. ``config``: the configuration before its resolution.
 
     Raises ConfigError if data cannot be read, or if the disk has no space for the first checkpoint.
     """
     answer = fit(plan, config.cluster)
     step, devices = answer.plan, sum(stage.sizes.devices for stage in plan.stages)
-    size = sum(math.prod(spec.shape) for spec in registry.describe_run(plan.config).parameters.values())
+    size = registry.describe(plan.config.model).num_parameters
     lines = [
         ("run", f"{config.run.dir}: {config.model.name}, {size / 1e6:,.1f} M parameters, {batch_text(config)}"),
         ("data", "; ".join(_data(config))),
@@ -65,7 +64,7 @@ def _memory(answer: Fit) -> str:
 
 
 def _data(config: Config) -> Iterator[str]:
-    """Yield what the run reads and what it has to prepare. Raises ConfigError for a file that cannot be read."""
+    """Yield descriptions of the data of a run. Raises ConfigError for a file that cannot be read."""
     data = config.data
     if data.source in ("text", "jsonl", "parquet", "pictures"):
         files = {path.resolve() for path in matching_files(data.path or "", folders=data.source == "pictures")}
@@ -86,7 +85,7 @@ def _data(config: Config) -> Iterator[str]:
         yield f"hub: {data.path}, which is downloaded first unless it is in the hub's cache"
     else:
         yield f"{data.source}, from its Python package"
-    if registry.of(config.model).task == "language_modeling" and data.source not in ("tokens", "blend"):
+    if registry.of(config.model).unit == "tokens" and data.source not in ("tokens", "blend"):
         yield _tokenizer(config)
 
 
@@ -101,17 +100,11 @@ def _tokenizer(config: Config) -> str:
 
 
 def _disk(config: Config, parameters: int) -> str:
-    """Return the space of checkpoints and what is free. Raises ConfigError if there is none for the first."""
+    """Return the space of checkpoints and the free space. Raises ConfigError if the first checkpoint does not fit."""
     averages = config.optim.ema_decay > 0
     needed = parameters * MASTER_BYTES * (_STATES + averages)
-    every, steps = config.checkpoint.every, config.train.steps
-    saved = -(-steps // every) if every else 1
-    kept = min(saved, config.checkpoint.keep)
-    if config.checkpoint.keep_every:
-        kept += steps // config.checkpoint.keep_every
-    existing = next(
-        path for path in (Path(config.run.dir).resolve(), *Path(config.run.dir).resolve().parents) if path.exists()
-    )
+    run_dir = Path(config.run.dir).resolve()
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"run.dir={config.run.dir}: {existing} is not writable; use another directory")
     free = shutil.disk_usage(existing).free
@@ -120,6 +113,13 @@ def _disk(config: Config, parameters: int) -> str:
             f"run.dir={config.run.dir}: a checkpoint takes {_size(needed)}, and {_size(free)} are free; "
             "use a directory on a larger disk"
         )
+    if config.train.epochs is not None:
+        return f"{_size(needed)} per checkpoint; {_size(free)} are free"
+    every, steps = config.checkpoint.every, config.train.steps
+    saved = -(-steps // every) if every else 1
+    kept = min(saved, config.checkpoint.keep)
+    if config.checkpoint.keep_every:
+        kept += steps // config.checkpoint.keep_every
     # The oldest is removed after the next one is complete.
     total = needed * (kept + (saved > kept))
     text = f"{_size(needed)} per checkpoint, {_size(total)} at most; {_size(free)} are free"

@@ -1,6 +1,5 @@
 """Measurements of the training loop: time, throughput, memory and communication of each logged step."""
 
-import math
 import time
 from dataclasses import replace
 
@@ -98,7 +97,7 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     config = replace(config, train=replace(config.train, precision=precision))
     estimate = PipelineEstimate.of(plan, config)
-    size = sum(math.prod(spec.shape) for spec in estimate.description.parameters.values())
+    size = estimate.description.num_parameters
     lines = [
         f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
         f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"

@@ -1,4 +1,4 @@
-"""Errors of memory in one line: the layer, planned and used memory, and the settings that fit."""
+"""Out-of-memory errors in one line: the layer, planned and used memory, and the settings that fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,13 +17,13 @@ from gpt4d.runtime.errors import OutOfMemory
 
 _HOST = "DefaultCPUAllocator", "not enough memory"  # both are in torch's message about the host's memory
 _HOST_OLDER = "DefaultCPUAllocator", "can't allocate memory"
-_SAVING = 0.9  # of the memory planned for tensors: a change that saves less is not suggested
+_SAVING = 0.9  # share of the memory planned for tensors: a change that saves less is not suggested
 
 
 class MemoryWatch:
-    """What a process trains, for the message about an error of memory.
+    """The plan and the stage of a process, for the message about an out-of-memory error.
 
-    ``stage`` is None until it is built.
+    ``stage`` is set once it is built.
     """
 
     def __init__(self, plan: ParallelPlan, device: torch.device):

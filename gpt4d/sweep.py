@@ -2,7 +2,7 @@
 
 Each job is a run of its own in ``<run.dir>/<its values>`` and a process of its own, with the same result as
 ``python train.py`` with the job's overrides. A job that fails or is killed does not end the sweep. With several ranks,
-each rank of the sweep starts its rank of each job. The same command skips finished jobs and resumes the others.
+each rank of the sweep starts its rank of each job. The same command skips finished jobs and resumes unfinished ones.
 """
 
 import ctypes

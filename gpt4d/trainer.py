@@ -88,7 +88,7 @@ class Trainer:
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
 
     def run(self, stop: StopRequest | None = None) -> None:
-        """Train from the newest checkpoint, if there is one, to the end of ``train.steps``.
+        """Train from the newest checkpoint, if present, to the end of ``train.steps``.
 
         A request to ``stop`` on any rank ends the run on all ranks once it is saved.
         """

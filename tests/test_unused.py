@@ -1,4 +1,4 @@
-"""Settings that a run would not read are errors, and those of files under configs/ are none."""
+"""Settings that a run does not read are errors. The files under configs/ contain no such settings."""
 
 import itertools
 import re

@@ -23,7 +23,7 @@ from omegaconf import MISSING
 
 from gpt4d.checkpoint import checkpoint_dir, manifest
 from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.config import ConfigError, from_arguments
+from gpt4d.config import ConfigError, asks_for_help, from_arguments
 from gpt4d.model import registry
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.task import registry as tasks
@@ -142,7 +142,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], type]] = {
 def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] not in COMMANDS:
         problem = f"{arguments[0]}: no such command" if arguments else "no command given"
-        if arguments and arguments[0] in ("--help", "-h"):
+        if asks_for_help(arguments):
             print(__doc__)
             return
         raise ConfigError(f"{problem}; use one of {', '.join(COMMANDS)}, or --help")

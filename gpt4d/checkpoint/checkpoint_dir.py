@@ -33,7 +33,7 @@ from gpt4d.model import registry
 from gpt4d.model.family import Family
 
 META = "meta.json"
-MODEL_FILES = "config.json", "generation_config.json"  # of an imported model, kept for its export
+MODEL_FILES = "config.json", "generation_config.json"  # files of an imported model that its export needs
 _FORMAT = 6
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 
@@ -263,7 +263,7 @@ def check_run(config: Config) -> dict[str, Change]:
 
 
 def initial(config: Config) -> Path | None:
-    """Return the checkpoint of ``checkpoint.init``, whose weights a new run starts from; None if there is none.
+    """Return the checkpoint of ``checkpoint.init``, whose weights a new run starts from; None if the key is not set.
 
     Raises ConfigError if it does not fit the model.
     """

@@ -28,7 +28,7 @@ _MODEL_SETTINGS, _GENERATION_SETTINGS = checkpoint_dir.MODEL_FILES
 def export(
     checkpoint: Path, out: Path, dtype: str | None = None, weights: str | None = None, max_file_size: str | None = None
 ) -> str:
-    """Write a checkpoint's model, and its tokenizer if it has one, for transformers or diffusers.
+    """Write a checkpoint's model, and its tokenizer if present, for transformers or diffusers.
 
     Args:
         checkpoint: directory of the checkpoint.
@@ -114,7 +114,7 @@ def _export_weights(
 
 
 def _with_special_tokens(values: dict[str, Any], checkpoint: Path, source: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's settings with the ids of its special tokens. Those of an imported model stay."""
+    """Return a model's settings with the ids of its special tokens. An imported model keeps its own ids."""
     if source:
         return values
     tokenizer, files = Tokenizer.from_file(str(checkpoint / tokenizers.FILE)), tokenizers.companions(checkpoint)

@@ -1,6 +1,5 @@
 """The model card of an export: README.md with data, progress, settings, losses and the code's version."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,16 @@ from gpt4d.model.family import HuggingFaceAdapter
 def model_card(checkpoint: Path, meta: Meta, adapter: HuggingFaceAdapter, weights: str) -> str:
     """Return the model card of a checkpoint's model in Markdown.
 
-    Losses and commit are those of the run directory that contains the checkpoint; without one they are left out.
+    Losses and commit come from the run directory that contains the checkpoint; without one they are left out.
     ``weights`` describes the exported weights.
     """
     run_dir, family = checkpoint.resolve().parents[1], registry.of(meta.model)
     library = adapter.CLASS.partition(".")[0]
     data = ModelCardData(library_name=library, pipeline_tag=adapter.PIPELINE_TAG, tags=["gpt4d"])
-    parameters = sum(math.prod(spec.stored_shape) for spec in registry.describe(meta.model).parameters.values())
-    facts: dict[str, Any] = {"parameters": f"{parameters:,}", "weights": weights}
+    facts: dict[str, Any] = {"parameters": f"{registry.describe(meta.model).num_parameters:,}", "weights": weights}
     if meta.grids:
         facts |= {"data": meta.identity.get("data", ""), "steps": f"{meta.progress.step:,}"}
-        facts["tokens" if adapter.HAS_TOKENIZER else "images"] = f"{meta.progress.units:,}"
+        facts[family.unit] = f"{meta.progress.units:,}"
         facts |= _losses(run_dir, meta.progress.step) | _commit(run_dir, meta.progress.step)
     else:
         facts["imported from"] = meta.identity.get("data", "")

@@ -45,7 +45,7 @@ class RunCheckpoints:
         self.plan, self.stage, self.task, self.task_name, self.monitor = plan, stage, task, task_name, monitor
         self.run_dir = Path(plan.config.run.dir)
         self.log: EventLog
-        self.changes: Mapping[str, Change] = {}  # settings that differ from those of the checkpoint
+        self.changes: Mapping[str, Change] = {}  # settings that differ from the checkpoint's settings
         self.initial: Path | None = None  # the checkpoint whose weights the run has started from
         self._inherited: dict[str, bytes] = {}  # files of the loaded checkpoint that an export needs
         self._saver = Saver(plan.config.checkpoint, self.run_dir, stage.grid)

@@ -5,22 +5,15 @@
 
 from gpt4d.config.checks import (
     Divisibility,
-    check_above_0,
-    check_at_least,
-    check_choice,
     check_data,
-    check_fraction,
-    check_picture,
     check_picture_data,
     check_values,
     chunk_problem,
-    divisors,
     grid_problem,
     grid_sizes,
     matching_files,
     profiled_steps,
     tokenizer_file,
-    value_of,
 )
 from gpt4d.config.composing import (
     CONFIG_DIR,
@@ -46,7 +39,7 @@ from gpt4d.config.identity import (
 )
 from gpt4d.config.keys import known_keys
 from gpt4d.config.length import length_key, with_epochs, with_steps
-from gpt4d.config.overrides import asks_for_help
+from gpt4d.config.overrides import asks_for_help, flag_error
 from gpt4d.config.pipeline import (
     check_pipeline,
     pipeline_microbatches,
@@ -72,3 +65,13 @@ from gpt4d.config.schema import (
     TrainConfig,
 )
 from gpt4d.config.unused import check_unused, conditional_keys, unused_keys
+from gpt4d.config.values import (
+    check_above_0,
+    check_at_least,
+    check_choice,
+    check_fraction,
+    check_picture,
+    divisors,
+    shortened,
+    value_of,
+)

@@ -9,15 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gpt4d.config.cluster import check_cluster
 from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import (
-    ClusterConfig,
     Config,
     ConfigError,
     DataConfig,
     GridSizes,
     ParallelConfig,
     TrainConfig,
+)
+from gpt4d.config.values import (
+    check_at_least,
+    check_choice,
+    check_fraction,
+    check_share,
+    divisors,
+    shortened,
+    value_of,
 )
 
 
@@ -266,7 +275,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
     check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "selective", "full"))
     check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
-    _check_share("optim.min_lr_ratio", optim.min_lr_ratio)
+    check_share("optim.min_lr_ratio", optim.min_lr_ratio)
     family.check(config)
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config, length_known=config.train.epochs is None)
@@ -316,104 +325,3 @@ def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
         raise ConfigError("parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all")
     if not 0 <= whole <= blocks:
         raise ConfigError(f"parallel.whole_layers={whole}: not a number of blocks; use 0 to {blocks}")
-
-
-def _check_share(key: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{key}={value}: not a share; use 0 to 1")
-
-
-def check_cluster(cluster: ClusterConfig) -> None:
-    """Check the description of a machine. Raises ConfigError for an invalid value."""
-    check_choice("cluster.device", cluster.device, ("cpu", "cuda"))
-    for key in ("memory_gib", "host_gib", "matmul_tflops", "memory_gb_s"):
-        check_above_0(f"cluster.{key}", getattr(cluster, key))
-    if cluster.memory_gib is None and cluster.host_gib is None:
-        raise ConfigError("cluster.memory_gib=null: the memory of a device is unknown; set it, or cluster.host_gib")
-    for key in ("reserved_gib", "peak_tflops", "operation_us", "skew_us"):
-        check_at_least(f"cluster.{key}", getattr(cluster, key), 0)
-    _check_share("cluster.hidden", cluster.hidden)
-    check_fraction("cluster.margin", cluster.margin)
-    if not cluster.levels:
-        raise ConfigError("cluster.levels=[]: a machine needs a level of links; use [{group_gb_s: 1}], for example")
-    for number, level in enumerate(cluster.levels):
-        name = f"cluster.levels[{number}]"
-        if level.ranks is None and number:
-            raise ConfigError(f"{name}.ranks=null: only the outermost level may be open; set the number of its members")
-        check_at_least(f"{name}.ranks", level.ranks, 1)
-        check_above_0(f"{name}.group_gb_s", level.group_gb_s)
-        check_above_0(f"{name}.pair_gb_s", level.pair_gb_s)
-        check_at_least(f"{name}.latency_us", level.latency_us, 0)
-    for number, entry in enumerate(cluster.measured):
-        name = f"cluster.measured[{number}]"
-        check_choice(f"{name}.kind", entry.kind, ("all_reduce", "all_gather", "reduce_scatter"))
-        for key in ("local", "nodes", "sharing"):
-            check_at_least(f"{name}.{key}", getattr(entry, key), 1)
-        check_at_least(f"{name}.local·nodes", entry.local * entry.nodes, 2)
-        check_above_0(f"{name}.gb_s", entry.gb_s)
-        check_at_least(f"{name}.latency_us", entry.latency_us, 0)
-        _check_share(f"{name}.hidden", entry.hidden)
-    if cluster.atp_gb_s is not None and not _are_bandwidths(cluster.atp_gb_s):
-        raise ConfigError(
-            f"cluster.atp_gb_s={cluster.atp_gb_s}: not a map of meshes to two bandwidths; use values above 0, and null "
-            "for a dimension of one device: {2x4: [1.2, 4.95], 8x1: [0.97, null]}"
-        )
-
-
-def _are_bandwidths(bandwidths: Any) -> bool:
-    if not isinstance(bandwidths, dict):
-        return False
-    for mesh, pair in bandwidths.items():
-        dims = re.fullmatch(r"(\d+)x(\d+)", str(mesh))
-        if not dims or not isinstance(pair, list) or len(pair) != 2:
-            return False
-        for size, bandwidth in zip(map(int, dims.groups()), pair, strict=True):
-            if (bandwidth is None) != (size == 1) or (bandwidth is not None and not bandwidth > 0):
-                return False
-    return True
-
-
-def check_above_0(key: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{key}={value}: use a value above 0")
-
-
-def check_at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:
-        raise ConfigError(f"{key}={value}: use a value of at least {least}")
-
-
-def check_fraction(key: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
-
-
-def value_of(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d < n]
-
-
-def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}={value}: use one of {', '.join(choices)}")
-
-
-def check_picture(key: str, path: str | None) -> None:
-    """Raise ConfigError unless ``path`` is None or empty, or a picture can be written to it."""
-    if path and Path(path).suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{key}={path}: no format for pictures; use the name of a .png, .pdf or .svg file")
-    if path and Path(path).is_dir():
-        raise ConfigError(f"{key}={path}: this is a directory; use the name of a file")
-    if path and not Path(path).parent.is_dir():
-        raise ConfigError(f"{key}={path}: no directory {Path(path).parent}; create it or use another")
-
-
-def shortened(values: list[int]) -> str:
-    shown = values if len(values) <= 12 else [*values[:11], "…"]
-    return ", ".join(map(str, shown))

@@ -104,7 +104,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Ch
 def check_changes(found: Mapping[str, Change], allowed: Collection[str], run: str) -> None:
     """Raise ConfigError if a change alters results and neither its key nor its group is allowed.
 
-    ``run`` names what has the values before the changes: a checkpoint or a run directory.
+    ``run``: the checkpoint or run directory that has the values before the changes.
     """
     refused = [key for key in found if effect_of(key) is Effect.RESULTS and not is_allowed(key, allowed)]
     if refused:

@@ -8,7 +8,7 @@ from gpt4d.config.schema import Config, ConfigError, ModelConfig
 
 model_schemas: dict[str, type[ModelConfig]] = {}  # settings of each model family, by its name
 
-# Names that other trainers give to a key. Only the part after the last dot of what was typed counts, if any.
+# Names that other trainers give to a key. Only the part after the last dot of a typed name counts.
 _RENAMED = {
     "parallel.gdata": "dp data_parallel data_parallel_size data_parallel_degree dp_replicate ddp",
     "parallel.gz": "fsdp fsdp_size dp_shard data_parallel_shard_degree zero zero_stage",

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from gpt4d.config.schema import ClusterConfig, LevelConfig
 
-_UNLIMITED_BYTES = 2**60  # a larger limit of a control group is none
+_UNLIMITED_BYTES = 2**60  # a larger limit means that the control group is not limited
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # exist where a driver of NVIDIA or AMD is loaded
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 
 
 class GpuModel(NamedTuple):
-    """Rates of a GPU. The peak is the vendor's; the other rates are estimates."""
+    """Rates of a GPU. The vendor states the peak; all further rates are estimates."""
 
     peak_tflops: float | None  # dense bf16
     matmul_tflops: float  # reached by a large product
     memory_gb_s: float
-    link_gb_s: float  # to the other GPUs of its node, in each direction
+    link_gb_s: float  # to further GPUs of its node, in each direction
     network_gb_s: float  # a GPU's share of its node's links to other nodes
 
 
@@ -52,9 +52,9 @@ _UNKNOWN_GPU = GpuModel(None, 50, 500, 20, 1.25)
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a process can find out about the machine that it runs on, without a measurement."""
+    """Facts about a machine that a process can find out without a measurement."""
 
-    host_gib: float  # memory of the node, or what the process and its siblings may use of it
+    host_gib: float  # memory of the node, or of the control group of its processes
     local_ranks: int | None = None  # tasks on each node; None: no launcher has started this process
     nodes: int = 1
     gpu: str | None = None  # torch's name of the GPU

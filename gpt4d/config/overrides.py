@@ -1,7 +1,7 @@
 """The form of overrides on a command line, checked before Hydra reads them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpt4d.config.keys import groups, key_types, known_keys, meant_key, unknown_key
 from gpt4d.config.schema import ConfigError
@@ -20,7 +20,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with whole floats of integer keys as integers: ``train.steps=600`` for ``train.steps=6e2``.
+    """Return the overrides with integers for integer keys: ``train.steps=600`` for ``train.steps=6e2``.
 
     Raises ConfigError, naming the key that is meant, for keys that do not exist and for settings as ``--key value``.
     """
@@ -28,7 +28,7 @@ def checked_overrides(overrides: Sequence[str]) -> list[str]:
     checked = []
     for place, override in enumerate(overrides):
         if override.startswith("--") and override.partition("=")[0] not in _HYDRA_FLAGS:
-            raise _flag(override, overrides[place + 1 : place + 2])
+            raise flag_error(override, overrides[place + 1 : place + 2])
         key, equals, value = override.partition("=")
         if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not key.startswith("hydra"):
             _check_key(key, value)
@@ -58,11 +58,13 @@ def _check_key(key: str, value: str) -> None:
         raise unknown_key(key)
 
 
-def _flag(flag: str, following: Sequence[str]) -> ConfigError:
-    """Return the error for ``--key value``."""
+def flag_error(flag: str, following: Sequence[str], own: Collection[str] = ()) -> ConfigError:
+    """Return the error for ``--key value``. ``own``: further keys of the command."""
     name, equals, value = flag.removeprefix("--").partition("=")
+    if name.replace("-", "_") in own:
+        name = name.replace("-", "_")
     if not equals:
         value = next((text for text in following if not text.startswith("-") and "=" not in text), "…")
-    key = name if name in known_keys() else meant_key(name)
+    key = name if name in {*known_keys(), *own} else meant_key(name)
     example = f"{key}={value}" if key else "train.steps=100, for example"
     return ConfigError(f"{flag}: settings are key=value; use {example}")

@@ -5,8 +5,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from gpt4d.config.checks import check_choice, divisors, grid_sizes, share_multiple, shortened
+from gpt4d.config.checks import grid_sizes, share_multiple
 from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.config.values import check_choice, divisors, shortened
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # those that compute gradients of inputs and of weights apart

@@ -28,7 +28,7 @@ class ModelConfig:
     name: str = "model"
 
     def on_grids(self, grids: "Iterable[GridSizes]") -> "ModelConfig":
-        """Return the settings with the padding that the grids of all pipeline stages need. By default there is none."""
+        """Return the settings with the padding that the grids of all pipeline stages need: by default none."""
         return self
 
 
@@ -134,7 +134,7 @@ class ClusterConfig:
     name: str = "local"
     device: str = "cpu"  # or cuda; decides what train.precision=auto means
     memory_gib: float | None = 8.0  # per device; null: an equal share of host_gib
-    host_gib: float | None = None  # of a node, where its devices share the memory
+    host_gib: float | None = None  # memory of a node whose devices share it
     margin: float = 0.05  # share of a device's memory that the planner's choices leave free
     reserved_gib: float = 0.5  # part of memory_gib that libraries occupy before the first tensor
     peak_tflops: float | None = None  # vendor's figure per device, the base of MFU and HFU

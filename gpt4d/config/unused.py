@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt4d.config.checks import tokenizer_file, value_of
+from gpt4d.config.checks import tokenizer_file
 from gpt4d.config.composing import preset
 from gpt4d.config.schema import Config, ConfigError
+from gpt4d.config.values import value_of
 
 # Why a configuration does not read a key, and the remedy: "reason; remedy". None if it reads the key.
 Condition = Callable[[Config], str | None]

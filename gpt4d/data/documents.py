@@ -54,7 +54,7 @@ def size(config: DataConfig) -> int | None:
 
 
 def identity(config: DataConfig) -> str:
-    """Return what identifies a corpus (``sources.facts``) and how its documents are read."""
+    """Return the facts that identify a corpus (``sources.facts``), and the settings with which documents are read."""
     return repr((config.source, config.column, config.skip_empty, *sources.facts(config, files)))
 
 

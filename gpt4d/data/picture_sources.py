@@ -23,7 +23,7 @@ def pictures(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarra
 
 
 def identity(config: DataConfig, size: int, channels: int) -> str:
-    """Return what identifies the pictures (``sources.facts``) and how they are read."""
+    """Return the facts that identify the images (``sources.facts``), and the settings with which they are read."""
     return repr((config.source, config.column, size, channels, *sources.facts(config, _files)))
 
 

@@ -31,7 +31,7 @@ def package_directory(config: DataConfig, module: str, package: str) -> Path:
 
 
 def facts(config: DataConfig, files: Callable[[DataConfig], list[Path]]) -> tuple:
-    """Return what identifies a corpus wherever it is mounted: its files' names and content, or a dataset's name.
+    """Return facts that identify a corpus wherever it is mounted: its files' names and content, or a dataset's name.
 
     ``files`` returns the files of a corpus that is not on the hub. Names are relative to the files' common folder. A
     corpus of up to a gigabyte is compared completely, a larger one by sizes and samples (``_fingerprint``). Raises

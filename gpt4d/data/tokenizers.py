@@ -37,7 +37,7 @@ _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 def end_of_text(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) -> int:
     """Return the id of the token that ends a document.
 
-    It is the ``eos_token`` in the files beside tokenizer.json (``companions``), otherwise the first known name of such
+    It is the ``eos_token`` in the files next to tokenizer.json (``companions``), otherwise the first known name of such
     a token that the tokenizer has. Raises ConfigError if the tokenizer has no such token.
     """
     own = special_tokens(files or {}).get("eos_token")
@@ -50,7 +50,7 @@ def end_of_text(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) 
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return ``bos_token``, ``eos_token`` and ``pad_token`` as far as the files beside tokenizer.json set them.
+    """Return ``bos_token``, ``eos_token`` and ``pad_token`` as far as the files next to tokenizer.json set them.
 
     Raises ConfigError for a file with invalid JSON.
     """
@@ -75,7 +75,7 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 def load(key: str, name: str) -> dict[str, bytes]:
     """Return the files of a tokenizer by name: tokenizer.json and its ``companions``.
 
-    tokenizer.json is not rewritten if there is one, since runs compare its fingerprint. Raises ConfigError, which names
+    An existing tokenizer.json is not rewritten, since runs compare its fingerprint. Raises ConfigError, which names
     the setting ``key``, if the tokenizer cannot be used.
 
     Args:

@@ -280,6 +280,11 @@ class Description:
         counts = Counter(id(spec) for spec in self.parameters.values())
         return [(specs[key], count) for key, count in counts.items()]
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of elements of all parameters, without padding."""
+        return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts)
+
     @cached_property
     def blocks(self) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.units if unit.block)

@@ -67,6 +67,7 @@ class Family:
         structure: the settings that decide which parameters exist and what they compute; they must agree with a
             checkpoint's.
         task: the name of the task that such models are trained for.
+        unit: the unit of progress: tokens, or images.
         check: raises ConfigError for settings that are impossible on any grid.
         describe: returns the torch-free description for given settings.
         build: returns parts of the model, whose parameters a weight stream creates, their values unset. It imports
@@ -80,8 +81,13 @@ class Family:
     config: type[ModelConfig]
     structure: tuple[str, ...]
     task: str
+    unit: str
     check: Callable[[Config], None]
     describe: Callable[[Any], Description]
     build: Callable[[Any, "WeightStream", Sequence[Part]], "nn.Module"]
     hugging_face: Callable[[], HuggingFaceAdapter] | None = None
     hf_model_types: tuple[str, ...] = ()
+
+    def units_per_sample(self, config: Config) -> int:
+        """Return the number of units in a sample of a run."""
+        return config.train.seq_len if self.unit == "tokens" else 1

@@ -62,9 +62,9 @@ def describe(config: ModelConfig) -> Description:
 
 
 def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description:
-    """Return the description of a run's model: that of ``describe`` with what ``parallel.*`` and ``train.*`` change.
+    """Return ``describe`` of a run's model with the changes that ``parallel.*`` and ``train.*`` make.
 
-    ``grids``: those of all stages, for which the model is padded. The configuration of a plan needs none.
+    ``grids``: the grids of all stages, for which the model is padded. The configuration of a plan needs no grids.
     """
     description = describe(config.model.on_grids(grids)).with_whole_layers(config.parallel.whole_layers)
     chunks = config.train.loss_chunks

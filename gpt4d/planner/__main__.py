@@ -1,36 +1,39 @@
 """Rank the grids that can train a model on a machine, by time of a step: python -m gpt4d.planner world_size=32.
 
   world_size=32    number of devices; without it, the fewest that can train the model are printed
-  grid=4x1x2x1     answer for this grid gx·gy·gz·gdata only: whether it fits, and what makes it fit
-  tokens=100e9     tokens to train on: hours and device-hours; without it, those of train.steps
+  grid=4x1x2x1     answer for this grid gx·gy·gz·gdata only: whether it fits, and settings that make it fit
+  tokens=100e9     tokens to train on: hours and device-hours; by default, of train.steps
   top=10           maximum number of plans
   format=json      a list for programs, best first; or table
   plot=plan.png    a picture of the plans
   cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
 
-Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. What they leave
-open the planner chooses: the grid, pipeline stages, microbatches, train.activation_checkpointing, train.loss_chunks,
-optim.shard_states and some of parallel.*. It keeps cluster.margin=0.05 of a device's memory free. With
-parallel.mode=atp, it ranks ATP's DeviceMesh(d1, d2). Nothing here imports torch on a machine without GPUs.
+Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. The planner
+chooses the settings that they leave open: the grid, pipeline stages, microbatches, optim.shard_states,
+train.activation_checkpointing, train.loss_chunks and some of parallel.*. It keeps cluster.margin=0.05 of a device's
+memory free. With parallel.mode=atp, it ranks ATP's DeviceMesh(d1, d2). Nothing here imports torch on a machine without
+GPUs.
 """
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpt4d.config import (
     Config,
     ConfigError,
     GridSizes,
+    asks_for_help,
     check_at_least,
     check_choice,
     check_picture,
     check_pipeline,
     check_values,
     compose,
+    flag_error,
     from_arguments,
+    known_keys,
 )
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables
@@ -60,11 +63,14 @@ class PlannerQuery:
 
 
 def main(arguments: list[str]) -> None:
-    if set(arguments) & {"--help", "-h"}:
+    if asks_for_help(arguments):
         print(__doc__)
         return
-    own = tuple(f"{field.name}=" for field in fields(PlannerQuery))
-    _check_dashes(arguments)
+    names = known_keys(PlannerQuery)
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            raise flag_error(argument, arguments[place + 1 : place + 2], names)
+    own = tuple(f"{name}=" for name in names)
     query = from_arguments(PlannerQuery, [argument for argument in arguments if argument.startswith(own)])
     overrides = [argument for argument in arguments if not argument.startswith(own)]
     if query.tokens is not None:
@@ -83,14 +89,6 @@ def main(arguments: list[str]) -> None:
         _rank_grids(config, query.world_size, query, overrides)
 
 
-def _check_dashes(arguments: Sequence[str]) -> None:
-    for place, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            name, equals, value = argument.lstrip("-").replace("-", "_").partition("=")
-            following = arguments[place + 1] if place + 1 < len(arguments) else "VALUE"
-            raise ConfigError(f"{argument}: arguments are key=value; use {name}={value if equals else following}")
-
-
 def _check(query: PlannerQuery, config: Config) -> None:
     check_values(config, registry.of(config.model))
     check_pipeline(config)
@@ -104,7 +102,7 @@ def _check(query: PlannerQuery, config: Config) -> None:
 
 
 def _machine(config: Config) -> str:
-    """Return the machine, for people."""
+    """Return a readable name of the machine."""
     cluster = config.cluster
     memory = f"{cluster.host_gib:g} GiB" if cluster.memory_gib is None else f"{cluster.memory_gib:g} GiB each"
     return f"{cluster.name} ({memory})"
@@ -137,7 +135,7 @@ def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: li
 
 
 def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> None:
-    """Print whether a grid fits and what a step on it takes. Raises ConfigError if it is not possible."""
+    """Print whether a grid fits, and the time of a step. Raises ConfigError if it is not possible."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", query.grid or "")
     if not match or "0" in match.groups():
         raise ConfigError(f"grid={query.grid}: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1, for example")

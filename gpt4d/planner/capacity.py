@@ -1,4 +1,4 @@
-"""Memory of grids and pipelines: the largest microbatch that fits, the least memory, the fewest devices."""
+"""Memory of grids and pipelines: the largest microbatch that fits, minimum memory, minimum number of devices."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from gpt4d.planner.workload import grids, micro_batch_sizes, training_state
 
 
 def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | None, float]:
-    """Return the largest microbatch per device that fits and the GiB it needs; None and the least GiB if none fits.
+    """Return the largest microbatch per device that fits and the GiB it needs; None and the minimum if none fits.
 
-    The least GiB is a bound if even the training state does not fit. Microbatches up to ``more_than`` are left out.
+    The minimum is a lower bound if even the training state does not fit. Microbatches up to ``more_than`` are left out.
     """
     memory = usable_gib(estimate.config.cluster)
     if estimate.least_gib() > memory:
@@ -47,7 +47,7 @@ def estimate_of(level: Level, sizes: GridSizes) -> Estimate:
 
 
 def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Estimate, int | None]:
-    """Return the estimate and its largest microbatch that fits, if any; with split tokens where a larger one fits then.
+    """Return the estimate and its largest microbatch that fits, if any; with split tokens if a larger one then fits.
 
     Microbatches up to ``more_than`` are left out.
     """

@@ -12,7 +12,7 @@ class Duration:
 
     steps: int | None  # None: train.epochs, whose number of steps depends on the data
     devices: int
-    units: int  # tokens or pictures per step
+    units: int  # tokens or images per step
     unit: str
     step_time_s: float
 
@@ -28,7 +28,7 @@ class Duration:
 
     @property
     def units_per_s(self) -> float:
-        """Tokens or pictures per second over all devices."""
+        """Tokens or images per second over all devices."""
         return self.units / self.step_time_s
 
     def __str__(self) -> str:
@@ -43,24 +43,17 @@ class Duration:
 
 def duration(config: Config, devices: int, step_time_s: float) -> Duration:
     """Return the duration of a run with ``step_time_s`` seconds per step."""
-    train, text = config.train, is_text(config)
-    units = train.batch_size * (train.seq_len if text else 1)
-    return Duration(
-        train.steps if train.epochs is None else None, devices, units, "tokens" if text else "pictures", step_time_s
-    )
+    train, family = config.train, registry.of(config.model)
+    steps = train.steps if train.epochs is None else None
+    return Duration(steps, devices, train.batch_size * family.units_per_sample(config), family.unit, step_time_s)
 
 
 def batch_text(config: Config) -> str:
     """Return the batch in words, since the answers depend on it."""
-    train = config.train
-    if not is_text(config):
-        return f"{train.batch_size:,} pictures per step"
+    train, unit = config.train, registry.of(config.model).unit
+    if unit != "tokens":
+        return f"{train.batch_size:,} {unit} per step"
     return f"{train.batch_size:,} sequences of {train.seq_len:,} tokens per step"
-
-
-def is_text(config: Config) -> bool:
-    """Return whether the model trains on tokens."""
-    return registry.of(config.model).task == "language_modeling"
 
 
 def _hours(hours: float) -> str:

@@ -136,7 +136,7 @@ class Estimate:
         return self.config.cluster.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
 
     def bound_gib(self) -> float:
-        """Return less than a step needs: what it holds after the backward, before the update."""
+        """Return a lower bound of the memory of a step: the training state between the backward and the update."""
         return self.least_gib() + self.state["gradients"] / GIB
 
     def memory_gib(self, micro_batch: int) -> float:

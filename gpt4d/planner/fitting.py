@@ -1,4 +1,4 @@
-"""Whether a run fits in the memory of its devices, and what makes it fit: other settings, or more devices."""
+"""Whether a run fits in the memory of its devices, and the settings or devices that make it fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ class Fit:
 
     Args:
         config: the resolved configuration.
-        plan: the planned step; its memory is that of the fullest stage.
+        plan: the planned step, with the memory of the fullest stage.
         cluster: the machine as it is configured, for any number of devices.
     """
 
@@ -60,11 +60,11 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the planned memory is no more than that of a device. The margin is for the planner's choices."""
+        """Whether the planned memory is at most the memory of a device. The margin is for the planner's choices."""
         return self.plan.memory_gib <= self.device_gib
 
     def __str__(self) -> str:
-        """Return one line: what is needed, what there is."""
+        """Return needed and available memory in one line."""
         cluster = self.config.cluster
         return (
             f"model={self.config.model.name}: a step needs {self.plan.memory_gib:,.4g} GiB of a device, and one of "
@@ -119,7 +119,7 @@ def fit(plan: ParallelPlan, cluster: ClusterConfig) -> Fit:
 
 
 def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
-    """Raise ConfigError, with remedies, if the planned memory of a run exceeds that of its devices."""
+    """Raise ConfigError, with remedies, if the planned memory of a run exceeds the memory of its devices."""
     limit = total_gib(plan.config.cluster)
     if PipelineEstimate.of(plan).needed_gib(limit) > limit:
         fit(plan, cluster).check()

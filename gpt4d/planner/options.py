@@ -48,7 +48,7 @@ def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
 
     Args:
         config: the user's settings.
-        keys: those of ``KEYS`` that the planner may choose. Values that the model does not allow are left out.
+        keys: the keys in ``KEYS`` that the planner may choose. Values that the model does not allow are left out.
     """
     found, options = [level(config, {})], dict[str, Any]()
     for savings in _SAVINGS:
@@ -62,7 +62,7 @@ def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
 
 
 def open_keys(config: Config, overrides: Sequence[str] = ()) -> list[str]:
-    """Return those of ``KEYS`` that have their default and that no override names."""
+    """Return the keys in ``KEYS`` that have their default and that no override names."""
     named = {override.lstrip("+~").partition("=")[0] for override in overrides}
     return [key for key in KEYS if key not in named and value_of(config, key) == value_of(Config(), key)]
 

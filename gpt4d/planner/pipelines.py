@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, with_stages
-from gpt4d.config.checks import shortened
+from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, shortened, with_stages
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.options import Level, level, with_settings
@@ -32,7 +31,9 @@ class PipelineRanking:
     plans: list[Plan] = field(default_factory=list)
     pruned: int = 0  # number of pipelines that only the quick estimate has judged
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids of stages that do not fit, and their GiB
-    exact: dict[GridSizes, Callable[[], float]] = field(default_factory=dict)  # of those that have a bound
+    exact: dict[GridSizes, Callable[[], float]] = field(
+        default_factory=dict
+    )  # exact GiB where ``too_large`` has a lower bound
     problem: str | None = None  # why the first pipeline that is not possible is not
 
 
@@ -76,9 +77,9 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
 
 
 def _fastest(searches: Sequence["Search"], sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
-    """Return the fastest plan that fits with any options; else None and the least GiB.
+    """Return the fastest plan that fits with any options; else None and the minimum of memory in GiB.
 
-    Options pay off by fewer microbatches: a number is left out if it would not be faster without them.
+    Options pay off by fewer microbatches: a number is left out if it is not faster without them.
     """
     best: PipelineEstimate | None = None
     chosen, first = searches[0], searches[0]
@@ -194,7 +195,7 @@ class Search:
         return any(self._fits(estimate) for estimate in self.smallest(sizes))
 
     def least_gib(self, sizes: tuple[GridSizes, ...]) -> float:
-        """Return the least GiB that the pipeline needs with one of the numbers of microbatches that are tried."""
+        """Return the minimum of memory in GiB over the numbers of microbatches that are tried."""
         return min(estimate.needed_gib(math.inf) for estimate in self.smallest(sizes))
 
     def smallest(self, sizes: tuple[GridSizes, ...]) -> Iterator[PipelineEstimate]:

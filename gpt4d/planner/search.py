@@ -32,7 +32,7 @@ _MAX_MEASURED = 300  # grids whose least memory is estimated exactly to find the
 
 @dataclass
 class Least:
-    """The least memory that a step needs on any grid that does not fit."""
+    """The minimum of memory that a step needs on any grid that does not fit."""
 
     gib: float
     grid: GridSizes
@@ -52,12 +52,12 @@ class Ranking:
     problem: str | None = None  # why the first impossible grid is impossible
     pruned: int = 0  # number of grids and pipelines that only computation and sums of outputs have judged
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids that do not fit, and the GiB they need
-    # The exact GiB of those of which ``too_large`` has a bound.
+    # Functions that return the exact GiB of a grid for which ``too_large`` has a lower bound.
     exact: dict[GridSizes, Callable[[], float]] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # settings with which the least memory is needed
+    options: dict[str, Any] = field(default_factory=dict)  # settings that need the minimum of memory
 
     def least(self) -> Least:
-        """Return the least memory of the grids that do not fit, exactly unless very many would have to be estimated."""
+        """Return the minimum over the grids that do not fit, exactly unless very many grids have to be estimated."""
         for _ in range(_MAX_MEASURED):
             sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
             if sizes not in self.exact:
@@ -260,7 +260,7 @@ def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
 
 
 def _improve(plan: Plan, choices: list[Level]) -> Plan:
-    """Return the plan with settings, one after another, that make its step faster and still fit."""
+    """Return the plan with settings, tried sequentially, that make its step faster and still fit."""
     config = choices[0].config
     if plan.sizes.data > 1 and "optim.shard_states" in choices[-1].options and "optim.shard_states" not in plan.options:
         options = {"optim.shard_states": True, **plan.options}

@@ -165,7 +165,7 @@ def _missing_grids(config: Config, ranking: Ranking) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """Return seconds for people."""
+    """Return seconds in a readable unit."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 

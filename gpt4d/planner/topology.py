@@ -46,7 +46,7 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
 def spans(sizes: GridSizes, innermost: str | None = None, world: int | None = None) -> dict[str, RankSpan]:
     """Return the span of each axis, and of all devices as ``world``; x or ``innermost`` joins neighboring ranks.
 
-    ``world``: the number of devices if it is not that of the grid, which is one of several stages.
+    ``world``: the number of devices of all stages; None if the grid has all devices.
     """
     by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, innermost).items()}
     return by_axis | {"world": RankSpan(1, world or sizes.devices)}
@@ -60,7 +60,7 @@ def node_size(cluster: ClusterConfig) -> int:
 
 
 def for_devices(cluster: ClusterConfig, devices: int) -> ClusterConfig:
-    """Return the machine with the memory that each of ``devices`` devices has, if those of a node share it."""
+    """Return the machine with the memory of each of ``devices`` devices, if the devices of a node share memory."""
     if cluster.memory_gib is not None or cluster.host_gib is None:
         return cluster
     return replace(cluster, memory_gib=cluster.host_gib / min(devices, node_size(cluster)))

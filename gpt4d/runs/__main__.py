@@ -23,7 +23,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gpt4d.config import ConfigError, check_above_0, check_choice, check_picture, from_arguments, known_keys
+from gpt4d.config import (
+    ConfigError,
+    asks_for_help,
+    check_above_0,
+    check_choice,
+    check_picture,
+    from_arguments,
+    known_keys,
+)
 from gpt4d.runs import plots
 from gpt4d.runs.summary import Run, differences, find_runs, open_run
 from gpt4d.runs.tables import console, differences_table, runs_table
@@ -110,7 +118,7 @@ _COMMANDS: dict[str, _Command] = {
 
 
 def main(arguments: list[str]) -> None:
-    if "--help" in arguments or "-h" in arguments:
+    if asks_for_help(arguments):
         print(__doc__)
         return
     selected: _Command = (list_runs, ListConfig)

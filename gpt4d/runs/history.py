@@ -88,7 +88,7 @@ class History:
 def interval_means(points: list[Point], intervals: int) -> list[Point]:
     """Return the means of at most ``intervals`` groups of neighboring points, which have equal sizes up to one.
 
-    Counts of the means are those of the last point of each group.
+    The counts of a mean come from the last point of its group.
     """
     count = min(intervals, len(points))
     bounds = [len(points) * index // count for index in range(count + 1)] if count else []

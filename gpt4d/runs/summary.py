@@ -53,7 +53,7 @@ def state_of(history: History, locked: bool, holder: lock.Holder | None, now: fl
 
 @dataclass
 class Run:
-    """A run directory. ``update`` reads what has changed since the last call."""
+    """A run directory. ``update`` reads the changes since the last call."""
 
     path: Path
 
@@ -150,7 +150,7 @@ def is_run(path: Path) -> bool:
 
 
 def open_run(path: Path) -> Run:
-    """Return the run at ``path``. Raises ConfigError if there is none."""
+    """Return the run at ``path``. Raises ConfigError if there is no run."""
     if not is_run(path):
         raise ConfigError(f"{path}: not a run; pass a directory with metrics.jsonl")
     return Run(path)
@@ -178,7 +178,7 @@ def _is_compared(key: str) -> bool:
 
 
 def differences(first: Run, second: Run) -> dict[str, Change]:
-    """Return what differs between the newest starts of two runs, by name: settings, commit, versions, grids, data."""
+    """Return the differences between the newest starts of two runs: settings, commit, versions, grids, data."""
     described = []
     for run in (first, second):
         start: dict[str, Any] = next(reversed(starts.read(run.path)), {})

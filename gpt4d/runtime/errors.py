@@ -26,7 +26,7 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-    except OutOfMemory as raised:  # of a single rank; in a job of several, the rendezvous reports it
+    except OutOfMemory as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
         print_error(str(raised))
         sys.exit(1)
     except Exception as raised:
@@ -34,7 +34,7 @@ def one_line_errors() -> Iterator[None]:
         if not isinstance(error, ConfigError):
             raise
         launch = Launch.from_environment()
-        # The launcher of a sweep's job is the sweep, which does not end the other ranks.
+        # The launcher of a sweep's job is the sweep, which does not end further ranks.
         if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
             time.sleep(_PRINT_GRACE_S)
         if launch.local_rank:

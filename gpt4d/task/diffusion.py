@@ -40,9 +40,6 @@ class Diffusion(ReadingTask):
     that cannot be used. The loss of a picture is the mean squared error of its elements.
     """
 
-    unit = "images"
-    units_per_sample = 1
-
     def __init__(self, config: Config):
         settings: Any = config.model  # of any family with the settings of pictures and of the diffusion
         self.settings, size, channels = settings, settings.image_size, settings.image_channels

@@ -24,7 +24,7 @@ from gpt4d.task.task import Artifact, GenerateConfig
 
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
 _PROMPT_TOKENS = 16
-_FEW_TOKENS = 0.9  # of the model's vocabulary: more waste is reported
+_FEW_TOKENS = 0.9  # share of the model's vocabulary: a smaller tokenizer is reported
 
 
 def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
@@ -70,10 +70,8 @@ class LanguageModeling(ReadingTask):
     data that cannot be used.
     """
 
-    unit = "tokens"
-
     def __init__(self, config: Config):
-        self.config, self.units_per_sample = config, config.train.seq_len
+        self.config = config
         self._corpus = run_on_rank0(lambda: corpus(config.data))
         self._files = self._corpus.first
         training, held_out = run_on_all_ranks(self._read)

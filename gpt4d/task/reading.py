@@ -10,6 +10,7 @@ import torch
 from gpt4d.config import Config
 from gpt4d.data.batch import Batch
 from gpt4d.data.loader import Loader, Source
+from gpt4d.model import registry
 from gpt4d.parallel.stage import Stage
 from gpt4d.task.averages import WeightAverages
 
@@ -21,6 +22,8 @@ class ReadingTask(ABC):
 
     def __init__(self, config: Config, training: Source, held_out: Source | None):
         self.config, self._training, self._held_out = config, training, held_out
+        family = registry.of(config.model)
+        self.unit, self.units_per_sample = family.unit, family.units_per_sample(config)
         self.samples = training.count
 
     @abstractmethod

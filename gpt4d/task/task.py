@@ -99,7 +99,7 @@ class Task(Protocol):
     def identity(self) -> dict[str, str]:
         """Return fingerprints of the data's meaning, compared when a run resumes, and ``data``, the data's name.
 
-        ``samples`` is the fingerprint of what the sample ids refer to, apart from the settings that decide their order.
+        ``samples`` is the fingerprint of the samples without the settings that decide their order.
         """
 
     def documents(self) -> dict[str, bytes]:

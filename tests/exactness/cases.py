@@ -5,8 +5,7 @@ import random
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from gpt4d.config import Config, GridSizes
-from gpt4d.config.checks import divisors
+from gpt4d.config import Config, GridSizes, divisors
 from gpt4d.config.composing import CONFIG_DIR, to_config
 from gpt4d.config.pipeline import SCHEDULES, STRATEGIES
 
@@ -22,7 +21,7 @@ class Case:
     """A configuration on several ranks.
 
     Attributes:
-        seed: what it was drawn with.
+        seed: the seed that draws it.
         family: a key of FAMILIES.
         plan: ``grid``, ``atp`` or ``stages``.
         world_size: number of ranks.

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt4d.config import LevelConfig, compose, machine
-from gpt4d.config.checks import check_cluster
+from gpt4d.config.cluster import check_cluster
 from gpt4d.config.machine import MachineFacts, describe, ranks_and_nodes
 from gpt4d.planner.topology import for_devices, node_size
 from tests.planner.test_search import ask

@@ -100,8 +100,8 @@ def test_a_command_starts_as_the_machine_requires():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world-size", "8"], "--world-size: arguments are key=value; use world_size=8"),
-        (["--top=3"], "--top=3: arguments are key=value; use top=3"),
+        (["--world-size", "8"], "--world-size: settings are key=value; use world_size=8"),
+        (["--top=3"], "--top=3: settings are key=value; use top=3"),
         (
             ["world_size=8", "parallel.gx=8"],
             "parallel.gx=8: the planner chooses the grid; leave it out, or ask for one",

@@ -157,6 +157,7 @@ FAMILY = Family(
     config=ToyConfig,
     structure=("blocks", "features", "hidden", "wide", "narrow", "outputs"),
     task="regression",
+    unit="rows",
     check=_check_model,
     describe=describe,
     build=_build,

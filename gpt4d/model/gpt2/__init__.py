@@ -40,6 +40,7 @@ FAMILY = Family(
     config=GPT2Config,
     structure=("layers", "hidden", "heads", "vocab_size", "max_positions", "norm_epsilon"),
     task="language_modeling",
+    unit="tokens",
     check=_check,
     describe=describe,
     build=_build,

@@ -76,6 +76,7 @@ FAMILY = Family(
     config=LlamaConfig,
     structure=(*_SIZES[:-1], "max_positions", "norm_epsilon", "tied", "qkv_bias", "qk_norm", *_ROPE),
     task="language_modeling",
+    unit="tokens",
     check=_check,
     describe=describe,
     build=_build,

@@ -91,6 +91,7 @@ FAMILY = Family(
         "prediction",
     ),
     task="diffusion",
+    unit="images",
     check=_check,
     describe=describe,
     build=_build,

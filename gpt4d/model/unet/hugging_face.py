@@ -128,7 +128,7 @@ def hf_config(config: UNetConfig) -> dict[str, Any]:
     if (first := config.multipliers[0]) != 1:
         raise ConfigError(
             f"model.multipliers={config.multipliers}: the first convolution of diffusers' UNet2DModel has as many "
-            f"channels as the first level, and that of this model has model.channels={config.channels}; export a model "
+            f"channels as the first level, but this model's has model.channels={config.channels}; export a model "
             f"whose first multiplier is 1, such as model.channels={first * config.channels}"
         )
     sizes = [config.image_size >> level for level in range(len(config.multipliers))]

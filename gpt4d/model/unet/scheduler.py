@@ -1,4 +1,4 @@
-"""The diffusion's settings as those of a scheduler of diffusers, and back. No torch here."""
+"""Conversion of the diffusion's settings to settings of a scheduler of diffusers, and back. No torch here."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _MAX_BETA = 0.999
 
 
 def to_diffusers(config: UNetConfig) -> dict[str, Any]:
-    """Return the settings of a DDIMScheduler whose timesteps and updates equal those of gpt4d.task.diffusion_process.
+    """Return the settings of a DDIMScheduler with the same timesteps and updates as gpt4d.task.diffusion_process.
 
     They are equal if the number of sampling steps divides ``model.timesteps``.
     """

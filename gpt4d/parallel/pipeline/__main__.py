@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt4d.config import ConfigError, check_choice, check_picture, from_arguments
+from gpt4d.config import ConfigError, asks_for_help, check_choice, check_picture, from_arguments
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
@@ -33,7 +33,7 @@ class ScheduleQuery:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments and arguments[0] in ("--help", "-h"):
+    if asks_for_help(arguments):
         print(__doc__)
         return
     query = from_arguments(ScheduleQuery, arguments)

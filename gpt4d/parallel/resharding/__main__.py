@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from gpt4d.config import ConfigError, check_choice, check_picture, from_arguments
+from gpt4d.config import ConfigError, asks_for_help, check_choice, check_picture, from_arguments
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import plan_report
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
@@ -46,7 +46,7 @@ class ReshardingQuery:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments and arguments[0] in ("--help", "-h"):
+    if asks_for_help(arguments):
         print(__doc__)
         return
     query = from_arguments(ReshardingQuery, arguments)

@@ -1,6 +1,6 @@
 """What ranks have of the heads of an attention, without ranks."""
 
-from gpt4d.config.checks import divisors
+from gpt4d.config import divisors
 from gpt4d.parallel.layers import specs
 
 MOST_HEADS = 40
