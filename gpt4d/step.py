@@ -12,6 +12,7 @@ from torch import nn
 from gpt4d import optim
 from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
+from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
 from gpt4d.parallel import collectives, fusion, gradients
@@ -114,10 +115,7 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
     described = [whole.stage(stage_plan.parts) for stage_plan in plan.stages]
     copies = [
         Copy(name, owner, holder, spec.layout, spec.shape, stage.weights.dtype)
-        for holder, description in enumerate(described)
-        for name, spec in description.copied.items()
-        for owner, other in enumerate(described)
-        if name in other.parameters and name not in other.copied
+        for name, owner, holder, spec in copied_parameters(described)
     ]
     # Not with local synchronization: torch derives the name from how many groups a rank has, which differs by stage.
     new_group = partial(dist.new_group, timeout=timeout)

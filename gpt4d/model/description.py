@@ -371,3 +371,14 @@ class Description:
     def hardware_flops(self, samples: int, length: int) -> float:
         """Return the FLOPs of a step whose blocks are computed once more in the backward (Narayanan et al.)."""
         return self.training_flops(samples, length) * 96 / 72
+
+
+def copied_parameters(stages: Sequence[Description]) -> list[tuple[str, int, int, ParameterSpec]]:
+    """Return each copy of a parameter as its name, the stage that owns it, the stage of the copy, and its spec."""
+    return [
+        (name, owner, holder, spec)
+        for holder, description in enumerate(stages)
+        for name, spec in description.copied.items()
+        for owner, other in enumerate(stages)
+        if name in other.parameters and name not in other.copied
+    ]

@@ -40,6 +40,7 @@ class Plan:
     stages: tuple[GridSizes, ...] = ()  # of a pipeline; the other figures are those of its slowest stage
     pipeline: PipelineConfig | None = None
     idle_s: float = 0.0  # for which that stage waits for others
+    link_bytes: Mapping[str, int] = field(default_factory=dict)  # by link between stages: sent by all of its ranks
     published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property

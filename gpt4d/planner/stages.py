@@ -1,6 +1,7 @@
 """Time and memory of a step on pipeline stages: a walk through each stage, and the simulated schedule of all."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -9,9 +10,12 @@ from typing import Any, NamedTuple
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
 from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
 from gpt4d.model import registry
-from gpt4d.model.description import Description
+from gpt4d.model.costs import MASTER_BYTES
+from gpt4d.model.description import Description, copied_parameters
+from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.cuts import balanced
 from gpt4d.parallel.pipeline.planning import orders_of
+from gpt4d.parallel.pipeline.program import link_name
 from gpt4d.parallel.pipeline.schedule import peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.plan import ParallelPlan
@@ -200,10 +204,14 @@ class PipelineEstimate:
 
     def _end_s(self, stage: int) -> float:
         """Return what a stage takes after its last backward: sums of gradients and the update."""
-        return self._alone(stage).step_time_s - self.microbatches * self._busy_s(stage)
+        return self.of_stage(stage).step_time_s - self.microbatches * self._busy_s(stage)
 
-    def _alone(self, stage: int) -> Plan:
-        """Return the plan of a stage that never waits for others."""
+    def of_stage(self, stage: int) -> Plan:
+        """Return the plan of a stage that never waits for others.
+
+        Its microbatches follow each other. A schedule that interleaves them may gather a weight over z more or less
+        often, because a weight that is used twice in succession is gathered once.
+        """
         layout = self.stages[stage]
         return self.estimate(layout, layout.parts).plan(self.micro_batch(layout))
 
@@ -240,9 +248,38 @@ class PipelineEstimate:
 
     def _local_bytes(self, name: str, sizes: GridSizes) -> int:
         """Return the bytes of a tensor of one microbatch on a device of a grid."""
+        return self._nbytes(name) // _tiles(self._layout(name), sizes)
+
+    def _layout(self, name: str) -> Layout:
+        """Return the layout of a tensor that crosses in training."""
         tensor = self.description.tensors[name]
-        split = (self.config.parallel.sequence_parallel and tensor.sequence_parallel) or tensor.layout
-        return self._nbytes(name) // math.prod(getattr(sizes, axis) for axis in split.axes & {*GridSizes._fields})
+        return (self.config.parallel.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+
+    @cached_property
+    def link_bytes(self) -> dict[str, int]:
+        """The bytes that all ranks of each link between stages send in a step, by the link's name.
+
+        Every device that receives gets its tile once: tensors in forwards, their gradients in backwards, and weights
+        that other stages have copies of, with the gradients of these copies.
+        """
+        total: Counter[str] = Counter()
+        count = len(self.stages)
+
+        def send(source: int, target: int, nbytes: int, layout: Layout) -> None:
+            sizes = self.stages[target].sizes
+            total[link_name(source, target)] += nbytes * (sizes.devices // _tiles(layout, sizes))
+
+        for (producer, user), names in self.crossing.items():
+            source, target = producer % count, user % count
+            for name in names if source != target else ():
+                nbytes, layout = self.microbatches * self._nbytes(name), self._layout(name)
+                send(source, target, nbytes, layout)
+                if self.description.tensors[name].has_gradient:
+                    send(target, source, nbytes, layout)
+        for _, owner, holder, spec in copied_parameters([self.description.stage(stage.parts) for stage in self.stages]):
+            for source, target in ((owner, holder), (holder, owner)):
+                send(source, target, math.prod(spec.shape) * MASTER_BYTES, spec.layout)
+        return dict(total)
 
     @property
     def states(self) -> list[dict[str, int]]:
@@ -254,7 +291,7 @@ class PipelineEstimate:
         seconds, memory = self.step_time_s, self.memory_gib
         slowest = max(range(len(self.stages)), key=self._busy_s)
         fullest = max(range(len(memory)), key=memory.__getitem__)
-        plan = self._alone(slowest)
+        plan = self.of_stage(slowest)
         state = {kind: nbytes / GIB for kind, nbytes in self.states[fullest].items()}
         state["reserved"] = self.config.cluster.reserved_gib
         state["activations"] = memory[fullest] - sum(state.values())
@@ -269,10 +306,16 @@ class PipelineEstimate:
             pipeline=pipeline,
             step_time_s=seconds,
             idle_s=seconds - plan.step_time_s,
+            link_bytes=self.link_bytes,
             memory=state,
             mfu=mfu,
             hfu=hfu,
         )
+
+
+def _tiles(layout: Layout, sizes: GridSizes) -> int:
+    """Return the number of different tiles that the devices of a grid hold of a tensor."""
+    return math.prod(getattr(sizes, axis) for axis in layout.axes & {*GridSizes._fields})
 
 
 def transfer_seconds(cluster: ClusterConfig, source: StageLayout, target: StageLayout, nbytes: int) -> float:

@@ -30,6 +30,7 @@ def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence
             "step_time_s": plan.step_time_s,
             "compute_s": plan.compute_s,
             "comm": plan.comm,
+            "link_bytes": plan.link_bytes,
             "memory_gib": plan.memory_gib,
             "memory": plan.memory,
             "micro_batch_size": plan.micro_batch,

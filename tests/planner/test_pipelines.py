@@ -84,6 +84,45 @@ def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size
     }
 
 
+def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
+    """On a rank: the bytes of its links and of x, y and data in the second of two steps."""
+    plan, stage = own_stage(config, world_size, torch.float32, ranks_per_host=2)
+    data = RandomTokens(config, plan, stage)
+    step = TrainStep(stage, data.compute, config.optim)
+    for number in range(2):
+        for axis in stage.axes.values():
+            axis.traffic.read()
+        step(data.batches(number), plan.microbatches, 1, 1e-3)
+    stage.exchange.wait_for_held()
+    stage.exchange.close()
+    return {name: axis.traffic.read()["bytes"] for name, axis in stage.axes.items() if name != "stage"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (6, [PIPELINE + "stage_grids=[2x1x1x2,1x2x1x1]", PIPELINE + "strategy=local_allgather"]),
+        (3, ["model.layers=6", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"]),
+        (8, ["parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2", PIPELINE + "schedule=zb_h1"]),
+        (4, ["model=llama_tiny", "model.tied=false", "model.layers=4", "parallel.gy=2", "train.precision=bf16"]),
+    ],
+    ids=str,
+)
+def test_links_between_stages_and_axes_send_the_planned_bytes(ranks, world_size, settings):
+    stages = 3 if world_size == 3 else 2
+    config = compose([*MODEL, *settings, PIPELINE + f"stages={stages}", "train.batch_size=24", "train.seq_len=32"])
+    plan = validate(config, world_size)
+    estimate = PipelineEstimate.of(plan)
+    links = estimate.link_bytes
+    answers = ranks.run(world_size, bytes_of_a_step, config, world_size)
+    assert {name for counted in answers for name in counted if name.startswith("stage ")} == links.keys()
+    for index, stage in enumerate(plan.stages):
+        axes = estimate.of_stage(index).comm
+        for counted in (answers[member] for member in stage.ranks):
+            planned = {name: links[name] if name in links else axes[name]["bytes"] for name in counted}
+            assert counted == pytest.approx(planned, rel=1e-9)
+
+
 @pytest.mark.parametrize("grid", ["1x1x1x2", "2x1x1x1"])
 def test_weight_gradients_computed_by_themselves_hide_no_sums_of_outputs(grid):
     """A whole backward sums the gradients of inputs over x beside the products of weights, half a backward does not."""

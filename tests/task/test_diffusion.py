@@ -15,6 +15,7 @@ from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.model.unet import scheduler
 from gpt4d.model.unet.config import UNetConfig
+from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.pictures import save_pictures
 from gpt4d.validation import validate
@@ -102,6 +103,8 @@ def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, devices):
     ranks.run(devices, train_in_rank, config)
     assert losses_and_norms(config.run.dir) == pytest.approx(losses_and_norms(serial.run.dir), rel=1e-5)
     assert np.abs(pixels(config.run.dir) - pixels(serial.run.dir)).max() <= 1
+    links = PipelineEstimate.of(validate(config, devices)).link_bytes
+    assert {name: nbytes for name, nbytes in bytes_sent(config.run.dir).items() if name in links} == links
 
 
 def tensors(run_dir, prefix):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.pipeline.program import Transfer
+from gpt4d.parallel.pipeline.program import Transfer, link_name
 from gpt4d.parallel.plan import StagePlan
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import gradient_plan, plan
@@ -108,7 +108,7 @@ class Exchange:
             members = sorted({*stages[source].ranks, *stages[target].ranks})
             group = new_group(members)
             if rank in members:
-                self.links[source, target] = Link(f"stage {source} to {target}", group, device)
+                self.links[source, target] = Link(link_name(source, target), group, device)
         self._meshes, self._strategy = meshes, strategy
         for edge in edges:
             self._prepare(edge)

@@ -26,6 +26,11 @@ class Transfer(NamedTuple):
 Program = list[Action | Transfer]  # of one stage: a transfer stands where the stage starts to send or to receive it
 
 
+def link_name(source: int, target: int) -> str:
+    """Return the name of the link from one stage to another, by which its bytes are planned and counted."""
+    return f"stage {source} to {target}"
+
+
 def programs(orders: Sequence[Order], costs: Costs) -> list[Program]:
     """Return the program of each stage. A tensor that stays on its stage has no transfer."""
     count, timeline = len(orders), simulate(orders, costs)

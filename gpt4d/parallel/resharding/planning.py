@@ -54,6 +54,13 @@ class ReshardingPlan:
     makespan: Fraction
     lower_bound: Fraction
 
+    @property
+    def sent_elements(self) -> int:
+        """Elements that all ranks together send: every receiver gets each tile that it needs once."""
+        if self.strategy == "signal":
+            return sum(len(send.receivers) for send in self.sends)
+        return sum(task.elements * len(task.receivers) for task in self.tasks)
+
 
 @lru_cache(maxsize=128)
 def plan(

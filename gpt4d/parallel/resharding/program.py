@@ -53,10 +53,6 @@ class RankProgram:
     receives: bool
     steps: tuple[SendStep, ...]
 
-    @property
-    def sent_elements(self) -> int:
-        return sum(m.stop - m.start for step in self.steps for round_ in step.rounds for m in round_.sends)
-
 
 def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_type: str = "cpu") -> RankProgram:
     """Return the program of ``rank``, a device of one of the two meshes, for elements of ``element_bytes``."""

@@ -67,7 +67,7 @@ class Resharding:
     def __init__(self, link: Link, plan: ReshardingPlan, dtype: torch.dtype):
         self.link, self.plan, self.dtype = link, plan, dtype
         self.program = rank_program(plan, dist.get_rank(), dtype.itemsize, link.device.type)
-        self.sent_bytes = self.program.sent_elements * dtype.itemsize
+        self.sent_bytes = plan.sent_elements * dtype.itemsize  # by all ranks of the link
         shape, steps = self.program.shape, self.program.steps
         meta = torch.empty(shape, device="meta")
         # By task, buffers for tiles that are not contiguous: a rank receives each tile once and packs it once, however

@@ -85,12 +85,18 @@ def execute(resharding_plan, tensor) -> dict[int, SimulatedRank]:
     return ranks
 
 
+def sent_elements(program) -> int:
+    messages = (message for step in program.steps for round_ in step.rounds for message in round_.sends)
+    return sum(message.stop - message.start for message in messages)
+
+
 def check(resharding_plan):
     tensor = np.arange(math.prod(resharding_plan.shape)).reshape(resharding_plan.shape)
     ranks = execute(resharding_plan, tensor)
     tiles = resharding_plan.destination_mesh.tiles(resharding_plan.shape, resharding_plan.destination)
     for device, tile in tiles.items():
         assert (ranks[device].local == tensor[tuple(slice(*r) for r in tile)]).all()
+    assert sum(sent_elements(rank.program) for rank in ranks.values()) == resharding_plan.sent_elements
     return ranks
 
 
@@ -143,4 +149,5 @@ def test_number_of_chunks_depends_on_the_size():
 
 def test_signal_sends_one_element_per_task():
     resharding_plan = plan_table_2(4, strategy="signal")
-    assert sum(rank_program(resharding_plan, rank, 2).sent_elements for rank in range(16)) == 64
+    programs = [rank_program(resharding_plan, rank, 2) for rank in range(16)]
+    assert sum(map(sent_elements, programs)) == resharding_plan.sent_elements == 64
