@@ -16,6 +16,7 @@ import hydra
 
 from gpt4d import dry_run, sweep
 from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.space import check_space
 from gpt4d.config import CONFIG_DIR, Config, to_config
 from gpt4d.runs import lock
 from gpt4d.runtime import gpu
@@ -43,6 +44,7 @@ def train(config: Config) -> None:
             print(text)
         return
     lock.check_unused(Path(config.run.dir))
+    check_space(config)
     if plan.candidates and not launch.rank:
         mode, chosen = f"parallel.mode={config.parallel.mode} on {config.cluster.name}", ", then ".join(plan.candidates)
         print(f"{mode}: {chosen}", flush=True)

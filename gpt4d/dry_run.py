@@ -1,20 +1,17 @@
 """``train.py --dry-run``: everything that can be checked and predicted without starting. No torch here."""
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gpt4d.checkpoint.space import check_space, readable_size
 from gpt4d.config import Config, ConfigError, matching_files, tokenizer_file
 from gpt4d.model import registry
-from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.planner import tables
 from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.fitting import Fit, fit
 from gpt4d.planner.topology import usable_gib
-
-_STATES = 3  # tensors of a checkpoint per parameter: the weight and AdamW's two averages
 
 
 def dry_arguments(arguments: Sequence[str]) -> list[str]:
@@ -41,7 +38,7 @@ def report(plan: ParallelPlan, config: Config) -> str:
         ("memory", _memory(answer)),
         ("time", f"{tables.plan_line(step)}"),
         ("", str(duration(config, devices, step.step_time_s))),
-        ("disk", _disk(config, size)),
+        ("disk", str(check_space(config))),
     ]
     text = "\n".join(f"{name:7} {value}" for name, value in lines)
     return f"{text}\nThis was a dry run: nothing was started or written. Remove --dry-run to train."
@@ -72,7 +69,7 @@ def _data(config: Config) -> Iterator[str]:
             if not os.access(path, os.R_OK):
                 raise ConfigError(f"data.path={data.path}: {path} cannot be read; check its permissions")
         total = sum(path.stat().st_size for path in files)
-        yield f"{data.source}: {len(files):,} file(s), {_size(total)}"
+        yield f"{data.source}: {len(files):,} file(s), {readable_size(total)}"
     elif data.source in ("tokens", "blend"):
         directories = list(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
@@ -80,7 +77,7 @@ def _data(config: Config) -> Iterator[str]:
             if not files:
                 raise ConfigError(f"data.{'blend' if data.source == 'blend' else 'path'}={directory}: no token files; "
                                   "write them with python -m gpt4d.data.prepare")  # fmt: skip
-            yield f"tokens: {directory}, {_size(sum(path.stat().st_size for path in files))}"
+            yield f"tokens: {directory}, {readable_size(sum(path.stat().st_size for path in files))}"
     elif data.source == "hub":
         yield f"hub: {data.path}, which is downloaded first unless it is in the hub's cache"
     else:
@@ -97,38 +94,3 @@ def _tokenizer(config: Config) -> str:
     if name.endswith(".json") or tokenizer_file(name).is_file():
         return f"tokenizer {tokenizer_file(name)}"
     return f"tokenizer {name}"
-
-
-def _disk(config: Config, parameters: int) -> str:
-    """Return the space of checkpoints and the free space. Raises ConfigError if the first checkpoint does not fit."""
-    averages = config.optim.ema_decay > 0
-    needed = parameters * MASTER_BYTES * (_STATES + averages)
-    run_dir = Path(config.run.dir).resolve()
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        raise ConfigError(f"run.dir={config.run.dir}: {existing} is not writable; use another directory")
-    free = shutil.disk_usage(existing).free
-    if free < needed and config.run.world_size is None:  # else the run may start on another machine
-        raise ConfigError(
-            f"run.dir={config.run.dir}: a checkpoint takes {_size(needed)}, and {_size(free)} are free; "
-            "use a directory on a larger disk"
-        )
-    if config.train.epochs is not None:
-        return f"{_size(needed)} per checkpoint; {_size(free)} are free"
-    every, steps = config.checkpoint.every, config.train.steps
-    saved = -(-steps // every) if every else 1
-    kept = min(saved, config.checkpoint.keep)
-    if config.checkpoint.keep_every:
-        kept += steps // config.checkpoint.keep_every
-    # The oldest is removed after the next one is complete.
-    total = needed * (kept + (saved > kept))
-    text = f"{_size(needed)} per checkpoint, {_size(total)} at most; {_size(free)} are free"
-    return f"{text}: TOO LITTLE, use a larger disk or lower checkpoint.keep" if total > free else text
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.3g} TB"

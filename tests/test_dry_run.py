@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from gpt4d import dry_run
+from gpt4d.checkpoint import space
 from gpt4d.config import ConfigError
 from gpt4d.validation import validate
 
@@ -37,9 +38,17 @@ def test_a_dry_run_names_what_cannot_be_read_or_written(tiny, tmp_path, monkeypa
     with pytest.raises(ConfigError, match="no token files; write them with python -m"):
         dry_run.report(plan, config)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"run\.dir=.*: a checkpoint takes .* and 1 kB are free"):
         dry_run.report(plan, tiny())
+
+
+def test_a_start_without_space_for_a_checkpoint_is_one_line(tiny, monkeypatch):
+    from train import train
+
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ConfigError, match=r"run\.dir=.*: a checkpoint takes .* and 1 kB are free"):
+        train(tiny())
 
 
 def test_a_sweep_has_no_dry_run():

@@ -15,7 +15,7 @@ from typing import cast
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, compose
+from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, compose, unused_keys
 from gpt4d.data import parts, tokens
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
@@ -106,11 +106,18 @@ def main(arguments: list[str]) -> None:
         return
     if not paths.get("out"):
         raise ConfigError("out=…: missing; set it to the directory to write the token files to")
-    composed = compose([argument for argument in arguments if not argument.startswith("out=")])
+    overrides = [argument for argument in arguments if not argument.startswith("out=")]
+    for word in overrides:
+        if not word.startswith("--") and word.partition("=")[0].partition(".")[0] not in ("data", "model"):
+            raise ConfigError(f"{word}: a preparation reads settings of data alone; leave it out")
+    composed = compose(overrides)
     config = composed.data
     if config.source in ("tokens", "blend"):
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
     check_data(config, composed.model.name)
+    for key, reason in unused_keys(composed).items():
+        if key.startswith("data."):
+            raise ConfigError(f"{key}: {reason}")
     _check_tokenizer(config, any(argument.startswith("data.tokenizer_vocab=") for argument in arguments))
     if config.tokenizer:
         config.tokenizer_vocab = None  # a model limits the vocabulary, and a preparation has none

@@ -346,6 +346,8 @@ def test_an_invalid_blend_is_rejected(tiny, blend):
             ["data.tokenizer=gpt2", "data.tokenizer_vocab=300", "out=x"],
             "tokenizer_vocab=300: .* has its own vocabulary",
         ),
+        (["train.steps=10", "out=x"], "train.steps=10: a preparation reads settings of data alone; leave it out"),
+        (["data=text", "data.path=README.md", "data.column=foo", "out=x"], "data.column: data.source=text does not"),
         (["data=tokens", "data.path=x", "out=y"], "these are token files already"),
         (["verify=/nowhere"], "/nowhere/header.json: no token files there"),
         (["data.tokenizer_vocab=-5", "out=x"], "data.tokenizer_vocab=-5: use a value of at least 258"),
