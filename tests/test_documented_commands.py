@@ -42,9 +42,8 @@ def world_size_of(command: str) -> int:
 
 
 COMMANDS = [command for command in documented_commands() if "…" not in command and "benchmarks" not in command]
-TRAINING = [
-    c for c in COMMANDS if ("train.py" in c or "scripts/slurm/" in c) and not re.search(" -m | --help| --cfg", c)
-]
+RUNS = [command for command in COMMANDS if "train.py" in command or "scripts/slurm/" in command]
+TRAINING = [command for command in RUNS if not re.search(" -m | --help| --cfg", command)]
 PLANNING = [c for c in COMMANDS if c.startswith("python -m gpt4d.planner ")]
 
 
