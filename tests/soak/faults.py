@@ -1,0 +1,189 @@
+"""The faults of the soak: what strikes, in which phase of a run, and how the job must end."""
+
+import errno
+import importlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.runtime.test_faults import at_step, shorten_timeouts
+from tests.soak.plans import SoakPlan, phases_of
+
+# Where each phase is: a module, and a function or a method in it.
+_START = {
+    "preflight": "gpt4d.runtime.preflight:_compute",
+    "resume": "gpt4d.checkpoint.run:RunCheckpoints.resume",
+    "load": "gpt4d.checkpoint.sharded:fill",
+}
+_STEP = {
+    "forward": "gpt4d.parallel.pipeline.runtime:_Step._forward",
+    "backward": "gpt4d.parallel.pipeline.runtime:_Step._backward",
+    "reduce": "gpt4d.parallel.gradients:GradientReducer.finish",
+    "update": "gpt4d.optim:update",
+    "measure": "gpt4d.measuring:StepMeter.measure",
+    "evaluate": "gpt4d.step:TrainStep.evaluate",
+    "next step": "gpt4d.trainer:Trainer._step",
+}
+_SOME_PLANS = {
+    "gather": "gpt4d.parallel.weights:WeightStream.gather",
+    "transfer": "gpt4d.parallel.resharding.transfer:Resharding.run",
+    "copy": "gpt4d.parallel.pipeline.exchange:Exchange.start_weight",
+    "weight_gradients": "gpt4d.parallel.pipeline.runtime:_Step._weight_gradients",
+}
+_SAVE = {
+    "save": "gpt4d.checkpoint.storage:Writer.write_data",
+    "copy to host": "gpt4d.checkpoint.saving:Saver.start",
+}
+_RANK_0 = {
+    "begin save": "gpt4d.checkpoint.checkpoint_dir:begin",
+    "commit": "gpt4d.checkpoint.checkpoint_dir:commit",
+    "prune": "gpt4d.checkpoint.checkpoint_dir:_remove",
+    "log": "gpt4d.metrics:RunLogger._write",
+}
+_END = {"finish": "gpt4d.trainer:Trainer._finish"}
+_PLACES = _START | _STEP | _SOME_PLANS | _SAVE | _RANK_0 | _END
+
+KILLED, STOPPED, HUNG, RAISED, SIGNALED, TWICE = "killed", "stopped", "hung", "raised", "signaled", "signaled twice"
+FULL, SLOW_SAVE, DAMAGED = "disk full", "raised in a slow save", "damaged checkpoint"
+_ANYWHERE = (KILLED, STOPPED, HUNG, RAISED)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that one rank suffers from a step on, at the ``call``-th time that it reaches a phase."""
+
+    kind: str
+    phase: str
+    rank: int
+    step: int
+    call: int = 1
+    signal: int = 0
+    path: Path = Path()  # where the struck rank writes the time
+
+    @classmethod
+    def sample(cls, draw: random.Random, plan: SoakPlan, model: str, step: int, path: Path) -> "Fault":
+        """Draw a fault that strikes within the steps that follow ``step``."""
+        kind = draw.choice((*_ANYWHERE, *_ANYWHERE, SIGNALED, TWICE, FULL, SLOW_SAVE, DAMAGED))
+        own = phases_of(plan, model)
+        phases = [*_STEP, *own, *own]
+        if kind in _ANYWHERE:
+            phases += [*_START, *_SAVE, *_RANK_0, *_END]
+        elif kind == FULL:
+            phases = ["save", "begin save", "log"]
+        elif kind == SLOW_SAVE:
+            phases = ["save"]
+        elif kind == DAMAGED:
+            phases = ["resume"]
+        phase = draw.choice(phases)
+        rank = 0 if phase in _RANK_0 else draw.randrange(plan.ranks)
+        call = draw.randint(1, 3) if phase in (*_STEP, *own) else 1
+        return cls(kind, phase, rank, step + draw.randint(2, 8), call, draw.choice(_SIGNALS), path)
+
+    def __str__(self) -> str:
+        name = f" by {signal.Signals(self.signal).name}" if self.kind in (SIGNALED, TWICE) else ""
+        return f"rank {self.rank} {self.kind}{name} in {self.phase}, call {self.call} from step {self.step} on"
+
+    @property
+    def resumes_first(self) -> bool:
+        """Whether the job starts as usual and is struck in a step."""
+        return self.phase not in _START
+
+    def prepare(self, rank: int) -> None:
+        """Arm the fault on a rank, before it trains."""
+        shorten_timeouts()
+        if self.kind == DAMAGED:
+            at_step(self.step, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+            return
+        if rank == self.rank:
+            if self.resumes_first:
+                at_step(self.step, lambda _: self._arm())
+            else:
+                self._arm()
+        elif self.kind == SLOW_SAVE and rank == (self.rank + 1) % 2:
+            at_step(self.step + 1, lambda _: self._raise_after_save())
+
+    def _arm(self) -> None:
+        module, _, names = _PLACES[self.phase].partition(":")
+        owner: Any = importlib.import_module(module)
+        *path, name = names.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        original, calls = getattr(owner, name), [0]
+
+        def struck(*arguments, **options):
+            calls[0] += 1
+            if calls[0] == self.call:
+                self._strike()
+            return original(*arguments, **options)
+
+        setattr(owner, name, struck)
+
+    def _strike(self) -> None:
+        self.path.write_text(str(time.time()))
+        match self.kind:
+            case "killed" | "stopped":
+                os.kill(os.getpid(), signal.SIGKILL if self.kind == KILLED else signal.SIGSTOP)
+            case "signaled":
+                os.kill(os.getpid(), self.signal)
+            case "raised":
+                raise ValueError("a fault")
+            case "disk full":
+                raise OSError(errno.ENOSPC, "No space left on device", "a file")
+            case "raised in a slow save":
+                time.sleep(4.0)
+            case "hung" | "signaled twice":
+                threading.Event().wait()
+
+    def _raise_after_save(self) -> None:
+        raise ValueError("a fault")
+
+    @property
+    def guilty(self) -> int:
+        """The rank that the message must name."""
+        return self.rank if self.kind != SLOW_SAVE else (self.rank + 1) % 2
+
+    def problem(self, codes: Sequence[int], outputs: Sequence[str]) -> str:
+        """Return what is wrong with the end of the job; an empty text if nothing is."""
+        text = "".join(outputs)
+        errors = [line for line in text.splitlines() if line.startswith("error:")]
+        checks: list[tuple[str, Callable[[], bool]]] = [("a raw message of gloo", lambda: "GLHF" not in text)]
+        if self.kind in (SIGNALED, TWICE, DAMAGED):
+            checks.append((f"exit codes {codes}, not 75", lambda: set(codes) == {75}))
+            checks.append(("an error line after a signal", lambda: not errors))
+        else:
+            expected = [1] * len(codes)
+            if self.kind in (KILLED, STOPPED):
+                expected[self.rank] = -signal.SIGKILL
+            checks.append((f"exit codes {codes}, not {expected}", lambda: list(codes) == expected))
+            checks.append((f"{len(errors)} error lines", lambda: len(errors) == 1))
+            if self.kind != FULL:
+                named = f"rank {self.guilty} "
+                checks.append((f"no {named}in the error", lambda: any(named in line for line in errors)))
+        if self.kind not in (RAISED, SLOW_SAVE):
+            checks.append(("a traceback", lambda: "Traceback" not in text))
+        return "; ".join(message for message, holds in checks if not holds())
+
+
+def damage(run_dir: Path, draw: random.Random) -> str:
+    """Damage a file of the newest checkpoint: flip a bit, truncate it or remove it. Return what was done."""
+    newest = max(run_dir.glob("checkpoints/step_????????"), default=None)
+    if newest is None or len(list(run_dir.glob("checkpoints/step_????????"))) < 2:
+        return "nothing"
+    file = draw.choice(sorted(path for path in newest.iterdir() if path.is_file()))
+    kind = draw.choice(("flip", "truncate", "remove"))
+    data = bytearray(file.read_bytes())
+    if kind == "remove" or not data:
+        file.unlink()
+    elif kind == "truncate":
+        file.write_bytes(data[: draw.randrange(len(data))])
+    else:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+    return f"{kind} {newest.name}/{file.name}"
