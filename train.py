@@ -5,9 +5,15 @@ Arguments are Hydra overrides, such as ``model=gpt_125m parallel.gx=2``. ``--hel
 predicts the run without starting it (gpt4d.dry_run).
 """
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
+
+from gpt4d.runtime.signals import end_on_signals, listen_for_signals
+
+if __name__ == "__main__":
+    end_on_signals()  # before the other imports, which take a second
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach one_line_errors, which prints them in one line
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported without C++ stacks
@@ -22,7 +28,6 @@ from gpt4d.runs import lock
 from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
-from gpt4d.runtime.signals import listen_for_signals
 from gpt4d.validation import validate
 
 
@@ -65,6 +70,7 @@ def train(config: Config) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
+        faulthandler.enable()  # SIGBUS and SIGSEGV print a stack
         arguments = dry_run.dry_arguments(sys.argv[1:])
         if sweep.requested(arguments):
             sweep.run(arguments)

@@ -36,7 +36,7 @@ from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
 from gpt4d.runs.tables import console, runs_table
 from gpt4d.runtime.launch import SWEEP_JOB, Launch
-from gpt4d.runtime.signals import EXIT_CODE, SIGNALS
+from gpt4d.runtime.signals import EXIT_CODE, stop_signals
 from gpt4d.validation import validate
 
 _MULTIRUN = {"-m", "--multirun"}
@@ -209,7 +209,7 @@ class _JobProcess:
     @contextmanager
     def forwarding(self) -> Iterator[None]:
         """Pass signals on to the job inside."""
-        previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        previous = {number: signal.signal(number, self._receive) for number in stop_signals()}
         try:
             yield
         finally:

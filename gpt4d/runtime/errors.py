@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 from gpt4d.config import ConfigError, NodeError, to_config_error
 from gpt4d.runtime.launch import Launch, print_error
+from gpt4d.runtime.output import allow_lost_output
 
+_INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 _PRINT_GRACE_S = 30.0
 
 
@@ -23,9 +25,15 @@ def one_line_errors() -> Iterator[None]:
     launcher ends all processes as soon as one fails, and rank 0 may be slower. The first rank of every other node
     prints it after that wait too, since the cause may exist on that node only (a missing file). It prints a NodeError,
     which only ranks of its own node can raise, at once.
+
+    Every command runs inside. Its output may be lost without an error, and Ctrl-C ends it with one line.
     """
+    allow_lost_output()
     try:
         yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(_INTERRUPTED)
     except OutOfMemory as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
         print_error(str(raised))
         sys.exit(1)

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,4 +93,5 @@ def print_error(message: str) -> None:
     """Print one line to stderr and, if torchrun asks for it, write it to the file that torchrun reports at the end."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(report).write_text(json.dumps({"message": f"error: {message}", "timestamp": int(time.time())}))
+        with suppress(OSError):  # a full disk must not hide the error
+            Path(report).write_text(json.dumps({"message": f"error: {message}", "timestamp": int(time.time())}))

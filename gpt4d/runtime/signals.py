@@ -1,4 +1,7 @@
-"""Preemption and resume: a signal (Slurm's warning, a preemption, Ctrl-C) asks a run to save and exit."""
+"""Preemption and resume: a signal (Slurm's warning, a preemption, Ctrl-C, a lost terminal) asks a run to save and exit.
+
+This module imports nothing that takes time, so that train.py can call ``end_on_signals`` first of all.
+"""
 
 import contextlib
 import os
@@ -9,8 +12,22 @@ import time
 from collections.abc import Iterator
 
 EXIT_CODE = 75  # EX_TEMPFAIL: the run is unfinished; the same command resumes it
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+# Kernel, shell and launcher each send a SIGHUP, and SIGXCPU comes every second. A second one is not a user's demand.
+_REPEATED = ("SIGHUP", "SIGXCPU")
 _DUPLICATE_S = 1.0  # a launcher forwards what the terminal has sent already: within this time both are one signal
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run. SIGHUP is not one of them under ``nohup``, which ignores it."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _SIGNALS if not (number == signal.SIGHUP and ignored)]
+
+
+def end_on_signals() -> None:
+    """Let every stop signal end this process with ``EXIT_CODE``, until ``listen_for_signals`` is called."""
+    for number in stop_signals():
+        signal.signal(number, lambda *_: exit_immediately())
 
 
 class Stopped(SystemExit):
@@ -42,7 +59,7 @@ class StopRequest:
 
     def receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if self.signal and now - self._received_at <= _DUPLICATE_S:
+        if self.signal and (name in _REPEATED or now - self._received_at <= _DUPLICATE_S):
             return
         if self.signal or not self._deferring:
             exit_immediately(f"{name}: stopped immediately" if self.announce else "")
@@ -53,7 +70,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
-    """Turn SIGTERM, SIGINT and SIGUSR1 into a StopRequest while the body runs. Call it on the main thread.
+    """Turn stop signals into a StopRequest while the body runs. Call it on the main thread.
 
     A thread of its own receives them: Python's signal handlers run on the main thread, which may be blocked in a
     collective.
@@ -64,13 +81,13 @@ def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
     request = StopRequest(announce)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    previous_handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def receive_signals() -> None:
         while numbers := os.read(read_end, 64):
             for number in numbers:
-                if number in SIGNALS:
+                if number in previous_handlers:
                     request.receive(number)
 
     thread = threading.Thread(target=receive_signals, name="signals", daemon=True)

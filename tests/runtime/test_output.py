@@ -1,0 +1,56 @@
+"""Output that nobody can read any more ends no command."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpt4d.runtime.errors import one_line_errors
+from tests.jobs import LaunchedJob
+from tests.test_cli import ROOT
+
+PROGRAM = """
+import sys
+from gpt4d.runtime.errors import one_line_errors
+with one_line_errors():
+    sys.stdin.read()
+    print("lost", flush=True)
+    print("a warning", file=sys.stderr, flush=True)
+    open("done", "w").close()
+"""
+
+
+@pytest.mark.parametrize("lost", ["closed pipe", "closed by the shell", "full disk"])
+def test_a_command_ends_with_0_if_its_output_is_lost(tmp_path, lost):
+    redirection = {"closed by the shell": ">&- 2>&-", "full disk": "> /dev/full 2>&1", "closed pipe": ""}[lost]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = ["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, PROGRAM]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdout.close()
+        process.stderr.close()
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
+def lose_output(rank):
+    if rank == 0:
+        reader, writer = os.pipe()
+        os.close(reader)
+        for descriptor in (1, 2):
+            os.dup2(writer, descriptor)
+
+
+def test_a_run_whose_output_is_lost_trains_to_its_end(ranks, tiny):
+    """As in ``torchrun … train.py | head``."""
+    with LaunchedJob(ranks.context, tiny("parallel.gz=2", "train.steps=2"), 2, lose_output) as job:
+        assert job.exit_codes() == [0, 0], job.outputs()
+        assert job.metric_lines()[-1]["event"] == "done"
+
+
+def test_ctrl_c_ends_a_command_with_one_line_and_130(capsys):
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        raise KeyboardInterrupt
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
