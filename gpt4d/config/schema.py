@@ -14,7 +14,13 @@ _MODEL_LENGTH: Any = "${oc.select:model.max_positions,1}"
 
 
 class ConfigError(ValueError):
-    """User's mistake, in one line: key, value, what is wrong and what to do. Usually raised by all ranks."""
+    """User's mistake, in one line: key, value, what is wrong and what to do. Usually raised by all ranks.
+
+    Attributes:
+        all_ranks_raised: whether all ranks of the job are known to have raised it, so that none waits for another.
+    """
+
+    all_ranks_raised = False
 
 
 class NodeError(ConfigError):

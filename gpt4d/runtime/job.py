@@ -70,6 +70,8 @@ def process_group(
         raise
     except _RAISED_ON_ALL_RANKS as error:
         rendezvous.leave(briefly=not isinstance(error, SystemExit))
+        if isinstance(error, ConfigError):
+            error.all_ranks_raised = True
         raise
     except BaseException as error:
         rendezvous.fail(error)

@@ -1,5 +1,6 @@
 """Ranks are signaled, killed, fail or hang: all ranks end, checkpoints survive, and the cause is reported."""
 
+import errno
 import functools
 import os
 import re
@@ -245,3 +246,21 @@ def test_a_rank_that_does_not_connect_is_named(ranks, tiny):
     with LaunchedJob(ranks.context, tiny(), 2, stay_away) as job:
         assert job.exit_codes() == [1, 3], job.outputs()
         assert "error: 1 of 2 ranks did not connect within 1 s, the first of them rank 1" in job.outputs()[0]
+
+
+def fill_disk(rank):
+    from gpt4d.checkpoint.storage import Writer
+    from gpt4d.runtime import errors
+
+    def full(self, plan, planner):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    errors._PRINT_GRACE_S = 1000.0  # for errors that rank 0 may not have found yet
+    if rank == 1:
+        Writer.write_data = full
+
+
+def test_no_rank_lingers_after_an_error_that_all_ranks_have_raised(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny(*GRID), 2, fill_disk) as job:
+        assert job.exit_codes() == [1, 1], job.outputs()
+        assert sum("could not be saved (rank 1" in output for output in job.outputs()) == 1
