@@ -15,14 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, from_arguments
+from gpt4d.config import ConfigError, compose, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 from tests.grids import metric_lines, train_in_rank
 from tests.jobs import LaunchedJob
 from tests.rank_pool import RankPool
 from tests.soak import __doc__ as description
-from tests.soak.faults import DAMAGED, STOPPED, TWICE, Fault, damage
-from tests.soak.plans import MODELS, PLANS, configuration
+from tests.soak.faults import DAMAGED, LAUNCHER, STOPPED, TWICE, Fault, damage
+from tests.soak.launcher import TorchrunJob, environment_of, running
+from tests.soak.plans import MODELS, PLANS, settings
 
 ELASTIC = "elastic"  # the run whose plan changes at each start
 _TOLERANCE = 1e-5  # of its losses, relative
@@ -69,13 +70,18 @@ class Record:
 def _leftovers() -> set[str]:
     """Return the processes of jobs and the files in shared memory."""
     found = {f"shared memory {path}" for path in Path("/dev/shm").iterdir()}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{_MARK}={os.getpid()}".encode() in path.read_bytes():
-                found.add(f"process {path.parent.name} {(path.parent / 'cmdline').read_bytes()[:80]!r}")
-        except OSError:
-            continue
-    return found
+    mark = f"{_MARK}={os.getpid()}".encode()
+    return found | {f"process {process}" for process in running() if mark in environment_of(process)}
+
+
+def _strike_launcher(job: TorchrunJob, fault: Fault) -> float:
+    """Strike torchrun and wait until its ranks have ended. Return the seconds that they took."""
+    job.wait_for_step(fault.step)
+    began = time.monotonic()
+    os.kill(job.agent.pid, fault.number)
+    while set(job.processes()) - {job.agent.pid} and time.monotonic() < began + 120.0:
+        time.sleep(0.05)
+    return time.monotonic() - began
 
 
 def _strike(job: LaunchedJob, fault: Fault) -> tuple[list[int], float]:
@@ -99,20 +105,29 @@ def _strike(job: LaunchedJob, fault: Fault) -> tuple[list[int], float]:
     return [math.nan if process.exitcode is None else process.exitcode for process in job.processes], ended - began
 
 
-def _suffer(pool: RankPool, run: Run, fault: Fault, config: Config, record: Record) -> str:
+def _suffer(pool: RankPool, run: Run, fault: Fault, overrides: list[str], record: Record) -> str:
     """Start a run, strike it, and return what was wrong."""
-    before = _leftovers()
+    before, mark = _leftovers(), {_MARK: str(os.getpid())}
     ranks = PLANS[run.plan].ranks
-    with LaunchedJob(pool.context, config, ranks, fault.prepare, {_MARK: str(os.getpid())}) as job:
-        codes, seconds = _strike(job, fault)
-        outputs = job.outputs()
+    if fault.phase == LAUNCHER:
+        with TorchrunJob(overrides, run.directory, ranks, mark) as job:
+            seconds, codes = _strike_launcher(job, fault), []
+        outputs = [job.log.read_text()]
+    else:
+        with LaunchedJob(pool.context, compose(overrides), ranks, fault.prepare, mark) as launched:
+            codes, seconds = _strike(launched, fault)
+            outputs = launched.outputs()
     problem = fault.problem(codes, outputs)
-    if fault.kind != DAMAGED and not fault.path.exists():
+    if fault.kind != DAMAGED and fault.phase != LAUNCHER and not fault.path.exists():
         problem = problem and f"never struck; {problem}"
-    record.seconds[fault.kind].append(seconds)
+    kind = f"{fault.kind} launcher" if fault.phase == LAUNCHER else fault.kind
+    record.seconds[kind].append(seconds)
     if seconds > _LIMIT_S:
         problem += f"; the last rank ended after {seconds:.1f} s"
-    if left := _leftovers() - before:
+    deadline = time.monotonic() + 2.0  # torchrun's agent may still be ending
+    while (left := _leftovers() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if left:
         problem += f"; left behind: {sorted(left)}"
     if problem:
         problem += "\n    " + "\n    ".join("".join(outputs).splitlines()[-12:])
@@ -132,7 +147,7 @@ def _check_losses(pool: RankPool, soak: Soak, run: Run, directory: Path) -> str:
     pool.run(
         plan.ranks,
         train_in_rank,
-        configuration(soak.model, plan, directory, f"run.dir={straight}", f"train.steps={max(run.step, 1)}"),
+        compose(settings(soak.model, plan, directory, f"run.dir={straight}", f"train.steps={max(run.step, 1)}")),
     )
     expected, actual = _losses(straight), _losses(run.directory)
     steps = range(1, run.step + 1)
@@ -169,9 +184,9 @@ def main(arguments: list[str]) -> None:
             words = [f"run.dir={run.directory}"]
             if fault.phase == "finish":
                 words += [f"train.steps={fault.step}", "checkpoint.allow_changes=[train.steps]"]
-            config = configuration(soak.model, PLANS[run.plan], directory, *words)
+            overrides = settings(soak.model, PLANS[run.plan], directory, *words)
             done = f" ({damage(run.directory, draw)})" if fault.kind == DAMAGED else ""
-            problem = _suffer(pool, run, fault, config, record)
+            problem = _suffer(pool, run, fault, overrides, record)
             saved = sorted(run.directory.glob("checkpoints/step_????????"))
             run.step = int(saved[-1].name[5:]) if saved else 0
             record.counts[f"{fault.kind}: {fault.phase}"] += 1

@@ -48,6 +48,7 @@ _RANK_0 = {
 }
 _END = {"finish": "gpt4d.trainer:Trainer._finish"}
 _PLACES = _START | _STEP | _SOME_PLANS | _SAVE | _RANK_0 | _END
+LAUNCHER = "launcher"  # the agent of torchrun is struck, at any time
 
 KILLED, STOPPED, HUNG, RAISED, SIGNALED, TWICE = "killed", "stopped", "hung", "raised", "signaled", "signaled twice"
 FULL, SLOW_SAVE, DAMAGED = "disk full", "raised in a slow save", "damaged checkpoint"
@@ -75,6 +76,10 @@ class Fault:
         phases = [*_STEP, *own, *own]
         if kind in _ANYWHERE:
             phases += [*_START, *_SAVE, *_RANK_0, *_END]
+            if kind in (KILLED, STOPPED):
+                phases += [LAUNCHER]
+        elif kind == SIGNALED:
+            phases += [LAUNCHER]
         elif kind == FULL:
             phases = ["save", "begin save", "log"]
         elif kind == SLOW_SAVE:
@@ -88,6 +93,8 @@ class Fault:
 
     def __str__(self) -> str:
         name = f" by {signal.Signals(self.signal).name}" if self.kind in (SIGNALED, TWICE) else ""
+        if self.phase == LAUNCHER:
+            return f"torchrun {self.kind}{name} at step {self.step}"
         return f"rank {self.rank} {self.kind}{name} in {self.phase}, call {self.call} from step {self.step} on"
 
     @property
@@ -145,6 +152,11 @@ class Fault:
         raise ValueError("a fault")
 
     @property
+    def number(self) -> int:
+        """The signal that strikes torchrun."""
+        return {KILLED: signal.SIGKILL, STOPPED: signal.SIGSTOP}.get(self.kind, self.signal)
+
+    @property
     def guilty(self) -> int:
         """The rank that the message must name."""
         return self.rank if self.kind != SLOW_SAVE else (self.rank + 1) % 2
@@ -154,7 +166,11 @@ class Fault:
         text = "".join(outputs)
         errors = [line for line in text.splitlines() if line.startswith("error:")]
         checks: list[tuple[str, Callable[[], bool]]] = [("a raw message of gloo", lambda: "GLHF" not in text)]
-        if self.kind in (SIGNALED, TWICE, DAMAGED):
+        if self.phase == LAUNCHER:
+            expected_errors = 0 if self.kind == SIGNALED else 1
+            checks.append((f"{len(errors)} error lines", lambda: len(errors) == expected_errors))
+            checks.append(("no launcher in the error", lambda: all("torchrun" in line for line in errors)))
+        elif self.kind in (SIGNALED, TWICE, DAMAGED):
             checks.append((f"exit codes {codes}, not 75", lambda: set(codes) == {75}))
             checks.append(("an error line after a signal", lambda: not errors))
         else:
@@ -166,7 +182,7 @@ class Fault:
             if self.kind != FULL:
                 named = f"rank {self.guilty} "
                 checks.append((f"no {named}in the error", lambda: any(named in line for line in errors)))
-        if self.kind not in (RAISED, SLOW_SAVE):
+        if self.kind not in (RAISED, SLOW_SAVE) and self.phase != LAUNCHER:  # torchrun prints one
             checks.append(("a traceback", lambda: "Traceback" not in text))
         return "; ".join(message for message, holds in checks if not holds())
 

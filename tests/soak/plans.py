@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt4d.config import Config, compose
-
 PIPELINE = "parallel.pipeline."
 MODELS = {
     "gpt": (
@@ -57,25 +55,23 @@ PLANS = {
 }
 
 
-def configuration(model: str, plan: SoakPlan, directory: Path, *overrides: str) -> Config:
-    """Return the configuration of a run whose steps take a tenth of a second."""
-    return compose(
-        [
-            *MODELS[model],
-            f"data.cache_dir={directory / 'cache'}",
-            "train.steps=100000",
-            "train.batch_size=12",
-            "train.validate_every=4",
-            "train.validation_batches=1",
-            "optim.schedule_steps=1000",
-            "parallel.timeout_s=2",
-            "checkpoint.every=3",
-            "checkpoint.keep=2",
-            "logging.every=1",
-            *plan.overrides,
-            *overrides,
-        ]
-    )
+def settings(model: str, plan: SoakPlan, directory: Path, *overrides: str) -> list[str]:
+    """Return the overrides of a run whose steps take a tenth of a second."""
+    return [
+        *MODELS[model],
+        f"data.cache_dir={directory / 'cache'}",
+        "train.steps=100000",
+        "train.batch_size=12",
+        "train.validate_every=4",
+        "train.validation_batches=1",
+        "optim.schedule_steps=1000",
+        "parallel.timeout_s=2",
+        "checkpoint.every=3",
+        "checkpoint.keep=2",
+        "logging.every=1",
+        *plan.overrides,
+        *overrides,
+    ]
 
 
 def phases_of(plan: SoakPlan, model: str) -> tuple[str, ...]:

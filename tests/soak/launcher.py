@@ -1,0 +1,79 @@
+"""Jobs of torchrun, whose agent can be killed, stopped and signaled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+TIMEOUT_S = 120.0
+
+
+class TorchrunJob:
+    """Train on ``ranks`` ranks of torchrun. Their output is in ``<run.dir>.torchrun``.
+
+    Args:
+        overrides: of the configuration.
+        run_dir: of the run.
+        ranks: number of ranks.
+        mark: an environment variable and its value, by which the ranks are found.
+    """
+
+    def __init__(self, overrides: Sequence[str], run_dir: Path, ranks: int, mark: Mapping[str, str]):
+        self.mark = mark
+        self._metrics = run_dir / "metrics.jsonl"
+        self._earlier_lines = len(self._lines())  # of the run's earlier starts
+        self.log = run_dir.with_name(f"{run_dir.name}.torchrun")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "tests.soak.rank", *overrides]
+        environment = {**os.environ, **mark, "OMP_NUM_THREADS": "1"}
+        with open(self.log, "w") as log:
+            self.agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def __enter__(self) -> "TorchrunJob":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.agent.wait()
+
+    def processes(self) -> list[int]:
+        """Return the processes of the job that run: the agent, the ranks and their children."""
+        ((name, value),) = self.mark.items()
+        return [process for process in running() if f"{name}={value}".encode() in environment_of(process)]
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the job has trained ``step`` or has ended."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.agent.poll() is None and time.monotonic() < deadline and self._step() < step:
+            time.sleep(0.05)
+
+    def _step(self) -> int:
+        steps = [json.loads(line).get("step", 0) for line in self._lines()[self._earlier_lines :]]
+        return steps[-1] if steps else 0
+
+    def _lines(self) -> list[str]:
+        return self._metrics.read_text().split("\n")[:-1] if self._metrics.exists() else []
+
+
+def running() -> list[int]:
+    """Return the processes of this machine that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def environment_of(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes()
+    except OSError:
+        return b""
