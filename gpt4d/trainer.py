@@ -23,8 +23,9 @@ from gpt4d.runs.lock import DirectoryLock
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runtime import gpu, preflight, signals
 from gpt4d.runtime.consensus import run_on_rank0
+from gpt4d.runtime.hangs import HangDetector
 from gpt4d.runtime.signals import StopRequest
-from gpt4d.runtime.watchdog import HangDetector, Watchdog
+from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
 

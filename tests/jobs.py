@@ -67,10 +67,14 @@ class LaunchedJob:
     def exit_codes(self) -> list[int]:
         """Wait for all ranks and return their exit codes; that of a killed rank is negative."""
         deadline = time.monotonic() + TIMEOUT_S
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            assert process.exitcode is not None, f"rank {self.processes.index(process)} hangs: {self.outputs()}"
-        return [process.exitcode for process in self.processes]
+        return [self.exit_code(rank, deadline - time.monotonic()) for rank in range(len(self.processes))]
+
+    def exit_code(self, rank: int, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for one rank and return its exit code."""
+        process = self.processes[rank]
+        process.join(max(0.0, timeout_s))
+        assert process.exitcode is not None, f"rank {rank} hangs: {self.outputs()}"
+        return process.exitcode
 
     def outputs(self) -> list[str]:
         return [log.read_text() for log in self.logs if log.exists()]

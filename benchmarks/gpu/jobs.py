@@ -29,9 +29,9 @@ from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import plan
 from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.runtime import rendezvous, watchdog
+from gpt4d.runtime.hangs import HangDetector
 from gpt4d.runtime.job import JobContext, process_group
 from gpt4d.runtime.launch import Launch
-from gpt4d.runtime.watchdog import HangDetector
 
 _NCCL_OF_SHARED_GPU = (2, 30)
 _CASES = {

@@ -58,7 +58,7 @@ def process_group(
         with _initialize(launch, dist.HashStore(), device, backend, timeout_s):
             yield JobContext(device)
         return
-    rendezvous = Rendezvous(launch)
+    rendezvous = Rendezvous(launch, timeout_s)
     try:
         device = device or select_device(launch)
         rendezvous.wait_for_all_ranks()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError
+from gpt4d.runtime.deadline_store import StoreLost
 from gpt4d.runtime.errors import OutOfMemory
 from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.watchdog import Failure, Watchdog
@@ -23,17 +24,23 @@ _NOTICE_S = 3.0  # time for the other ranks to read why the job ends
 
 
 class Rendezvous:
-    """The job's store, from the first rank's arrival to the last rank's exit, and this rank's watchdog."""
+    """The job's store, from the first rank's arrival to the last rank's exit, and this rank's watchdog.
 
-    def __init__(self, launch: Launch):
+    Nothing here waits forever for a store that does not answer: the watchdog ends this process.
+
+    Args:
+        launch: this rank's place in the job.
+        timeout_s: as for the watchdog.
+    """
+
+    def __init__(self, launch: Launch, timeout_s: float):
         assert launch.master, "a single rank needs no rendezvous"
         self.launch = launch
         self.host, port = launch.master.rsplit(":", 1)
         self.port = int(port)
         self.store, watchdog_store = self._connect(server=launch.rank == 0), self._connect(server=False)
-        self.store.set(f"host/{launch.rank}", socket.gethostname())
         self._exiting = threading.Lock()  # taken by the thread that ends this process
-        self.watchdog = Watchdog(watchdog_store, launch.rank, launch.world_size, self.host, self._on_failure)
+        self.watchdog = Watchdog(watchdog_store, launch.rank, launch.world_size, self.host, self._on_failure, timeout_s)
         self.watchdog.start()
 
     def _connect(self, server: bool) -> dist.Store:
@@ -71,13 +78,16 @@ class Rendezvous:
         self.watchdog.stop()
         self._keep_store_alive()
 
-    def _keep_store_alive(self) -> None:
-        """Let rank 0, whose exit ends the store, wait briefly for the ranks that may still read from it."""
-        deadline = time.monotonic() + _NOTICE_S
-        with suppress(RuntimeError):
+    def _keep_store_alive(self, lost: int = 0) -> None:
+        """Let rank 0, whose exit ends the store, wait briefly for the ranks that may still read from it.
+
+        ``lost``: number of ranks that do not answer any more.
+        """
+        deadline, remaining = time.monotonic() + _NOTICE_S, self.launch.world_size - lost
+        with suppress(StoreLost):
             store = self.watchdog.store  # the main thread may be blocked on the other one
             count = store.add("finished", 1)
-            while self.launch.rank == 0 and count < self.launch.world_size and time.monotonic() < deadline:
+            while self.launch.rank == 0 and count < remaining and time.monotonic() < deadline:
                 time.sleep(0.01)
                 count = store.add("finished", 0)
 
@@ -98,10 +108,7 @@ class Rendezvous:
         own = torch.OutOfMemoryError, torch.AcceleratorError, OutOfMemory
         may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
         cause = str(error) if isinstance(error, OutOfMemory) else f"{type(error).__name__}: {error}"
-        try:
-            failure = self.watchdog.fail(cause, may_be_secondary)
-        except RuntimeError:
-            failure = self.watchdog.store_lost()
+        failure = self.watchdog.fail(cause, may_be_secondary)
         if failure.rank == self.launch.rank and not isinstance(error, OutOfMemory):
             traceback.print_exception(error)
         self._print_and_exit(failure, is_first)
@@ -122,5 +129,5 @@ class Rendezvous:
             with suppress(OSError):
                 self.watchdog.record_failure(message)
         sys.stdout.flush()
-        self._keep_store_alive()
+        self._keep_store_alive(failure.lost)
         os._exit(1)

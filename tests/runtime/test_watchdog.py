@@ -1,14 +1,18 @@
 """Ranks detect a silent rank, but not while the whole job was suspended; and a collective that hangs on a GPU."""
 
 import json
+import threading
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.traffic import StartedCollective
-from gpt4d.runtime import watchdog
-from gpt4d.runtime.watchdog import HangDetector, Watchdog
+from gpt4d.runtime import hangs, watchdog
+from gpt4d.runtime.deadline_store import StoreLost
+from gpt4d.runtime.hangs import HangDetector, HangReport
+from gpt4d.runtime.watchdog import Watchdog
 
 
 class Clock:
@@ -90,7 +94,7 @@ class GpuAxis:
 def detect(monkeypatch, tmp_path):
     """A function from axes to their detector after startup, and the clock that it uses."""
     clock = Clock([], None)
-    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(hangs, "time", clock)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
 
     def build(*axes: GpuAxis) -> tuple[HangDetector, Clock]:
@@ -165,6 +169,34 @@ def test_a_rank_does_not_count_itself_as_silent(monkeypatch):
     assert one._silent_ranks() == [1]
 
 
+def test_an_error_that_follows_from_a_hang_is_reported_as_the_hang(detect, tmp_path):
+    """Rank 0 has reported a hang; a collective of rank 1 fails while the ranks find out who is missing."""
+    one = watchdog_of(1, 3, [])
+    one.hang_detector, _ = detect()
+    one.store.set("failure", json.dumps({"rank": 0, "host": "a", "cause": "slow", "waiting": waits("x", 1, 0, 2)}))
+    one.store.set("hang", json.dumps(["hang: rank 0 on a waited 2 s for it: rank 2 on b does not answer", 1]))
+    failure = one.fail("PeerLost: connection reset by peer", may_be_secondary=True)
+    assert str(failure).endswith("rank 2 on b does not answer") and failure.lost == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "named"), [("False", "rank 0 on nid1"), ("True", r"the launcher (torchrun) on nid1")]
+)
+def test_whoever_holds_a_lost_store_is_named_and_an_own_error_is_not_lost(monkeypatch, launcher, named):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    one = watchdog_of(1, 2, [])
+    one.store.deadline_s = 0.1
+    monkeypatch.setattr(one.store, "_store", types.SimpleNamespace(add=lambda *_: threading.Event().wait()))
+    with pytest.raises(StoreLost):
+        one.store.add("alive/1", 1)
+    assert str(one.fail("PeerLost: reset", may_be_secondary=True)).startswith(f"{named} does not answer")
+    assert str(one.fail("ValueError: no", may_be_secondary=False)).endswith("failed: ValueError: no")
+
+
+def missing_ranks(one: Watchdog, waiting: dict) -> list[str]:
+    return list(HangReport(one.store, one.rank, one._name, 0.01).missing_ranks(waiting, set()))
+
+
 def waits(axis: str, number: int, *members: int) -> dict:
     return {"axis": axis, "name": f"all_reduce {axis}", "number": number, "members": members}
 
@@ -181,12 +213,12 @@ def test_the_missing_rank_is_found_across_axes():
     for rank, record in enumerate(records):
         one.store.set(f"record/{rank}", json.dumps(record))
         one.store.set(f"host/{rank}", f"nid{rank}")
-    assert list(one._missing_ranks(waits("x", 5, 0, 1))) == [
+    assert missing_ranks(one, waits("x", 5, 0, 1)) == [
         "rank 3 on nid3 has not started all_reduce z and is in loader.py:52 (step)"
     ]
     records[3] |= {"begun": {"x": 5, "z": 3}, "waiting": waits("z", 3, 1, 3)}  # all have started everything
     one.store.set("record/3", json.dumps(records[3]))
-    assert list(one._missing_ranks(waits("x", 5, 0, 1))) == []
+    assert missing_ranks(one, waits("x", 5, 0, 1)) == []
 
 
 def test_a_rank_that_is_late_because_it_waits_is_named_only_if_no_other_is():
@@ -201,7 +233,7 @@ def test_a_rank_that_is_late_because_it_waits_is_named_only_if_no_other_is():
     def missing() -> list[str]:
         for rank, record in enumerate(records):
             one.store.set(f"record/{rank}", json.dumps(record))
-        return [phrase.replace(" on an unknown host", "") for phrase in one._missing_ranks(records[0]["waiting"])]
+        return [phrase.replace(" on an unknown host", "") for phrase in missing_ranks(one, records[0]["waiting"])]
 
     assert missing() == ["rank 2 has not started all_reduce 1 to 2 and is in loader.py:52 (step)"]
     records[2] |= {"begun": {"1 to 2": 7}, "waiting": waits("1 to 2", 7, 1, 2)}  # the ranks wait for each other

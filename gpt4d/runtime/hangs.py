@@ -1,0 +1,232 @@
+"""Hangs: waits that take longer than a timeout, and a report of which rank the others wait for."""
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from gpt4d.runtime.deadline_store import DeadlineStore
+
+STARTUP_S = 300.0  # for what happens once: connections, lazy initialization, compilation
+_RECORD_S = 10.0  # timeout for a rank to write its record
+_MIN_SILENCE_S = 1.0  # a rank without a record and without a heartbeat for this long does not answer
+_MOST_NAMED = 4  # ranks that a message names
+PACKAGE_ROOT = str(Path(__file__).parents[1])
+
+
+class WatchedCollective(Protocol):
+    """One collective of an axis."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def time(self) -> float: ...
+    @property
+    def parameter(self) -> object: ...
+
+
+class WatchedTraffic(Protocol):
+    """Collectives of one axis: how many have started, and the oldest that this rank or its GPU has not finished."""
+
+    num_started: int
+
+    def oldest_unfinished(self) -> WatchedCollective | None: ...
+
+
+class WatchedAxis(Protocol):
+    """The attributes of a mesh axis that the hang detector reads."""
+
+    name: str
+    group: dist.ProcessGroup | None
+
+    @property
+    def traffic(self) -> WatchedTraffic: ...
+
+
+class HangDetector:
+    """Detects collectives that take longer than a timeout.
+
+    On a CPU the host waits for a collective. On a GPU it does not: the oldest that has not ended there counts.
+
+    Args:
+        axes: mesh axes by name.
+        timeout_s: time after which a collective is a hang, once ``end_startup`` was called. Before, lazy initialization
+            slows collectives, and five minutes are added.
+        directory: where each rank writes what it waits for and its stack.
+    """
+
+    def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
+        self.axes, self.timeout_s, self.directory = axes, timeout_s, directory
+        self.places: Mapping[int, str] = {}  # of the job's ranks, for reports: "stage 1"
+        self.startup_s = STARTUP_S
+        self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
+        self._layers: dict[int, str] = {}
+        self._oldest: dict[str, tuple[int, float]] = {}  # by axis, number of its oldest collective and since when it is
+
+    def name_layers(self, model: nn.Module) -> None:
+        """Name the layers of ``model`` in reports."""
+        self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+
+    def end_startup(self) -> None:
+        """Apply ``timeout_s`` from now on."""
+        self.startup_s = 0.0
+
+    @property
+    def limit(self) -> tuple[float, str]:
+        """Seconds after which a collective is a hang, and the setting that they come from."""
+        setting = "parallel.timeout_s" + (f" + {self.startup_s:.0f} s for the first steps" if self.startup_s else "")
+        return self.timeout_s + self.startup_s, setting
+
+    def waiting(self, since: float = 0.0) -> dict | None:
+        """Return the collective that this rank waits for, or None: on several axes of a GPU, the one started first.
+
+        The others may only be queued behind it. The result has its ``axis``, ``name``, ``number`` on that axis, seconds
+        waited (``s``), ``layer`` and ``members`` (ranks). Seconds count from the first call that found it, and from
+        ``since`` (``time.monotonic``).
+        """
+        now, found = time.monotonic(), list[tuple[WatchedCollective, WatchedAxis, float]]()
+        for axis in self.axes.values():
+            if not (collective := axis.traffic.oldest_unfinished()):
+                self._oldest.pop(axis.name, None)
+                continue
+            number, first_seen = self._oldest.get(axis.name, (0, now))
+            if number != collective.number:
+                first_seen = now
+            self._oldest[axis.name] = collective.number, first_seen
+            found.append((collective, axis, first_seen))
+        if not found:
+            return None
+        collective, axis, first_seen = min(found, key=lambda entry: entry[0].time)
+        return {
+            "axis": axis.name,
+            "name": collective.name,
+            "number": collective.number,
+            "s": now - max(first_seen, since),
+            "layer": self._layers.get(id(collective.parameter)),
+            "members": dist.get_process_group_ranks(axis.group),
+        }
+
+    def record(self) -> dict:
+        """Return this rank's state: collectives started on each axis, the one it waits for, code line and stack."""
+        begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
+        frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
+        # Autograd runs a GPU's backward on a thread of its own, which Python has not started.
+        threads = [*(ident for ident in frames if ident not in python_threads), self.main_thread]
+        stacks = [traceback.extract_stack(frames[ident]) for ident in threads]
+        ours = [
+            f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+            for stack in stacks
+            for frame in reversed(stack)
+            if frame.filename.startswith(PACKAGE_ROOT)
+        ]
+        where = ours[0] if ours else str(stacks[-1][-1])
+        text = "\n".join("".join(stack.format()) for stack in stacks)
+        return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": text}
+
+
+class Description(NamedTuple):
+    """The message about a hang, and the number of ranks that do not answer."""
+
+    message: str
+    lost: int
+
+
+class HangReport:
+    """One rank's part in the report about a hang, which the ranks exchange through the store.
+
+    Args:
+        store: the watchdog's store.
+        rank: this rank.
+        name: returns a rank's number, place and host.
+        heartbeat_s: time between two heartbeats of a rank.
+    """
+
+    def __init__(self, store: DeadlineStore, rank: int, name: Callable[[int], str], heartbeat_s: float):
+        self.store, self.rank, self.name, self.heartbeat_s = store, rank, name, heartbeat_s
+
+    def describe(self, rank: int, waiting: dict, detector: HangDetector) -> Description | None:
+        """Write this rank's state to its file and return the description of the hang; None if there is none in time.
+
+        The rank that detected the hang, ``rank``, finds out which ranks are missing and shares the description.
+        """
+        directory, record = detector.directory, detector.record()
+        text = f"{self.name(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
+        text += f"waiting for: {record['waiting']}\n\n{record.pop('stack')}"
+        with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"rank_{self.rank:05d}.txt").write_text(text)
+        self.store.set(f"record/{self.rank}", json.dumps(record))
+        if rank == self.rank:
+            lost = set[int]()
+            missing = list(self.missing_ranks(waiting, lost)) or ["all ranks of the axis have started it"]
+            if len(missing) > _MOST_NAMED:
+                missing[_MOST_NAMED:] = [f"and {len(missing) - _MOST_NAMED} more"]
+            layer = f" of {waiting['layer']}" if waiting["layer"] else ""
+            message = (
+                f"hang: {self.name(rank)} waited {waiting['s']:.0f} s ({detector.limit[1]}) for "
+                f"{waiting['name']}{layer}: {'; '.join(missing)}; see {directory} for the stack of each rank"
+            )
+            self.store.set("hang", json.dumps(Description(message, len(lost))))
+        deadline = time.monotonic() + 2 * _RECORD_S
+        while not (text := self.store.get("hang") or "") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return Description(*json.loads(text)) if text else None
+
+    def missing_ranks(self, waiting: dict, lost: set[int]) -> Iterator[str]:
+        """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead.
+
+        If such a rank waits itself, on another axis, it is the fault of a rank that this one waits for; so is it if all
+        ranks of the axis have started the collective. Ranks that do not answer are added to ``lost``.
+        """
+        unexplained, explained, missing = deque([waiting]), set[tuple](), False
+        late = list[str]()  # ranks that have not started something because they wait themselves
+        while unexplained and not missing:
+            waiting = unexplained.popleft()
+            key = waiting["axis"], waiting["number"], *waiting["members"]
+            if key in explained:
+                continue
+            explained.add(key)
+            it = "it" if len(explained) == 1 else waiting["name"]
+            for rank in waiting["members"]:
+                name = self.name(rank)
+                if not (text := self._record(rank)):
+                    missing = True
+                    lost.add(rank)
+                    yield f"{name} does not answer"
+                    continue
+                record = json.loads(text)
+                phrase = f"{name} has not started {it} and is in {record['where']}"
+                started = record["begun"][waiting["axis"]] >= waiting["number"]
+                if record["waiting"]:
+                    unexplained.append(record["waiting"])
+                    late += [] if started else [phrase]
+                elif not started:
+                    missing = True
+                    yield phrase
+        if not missing:
+            yield from late
+
+    def _record(self, rank: int) -> str | None:
+        """Wait for a rank's record and return it; None if the rank does not answer or is slower than a timeout."""
+        heartbeats, silence_s = -1, max(_MIN_SILENCE_S, 3 * self.heartbeat_s)
+        now = last_heartbeat = time.monotonic()
+        deadline = now + _RECORD_S
+        while not (record := self.store.get(f"record/{rank}")):
+            now, count = time.monotonic(), self.store.add(f"alive/{rank}", 0)
+            if count != heartbeats:
+                heartbeats, last_heartbeat = count, now
+            if now > deadline or now - last_heartbeat > silence_s:
+                break
+            time.sleep(0.1)
+        return record
