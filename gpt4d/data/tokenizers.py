@@ -91,12 +91,17 @@ def load(key: str, name: str) -> dict[str, bytes]:
         else:
             from transformers import AutoTokenizer
 
-            problem = hub.unreachable()
+            if file.exists():
+                raise ValueError(f"{file} is not a regular file")
+            problem = None if Path(name).is_dir() else hub.unreachable()
             with tempfile.TemporaryDirectory() as directory:
-                AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+                # Without this argument the library asks the user whether to run code of the repository.
+                AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
                 files = {FILE: (Path(directory) / FILE).read_bytes()} | companions(Path(directory))
         end_of_text(Tokenizer.from_buffer(files[FILE]), files)
     except Exception as error:  # the libraries raise plain exceptions
+        if "trust_remote_code" in str(error):
+            problem = "it needs Python code from its repository, which gpt4d never runs"
         raise ConfigError(
             f"{key}={name}: not a usable tokenizer ({problem or one_line(error)}); use gpt2, a tokenizer.json, "
             "its directory, or a hub name"

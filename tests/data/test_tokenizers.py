@@ -195,3 +195,16 @@ def test_documents_end_with_the_eos_token_that_the_tokenizer_names(gpt2, config,
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
     with pytest.raises(ConfigError, match=r"the tokenizer lacks the eos_token='<other>' of tokenizer_config\.json"):
         tokenizers.from_config(config)
+
+
+def test_code_of_a_tokenizers_repository_never_runs_and_nobody_is_asked(config, tmp_path, monkeypatch):
+    repository, ran = tmp_path / "repository", tmp_path / "ran"
+    repository.mkdir()
+    auto_map = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Own", None]}
+    (repository / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    (repository / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
+    (repository / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match="it needs Python code from its repository, which gpt4d never runs"):
+        tokenizers.from_config(replace(config, tokenizer=str(repository)))
+    assert not ran.exists()
