@@ -130,6 +130,48 @@ def test_an_invalid_value_is_reported_with_a_remedy(world_size, overrides, messa
     assert message in str(error.value)
 
 
+YARN = ["model=llama_tiny", "model.rope_scaling=yarn", "model.rope_factor=2", "model.rope_original_positions=128"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.epsilon=0"], "optim.epsilon=0.0: use a value above 0"),
+        (["optim.epsilon=inf"], "optim.epsilon=inf: use a value of at most 1"),
+        (["optim.lr=1e30"], "optim.lr=1e+30: use a value of at most 1,000,000"),
+        (["optim.lr=inf"], "optim.lr=inf: use a value of at most 1,000,000"),
+        (["optim.weight_decay=inf"], "optim.weight_decay=inf: use a value of at most 1,000,000"),
+        (["optim.clip_norm=inf"], "optim.clip_norm=inf: use a value of at most"),
+        (["train.batch_size=999999999999"], "train.batch_size=999999999999: use a value of at most 10,000,000"),
+        (["parallel.timeout_s=inf"], "parallel.timeout_s=inf: use a value of at most 1,000,000"),
+        (["model.norm_epsilon=inf"], "model.norm_epsilon=inf: use a value of at most 1"),
+        (["model.layers=1000000000000"], "model.layers=1000000000000: use a value of at most 10,000"),
+        (["model.vocab_size=10000000000"], "model.vocab_size=10000000000: use a value of at most 10,000,000"),
+        (["model=unet_tiny", "model.blocks_per_level=1000000000000"], "use a value of at most 10,000"),
+        (["model=llama_tiny", "model.rope_theta=nan"], "model.rope_theta=nan: use a number above 1"),
+        (["model=llama_tiny", "model.rope_theta=inf"], "model.rope_theta=inf: use a value of at most"),
+        ([*YARN, "model.rope_attention_factor=nan"], "model.rope_attention_factor=nan: use a value of at least 0"),
+        ([*YARN, "model.rope_beta_fast=inf"], "model.rope_beta_fast=inf: use a value of at most"),
+        (["data.workers=100000"], "data.workers=100000: use a value of at most 256"),
+        (["data.tokenizer_vocab=10000000000"], "data.tokenizer_vocab=10000000000: "),
+        (["data.name=../../x"], "data.name='../../x': it names a directory in data.cache_dir; use a name without /"),
+        (["data.name=.."], "data.name='..': it names a directory"),
+        (["data.name=''"], "data.name='': it names a directory"),
+        (["run.name=''"], "run.name='': a run needs one; set it, or leave it out"),
+        (["run.dir=''"], "run.dir='': a run needs one"),
+        (["cluster=local", "cluster.levels=[{latency_us: inf}]"], "cluster.levels[0].latency_us=inf: use a value of"),
+        (["cluster=local", "cluster.levels=[{group_gb_s: inf}]"], "cluster.levels[0].group_gb_s=inf: use a value of"),
+        (["cluster=local", "cluster.matmul_tflops=inf"], "cluster.matmul_tflops=inf: use a value of at most"),
+        (["cluster=local", "cluster.atp_gb_s={2x4: [inf, 1]}"], "not a map of meshes to two bandwidths"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_values_that_make_no_sense_are_one_line(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        validate(compose(overrides), 1)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_flag_is_reported_with_the_setting_that_is_meant():
     with pytest.raises(ConfigError, match=r"^--steps: settings are key=value; use train\.steps=10$"):
         compose(["--steps", "10"])

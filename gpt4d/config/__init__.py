@@ -66,8 +66,11 @@ from gpt4d.config.schema import (
 )
 from gpt4d.config.unused import check_unused, conditional_keys, unused_keys
 from gpt4d.config.values import (
+    LARGEST_COUNT,
+    LARGEST_SIZE,
     check_above_0,
     check_at_least,
+    check_at_most,
     check_choice,
     check_fraction,
     check_picture,

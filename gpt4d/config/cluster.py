@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from gpt4d.config.schema import ClusterConfig, ConfigError
-from gpt4d.config.values import check_above_0, check_at_least, check_choice, check_fraction, check_share
+from gpt4d.config.values import LARGEST, check_above_0, check_at_least, check_choice, check_fraction, check_share
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -52,6 +52,6 @@ def _are_bandwidths(bandwidths: Any) -> bool:
         if not dims or not isinstance(pair, list) or len(pair) != 2:
             return False
         for size, bandwidth in zip(map(int, dims.groups()), pair, strict=True):
-            if (bandwidth is None) != (size == 1) or (bandwidth is not None and not bandwidth > 0):
+            if (bandwidth is None) != (size == 1) or (bandwidth is not None and not 0 < bandwidth <= LARGEST):
                 return False
     return True

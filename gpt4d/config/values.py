@@ -6,6 +6,10 @@ from typing import Any
 
 from gpt4d.config.schema import ConfigError
 
+LARGEST = 1e12  # limit of numbers without a limit of their own, so that none is infinite
+LARGEST_SIZE = 10_000_000  # limit of sizes of a model
+LARGEST_COUNT = 10_000  # limit of layers and other things that are enumerated
+
 
 def check_share(key: str, value: float) -> None:
     """Raise ConfigError unless ``value`` is from 0 to 1."""
@@ -13,14 +17,23 @@ def check_share(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value}: not a share; use 0 to 1")
 
 
-def check_above_0(key: str, value: float | None) -> None:
+def check_above_0(key: str, value: float | None, most: float = LARGEST) -> None:
+    """Raise ConfigError unless ``value`` is None, or above 0 and at most ``most``."""
     if value is not None and not value > 0:
         raise ConfigError(f"{key}={value}: use a value above 0")
+    check_at_most(key, value, most)
 
 
-def check_at_least(key: str, value: float | None, least: float) -> None:
+def check_at_least(key: str, value: float | None, least: float, most: float = LARGEST) -> None:
+    """Raise ConfigError unless ``value`` is None, or from ``least`` to ``most``."""
     if value is not None and not value >= least:
         raise ConfigError(f"{key}={value}: use a value of at least {least}")
+    check_at_most(key, value, most)
+
+
+def check_at_most(key: str, value: float | None, most: float = LARGEST) -> None:
+    if value is not None and not value <= most:
+        raise ConfigError(f"{key}={value}: use a value of at most {most:,.0f}")
 
 
 def check_fraction(key: str, value: float) -> None:

@@ -91,5 +91,5 @@ def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
     Those that cannot be cut into ``parallel.chunks`` are left out.
     """
     share, given = config.train.batch_size // sizes.batch_shards, config.train.micro_batch_size
-    choices = [given] if given is not None else [size for size in range(share, 0, -1) if share % size == 0]
+    choices = [given] if given is not None else divisors(share)[::-1]
     return [size for size in choices if not chunk_problem(config.train, config.parallel, sizes, size)]
