@@ -22,7 +22,6 @@ from gpt4d.config import (
     Config,
     ConfigError,
     ModelConfig,
-    TrainConfig,
     changes,
     check_changes,
     is_allowed,
@@ -110,17 +109,13 @@ class Meta:
 
 def _to_model(family: Family, values: dict) -> ModelConfig:
     """Return a model's settings. Raises ValueError or TypeError if they are invalid."""
-    model, default = family.config(**values), family.config()
-    for key in family.structure:
-        if isinstance(getattr(model, key), float) and not isinstance(getattr(default, key), float):
-            raise ValueError(f"{key}={getattr(model, key)} is not an integer")
-    if not (isinstance(model.name, str) and model.name.isprintable()):
-        raise ValueError(f"{model.name!r} is not a name")
+    model = family.config(**values)
     try:
-        # A family checks a model as part of a run's configuration. Any model takes sequences of one token.
-        family.check(Config(model=model, train=TrainConfig(seq_len=1)))
+        registry.check_model(model)
     except ConfigError as error:
         raise ValueError(str(error)) from None
+    if not model.name.isprintable():
+        raise ValueError(f"{model.name!r} is not a name")
     return model
 
 

@@ -9,14 +9,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import checkpoint_dir, storage, verifying
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory
+from gpt4d.checkpoint.source_weights import SourceWeights
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data import hub, tokenizers
 from gpt4d.model import registry
@@ -41,13 +41,15 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
         values = _read_json(source, directory / "config.json") | {"scheduler": scheduler}
     else:
         values = _read_json(source, directory / "config.json")
-    family = registry.family_of_hf(cast(str, values.get("model_type") or values.get("_class_name")))
+    family = registry.family_of_hf(values.get("model_type") or values.get("_class_name"))
     adapter = adapter_of(family)
-    model = adapter.config_from_hf(source, values)
+    model = _model(source, values, adapter)
+    shapes = verifying.shapes(model)
+    weights = SourceWeights(directory, values, model, adapter, shapes)
     identity, documents = {"data": source}, dict[str, bytes]()
     if adapter.HAS_TOKENIZER:
         documents = {
-            name: (directory / name).read_bytes() for name in checkpoint_dir.MODEL_FILES if (directory / name).exists()
+            name: (directory / name).read_bytes() for name in checkpoint_dir.MODEL_FILES if (directory / name).is_file()
         }
         documents |= _read_tokenizer(source, directory, tokenizer, model)
     elif tokenizer not in (None, "none"):
@@ -57,8 +59,7 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     with new_directory(run_dir) as temporary:
         partial = checkpoint_dir.begin(temporary, step=0)
         partial.mkdir()
-        shapes = verifying.shapes(model)
-        entry, starts = storage.write_values(partial / "imported.bin", _read_tensors(directory, shapes, model, adapter))
+        entry, starts = storage.write_values(partial / "imported.bin", _read_tensors(weights, shapes, model, adapter))
         tensors = {}
         for (name, shape), start in zip(shapes.items(), starts, strict=True):
             chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
@@ -83,35 +84,35 @@ def _find(source: str) -> Path:
 
 
 def _read_json(source: str, path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # Opening a pipe would block.
+        raise ConfigError(f"source={source}: {path.name} is not a regular file; use another copy of the model")
     try:
         return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"source={source}: no readable {path.name} ({error})") from None
 
 
-def _read_tensors(
-    directory: Path, shapes: dict[str, tuple[int, ...]], model: ModelConfig, adapter: HuggingFaceAdapter
-) -> Iterator[torch.Tensor]:
-    """Yield the parameters in order, reading one at a time. Raises ConfigError for a missing tensor or wrong shape."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{directory}: no *.safetensors; save the model again with a recent transformers")
+def _model(source: str, values: dict[str, Any], adapter: HuggingFaceAdapter) -> ModelConfig:
+    """Return our settings for a ``config.json``. They pass the same checks as settings of a configuration."""
     try:
-        opened = [safe_open(file, framework="pt") for file in files]
-    except SafetensorError as error:
-        raise ConfigError(f"{directory}: a *.safetensors file is damaged ({error})") from None
-    file_of = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 – not a dict
+        model = adapter.config_from_hf(source, values)
+        registry.check_model(model)
+    except ConfigError as error:
+        raise ConfigError(str(error) if source in str(error) else f"source={source}: {error}") from None
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"source={source}: config.json has an invalid value ({problem}); correct that file") from None
+    return model
+
+
+def _read_tensors(
+    weights: SourceWeights, shapes: dict[str, tuple[int, ...]], model: ModelConfig, adapter: HuggingFaceAdapter
+) -> Iterator[torch.Tensor]:
+    """Yield the parameters in order, reading one at a time."""
     for name, shape in shapes.items():
-        tensors = []
         shaped = adapter.to_hf(name, torch.empty(shape, device="meta"), model)
-        for key, theirs in zip(adapter.names(name, model), shaped, strict=True):
-            if key not in file_of:
-                # A base model that was saved without its head has names without the first component.
-                key = key.partition(".")[2]
-            expected, actual = list(theirs.shape), file_of[key].get_slice(key).get_shape() if key in file_of else None
-            if actual != expected:
-                raise ConfigError(f"{directory}: {key} must be of shape {expected}, but is {actual or 'missing'}")
-            tensors.append(file_of[key].get_tensor(key).float())
+        keys = adapter.names(name, model)
+        tensors = [weights.read(key, tuple(theirs.shape)) for key, theirs in zip(keys, shaped, strict=True)]
         yield adapter.from_hf(name, tensors, shape, model)
 
 

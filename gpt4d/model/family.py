@@ -23,6 +23,8 @@ class HuggingFaceAdapter(Protocol):
         USAGE: lines of Python that load and use an exported model.
         FOLDER: folder of the weights and their ``config.json`` in an exported directory; empty: the directory itself.
         FILE: name of the file of weights, without its suffix.
+        BASE: prefix of the library's tensor names that files of a base model without a head omit; may be empty.
+        BUFFERS: pattern of the names of tensors that the library stores in files but computes itself.
         HAS_TOKENIZER: whether a model comes with a tokenizer.
     """
 
@@ -31,10 +33,15 @@ class HuggingFaceAdapter(Protocol):
     USAGE: str
     FOLDER: str
     FILE: str
+    BASE: str
+    BUFFERS: str
     HAS_TOKENIZER: bool
 
     def names(self, name: str, config: Any) -> list[str]:
         """Return the names of the library's tensors that our parameter ``name`` is there."""
+
+    def copies(self, config: Any) -> dict[str, str]:
+        """Return the library's tensors that files may contain as a copy of another one, with that one's name."""
 
     def to_hf(self, name: str, tensor: "torch.Tensor", config: Any) -> "list[torch.Tensor]":
         """Return our global tensor as the library has it: one tensor for each of ``names``."""

@@ -1,9 +1,9 @@
 """The registry of model families: the only place that knows them by name, and the only one that builds models."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
-from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, register_model
+from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, register_model
 from gpt4d.model import gpt2, llama, unet
 from gpt4d.model.description import Description, Part
 from gpt4d.model.family import Family
@@ -46,10 +46,28 @@ def of(config: ModelConfig) -> Family:
     )
 
 
-def family_of_hf(model_type: str) -> Family:
+def check_model(model: ModelConfig) -> None:
+    """Check settings that no configuration has checked: those of a checkpoint or an import.
+
+    Raises ConfigError unless each value has the type of its field and the model is possible on some grid.
+    """
+    for key, kind in get_type_hints(type(model)).items():
+        if not _has_type(value := getattr(model, key), kind):
+            raise ConfigError(f"model.{key}={value!r}: not of type {getattr(kind, '__name__', kind)}; correct it")
+    # A family checks a model as part of a run's configuration. Any model takes sequences of one token.
+    of(model).check(Config(model=model, train=TrainConfig(seq_len=1)))
+
+
+def _has_type(value: object, kind: type) -> bool:
+    if kind == list[int]:
+        return type(value) is list and all(type(item) is int for item in value)
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def family_of_hf(model_type: object) -> Family:
     """Return the family that reads models of this kind (``hf_model_types``). Raises ConfigError if there is none."""
     supported = {kind: family for family in _families.values() for kind in family.hf_model_types}
-    if model_type not in supported:
+    if not isinstance(model_type, str) or model_type not in supported:
         raise ConfigError(
             f"model_type={model_type!r} is not supported; use a model of type {', '.join(sorted(supported))}"
         )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "model", True
 PIPELINE_TAG, USAGE = "text-generation", TEXT_USAGE
+BASE, BUFFERS = "transformer.", r"transformer\.h\.\d+\.attn\.(masked_)?bias"
 
 _NAMES = {
     "tokens.weight": "transformer.wte.weight",
@@ -43,6 +44,11 @@ def names(name: str, config: GPT2Config) -> list[str]:
         return [f"{_NAMES['blocks']}.{block[1]}.{_NAMES[block[2]]}.{block[3]}"]
     layer, _, kind = name.rpartition(".")
     return [f"{_NAMES[layer]}.{kind}"]
+
+
+def copies(config: GPT2Config) -> dict[str, str]:
+    """Return the name of the tied head, which some files contain as well."""
+    return {"lm_head.weight": "transformer.wte.weight"}
 
 
 def documents(config: GPT2Config, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

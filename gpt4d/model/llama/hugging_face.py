@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "model", True
 PIPELINE_TAG, USAGE = "text-generation", TEXT_USAGE
+BASE, BUFFERS = "model.", r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 _NAMES = {
     "tokens.weight": ["model.embed_tokens.weight"],
@@ -47,6 +48,11 @@ def names(name: str, config: LlamaConfig) -> list[str]:
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
     assert block, f"{name} is no parameter of a Llama"
     return [f"model.layers.{block[1]}.{layer}.{block[3]}" for layer in _LAYERS[block[2]]]
+
+
+def copies(config: LlamaConfig) -> dict[str, str]:
+    """Return the name of a tied head, which some files contain as well."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ pipeline = DDIMPipeline.from_pretrained("PATH")
 pipeline(num_inference_steps=50, use_clipped_model_output=True).images[0].save("image.png")
 """
 HAS_TOKENIZER = False
+BASE, BUFFERS = "", ""
 
 _OUTSIDE = {
     "time.up": "time_embedding.linear_1",
@@ -79,6 +80,11 @@ def names(name: str, config: UNetConfig) -> list[str]:
     if layer in _ATTENTION:
         return [f"{place.attention}.{part}.{kind}" for part in _ATTENTION[layer]]
     return [f"{place.resnet}.{_RESNET[layer]}.{kind}"]
+
+
+def copies(config: UNetConfig) -> dict[str, str]:
+    """Return no names: files of diffusers contain every tensor once."""
+    return {}
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: UNetConfig) -> list[torch.Tensor]:
