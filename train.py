@@ -75,5 +75,6 @@ if __name__ == "__main__":
         if sweep.requested(arguments):
             sweep.run(arguments)
         else:
+            sweep.end_with_sweep()
             sys.argv[1:] = sweep.for_hydra(arguments)
             main()

@@ -5,7 +5,6 @@ Each job is a run of its own in ``<run.dir>/<its values>`` and a process of its 
 each rank of the sweep starts its rank of each job. The same command skips finished jobs and resumes unfinished ones.
 """
 
-import ctypes
 import hashlib
 import json
 import os
@@ -36,13 +35,14 @@ from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
 from gpt4d.runs.tables import console, runs_table
 from gpt4d.runtime.launch import SWEEP_JOB, Launch
+from gpt4d.runtime.parent import end_with_parent
 from gpt4d.runtime.signals import EXIT_CODE, stop_signals
 from gpt4d.validation import validate
 
 _MULTIRUN = {"-m", "--multirun"}
 _MAX_NAME = 100  # characters; file systems allow 255 bytes
 _PORT_STEP = 32  # ports of the steps of one Slurm job follow each other
-_PR_SET_PDEATHSIG = 1
+_SWEEP_PIPE = "GPT4D_SWEEP_PIPE"  # descriptor of a pipe that tells a job when its sweep ends
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,6 @@ class _JobProcess:
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.signal: str | None = None
-        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
@@ -218,10 +217,16 @@ class _JobProcess:
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run ``command`` and return its exit code."""
-        self.process = subprocess.Popen(command, env=environment, preexec_fn=self._prepare)
-        if self.signal:  # it arrived while the process started
-            self.process.terminate()
-        return self.process.wait()
+        read_end, write_end = os.pipe()
+        try:
+            environment = {**environment, _SWEEP_PIPE: str(read_end)}
+            self.process = subprocess.Popen(command, env=environment, pass_fds=[read_end], preexec_fn=_ignore_ctrl_c)
+            if self.signal:  # it arrived while the process started
+                self.process.terminate()
+            return self.process.wait()
+        finally:
+            os.close(read_end)
+            os.close(write_end)
 
     def _receive(self, number: int, _frame: Any) -> None:
         self.signal = signal.Signals(number).name
@@ -229,11 +234,16 @@ class _JobProcess:
             # Until the job listens to signals, it ignores SIGINT.
             self.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
-    def _prepare(self) -> None:
-        """Prepare the new process: it ends if the sweep is killed, and Ctrl-C ends it through ``_receive`` only."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._libc:
-            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+def _ignore_ctrl_c() -> None:
+    """Let Ctrl-C end a new job only through ``_JobProcess._receive`` until the job handles signals."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_with_sweep() -> None:
+    """End this process when the sweep ends that has started it, if a sweep has."""
+    if pipe := os.environ.get(_SWEEP_PIPE):
+        end_with_parent(int(pipe))
 
 
 def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch) -> None:

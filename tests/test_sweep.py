@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,30 @@ def test_a_signal_stops_the_job_and_the_sweep_and_the_next_call_resumes(tmp_path
     assert states == ["finished", "interrupted", "new"]
     assert [code for _, _, code in execute(tmp_path)] == [None, 0, 0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+SWEEP = """
+import sys
+from gpt4d import sweep
+from gpt4d.runtime.launch import Launch
+jobs = sweep.expand(["train.seed=0,1", f"run.dir={sys.argv[1]}"], 1)
+job = "from gpt4d import sweep; import time; sweep.end_with_sweep(); print('job', flush=True); time.sleep(3600)"
+sweep.execute(jobs, [sys.executable, "-c", job], Launch())
+"""
+
+
+@pytest.mark.slow
+def test_a_job_ends_when_its_sweep_is_killed(tmp_path):
+    command = [sys.executable, "-c", SWEEP, tmp_path]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while process.stdout.readline() != "job\n":
+            assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)  # returns once the job has closed standard output, too
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_more_steps_continue_finished_jobs(tmp_path):

@@ -4,10 +4,12 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers
 from gpt4d.data.documents import Document, is_held_out
+from gpt4d.runtime.parent import end_with_parent
 
 _BATCH_CHARACTERS = 1 << 18  # of text, encoded in one task
 
@@ -41,11 +44,16 @@ def encode_documents(documents: Iterable[Document], encoding: Encoding, processe
         for texts in itertools.chain(first, batches):
             yield from _encode_batch(texts, tokenizer, encoding)
         return
+    # If this process is killed, multiprocessing's tracker removes the pool's semaphores. It inherits the options of
+    # warnings and need not report that.
+    sys.warnoptions.append("ignore:resource_tracker")
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_process, (encoding,))
+    sys.warnoptions.pop()
     try:
         pending: deque = deque()  # bounded, since a corpus may be larger than memory
         for texts in itertools.chain(first, batches):
-            pending.append(pool.submit(_encode_in_process, texts))
+            with _blocked_ctrl_c():
+                pending.append(pool.submit(_encode_in_process, texts))  # starts a process if all are busy
             if len(pending) > 2 * processes:
                 yield from pending.popleft().result()
         while pending:
@@ -82,9 +90,21 @@ def _encode_batch(texts: list[str], tokenizer: Tokenizer, encoding: Encoding) ->
     ]
 
 
+@contextmanager
+def _blocked_ctrl_c() -> Iterator[None]:
+    """Block SIGINT in processes that the body starts: Ctrl-C reaches every process, and the parent ends the others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_process(encoding: Encoding) -> None:
     global _process_state
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.sentinel)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
     _process_state = tokenizers.read(encoding.tokenizer), encoding
 

@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import re
 import signal
-from contextlib import contextmanager
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +21,7 @@ from gpt4d.validation import validate
 from tests.data import flip_bit, json_edit, small_corpus
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
+from tests.test_cli import ROOT
 
 
 @pytest.fixture
@@ -209,6 +212,41 @@ def test_a_killed_encoding_process_is_reported(config, tmp_path, monkeypatch):
     monkeypatch.setattr(parts.TokenShardWriter, "add", killing)
     with pytest.raises(ConfigError, match=r"data\.processes=2: an encoding process was killed \(out of memory\?\)"):
         prepare.prepare(replace(config, processes=2), tmp_path / "out")
+
+
+ENCODE_FOREVER = """
+import itertools, sys
+from pathlib import Path
+from gpt4d.data import encoding
+from gpt4d.data.documents import Document
+from gpt4d.runtime.errors import one_line_errors
+if __name__ == "__main__":
+    with one_line_errors():
+        documents = (Document("alpha beta " * 20_000, "here") for _ in itertools.count())
+        for _ in encoding.encode_documents(documents, encoding.Encoding(Path(sys.argv[1]), 0, "uint16", 0.5), 2):
+            print("encoding", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_encoding_processes_end_with_the_preparation_however_it_ends(config, tmp_path, number):
+    (tmp_path / "tokenizer.json").write_text(tokenizers.train(["alpha beta " * 100], 258).to_str())
+    (tmp_path / "encode.py").write_text(ENCODE_FOREVER)
+    command = [sys.executable, tmp_path / "encode.py", tmp_path / "tokenizer.json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout.readline() == "encoding\n"
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        _, errors = process.communicate(timeout=60)  # returns once no process holds standard output open
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert errors == ("interrupted\n" if number == signal.SIGINT else "")
 
 
 def test_an_output_that_cannot_be_written_is_reported_in_one_line(config, tmp_path):
