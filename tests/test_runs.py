@@ -195,7 +195,7 @@ def test_runs_are_listed_recursively_with_differing_settings(two_runs, capsys, m
     main([str(two_runs)])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     heading, *_, first, second, note = lines
-    assert heading == "run optim.lr state step loss validation speed left last line"
+    assert heading == "run optim.lr state step loss (last 10) validation speed left last line"
     assert "sweep/lr=0.1 0.1 finished 3/3 3.5000 3.5000 20 tokens/s" in first
     assert "sweep/lr=0.2 0.2 failed 1/3 5.0000" in second
     assert note.endswith("sweep/lr=0.2: no")

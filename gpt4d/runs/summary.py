@@ -17,7 +17,7 @@ from gpt4d.runs.history import History
 
 _NOT_RUNS = {"checkpoints", "configs", "traces", "hang"}  # directories inside a run
 _RECENT_S = 120.0
-_AVERAGED_LINES = 10
+AVERAGED_LINES = 10  # of the training loss
 _IDENTITY = ("model.name", "data.name")
 
 
@@ -88,7 +88,7 @@ class Run:
     @property
     def loss(self) -> float | None:
         """The mean training loss of the last ten logged steps."""
-        last = list(self.history.training.values())[-_AVERAGED_LINES:]
+        last = list(self.history.training.values())[-AVERAGED_LINES:]
         return sum(point.loss for point in last) / len(last) if last else None
 
     @property

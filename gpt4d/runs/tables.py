@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt4d.config import Change
-from gpt4d.runs.summary import Run, State, differing_keys
+from gpt4d.runs.summary import AVERAGED_LINES, Run, State, differing_keys
 
 _STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.INTERRUPTED: "yellow"}
 _MAX_SETTINGS = 8
@@ -33,7 +33,7 @@ def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> T
     for key in keys[:_MAX_SETTINGS]:
         table.add_column(key, overflow="fold")
     table.add_column("state")
-    for heading in ("step", "loss", "validation", "speed", "left", "last line"):
+    for heading in ("step", f"loss (last {AVERAGED_LINES})", "validation", "speed", "left", "last line"):
         table.add_column(heading, justify="right")
     for run in runs:
         history = run.history
