@@ -61,7 +61,7 @@ def train(config: Config) -> None:
         from gpt4d.trainer import Trainer
 
         timeout_s, deterministic = config.parallel.timeout_s, config.train.deterministic
-        group = process_group(launch, timeout_s=timeout_s, deterministic=deterministic, trace_dir=Path(config.run.dir))
+        group = process_group(launch, timeout_s=timeout_s, deterministic=deterministic, run_dir=Path(config.run.dir))
         with group as job, out_of_memory.one_line(plan, job.device) as memory:
             trainer = Trainer(plan, job.device, job.watchdog)
             memory.stage = trainer.stage

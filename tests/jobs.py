@@ -13,26 +13,31 @@ from gpt4d.config import Config
 TIMEOUT_S = 120.0
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 class LaunchedJob:
     """Train ``config`` on ``ranks`` processes as ``train.py`` does; each rank's output is in ``<run.dir>.<rank>``."""
 
     def __init__(self, context, config: Config, ranks: int, prepare=None, environment: dict[str, str] | None = None):
         """``prepare(rank)`` is called on each rank before it trains, with ``environment`` in its variables."""
         self.run_dir = Path(config.run.dir)
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
         common = {
+            "MASTER_PORT": str(free_port()),
             **(environment or {}),
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "localhost",
         }
+        self.port = int(common["MASTER_PORT"])
         self.logs = [self.run_dir.with_name(f"{self.run_dir.name}.{rank}") for rank in range(ranks)]
         self.processes = []
         for rank, log in enumerate(self.logs):
             log.unlink(missing_ok=True)
-            variables = {**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             arguments = config, variables, log, prepare
             self.processes.append(context.Process(target=_train, args=arguments, daemon=True))
             self.processes[-1].start()

@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from gpt4d.config import ConfigError, NodeError, to_config_error
 from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.output import allow_lost_output
+from gpt4d.runtime.signals import EXIT_CODE
 
 _INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 _PRINT_GRACE_S = 30.0  # for rank 0 to find the same error
 _SHORT_GRACE_S = 1.0  # for rank 0 to print an error that it has found
+
+
+class PortTaken(ConfigError):
+    """Error of a job whose port another process uses. Later, or on another node, the same command may succeed."""
 
 
 class OutOfMemory(RuntimeError):
@@ -20,7 +25,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1.
+    """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1 (PortTaken: 75).
 
     Usually all ranks raise the same error and rank 0 prints it. The other ranks wait before they exit, because a
     launcher ends all processes as soon as one fails, and rank 0 may be slower. The first rank of every other node
@@ -46,7 +51,6 @@ def one_line_errors() -> Iterator[None]:
         # The launcher of a sweep's job is the sweep, which does not end further ranks.
         if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
             time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else _PRINT_GRACE_S)
-        if launch.local_rank:
-            sys.exit(1)
-        print_error(str(error))
-        sys.exit(1)
+        if not launch.local_rank:
+            print_error(str(error))
+        sys.exit(EXIT_CODE if isinstance(error, PortTaken) else 1)

@@ -33,7 +33,7 @@ def process_group(
     backend: str | None = None,
     timeout_s: float = 120.0,
     deterministic: bool = False,
-    trace_dir: Path | None = None,
+    run_dir: Path | None = None,
 ) -> Iterator[JobContext]:
     """Create the process group of the whole job.
 
@@ -46,9 +46,10 @@ def process_group(
         backend: of collectives; None for NCCL on GPUs and gloo on the host.
         timeout_s: time after which gpt4d's watchdog may end the job; torch's own watchdogs wait longer.
         deterministic: as in ``gpu.set_environment``.
-        trace_dir: as in ``gpu.set_environment``.
+        run_dir: the run's directory, which all ranks share, for the job's secret (``identity.job_key``) and NCCL's
+            trace (``gpu.set_environment``); None for a job that is no run.
     """
-    gpu.set_environment(deterministic, trace_dir)
+    gpu.set_environment(deterministic, run_dir)
     if "OMP_NUM_THREADS" not in os.environ:
         # macOS has no sched_getaffinity.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,7 +59,7 @@ def process_group(
         with _initialize(launch, dist.HashStore(), device, backend, timeout_s):
             yield JobContext(device)
         return
-    rendezvous = Rendezvous(launch, timeout_s)
+    rendezvous = Rendezvous(launch, timeout_s, run_dir)
     try:
         device = device or select_device(launch)
         rendezvous.wait_for_all_ranks()

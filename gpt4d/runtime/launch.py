@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
+_RESTART_PORTS = 4999  # between the ports of two starts of one Slurm job; no multiple of the 64 between two jobs
 SWEEP_JOB = "GPT4D_SWEEP_JOB"  # number of a job among those that a sweep starts, from 1
 
 
@@ -31,6 +32,7 @@ class Launch:
     local_world_size: int = 1
     master: str | None = None  # host:port where rank 0 listens; None if world_size is 1
     sweep_job: int = 0  # the number of this job in a sweep; 0 outside a sweep
+    start: str = ""  # the launcher's name of this start of the job, equal on all ranks
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
@@ -43,17 +45,21 @@ class Launch:
         if "WORLD_SIZE" in env and "RANK" in env:
             world_size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
             master = f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '29500')}"
-            return cls(int(env["RANK"]), world_size, local, int(env.get("LOCAL_WORLD_SIZE", 1)), master)
+            start = f"{env.get('TORCHELASTIC_RUN_ID', '')}.{env.get('TORCHELASTIC_RESTART_COUNT', '')}"
+            local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+            return cls(int(env["RANK"]), world_size, local, local_world_size, master, start=start)
         # Not SLURM_NTASKS: it is also set in the batch script itself, where srun has not started any tasks.
         if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             world_size = int(env["SLURM_STEP_NUM_TASKS"])
             host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-            # Jobs that share a node need different ports, so the port is derived from the job and step ids. It stays
-            # below the kernel's ephemeral ports.
-            port = env.get("MASTER_PORT") or 20000 + (int(env["SLURM_JOB_ID"]) * 64 + int(env["SLURM_STEP_ID"])) % 12000
+            job, step, restart = (int(env.get(f"SLURM_{name}") or 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+            # Jobs that share a node need different ports, so the port is derived from the job and step ids. A restart
+            # needs another one if its port was taken. It stays below the kernel's ephemeral ports.
+            port = env.get("MASTER_PORT") or 20000 + (job * 64 + step + _RESTART_PORTS * restart) % 12000
             local_world_size = tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"]))
             rank, local = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
-            return cls(rank, world_size, local, local_world_size, f"{host}:{port}")
+            start = f"{job}.{step}.{restart}"
+            return cls(rank, world_size, local, local_world_size, f"{host}:{port}", start=start)
         return cls()
 
 

@@ -1,6 +1,7 @@
 """The rendezvous: the store through which all ranks find each other, the watchdog that uses it, and a joint exit."""
 
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -8,13 +9,16 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from gpt4d.config import ConfigError
+from gpt4d.runtime.connection import Connector
 from gpt4d.runtime.deadline_store import StoreLost
 from gpt4d.runtime.errors import OutOfMemory
+from gpt4d.runtime.identity import job_key
+from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.watchdog import Failure, Watchdog
 
@@ -29,34 +33,21 @@ class Rendezvous:
     Nothing here waits forever for a store that does not answer: the watchdog ends this process.
 
     Args:
-        launch: this rank's place in the job.
+        launch: this process's place in the job.
         timeout_s: as for the watchdog.
+        directory: the directory of the job's secret (``identity.job_key``).
     """
 
-    def __init__(self, launch: Launch, timeout_s: float):
-        assert launch.master, "a single rank needs no rendezvous"
+    def __init__(self, launch: Launch, timeout_s: float, directory: Path | None = None):
         self.launch = launch
-        self.host, port = launch.master.rsplit(":", 1)
-        self.port = int(port)
-        self.store, watchdog_store = self._connect(server=launch.rank == 0), self._connect(server=False)
+        connector = Connector(launch, job_key(launch, directory), _CONNECT_S)
+        self.store, watchdog_store = connector.connect()
+        _claim_rank(self.store, launch.rank)
         self._exiting = threading.Lock()  # taken by the thread that ends this process
-        self.watchdog = Watchdog(watchdog_store, launch.rank, launch.world_size, self.host, self._on_failure, timeout_s)
+        self.watchdog = Watchdog(
+            watchdog_store, launch.rank, launch.world_size, connector.host, self._on_failure, timeout_s
+        )
         self.watchdog.start()
-
-    def _connect(self, server: bool) -> dist.Store:
-        # torchrun already runs a server, for all attempts; otherwise rank 0 is the server.
-        server = server and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        timeout = timedelta(seconds=_CONNECT_S)
-        try:
-            store = dist.TCPStore(self.host, self.port, is_master=server, timeout=timeout, wait_for_workers=False)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"rank {self.launch.rank} on {socket.gethostname()} cannot connect to rank 0 at {self.launch.master} "
-                f"({str(error).splitlines()[0]}); check MASTER_ADDR and that rank 0 has started"
-            ) from None
-        # torchrun's store outlives the jobs of a sweep and the attempts of torchrun.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        return dist.PrefixStore(f"gpt4d/{attempt}/{self.launch.sweep_job}", store)
 
     def wait_for_all_ranks(self) -> None:
         """Return when all ranks have connected. Raises ConfigError with the first missing rank after a timeout."""
@@ -131,3 +122,11 @@ class Rendezvous:
         sys.stdout.flush()
         self._keep_store_alive(failure.lost)
         os._exit(1)
+
+
+def _claim_rank(store: JobStore, rank: int) -> None:
+    """Reserve ``rank`` for this process. Raises ConfigError if another one has it: the job was started twice."""
+    process = f"{secrets.token_hex()} {socket.gethostname()}"
+    owner = store.compare_set(f"process/{rank}", "", process).decode()
+    if owner != process:
+        raise ConfigError(f"rank {rank} of this job runs already, on {owner.split()[1]}; wait until that job ends")

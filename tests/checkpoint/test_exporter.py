@@ -240,7 +240,10 @@ def change_config(directory, **values):
         (lambda d: change_config(d, n_layer=3), r"h\.2\..* but is missing"),
         (lambda d: (d / "config.json").unlink(), r"no readable config\.json"),
         (lambda d: (d / "model.safetensors").unlink(), r"no \*\.safetensors"),
-        (lambda d: (d / "model.safetensors").write_bytes(b"x" * 99), r"model\.safetensors: damaged \(.*; download it again"),
+        (
+            lambda d: (d / "model.safetensors").write_bytes(b"x" * 99),
+            r"model\.safetensors: damaged \(.*; download it again",
+        ),
     ],
 )
 def test_unsupported_import_is_rejected_and_leaves_no_files(exported_dir, tmp_path, damage, message):

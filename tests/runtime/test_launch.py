@@ -28,8 +28,10 @@ def test_torchrun_variables():
         "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "h",
         "MASTER_PORT": "9",
+        "TORCHELASTIC_RUN_ID": "a",
+        "TORCHELASTIC_RESTART_COUNT": "1",
     }
-    assert Launch.from_environment(env) == Launch(5, 8, 1, 4, "h:9")
+    assert Launch.from_environment(env) == Launch(5, 8, 1, 4, "h:9", start="a.1")
 
 
 def test_slurm_step_variables():
@@ -37,6 +39,13 @@ def test_slurm_step_variables():
     assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (9, 12, 1, 4)
     host, port = launch.master.split(":")
     assert host == "nid001003" and 20000 <= int(port) < 32000
+
+
+def test_each_start_of_a_slurm_job_has_a_name_and_a_port_of_its_own():
+    starts = [Launch.from_environment({**SLURM_STEP, "SLURM_RESTART_COUNT": str(restart)}) for restart in range(1, 4)]
+    starts.append(Launch.from_environment(SLURM_STEP))
+    assert [launch.start for launch in starts] == ["71.0.1", "71.0.2", "71.0.3", "71.0.0"]
+    assert len({launch.master for launch in starts}) == 4
 
 
 def test_in_a_batch_script_without_srun_the_world_size_is_one():

@@ -1,0 +1,74 @@
+"""The job's key: equal on all ranks of one start, and unknown to every other job."""
+
+import hmac
+import os
+import secrets
+import time
+from pathlib import Path
+
+from gpt4d.config import ConfigError
+from gpt4d.runtime.launch import Launch
+
+VARIABLE = "GPT4D_SECRET"
+_FILE = ".secret"
+_BYTES = 32
+_WRITTEN_S = 30.0  # timeout for the content of a file that another node has created to appear
+
+
+def job_key(launch: Launch, directory: Path | None = None) -> bytes:
+    """Return the key of this start: what the launcher says about the start, hashed with a secret.
+
+    Args:
+        launch: this process's place in the job.
+        directory: the directory that contains the secret, on a file system that all ranks share. The first rank creates
+            the secret; later starts use the same one. None: the user's cache directory. The variable GPT4D_SECRET
+            replaces the file.
+
+    Raises ConfigError if the secret can be neither read nor created.
+    """
+    secret = os.environ.get(VARIABLE) or _shared_secret(directory or _user_directory())
+    start = f"{launch.start}, sweep job {launch.sweep_job}, {launch.world_size} ranks"
+    return hmac.digest(secret.encode(), start.encode(), "sha256")
+
+
+def _shared_secret(directory: Path) -> str:
+    path = directory / _FILE
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _create(path)
+        secret = _read(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; make the directory writable, or set {VARIABLE} to one text on all ranks"
+        ) from None
+    if len(secret) != 2 * _BYTES:
+        raise ConfigError(f"{path}: incomplete; remove it, and the next start creates it")
+    return secret
+
+
+def _create(path: Path) -> None:
+    """Create the secret unless there is one. Only this user can read it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(_BYTES))
+    except OSError:
+        path.unlink()
+        raise
+
+
+def _read(path: Path) -> str:
+    """Return the secret, which the rank that creates it may not have written yet."""
+    deadline = time.monotonic() + _WRITTEN_S
+    while len(secret := path.read_text(encoding="ascii", errors="replace")) < 2 * _BYTES:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return secret
+
+
+def _user_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gpt4d"
