@@ -136,11 +136,7 @@ class Saver:
         saved.seconds = time.perf_counter() - started
 
     def _commit(self, partial: Path) -> None:
-        newest = checkpoint_dir.commit(partial)
-        try:
-            checkpoint_dir.retain(newest, self.config.keep, self.config.keep_every)
-        except OSError as error:  # The new checkpoint is committed nevertheless.
-            print(f"warning: {error}; an old checkpoint remains until the next save", file=sys.stderr, flush=True)
+        checkpoint_dir.retain(checkpoint_dir.commit(partial), self.config.keep, self.config.keep_every)
 
     def _to_user_error(self, failure: BaseException, saved: Saved) -> BaseException:
         """Return the error to raise for a failed save. Its files are removed, since they may fill the disk."""

@@ -1,8 +1,12 @@
 """Listing, selection, retention and commit of a run's checkpoints."""
 
+import errno
+import io
 import json
 import os
+import re
 import shutil
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from tests.checkpoint import meta, save_state
+from tests.rank_pool import RankFailure
 
 
 def save_steps(ranks, run_dir, steps, keep=2, keep_every=None):
@@ -182,21 +187,47 @@ def test_files_are_synced_before_the_rename_and_removal_comes_last(ranks, tmp_pa
     ]
 
 
-def save_with_failing_removal(run_dir):
-    rmtree = shutil.rmtree
+def save_while_it_is_read(run_dir, name):
+    """Save, again and again, while a file of the removed ``name`` is open. On NFS, it then cannot be removed.
+
+    Return the warnings.
+    """
+    unlink = os.unlink
 
     def refuse(path, *args, **kwargs):
-        if str(path).endswith(".removed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return rmtree(path, *args, **kwargs)
+        if path == "rank_00000.bin" and name in os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        return unlink(path, *args, **kwargs)
 
-    shutil.rmtree = refuse
+    os.unlink = refuse
+    warnings = io.StringIO()
     try:
-        return save_state(GridSizes(), False, run_dir, (1, 2), keep=1)
+        with redirect_stderr(warnings):
+            save_state(GridSizes(), False, run_dir, (1, 2, 3, 4), keep=1)
     finally:
-        shutil.rmtree = rmtree
+        os.unlink = unlink
+    return warnings.getvalue().splitlines()
 
 
-def test_save_succeeds_if_an_old_checkpoint_cannot_be_removed(ranks, tmp_path):
-    assert ranks.run(1, save_with_failing_removal, tmp_path)[0].path.name == "step_00000002"
-    assert save_steps(ranks, tmp_path, (3,), keep=1) == ["step_00000003"]
+def test_runs_go_on_if_an_old_checkpoint_cannot_be_removed(ranks, tmp_path):
+    warnings = ranks.run(1, save_while_it_is_read, tmp_path, "step_00000002")[0]
+    assert all(
+        re.fullmatch(r"warning: \S+step_00000002(\.removed)? cannot be removed \(Device or resource busy\) .*", line)
+        for line in warnings
+    )
+    assert len(warnings) == 2
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_00000002.removed", "step_00000004"}
+    left = tmp_path / "checkpoints" / "step_00000002.removed"
+    assert [path.name for path in left.iterdir()] == ["rank_00000.bin"], "everything else is removed"
+    assert save_steps(ranks, tmp_path, (5,), keep=1) == ["step_00000005"]
+
+
+def test_leftovers_of_this_step_must_be_removed(ranks, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for step in (3, 9):
+        partial = tmp_path / "checkpoints" / f"step_0000000{step}.partial"
+        partial.mkdir()
+        (partial / "rank_00000.bin").write_text("")
+    with pytest.raises(RankFailure, match=r"step_00000003 could not be saved \(Device or resource busy\)"):
+        ranks.run(1, save_while_it_is_read, tmp_path, ".partial")
