@@ -14,7 +14,7 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
-from gpt4d.runtime.consensus import all_gather_object
+from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.task.task import Task
 
 
@@ -67,7 +67,7 @@ class StepMeter:
         totals = {name: axis.traffic.read() for name, axis in self.stage.axes.items()}
         comm = {name: {key: total[key] / per_step[key] for key in total} for name, total in totals.items()}
         exposed_s = sum(means["exposed_s"] for means in comm.values())
-        busy, late = self.stragglers.note(all_gather_object(seconds - exposed_s))
+        busy, late = self.stragglers.note(all_gather_json(seconds - exposed_s))
         if late:
             host = self.stragglers.hosts[busy["slowest"]]
             log.event("straggler", f"LATE: {late}", step=progress.step, host=host, **busy)

@@ -21,7 +21,7 @@ from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.pipeline import plot, recording
 from gpt4d.parallel.traffic import now, seconds_between
 from gpt4d.parallel.turns import Turn
-from gpt4d.runtime.consensus import all_gather_object
+from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.step import TrainStep
 from gpt4d.timeline import LayerSpan
 
@@ -104,10 +104,10 @@ class Profile:
 
     def _draw_pipeline(self, directory: Path, recorded: recording.Recording) -> None:
         """Write ``pipeline.png`` on rank 0: the last step on the first rank of each stage. All ranks call this."""
-        gathered = all_gather_object((self.stage.index, recorded) if self.grid.stage.index == 0 else None)
+        gathered = all_gather_json([self.stage.index, recorded.to_json()] if self.grid.stage.index == 0 else None)
         if self.grid.world.index:
             return
-        of_stages = dict(filter(None, gathered))
+        of_stages = {index: recording.Recording.from_json(values) for index, values in filter(None, gathered)}
         timeline_of_all = recording.timeline([of_stages[index] for index in range(len(of_stages))])
         title = f"{self.config.run.name}: step {self.last}, {self.config.parallel.pipeline.schedule}"
         with _replace_when_complete(directory / "pipeline.png") as path:

@@ -24,7 +24,7 @@ from gpt4d.parallel.pipeline import runtime
 from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
 from gpt4d.parallel.pipeline.program import Transfer
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.runtime.consensus import all_gather_object
+from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep, build_stage, connect_stages
@@ -80,7 +80,7 @@ class ActionTimes:
         own = {kind: statistics.median(seconds) for kind, seconds in by_kind.items()}
         times: dict[str, float] = {}
         # All processes are on one machine, so they have one clock.
-        gathered = all_gather_object((own, max(stop for *_, stop in self.spans), stopped))
+        gathered = all_gather_json((own, max(stop for *_, stop in self.spans), stopped))
         for of_rank, *_ in gathered:
             times |= {kind: max(seconds, times.get(kind, 0.0)) for kind, seconds in of_rank.items()}
         _, action_stops, step_stops = zip(*gathered, strict=True)

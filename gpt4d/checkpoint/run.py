@@ -64,7 +64,7 @@ class RunCheckpoints:
         resume = config.checkpoint.resume
         damaged: list[Path] = []
         progress = Progress()
-        for checkpoint in run_on_rank0(lambda: checkpoint_dir.resume_candidates(resume, self.run_dir)):
+        for checkpoint in map(Path, run_on_rank0(partial(_candidates, resume, self.run_dir))):
             try:
                 progress = self._load(checkpoint, self.stage.module, step.optimizer)
                 break
@@ -79,11 +79,12 @@ class RunCheckpoints:
                     f"run.dir={self.run_dir}: all {len(damaged)} checkpoint(s) are damaged; restore an intact "
                     "checkpoint or set another run.name"
                 )
-            self.changes = run_on_rank0(lambda: starts.check_last(config))
+            changes = run_on_rank0(lambda: starts.check_last(config))
+            self.changes = {key: Change(*change) for key, change in changes.items()}
             self._initialize()
         for checkpoint in damaged:
-            aside = run_on_rank0(partial(checkpoint_dir.quarantine, checkpoint))
-            log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=str(aside))
+            aside = run_on_rank0(partial(_quarantine, checkpoint))
+            log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=aside)
         if progress.step >= config.train.steps:
             message = f"{self.run_dir} is complete; raise {length_key(config.train)} or set another run.name"
             log.event("complete", message, **progress.values(self.task.unit))
@@ -163,3 +164,11 @@ class RunCheckpoints:
             times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}
             values = saved.progress.values(self.task.unit)
             self.log.event("checkpoint", message, **values, path=str(saved.path), **times)
+
+
+def _candidates(resume: str, run_dir: Path) -> list[str]:
+    return [str(path) for path in checkpoint_dir.resume_candidates(resume, run_dir)]
+
+
+def _quarantine(checkpoint: Path) -> str:
+    return str(checkpoint_dir.quarantine(checkpoint))

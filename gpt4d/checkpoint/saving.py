@@ -71,7 +71,7 @@ class Saver:
             name: (shard.stored(self.grid), shard.spec.stored_shape, shard.region(self.grid))
             for name, shard in shards.items()
         }
-        partial = run_on_rank0(lambda: self._begin(meta.progress.step))
+        partial = Path(run_on_rank0(lambda: str(self._begin(meta.progress.step))))
         extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
         documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))

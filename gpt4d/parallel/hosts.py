@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.shared_memory import SharedMemory, share_memory
 from gpt4d.parallel.worker import Task, Worker
+from gpt4d.runtime.consensus import all_gather_json
 
 # The parts of a piece of a collective: one starts the exchange between hosts and returns the handle, one finishes.
 Piece = tuple[Callable[[], dist.Work], Callable[[], object]]
@@ -85,8 +86,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | Hosts | None:
 def _connect_hosts(group: dist.ProcessGroup) -> SharedMemory | Hosts | None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     listener, own_location = _listen(2 * size)
-    locations: list = [None] * size
-    dist.all_gather_object(locations, own_location, group=group)
+    locations = all_gather_json(own_location, group)
     with listener or nullcontext():
         if listener is None or own_location is None or None in locations:
             return None
@@ -122,18 +122,18 @@ def _connect(addresses: list[str], listener: socket.socket, index: int, count: i
     return connections
 
 
-def _listen(backlog: int) -> tuple[socket.socket | None, tuple | None]:
-    """Open a socket for peers on this host and return it with its location (host, address), or Nones without memfd."""
+def _listen(backlog: int) -> tuple[socket.socket | None, list[str] | None]:
+    """Open a socket for peers on this host and return it with its location [host, address], or Nones without memfd."""
     if not hasattr(os, "memfd_create"):
         return None, None
     with open("/proc/sys/kernel/random/boot_id") as file:
-        host = file.read(), os.readlink("/proc/self/ns/net")
+        host = f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
     address = f"\0gpt4d-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(backlog)
     listener.settimeout(_CONNECT_S)
-    return listener, (host, address)
+    return listener, [host, address]
 
 
 def _accept_from_own_user(listener: socket.socket) -> socket.socket:

@@ -42,7 +42,7 @@ from gpt4d.parallel.weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import RankSpan, place
-from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
+from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -121,13 +121,13 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _time(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
     """Return the seconds of ``times`` consecutive calls of ``work`` on the slowest rank; all ranks start together."""
-    all_gather_object(None)
+    all_gather_json(None)
     started = time.perf_counter()
     for _ in range(times):
         work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return max(all_gather_object(time.perf_counter() - started))
+    return max(all_gather_json(time.perf_counter() - started))
 
 
 def _matmul_flops(device: torch.device) -> float:

@@ -1,5 +1,9 @@
-"""Operations in which all ranks of the job agree: fail together, gather objects, run something on rank 0."""
+"""Operations in which all ranks of the job agree: fail together, gather values, run something on rank 0.
 
+Values travel as JSON, never as pickles, so that a message can execute nothing.
+"""
+
+import json
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,16 +29,27 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     except Exception as raised:
         traceback.print_exc()
         error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
-    for first_error in filter(None, all_gather_object(error)):
-        raise first_error
+    for first_error in filter(None, all_gather_json(error and _error_to_json(error))):
+        raise _error_from_json(first_error)
     return result
 
 
-def all_gather_object(value: T) -> list[T]:
-    """Return the ``value`` of every rank, in rank order. All ranks must call this."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the ``value`` of every rank of ``group``, in rank order. All its ranks must call this.
+
+    Args:
+        value: consists of dicts with text keys, lists, texts, numbers, booleans and None.
+        group: ranks with a backend for the CPU; None for all ranks of the job.
+    """
+    content = _encode(value)
+    sizes = [torch.empty(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(content)]), group)
+    longest = int(max(sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = content
+    contents = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(contents, padded, group)
+    return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=True)]
 
 
 def all_ranks_true(flag: bool) -> bool:
@@ -47,34 +62,62 @@ def all_ranks_true(flag: bool) -> bool:
 def run_on_rank0(work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 and return its result on every rank, however long it takes. All ranks must call this.
 
-    A ConfigError is raised on every rank. After any other exception rank 0 raises it and the others a RuntimeError.
+    The result is a value as in ``all_gather_json``. A ConfigError is raised on every rank. After any other exception
+    rank 0 raises it and the others a RuntimeError.
     """
     if not dist.is_initialized():
         return work()
-    outcome: tuple[Any, Exception | None] | None = None
+    outcome: list | None = None  # the result, and the error
     failure: BaseException | None = None
     if dist.get_rank() == 0:
         with _keepalive_broadcasts():
             try:
-                outcome = work(), None
+                outcome = [work(), None]
             except ConfigError as raised:
-                outcome = None, raised
+                outcome = [None, _error_to_json(raised)]
             except BaseException as raised:
-                outcome, failure = (None, RuntimeError(f"rank 0 failed: {raised!r}")), raised
+                outcome, failure = [None, _error_to_json(RuntimeError(f"rank 0 failed: {raised!r}"))], raised
     while (received := _broadcast_from_rank0(outcome)) is None:
         pass  # None is a keepalive
     if failure is not None:
         raise failure
     result, error = received
     if error is not None:
-        raise error
+        raise _error_from_json(error)
     return result
 
 
-def _broadcast_from_rank0(value: T) -> T:
-    values = [value]
-    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-    return values[0]
+def _broadcast_from_rank0(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank. The other ranks' is ignored."""
+    content = _encode(value)
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, src=0)
+    if dist.get_rank():
+        content = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, src=0)
+    return _decode(content)
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(content: torch.Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())
+
+
+def _error_to_json(error: Exception) -> list[str]:
+    return [type(error).__name__, str(error)]
+
+
+def _error_from_json(error: list[str]) -> Exception:
+    """Return an error of the same class if it is ConfigError or derives from it, otherwise a RuntimeError."""
+    classes, (name, message) = [ConfigError], error
+    for known in classes:
+        if known.__name__ == name:
+            return known(message)
+        classes += known.__subclasses__()
+    return RuntimeError(message)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.runtime.consensus import all_gather_object, run_on_rank0
+from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
 
 _MARKER_NAME = ".these-ranks-meet-here"
 _MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
@@ -69,7 +69,7 @@ def compare(
     """
     path = Path(config.run.dir) / _MARKER_NAME
     marker = run_on_rank0(lambda: _write_marker(path))
-    nodes = all_gather_object(_describe_node(config, device, marker))
+    nodes = [Node(**node) for node in all_gather_json(asdict(_describe_node(config, device, marker)))]
     run_on_rank0(lambda: path.unlink(missing_ok=True))
     problem = find_difference(nodes)
     if problem:
@@ -122,7 +122,7 @@ def _find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: lis
     messages = []
     for _ in range(_ROUNDS):
         seconds = {name: min(seconds[name], _best_time(work)) for name, work in workloads.items()}
-        messages = find_slow(all_gather_object(seconds), hosts)
+        messages = find_slow(all_gather_json(seconds), hosts)
         if not messages:
             break
     return messages

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.config import Config, ConfigError, check_picture
+from gpt4d.config import Config, ConfigError, DataConfig, check_picture
 from gpt4d.data.batch import Batch
-from gpt4d.data.pictures import Pictures, picture_files
+from gpt4d.data.pictures import PictureFiles, Pictures, picture_files
 from gpt4d.model.description import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
@@ -33,6 +33,11 @@ def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
     return f"{config.out}: {config.images} pictures"
 
 
+def _prepare(config: DataConfig, size: int, channels: int) -> tuple[str, dict]:
+    files = picture_files(config, size, channels)
+    return str(files.directory), files.header
+
+
 class Diffusion(ReadingTask):
     """Diffusion on the pictures of ``config.data`` (gpt4d.task.task.Task).
 
@@ -43,7 +48,8 @@ class Diffusion(ReadingTask):
     def __init__(self, config: Config):
         settings: Any = config.model  # of any family with the settings of pictures and of the diffusion
         self.settings, size, channels = settings, settings.image_size, settings.image_channels
-        self._files = run_on_rank0(lambda: picture_files(config.data, size, channels))
+        directory, header = run_on_rank0(lambda: _prepare(config.data, size, channels))
+        self._files = PictureFiles(Path(directory), header)
         seed, data = config.train.seed, config.data
         training, held_out = run_on_all_ranks(lambda: [self._files.array(split) for split in ("train", "validation")])
         unseen = Pictures(held_out, seed, shuffle=False, flip=False) if len(held_out) else None

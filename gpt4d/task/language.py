@@ -9,11 +9,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config, ConfigError, DataConfig
 from gpt4d.data.batch import Batch
-from gpt4d.data.prepare import corpus
+from gpt4d.data.prepare import Corpus, corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.data.tokenizers import FILE, companions, end_of_text
+from gpt4d.data.tokens import TokenFiles
 from gpt4d.model.description import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.stage import Stage
@@ -63,6 +64,11 @@ def _prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
+def _prepare(config: DataConfig) -> tuple[list[str], list[int]]:
+    found = corpus(config)
+    return [str(files.directory) for files in found.files], found.weights
+
+
 class LanguageModeling(ReadingTask):
     """Language modeling on the corpus of ``config.data`` (gpt4d.task.task.Task).
 
@@ -72,7 +78,8 @@ class LanguageModeling(ReadingTask):
 
     def __init__(self, config: Config):
         self.config = config
-        self._corpus = run_on_rank0(lambda: corpus(config.data))
+        directories, weights = run_on_rank0(lambda: _prepare(config.data))
+        self._corpus = Corpus([TokenFiles(Path(directory)) for directory in directories], weights)
         self._files = self._corpus.first
         training, held_out = run_on_all_ranks(self._read)
         for files, sequences in zip(self._corpus.files, training, strict=True):

@@ -85,7 +85,7 @@ def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
 
     def listen_on_fake_host(backlog):
         listener, (host, address) = listen(backlog)
-        return listener, ((*host, hosts[dist.get_rank()]), address)
+        return listener, [f"{host} {hosts[dist.get_rank()]}", address]
 
     hosts_module._listen = listen_on_fake_host
     try:

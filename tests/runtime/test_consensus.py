@@ -1,12 +1,17 @@
 """Results and errors of rank 0 reach every rank."""
 
+import math
 import threading
+import traceback
 
 import pytest
+import torch.distributed as dist
 
+from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.runtime import consensus
-from gpt4d.runtime.consensus import run_on_rank0
+from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
+from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
 
@@ -54,3 +59,61 @@ def test_keepalives_reach_other_ranks_while_rank_0_works(ranks):
     with pytest.raises(RankFailure) as raised:
         ranks.run(3, work_slowly_on_rank_0, ConfigError("a mistake"))
     assert str(raised.value).count("ConfigError: a mistake") == 3
+
+
+def gather_various():
+    rank = dist.get_rank()
+    group = [dist.new_group([0, 2]), dist.new_group([1])][rank % 2]
+    value = {"rank": rank, "text": "é\0\udc80" * 100 * rank, "numbers": [1 / 3, math.inf, 1 << 70], "none": None}
+    assert all_gather_json(value)[rank] == value
+    return [received["rank"] for received in all_gather_json(value, group)], len(all_gather_json(None))
+
+
+def test_values_of_different_lengths_reach_the_ranks_of_a_group(ranks):
+    assert ranks.run(3, gather_various) == [([0, 2], 3), ([1], 3), ([0, 2], 3)]
+
+
+def raise_on_rank_1(error):
+    def work():
+        if dist.get_rank() == 1:
+            raise error
+
+    try:
+        run_on_all_ranks(work)
+    except Exception as raised:
+        return type(raised), str(raised)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ConfigError("a mistake"), (ConfigError, "a mistake")),
+        (Damaged("a file"), (Damaged, "a file")),
+        (KeyError("a"), (RuntimeError, "rank 1 failed: KeyError('a')")),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_every_rank_with_its_class(ranks, error, raised):
+    assert ranks.run(3, raise_on_rank_1, error) == [raised] * 3
+
+
+def only_torchs_checkpoints_receive_pickles(config):
+    """On a rank: train, and return the files whose code has received a pickle from another rank."""
+    receive, receivers = dist.distributed_c10d._tensor_to_object, set()
+
+    def record(*args):
+        frames = [frame.filename for frame in traceback.extract_stack()]
+        receivers.add(any("torch/distributed/checkpoint/" in name for name in frames) or frames[-3])
+        return receive(*args)
+
+    dist.distributed_c10d._tensor_to_object = record
+    try:
+        train_in_rank(config)
+    finally:
+        dist.distributed_c10d._tensor_to_object = receive
+    return receivers
+
+
+@pytest.mark.parametrize("grid", [["parallel.gz=2"], ["parallel.pipeline.stages=2", "profile.steps=2"]])
+def test_no_rank_receives_a_pickle_except_from_torchs_plan_of_a_checkpoint(ranks, tiny, grid):
+    config = tiny(*grid, "train.steps=3", "checkpoint.every=2")
+    assert ranks.run(2, only_torchs_checkpoints_receive_pickles, config)[0] == {True}

@@ -29,6 +29,18 @@ class Recording:
 
         return Recording(seconds(self.actions), seconds(self.transfers))
 
+    def to_json(self) -> list:
+        """Return a recording in seconds as lists for JSON."""
+        return [self.actions, self.transfers]
+
+    @classmethod
+    def from_json(cls, values: list) -> "Recording":
+        actions, transfers = values
+        return cls(
+            [(Action(*action), start, stop) for action, start, stop in actions],
+            [(Transfer(Action(*action), target), start, stop) for (action, target), start, stop in transfers],
+        )
+
 
 def timeline(recordings: Sequence[Recording]) -> Timeline:
     """Return the step of which one rank of each stage made a recording, in seconds since its first action.
