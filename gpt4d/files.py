@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import xxhash
 
+from gpt4d import activity
+
+_FLUSH_BYTES = 64 << 20  # written between two flushes, so that none takes long on a slow disk and progress is visible
+_flush = getattr(os, "fdatasync", os.fsync)  # macOS lacks fdatasync
 _CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the CPU cache when it is written after its checksum
 
 
@@ -42,7 +46,7 @@ class NewFile:
 
     def __init__(self, path: Path):
         self.file = open(path, "xb", buffering=0)  # noqa: SIM115 – closed by __exit__
-        self.size, self.checksum = 0, xxhash.xxh3_128()
+        self.size, self.unflushed, self.checksum = 0, 0, xxhash.xxh3_128()
 
     def __enter__(self) -> "NewFile":
         return self
@@ -53,7 +57,13 @@ class NewFile:
             chunk = content[start : start + _CHUNK_BYTES]
             self.checksum.update(chunk)
             while chunk:
-                chunk = chunk[self.file.write(chunk) :]
+                written = self.file.write(chunk)
+                self.unflushed += written
+                chunk = chunk[written:]
+            if self.unflushed >= _FLUSH_BYTES:
+                _flush(self.file.fileno())
+                self.unflushed = 0
+            activity.progress()
         self.size += len(content)
 
     def __exit__(self, kind, *_) -> None:
@@ -87,4 +97,5 @@ def checksum(file) -> str:
     checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     while size := file.readinto(buffer):
         checksum.update(buffer[:size])
+        activity.progress()
     return checksum.hexdigest()

@@ -67,7 +67,8 @@ class StepMeter:
         totals = {name: axis.traffic.read() for name, axis in self.stage.axes.items()}
         comm = {name: {key: total[key] / per_step[key] for key in total} for name, total in totals.items()}
         exposed_s = sum(means["exposed_s"] for means in comm.values())
-        busy, late = self.stragglers.note(all_gather_json(seconds - exposed_s))
+        busy_s = all_gather_json(seconds - exposed_s, f"reading the metrics of step {progress.step}")
+        busy, late = self.stragglers.note(busy_s)
         if late:
             host = self.stragglers.hosts[busy["slowest"]]
             log.event("straggler", f"LATE: {late}", step=progress.step, host=host, **busy)

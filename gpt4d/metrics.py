@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from gpt4d import activity
 from gpt4d.config import Config
 from gpt4d.config.machine import gpu_model
 from gpt4d.files import read_json_lines
@@ -159,15 +160,16 @@ def _start_wandb(config: Config, run_dir: Path):
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
-    return wandb.init(
-        project=wandb_config.project,
-        name=config.run.name,
-        id=id_file.read_text(),
-        resume="allow",
-        mode=cast(Any, wandb_config.mode),  # one of wandb's, as config.checks makes sure
-        dir=str(run_dir),
-        config=asdict(config),
-    )
+    with activity.unlimited():  # wandb has a timeout of its own
+        return wandb.init(
+            project=wandb_config.project,
+            name=config.run.name,
+            id=id_file.read_text(),
+            resume="allow",
+            mode=cast(Any, wandb_config.mode),  # one of wandb's, as config.checks makes sure
+            dir=str(run_dir),
+            config=asdict(config),
+        )
 
 
 def _time_breakdown(values: dict) -> str:

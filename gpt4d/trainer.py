@@ -42,6 +42,10 @@ class Trainer:
     def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):
         self.device, self.watchdog = device, watchdog
         config, self.run_dir = plan.config, Path(plan.config.run.dir)
+        timeout_s = config.parallel.timeout_s
+        self.hang_detector = HangDetector({}, timeout_s, self.run_dir / "hang")
+        if watchdog:
+            watchdog.hang_detector = self.hang_detector
         self.lock: DirectoryLock | None = None  # of rank 0
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -52,15 +56,12 @@ class Trainer:
         config = with_epochs(config, self.task.samples)
         self.plan = plan = replace(plan, config=config)
         self.config = config
-        run_on_rank0(self._enter_run_dir)
+        run_on_rank0(self._enter_run_dir, "locking run.dir")
         rank = torch.distributed.get_rank()
         stage_plan = plan.stage_of(rank)
-        timeout_s = config.parallel.timeout_s
         with watchdog.limit("connecting the ranks of the grid's axes") if watchdog else nullcontext():
             grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, gpu.backend_timeout(timeout_s))
-        self.hang_detector = HangDetector(grid.active_axes, timeout_s, self.run_dir / "hang")
-        if watchdog:
-            watchdog.hang_detector = self.hang_detector
+        self.hang_detector.axes = grid.active_axes
         self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
         self.stage = build_stage(config, grid, device, plan=plan)
         if len(plan.stages) > 1:
@@ -95,9 +96,9 @@ class Trainer:
         """
         stop = stop or StopRequest()
         try:
-            run_on_rank0(self._open_log)
+            run_on_rank0(self._open_log, "opening the log")
             self.progress = self.checkpoints.resume(self.train_step, self.log)
-            run_on_rank0(self._record_start)
+            run_on_rank0(self._record_start, "recording this start")
             for message in self.slow:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
             profile = Profile(self.config, self.train_step, self.log, self.progress.step)
@@ -112,8 +113,7 @@ class Trainer:
                 self.log.failed(f"{type(error).__name__}: {error}")
             raise
         finally:
-            if self.watchdog:
-                self.watchdog.hang_detector = None
+            self.hang_detector.axes = {}  # what an error has left behind; activities are watched to the end
             self.task.close()
             self.checkpoints.close()
             self.log.close()
@@ -123,6 +123,7 @@ class Trainer:
     def _loop(self, profile: Profile, stop: StopRequest) -> None:
         config, progress, train = self.config, self.progress, self.config.train
         self.meter.restart(progress.step)
+        self.hang_detector.begin_steps()
         unread: deque[PendingMetrics] = deque()
         first, stopping = progress.step, False
         while progress.step < train.steps and not stopping:
@@ -149,6 +150,7 @@ class Trainer:
                 if (saving or stopping) and self.monitor.is_finite:
                     self.checkpoints.save(self.train_step, progress)
                 self.meter.restart(step)
+        self.hang_detector.end_startup()
         self.checkpoints.report_saved(wait=True)
         if progress.step == train.steps and not self.monitor.is_finite:
             self.monitor.give_up()

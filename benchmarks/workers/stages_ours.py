@@ -80,7 +80,8 @@ class ActionTimes:
         own = {kind: statistics.median(seconds) for kind, seconds in by_kind.items()}
         times: dict[str, float] = {}
         # All processes are on one machine, so they have one clock.
-        gathered = all_gather_json((own, max(stop for *_, stop in self.spans), stopped))
+        measured = own, max(stop for *_, stop in self.spans), stopped
+        gathered = all_gather_json(measured, "collecting the times of the stages")
         for of_rank, *_ in gathered:
             times |= {kind: max(seconds, times.get(kind, 0.0)) for kind, seconds in of_rank.items()}
         _, action_stops, step_stops = zip(*gathered, strict=True)

@@ -19,6 +19,7 @@ from gpt4d.data import tokenizers
 from gpt4d.monitor import LossMonitor, all_finite
 from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
+from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_ranks_true, run_on_all_ranks, run_on_rank0
 from gpt4d.step import TrainStep
 from gpt4d.task.task import Task
@@ -48,7 +49,8 @@ class RunCheckpoints:
         self.changes: Mapping[str, Change] = {}  # settings that differ from the checkpoint's settings
         self.initial: Path | None = None  # the checkpoint whose weights the run has started from
         self._inherited: dict[str, bytes] = {}  # files of the loaded checkpoint that an export needs
-        self._saver = Saver(plan.config.checkpoint, self.run_dir, stage.grid)
+        timeout = gpu.backend_timeout(plan.config.parallel.timeout_s)
+        self._saver = Saver(plan.config.checkpoint, self.run_dir, stage.grid, timeout)
         self.before_update = self._saver.before_change
         self.close = self._saver.close
 
@@ -60,11 +62,12 @@ class RunCheckpoints:
         Raises ConfigError on all ranks if the run was trained with other settings or other data.
         """
         self.log, config = log, self.plan.config
-        run_on_rank0(lambda: checkpoint_dir.remove_leftovers(self.run_dir))
+        run_on_rank0(lambda: checkpoint_dir.remove_leftovers(self.run_dir), "removing unfinished checkpoints")
         resume = config.checkpoint.resume
         damaged: list[Path] = []
         progress = Progress()
-        for checkpoint in map(Path, run_on_rank0(partial(_candidates, resume, self.run_dir))):
+        candidates = run_on_rank0(partial(_candidates, resume, self.run_dir), "looking for checkpoints")
+        for checkpoint in map(Path, candidates):
             try:
                 progress = self._load(checkpoint, self.stage.module, step.optimizer)
                 break
@@ -79,11 +82,11 @@ class RunCheckpoints:
                     f"run.dir={self.run_dir}: all {len(damaged)} checkpoint(s) are damaged; restore an intact "
                     "checkpoint or set another run.name"
                 )
-            changes = run_on_rank0(lambda: starts.check_last(config))
+            changes = run_on_rank0(lambda: starts.check_last(config), "comparing the settings with the last start")
             self.changes = {key: Change(*change) for key, change in changes.items()}
             self._initialize()
         for checkpoint in damaged:
-            aside = run_on_rank0(partial(_quarantine, checkpoint))
+            aside = run_on_rank0(partial(_quarantine, checkpoint), f"renaming {checkpoint.name}")
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=aside)
         if progress.step >= config.train.steps:
             message = f"{self.run_dir} is complete; raise {length_key(config.train)} or set another run.name"
@@ -92,9 +95,10 @@ class RunCheckpoints:
 
     def _load(self, checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         config = self.plan.config
-        self.changes = run_on_all_ranks(lambda: checkpoint_dir.check_settings(checkpoint, config))
+        name = f"reading the settings of {checkpoint.name}"
+        self.changes = run_on_all_ranks(lambda: checkpoint_dir.check_settings(checkpoint, config), name)
         identity, allowed = self.task.identity(), config.checkpoint.allow_changes
-        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, allowed))
+        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, allowed), name)
         progress = sharded.load(checkpoint, module, optimizer, self.stage.grid, self.task.extra_state())
         meta = Meta.read(checkpoint)
         if not meta.grids:  # an imported model, which has no state of a task
@@ -108,11 +112,14 @@ class RunCheckpoints:
     def _initialize(self) -> None:
         """Load the weights of ``checkpoint.init``: the averages that samples are drawn with, if it has some."""
         config, module, grid = self.plan.config, self.stage.module, self.stage.grid
-        checkpoint = run_on_all_ranks(lambda: checkpoint_dir.initial(config))
+        checkpoint = run_on_all_ranks(lambda: checkpoint_dir.initial(config), "looking for checkpoint.init")
         if checkpoint is None:
             return
         identity, remedy = self.task.identity(), checkpoint_dir.OTHER_INIT
-        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, ("data",), remedy))
+        run_on_all_ranks(
+            lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, ("data",), remedy),
+            f"reading the settings of {checkpoint.name}",
+        )
         sharded.load(checkpoint, module, None, grid)
         averaged = sharded.load_averages(checkpoint, module, grid)
         self.task.after_init()
@@ -145,7 +152,8 @@ class RunCheckpoints:
         self.report_saved(wait=True)
         step.reducer.wait_params()
         shards = sharded.parts(self.stage.module, step.optimizer, self.task.extra_state(), self.stage.copies)
-        if not all_ranks_true(all_finite([shard.local for shard in shards.values()])):
+        finite = all_finite([shard.local for shard in shards.values()])
+        if not all_ranks_true(finite, f"checking the weights of step {progress.step}"):
             raise ConfigError(
                 f"optim.lr={self.plan.config.optim.lr}: after step {progress.step} weights or optimizer states are not "
                 "finite; try a lower rate (not checkpointed)"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gpt4d.activity import MAIN, SAVE
 from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import CheckpointConfig, ConfigError
@@ -45,9 +47,11 @@ class Saver:
     next forward and backward passes; only its next update waits for the copy.
     """
 
-    def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid):
+    def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid, timeout: timedelta | None = None):
+        """``timeout``: of the process group that saves; None for torch's default."""
         self.config, self.run_dir, self.grid = config, run_dir, grid
-        self._group = dist.new_group(backend="gloo")
+        with MAIN.begin("connecting the threads that save checkpoints") as activity, activity.waiting():
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffers: dict[str, torch.Tensor] = {}  # in host memory, reused by every save
         on_gpu = grid.device_type == "cuda"
         self._stream = torch.cuda.Stream() if on_gpu else None
@@ -71,7 +75,8 @@ class Saver:
             name: (shard.stored(self.grid), shard.spec.stored_shape, shard.region(self.grid))
             for name, shard in shards.items()
         }
-        partial = Path(run_on_rank0(lambda: str(self._begin(meta.progress.step))))
+        step = meta.progress.step
+        partial = Path(run_on_rank0(lambda: str(self._begin(step)), f"beginning to save step {step}"))
         extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
         documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}
         writer = storage.Writer(partial, documents, lambda: self._commit(partial))
@@ -99,7 +104,7 @@ class Saver:
         started = time.perf_counter()
         if wait:
             future.exception()
-        elif not all_ranks_true(future.done()):
+        elif not all_ranks_true(future.done(), f"asking whether {saved.path.name} is saved"):
             return None
         saved.blocked_s += time.perf_counter() - started
         self._pending = None
@@ -132,7 +137,8 @@ class Saver:
             raise self._save_error(checkpoint_dir.name(step), error) from None
 
     def _write(self, planner: storage.SavePlanner, writer: storage.Writer, saved: Saved, started: float) -> None:
-        dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
+        with SAVE.begin(f"saving {saved.path.name}"):
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
     def _commit(self, partial: Path) -> None:

@@ -70,11 +70,13 @@ def load(
     verifies a share of the files. All ranks must call this function; an error on one is raised on all. Raises Damaged,
     before anything is loaded, if the checkpoint is not intact, ConfigError if its tensors are not the model's.
     """
-    files = run_on_all_ranks(lambda: verifying.verify(directory, grid.world.index, grid.world.size))
+    files = run_on_all_ranks(
+        lambda: verifying.verify(directory, grid.world.index, grid.world.size), f"verifying {directory.name}"
+    )
     progress = checkpoint_dir.Meta.read(directory).progress
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = extra = None
-    run_on_all_ranks(lambda: fill(parts(model, optimizer, extra), files, grid))
+    run_on_all_ranks(lambda: fill(parts(model, optimizer, extra), files, grid), f"loading {directory.name}")
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(progress.step - progress.skipped)
@@ -91,7 +93,7 @@ def load_averages(directory: Path, model: nn.Module, grid: Grid) -> bool:
         return False
     named: dict[str, Any] = dict(model.named_parameters())
     shards = {f"extra.{PREFIX}{name}": LocalShard(p.detach(), p.spec) for name, p in named.items()}
-    run_on_all_ranks(lambda: fill(shards, files, grid))
+    run_on_all_ranks(lambda: fill(shards, files, grid), f"loading averages of {directory.name}")
     return True
 
 

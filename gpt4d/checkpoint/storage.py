@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner as planning
 from torch.futures import Future
 
+from gpt4d import activity
 from gpt4d.checkpoint import manifest
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.files import FileEntry, NewFile, counts, write_file
@@ -126,6 +127,7 @@ class Files:
                 source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, chunk.offsets, strict=True))
                 target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, region, strict=True))
                 into[target] = self.chunk_values(tensor, chunk)[source]
+                activity.progress()
                 elements_read += math.prod(b - a for a, b in common)
         if elements_read != into.numel():
             raise Damaged(f"{self.directory / TENSORS}: the chunks of {name} do not cover it")
@@ -196,6 +198,14 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         self.plan = planning.SavePlan(items)
         return self.plan
 
+    def create_global_plan(self, all_plans: list[planning.SavePlan]) -> tuple[list[planning.SavePlan], dcp.Metadata]:
+        activity.set_waiting(False)
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: planning.SavePlan) -> planning.SavePlan:
+        activity.set_waiting(False)
+        return super().finish_plan(new_plan)
+
     def lookup_object(self, index: dcp.MetadataIndex) -> torch.Tensor:
         return self.shards[index.fqn][0]
 
@@ -203,7 +213,8 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 class Writer(storage.StorageWriter):
     """Writes tensors and ``documents`` (contents by file name) into a new ``directory``.
 
-    Rank 0 calls ``done`` when everything is on disk. A failure on any rank is raised on all.
+    Rank 0 calls ``done`` when everything is on disk. A failure on any rank is raised on all. Torch communicates
+    between the calls of these methods and the planner's: the watchdog learns when this rank works and when it waits.
     """
 
     def __init__(self, directory: Path, documents: Mapping[str, bytes], done: Callable[[], None] = lambda: None):
@@ -220,27 +231,30 @@ class Writer(storage.StorageWriter):
             self.directory.mkdir()
 
     def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
+        activity.set_waiting(True)
         return plan
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
+        activity.set_waiting(True)
         return [replace(plan, storage_data=f"rank_{rank:05}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[storage.WriteResult]]:
         future: Future[list[storage.WriteResult]] = Future()
         items = cast(list[_Item], plan.items)
-        if not items:
-            future.set_result([])
-            return future
-        tensors = (cast(torch.Tensor, planner.resolve_data(item)) for item in items)
-        entry, starts = write_values(self.directory / plan.storage_data, tensors)
-        results = [
-            storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
-            for item, start in zip(items, starts, strict=True)
-        ]
+        results: list[storage.WriteResult] = []
+        if items:
+            tensors = (cast(torch.Tensor, planner.resolve_data(item)) for item in items)
+            entry, starts = write_values(self.directory / plan.storage_data, tensors)
+            results = [
+                storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
+                for item, start in zip(items, starts, strict=True)
+            ]
         future.set_result(results)
+        activity.set_waiting(True)
         return future
 
     def finish(self, metadata: dcp.Metadata, results: list[list[storage.WriteResult]]) -> None:
+        activity.set_waiting(False)
         saved = cast(dict[str, dcp.TensorStorageMetadata], metadata.state_dict_metadata)
         tensors = {name: StoredTensor(t.properties.dtype, tuple(t.size), []) for name, t in saved.items()}
         entries: dict[str, FileEntry] = {}
@@ -251,3 +265,4 @@ class Writer(storage.StorageWriter):
             tensors[name].chunks.append(Chunk(offsets, sizes[name, offsets], file, start))
         complete_directory(self.directory, tensors, self.documents, entries)
         self.done()
+        activity.set_waiting(True)

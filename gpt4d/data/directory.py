@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpt4d import activity
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.files import sync
 
@@ -30,7 +31,8 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
             return False
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        with _lock(partial, on_progress):
+        # Tokens, downloads and another job take as long as they take. ``on_progress`` shows what happens.
+        with activity.unlimited(), _lock(partial, on_progress):
             if out.exists():  # another job may have written it while this one waited
                 return False
             write(partial)

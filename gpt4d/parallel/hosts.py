@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.shared_memory import SharedMemory, share_memory
 from gpt4d.parallel.worker import Task, Worker
-from gpt4d.runtime.consensus import all_gather_json
+from gpt4d.runtime.consensus import gather_in_group
 
 # The parts of a piece of a collective: one starts the exchange between hosts and returns the handle, one finishes.
 Piece = tuple[Callable[[], dist.Work], Callable[[], object]]
@@ -86,7 +86,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | Hosts | None:
 def _connect_hosts(group: dist.ProcessGroup) -> SharedMemory | Hosts | None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     listener, own_location = _listen(2 * size)
-    locations = all_gather_json(own_location, group)
+    locations = gather_in_group(own_location, group)
     with listener or nullcontext():
         if listener is None or own_location is None or None in locations:
             return None

@@ -121,13 +121,13 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _time(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
     """Return the seconds of ``times`` consecutive calls of ``work`` on the slowest rank; all ranks start together."""
-    all_gather_json(None)
+    all_gather_json(None, "starting a measurement together")
     started = time.perf_counter()
     for _ in range(times):
         work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return max(all_gather_json(time.perf_counter() - started))
+    return max(all_gather_json(time.perf_counter() - started, "comparing a measurement"))
 
 
 def _matmul_flops(device: torch.device) -> float:
@@ -310,9 +310,9 @@ def main(arguments: list[str]) -> None:
     if out.suffix != ".yaml":
         raise ConfigError(f"out={config.out}: not a .yaml file; use, for example, configs/cluster/mine.yaml")
     with process_group(launch) as job:
-        run_on_rank0(lambda: _check_writable(out))
+        run_on_rank0(lambda: _check_writable(out), "checking out")
         cluster = measure(launch, job.device, config.name or out.stem, job.watchdog)
-        run_on_rank0(lambda: _write(cluster, out))
+        run_on_rank0(lambda: _write(cluster, out), "writing out")
 
 
 def _check_writable(out: Path) -> None:

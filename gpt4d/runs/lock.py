@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from gpt4d import activity
 from gpt4d.config import ConfigError
 
 RUN_LOCK, SWEEP_LOCK = "lock", "sweep.lock"
@@ -72,6 +73,7 @@ class DirectoryLock:
                 self._file.close()
                 raise _in_use(directory, name, holder)
             time.sleep(_RETRY_S)
+            activity.progress()
         self._file.truncate(0)
         self._file.write(json.dumps(this_process._asdict()) + "\n")
         self._file.flush()

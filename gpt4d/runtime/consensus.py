@@ -13,33 +13,49 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gpt4d.activity import MAIN
 from gpt4d.config import ConfigError
 
 T = TypeVar("T")
 _KEEPALIVE_S = 60.0
 
 
-def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise."""
+def run_on_all_ranks(work: Callable[[], T], name: str) -> T:
+    """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise.
+
+    ``name``: of the work, for reports ("loading the checkpoint"), as for all functions of this module.
+    """
     error: Exception | None = None
-    try:
-        result = work()
-    except ConfigError as raised:
-        error = raised
-    except Exception as raised:
-        traceback.print_exc()
-        error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
-    for first_error in filter(None, all_gather_json(error and _error_to_json(error))):
+    with MAIN.begin(name) as activity:
+        try:
+            result = work()
+        except ConfigError as raised:
+            error = raised
+        except Exception as raised:
+            traceback.print_exc()
+            error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
+        with activity.waiting():
+            errors = gather_in_group(error and _error_to_json(error))
+    for first_error in filter(None, errors):
         raise _error_from_json(first_error)
     return result
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the ``value`` of every rank of ``group``, in rank order. All its ranks must call this.
+def all_gather_json(value: Any, name: str) -> list[Any]:
+    """Return the ``value`` of every rank, in rank order. All ranks must call this.
+
+    ``value`` consists of dicts with text keys, lists, texts, numbers, booleans and None.
+    """
+    with MAIN.begin(name) as activity, activity.waiting():
+        return gather_in_group(value)
+
+
+def gather_in_group(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the ``value`` of every rank of ``group``, in rank order, unseen by the watchdog.
 
     Args:
-        value: consists of dicts with text keys, lists, texts, numbers, booleans and None.
-        group: ranks with a backend for the CPU; None for all ranks of the job.
+        value: as for ``all_gather_json``.
+        group: ranks with a backend for the CPU; None for all ranks of the job. All its ranks must call this.
     """
     content = _encode(value)
     sizes = [torch.empty(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
@@ -52,14 +68,15 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=True)]
 
 
-def all_ranks_true(flag: bool) -> bool:
+def all_ranks_true(flag: bool, name: str) -> bool:
     """Return whether ``flag`` is true on every rank. All ranks must call this."""
     minimum = torch.tensor(int(flag))
-    dist.all_reduce(minimum, dist.ReduceOp.MIN)
+    with MAIN.begin(name) as activity, activity.waiting():
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
     return bool(minimum)
 
 
-def run_on_rank0(work: Callable[[], T]) -> T:
+def run_on_rank0(work: Callable[[], T], name: str) -> T:
     """Run ``work`` on rank 0 and return its result on every rank, however long it takes. All ranks must call this.
 
     The result is a value as in ``all_gather_json``. A ConfigError is raised on every rank. After any other exception
@@ -69,16 +86,18 @@ def run_on_rank0(work: Callable[[], T]) -> T:
         return work()
     outcome: list | None = None  # the result, and the error
     failure: BaseException | None = None
-    if dist.get_rank() == 0:
-        with _keepalive_broadcasts():
-            try:
-                outcome = [work(), None]
-            except ConfigError as raised:
-                outcome = [None, _error_to_json(raised)]
-            except BaseException as raised:
-                outcome, failure = [None, _error_to_json(RuntimeError(f"rank 0 failed: {raised!r}"))], raised
-    while (received := _broadcast_from_rank0(outcome)) is None:
-        pass  # None is a keepalive
+    with MAIN.begin(name) as activity:
+        if dist.get_rank() == 0:
+            with _keepalive_broadcasts():
+                try:
+                    outcome = [work(), None]
+                except ConfigError as raised:
+                    outcome = [None, _error_to_json(raised)]
+                except BaseException as raised:
+                    outcome, failure = [None, _error_to_json(RuntimeError(f"rank 0 failed: {raised!r}"))], raised
+        with activity.waiting():
+            while (received := _broadcast_from_rank0(outcome)) is None:
+                pass  # None is a keepalive
     if failure is not None:
         raise failure
     result, error = received

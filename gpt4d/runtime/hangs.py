@@ -14,13 +14,15 @@ from typing import NamedTuple, Protocol, cast
 import torch.distributed as dist
 from torch import nn
 
+from gpt4d.activity import MAIN, SAVE
+from gpt4d.runtime import activity_watch
+from gpt4d.runtime.activity_watch import ActivityWatch
 from gpt4d.runtime.deadline_store import DeadlineStore
 
 STARTUP_S = 300.0  # for what happens once: connections, lazy initialization, compilation
 _RECORD_S = 10.0  # timeout for a rank to write its record
 _MIN_SILENCE_S = 1.0  # a rank without a record and without a heartbeat for this long does not answer
 _MOST_NAMED = 4  # ranks that a message names
-PACKAGE_ROOT = str(Path(__file__).parents[1])
 
 
 class WatchedCollective(Protocol):
@@ -55,7 +57,7 @@ class WatchedAxis(Protocol):
 
 
 class HangDetector:
-    """Detects collectives that take longer than a timeout.
+    """Detects collectives that take longer than a timeout, and activities that make no progress for as long.
 
     On a CPU the host waits for a collective. On a GPU it does not: the oldest that has not ended there counts.
 
@@ -68,6 +70,8 @@ class HangDetector:
 
     def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
         self.axes, self.timeout_s, self.directory = axes, timeout_s, directory
+        self.activities = {track.name: ActivityWatch(track) for track in (MAIN, SAVE)}
+        self._in_first_steps = False
         self.places: Mapping[int, str] = {}  # of the job's ranks, for reports: "stage 1"
         self.startup_s = STARTUP_S
         self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
@@ -78,15 +82,30 @@ class HangDetector:
         """Name the layers of ``model`` in reports."""
         self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
 
+    def begin_steps(self) -> None:
+        """Expect that the next activities wait for first steps, which compilation slows differently on each rank."""
+        self._in_first_steps = True
+
     def end_startup(self) -> None:
         """Apply ``timeout_s`` from now on."""
-        self.startup_s = 0.0
+        self.startup_s, self._in_first_steps = 0.0, False
 
-    @property
-    def limit(self) -> tuple[float, str]:
-        """Seconds after which a collective is a hang, and the setting that they come from."""
-        setting = "parallel.timeout_s" + (f" + {self.startup_s:.0f} s for the first steps" if self.startup_s else "")
-        return self.timeout_s + self.startup_s, setting
+    def limit(self, waiting: Mapping) -> tuple[float, str]:
+        """Return the seconds after which a wait (``waiting``) is a hang, and the setting that they come from."""
+        startup_s, seconds, setting = self.startup_s, self.timeout_s, "parallel.timeout_s"
+        if waiting["axis"] in self.activities:
+            startup_s = self.startup_s if self._in_first_steps else 0.0
+            if seconds < activity_watch.MIN_LIMIT_S:
+                seconds, setting = activity_watch.MIN_LIMIT_S, "the shortest limit"
+        return seconds + startup_s, setting + (f" + {startup_s:.0f} s for the first steps" if startup_s else "")
+
+    def overdue(self, since: float) -> dict | None:
+        """Return a wait of this rank that is a hang, or an activity in which no rank progresses; None if there is none.
+
+        ``since``: as for ``waiting``.
+        """
+        found = [self.waiting(since), *(self._activity(name, since) for name in self.activities)]
+        return next((waiting for waiting in found if waiting and waiting["s"] >= self.limit(waiting)[0]), None)
 
     def waiting(self, since: float = 0.0) -> dict | None:
         """Return the collective that this rank waits for, or None: on several axes of a GPU, the one started first.
@@ -117,29 +136,43 @@ class HangDetector:
             "members": dist.get_process_group_ranks(axis.group),
         }
 
+    def _activity(self, name: str, since: float = 0.0) -> dict | None:
+        if waiting := self.activities[name].waiting(since):
+            waiting["members"] = dist.get_process_group_ranks(None)
+        return waiting
+
     def record(self) -> dict:
-        """Return this rank's state: collectives started on each axis, the one it waits for, code line and stack."""
+        """Return this rank's state, for the report.
+
+        ``begun`` is the number of collectives started on each axis, and of activities on each track whose work is done.
+        ``waiting`` and ``where`` have, by the name of a track, the wait of its thread and the code line that it is in;
+        those of the main thread if the save thread is idle. ``stack`` has the stacks of both threads.
+        """
         begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
+        begun |= {name: watch.track.finished for name, watch in self.activities.items()}
+        activities = {name: self._activity(name) for name in self.activities}
+        waits = {name: activity and (None if activity["works"] else activity) for name, activity in activities.items()}
         frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
         # Autograd runs a GPU's backward on a thread of its own, which Python has not started.
         threads = [*(ident for ident in frames if ident not in python_threads), self.main_thread]
         stacks = [traceback.extract_stack(frames[ident]) for ident in threads]
-        ours = [
-            f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
-            for stack in stacks
-            for frame in reversed(stack)
-            if frame.filename.startswith(PACKAGE_ROOT)
-        ]
-        where = ours[0] if ours else str(stacks[-1][-1])
-        text = "\n".join("".join(stack.format()) for stack in stacks)
-        return {"begun": begun, "waiting": self.waiting(), "where": where, "stack": text}
+        main, line = self.waiting() or waits[MAIN.name], activity_watch.code_line(stacks)
+        saving = SAVE.current
+        if saving:
+            stacks.append(activity_watch.stack(saving.thread))
+        return {
+            "begun": begun,
+            "waiting": {MAIN.name: main, SAVE.name: waits[SAVE.name] if saving else main},
+            "where": {MAIN.name: line, SAVE.name: self.activities[SAVE.name].where() or line},
+            "stack": "\n".join("".join(frames.format()) for frames in stacks),
+        }
 
 
 class Description(NamedTuple):
-    """The message about a hang, and the number of ranks that do not answer."""
+    """The message about a hang, and the ranks that do not answer."""
 
     message: str
-    lost: int
+    lost: list[int]
 
 
 class HangReport:
@@ -162,22 +195,24 @@ class HangReport:
         """
         directory, record = detector.directory, detector.record()
         text = f"{self.name(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
-        text += f"waiting for: {record['waiting']}\n\n{record.pop('stack')}"
+        text += "".join(f"{thread} thread, waiting for: {waits}\n" for thread, waits in record["waiting"].items())
+        text += f"\n{record.pop('stack')}"
         with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
             directory.mkdir(parents=True, exist_ok=True)
             (directory / f"rank_{self.rank:05d}.txt").write_text(text)
         self.store.set(f"record/{self.rank}", json.dumps(record))
         if rank == self.rank:
             lost = set[int]()
-            missing = list(self.missing_ranks(waiting, lost)) or ["all ranks of the axis have started it"]
+            missing = list(self.missing_ranks(waiting, lost)) or ["all of its ranks have started it"]
             if len(missing) > _MOST_NAMED:
                 missing[_MOST_NAMED:] = [f"and {len(missing) - _MOST_NAMED} more"]
             layer = f" of {waiting['layer']}" if waiting["layer"] else ""
+            waited, on = ("made no progress for", "in") if waiting.get("works") else ("waited", "for")
             message = (
-                f"hang: {self.name(rank)} waited {waiting['s']:.0f} s ({detector.limit[1]}) for "
+                f"hang: {self.name(rank)} {waited} {waiting['s']:.0f} s ({detector.limit(waiting)[1]}) {on} "
                 f"{waiting['name']}{layer}: {'; '.join(missing)}; see {directory} for the stack of each rank"
             )
-            self.store.set("hang", json.dumps(Description(message, len(lost))))
+            self.store.set("hang", json.dumps(Description(message, sorted(lost))))
         deadline = time.monotonic() + 2 * _RECORD_S
         while not (text := self.store.get("hang") or "") and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -197,7 +232,8 @@ class HangReport:
             if key in explained:
                 continue
             explained.add(key)
-            it = "it" if len(explained) == 1 else waiting["name"]
+            axis, it = waiting["axis"], "it" if len(explained) == 1 else waiting["name"]
+            thread = axis if axis in (MAIN.name, SAVE.name) else MAIN.name  # that is late, if a rank is
             for rank in waiting["members"]:
                 name = self.name(rank)
                 if not (text := self._record(rank)):
@@ -206,10 +242,11 @@ class HangReport:
                     yield f"{name} does not answer"
                     continue
                 record = json.loads(text)
-                phrase = f"{name} has not started {it} and is in {record['where']}"
-                started = record["begun"][waiting["axis"]] >= waiting["number"]
-                if record["waiting"]:
-                    unexplained.append(record["waiting"])
+                late_for = "" if "works" in waiting else f"has not started {it} and "
+                phrase = f"{name} {late_for}is in {record['where'][thread]}"
+                started = record["begun"][axis] >= waiting["number"]
+                if record["waiting"][thread]:
+                    unexplained.append(record["waiting"][thread])
                     late += [] if started else [phrase]
                 elif not started:
                     missing = True

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from gpt4d.config import Config, ConfigError
+from gpt4d.runtime.activity_watch import MIN_LIMIT_S
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
 
 _MARKER_NAME = ".these-ranks-meet-here"
@@ -52,7 +53,9 @@ def _describe_node(config: Config, device: torch.device, marker: str) -> Node:
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
     settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
-    seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker)
+    # Before the ranks that wait for this one count it as hung.
+    timeout_s = min(_MARKER_TIMEOUT_S, max(config.parallel.timeout_s, MIN_LIMIT_S) / 2)
+    seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker, timeout_s)
     host, python = socket.gethostname(), platform.python_version()
     return Node(host, _code_hash(), repr(config.cluster), settings, torch.__version__, python, name, seen)
 
@@ -68,9 +71,10 @@ def compare(
     does not see rank 0's ``run.dir``, or that shares a GPU with another rank.
     """
     path = Path(config.run.dir) / _MARKER_NAME
-    marker = run_on_rank0(lambda: _write_marker(path))
-    nodes = [Node(**node) for node in all_gather_json(asdict(_describe_node(config, device, marker)))]
-    run_on_rank0(lambda: path.unlink(missing_ok=True))
+    marker = run_on_rank0(lambda: _write_marker(path), "writing a file for all ranks to run.dir")
+    own = asdict(_describe_node(config, device, marker))
+    nodes = [Node(**node) for node in all_gather_json(own, "comparing the environments of the ranks")]
+    run_on_rank0(lambda: path.unlink(missing_ok=True), "removing a file from run.dir")
     problem = find_difference(nodes)
     if problem:
         raise ConfigError(problem)
@@ -122,7 +126,7 @@ def _find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: lis
     messages = []
     for _ in range(_ROUNDS):
         seconds = {name: min(seconds[name], _best_time(work)) for name, work in workloads.items()}
-        messages = find_slow(all_gather_json(seconds), hosts)
+        messages = find_slow(all_gather_json(seconds, "comparing the speeds of the ranks"), hosts)
         if not messages:
             break
     return messages
@@ -134,9 +138,9 @@ def _write_marker(path: Path) -> str:
     return marker
 
 
-def _read_marker(path: Path, marker: str) -> str:
+def _read_marker(path: Path, marker: str, timeout_s: float) -> str:
     """Return the file's content, which is ``marker`` if this node sees the file that rank 0 has written."""
-    deadline = time.monotonic() + _MARKER_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while True:
         content = path.read_text() if path.exists() else ""
         if content == marker or time.monotonic() > deadline:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -69,12 +70,12 @@ class Rendezvous:
         self.watchdog.stop()
         self._keep_store_alive()
 
-    def _keep_store_alive(self, lost: int = 0) -> None:
+    def _keep_store_alive(self, lost: Sequence[int] = ()) -> None:
         """Let rank 0, whose exit ends the store, wait briefly for the ranks that may still read from it.
 
-        ``lost``: number of ranks that do not answer any more.
+        ``lost``: ranks that do not answer any more.
         """
-        deadline, remaining = time.monotonic() + _NOTICE_S, self.launch.world_size - lost
+        deadline, remaining = time.monotonic() + _NOTICE_S, self.launch.world_size - len(lost)
         with suppress(StoreLost):
             store = self.watchdog.store  # the main thread may be blocked on the other one
             count = store.add("finished", 1)
@@ -113,8 +114,8 @@ class Rendezvous:
             threading.Event().wait(_LEAVE_S)  # the other thread ends the process
         rank, local_rank = self.launch.rank, self.launch.local_rank
         message = " ".join(str(failure).split())
-        # The first rank of each node prints the failure, or the second if the first one failed.
-        if local_rank == 0 or (local_rank == 1 and failure.rank == rank - 1):
+        # The first rank of each node prints the failure, or the second if the first one is lost.
+        if local_rank == 0 or (local_rank == 1 and rank - 1 in failure.lost):
             print_error(message)
         if self.watchdog.record_failure:
             with suppress(OSError):

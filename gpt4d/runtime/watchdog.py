@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -36,7 +36,7 @@ class Failure:
     cause: str
     waiting: dict | None = None  # for a hang: what that rank waited for, see HangDetector.waiting
     message: str = ""  # the whole message, if it is not about the failure of that rank
-    lost: int = 0  # number of ranks that have ended without a word or do not answer
+    lost: Sequence[int] = ()  # ranks that have ended without a word or do not answer
 
     def __str__(self) -> str:
         return self.message or f"rank {self.rank} on {self.host} failed: {self.cause}"
@@ -107,7 +107,7 @@ class Watchdog:
                 deadline = time.monotonic() + 2 * _SILENT_AFTER_ERROR_S
                 while not (failure := self.first_failure()) and time.monotonic() < deadline:
                     if lost := self._silent_ranks():
-                        failure = self._report(self._lost_rank(lost[0], len(lost)))
+                        failure = self._report(self._lost_ranks(*lost))
                         break
                 if failure:
                     return self._described(failure)
@@ -122,8 +122,8 @@ class Watchdog:
     def _own_failure(self, cause: str, waiting: dict | None = None) -> Failure:
         return Failure(self.rank, socket.gethostname(), cause, waiting)
 
-    def _lost_rank(self, rank: int, lost: int = 1) -> Failure:
-        return Failure(rank, self._host(rank), _LOST, lost=lost)
+    def _lost_ranks(self, *ranks: int) -> Failure:
+        return Failure(ranks[0], self._host(ranks[0]), _LOST, lost=ranks)
 
     def _described(self, failure: Failure) -> Failure:
         """Return a failure, if it is a hang with the message that all ranks find together."""
@@ -186,7 +186,7 @@ class Watchdog:
             if count != last_count:
                 last_count, last_change = count, now
             elif now - last_change > self.silent_s:
-                return self._report(self._lost_rank(next_rank))
+                return self._report(self._lost_ranks(next_rank))
             if failure := self._check_for_hang():
                 return failure
         return None
@@ -196,19 +196,21 @@ class Watchdog:
         host = self.rank0_host
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             problem = "has ended" if error.ended else "does not answer"
-            return Failure(-1, host, "", message=f"the launcher (torchrun) on {host} {problem}", lost=self.size)
+            return Failure(-1, host, "", message=f"the launcher (torchrun) on {host} {problem}")
         silent = f"rank 0 on {host} does not answer: it is stopped, or its node or the network to it is down"
-        return Failure(0, host, _LOST, message="" if error.ended else silent, lost=self.size)
+        return Failure(0, host, _LOST, message="" if error.ended else silent, lost=[0])
 
     def _check_for_hang(self) -> Failure | None:
         if (limited := self._limited) and time.monotonic() > max(limited[1], self._resumed_at + hangs.STARTUP_S):
             cause = f"{limited[0]} took longer than {hangs.STARTUP_S:.0f} s; check the network between the nodes"
             return self._report(self._own_failure(cause))
-        detector = self.hang_detector
-        if not detector or not (waiting := detector.waiting(self._resumed_at)):
+        if not (detector := self.hang_detector):
             return None
-        limit_s, setting = detector.limit
-        if waiting["s"] < limit_s:
+        for name, watch in detector.activities.items():
+            if (progressed := watch.progressed()) is not None:
+                watch.note(self.store.add(f"progress/{name}", int(progressed)))
+        if not (waiting := detector.overdue(self._resumed_at)):
             return None
+        limit_s, setting = detector.limit(waiting)
         cause = f"{waiting['name']} did not finish within {limit_s:g} s ({setting})"
         return self._report(self._own_failure(cause, waiting))

@@ -29,7 +29,7 @@ def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
         raise ConfigError("out=…: missing; set it to the name of the picture file to write")
     check_picture("out", config.out)
     pictures, out = generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out)
-    run_on_rank0(lambda: save_pictures(pictures, out))
+    run_on_rank0(lambda: save_pictures(pictures, out), "writing pictures")
     return f"{config.out}: {config.images} pictures"
 
 
@@ -48,10 +48,12 @@ class Diffusion(ReadingTask):
     def __init__(self, config: Config):
         settings: Any = config.model  # of any family with the settings of pictures and of the diffusion
         self.settings, size, channels = settings, settings.image_size, settings.image_channels
-        directory, header = run_on_rank0(lambda: _prepare(config.data, size, channels))
+        directory, header = run_on_rank0(lambda: _prepare(config.data, size, channels), "preparing the data")
         self._files = PictureFiles(Path(directory), header)
         seed, data = config.train.seed, config.data
-        training, held_out = run_on_all_ranks(lambda: [self._files.array(split) for split in ("train", "validation")])
+        training, held_out = run_on_all_ranks(
+            lambda: [self._files.array(split) for split in ("train", "validation")], "opening the data"
+        )
         unseen = Pictures(held_out, seed, shuffle=False, flip=False) if len(held_out) else None
         super().__init__(config, Pictures(training, seed, data.shuffle, data.flip), unseen)
 

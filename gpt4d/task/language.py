@@ -78,10 +78,10 @@ class LanguageModeling(ReadingTask):
 
     def __init__(self, config: Config):
         self.config = config
-        directories, weights = run_on_rank0(lambda: _prepare(config.data))
+        directories, weights = run_on_rank0(lambda: _prepare(config.data), "preparing the data")
         self._corpus = Corpus([TokenFiles(Path(directory)) for directory in directories], weights)
         self._files = self._corpus.first
-        training, held_out = run_on_all_ranks(self._read)
+        training, held_out = run_on_all_ranks(self._read, "opening the data")
         for files, sequences in zip(self._corpus.files, training, strict=True):
             if not sequences.count:
                 raise ConfigError(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.runtime import consensus
-from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
+from gpt4d.runtime.consensus import all_gather_json, gather_in_group, run_on_all_ranks, run_on_rank0
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -20,7 +20,7 @@ def catch_mistake_of_rank_0():
         raise ConfigError("data.path: no")
 
     try:
-        run_on_rank0(work)
+        run_on_rank0(work, "work")
     except ConfigError as error:
         return str(error)
 
@@ -49,7 +49,7 @@ def work_slowly_on_rank_0(answer):
 
     consensus._broadcast_from_rank0 = count_keepalives
     try:
-        return consensus.run_on_rank0(work)
+        return consensus.run_on_rank0(work, "work")
     finally:
         consensus._broadcast_from_rank0, consensus._KEEPALIVE_S = broadcast, 60.0
 
@@ -65,8 +65,8 @@ def gather_various():
     rank = dist.get_rank()
     group = [dist.new_group([0, 2]), dist.new_group([1])][rank % 2]
     value = {"rank": rank, "text": "é\0\udc80" * 100 * rank, "numbers": [1 / 3, math.inf, 1 << 70], "none": None}
-    assert all_gather_json(value)[rank] == value
-    return [received["rank"] for received in all_gather_json(value, group)], len(all_gather_json(None))
+    assert all_gather_json(value, "values")[rank] == value
+    return [received["rank"] for received in gather_in_group(value, group)], len(gather_in_group(None))
 
 
 def test_values_of_different_lengths_reach_the_ranks_of_a_group(ranks):
@@ -79,7 +79,7 @@ def raise_on_rank_1(error):
             raise error
 
     try:
-        run_on_all_ranks(work)
+        run_on_all_ranks(work, "work")
     except Exception as raised:
         return type(raised), str(raised)
 

@@ -31,10 +31,10 @@ def at_step(step, act):
 
 def shorten_timeouts():
     """Make the watchdog faster."""
-    from gpt4d.runtime import rendezvous, watchdog
+    from gpt4d.runtime import activity_watch, rendezvous, watchdog
 
     watchdog._HEARTBEAT_S, watchdog._SILENT_AFTER_ERROR_S, rendezvous._NOTICE_S = 0.1, 0.6, 1.0
-    watchdog._MIN_SILENT_S = 5.0
+    watchdog._MIN_SILENT_S, activity_watch.MIN_LIMIT_S = 5.0, 6.0
 
 
 def losses(config) -> list[float]:

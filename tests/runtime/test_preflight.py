@@ -91,7 +91,7 @@ def _train_with_unshared_directory(config, other):
     read_marker = preflight._read_marker
     preflight._MARKER_TIMEOUT_S = 0.0
     if dist.get_rank():
-        preflight._read_marker = lambda path, marker: read_marker(path.parent.parent / "other" / path.name, marker)
+        preflight._read_marker = lambda path, *rest: read_marker(path.parent.parent / "other" / path.name, *rest)
     try:
         train_in_rank(config)
     finally:

@@ -116,7 +116,8 @@ def test_a_collective_that_stays_the_oldest_on_a_gpu_has_waited(detect):
     assert detector.waiting()["s"] == 0
     clock.now += 130
     waiting = detector.waiting()
-    assert waiting["s"] == 130 > detector.limit[0] and waiting["number"] == 4 and waiting["name"] == "all_gather z"
+    assert waiting["s"] == 130 > detector.limit(waiting)[0]
+    assert waiting["number"] == 4 and waiting["name"] == "all_gather z"
     assert detector.waiting(since=clock.now - 5)["s"] == 5  # the process was suspended before
     axis.oldest = None
     assert detector.waiting() is None
@@ -142,9 +143,13 @@ def test_the_layer_of_a_hanging_collective_is_named(detect):
 
 def test_the_first_steps_have_five_minutes_more(detect, tmp_path):
     detector = HangDetector({}, 120.0, tmp_path)
-    assert detector.limit == (420.0, "parallel.timeout_s + 300 s for the first steps")
+    collective, activity = {"axis": "z"}, {"axis": "main"}
+    assert detector.limit(collective) == (420.0, "parallel.timeout_s + 300 s for the first steps")
+    assert detector.limit(activity) == (120.0, "parallel.timeout_s")
+    detector.begin_steps()
+    assert detector.limit(activity) == detector.limit(collective)
     detector.end_startup()
-    assert detector.limit == (120.0, "parallel.timeout_s")
+    assert detector.limit(collective) == detector.limit(activity) == (120.0, "parallel.timeout_s")
 
 
 def watchdog_of(rank: int, size: int, messages: list[str]) -> Watchdog:
@@ -174,9 +179,9 @@ def test_an_error_that_follows_from_a_hang_is_reported_as_the_hang(detect, tmp_p
     one = watchdog_of(1, 3, [])
     one.hang_detector, _ = detect()
     one.store.set("failure", json.dumps({"rank": 0, "host": "a", "cause": "slow", "waiting": waits("x", 1, 0, 2)}))
-    one.store.set("hang", json.dumps(["hang: rank 0 on a waited 2 s for it: rank 2 on b does not answer", 1]))
+    one.store.set("hang", json.dumps(["hang: rank 0 on a waited 2 s for it: rank 2 on b does not answer", [2]]))
     failure = one.fail("PeerLost: connection reset by peer", may_be_secondary=True)
-    assert str(failure).endswith("rank 2 on b does not answer") and failure.lost == 1
+    assert str(failure).endswith("rank 2 on b does not answer") and failure.lost == [2]
 
 
 @pytest.mark.parametrize(
@@ -201,14 +206,19 @@ def waits(axis: str, number: int, *members: int) -> dict:
     return {"axis": axis, "name": f"all_reduce {axis}", "number": number, "members": members}
 
 
+def state(waiting: dict | None, where: str) -> dict:
+    """What a record says of both threads, the one that saves being idle."""
+    return {"waiting": dict.fromkeys(("main", "save"), waiting), "where": dict.fromkeys(("main", "save"), where)}
+
+
 def test_the_missing_rank_is_found_across_axes():
     """Rank 0 waits for 1, which waits for 3 on another axis; 2 waits for 3 as well. Rank 3 sleeps."""
     one = watchdog_of(0, 4, [])
     records = [
-        {"begun": {"x": 5, "z": 2}, "waiting": waits("x", 5, 0, 1), "where": "traffic.py"},
-        {"begun": {"x": 5, "z": 3}, "waiting": waits("z", 3, 1, 3), "where": "traffic.py"},
-        {"begun": {"x": 5, "z": 2}, "waiting": waits("x", 5, 2, 3), "where": "traffic.py"},
-        {"begun": {"x": 4, "z": 2}, "waiting": None, "where": "loader.py:52 (step)"},
+        {"begun": {"x": 5, "z": 2}, **state(waits("x", 5, 0, 1), "traffic.py")},
+        {"begun": {"x": 5, "z": 3}, **state(waits("z", 3, 1, 3), "traffic.py")},
+        {"begun": {"x": 5, "z": 2}, **state(waits("x", 5, 2, 3), "traffic.py")},
+        {"begun": {"x": 4, "z": 2}, **state(None, "loader.py:52 (step)")},
     ]
     for rank, record in enumerate(records):
         one.store.set(f"record/{rank}", json.dumps(record))
@@ -216,7 +226,7 @@ def test_the_missing_rank_is_found_across_axes():
     assert missing_ranks(one, waits("x", 5, 0, 1)) == [
         "rank 3 on nid3 has not started all_reduce z and is in loader.py:52 (step)"
     ]
-    records[3] |= {"begun": {"x": 5, "z": 3}, "waiting": waits("z", 3, 1, 3)}  # all have started everything
+    records[3] = {"begun": {"x": 5, "z": 3}, **state(waits("z", 3, 1, 3), "traffic.py")}  # all have started everything
     one.store.set("record/3", json.dumps(records[3]))
     assert missing_ranks(one, waits("x", 5, 0, 1)) == []
 
@@ -225,16 +235,21 @@ def test_a_rank_that_is_late_because_it_waits_is_named_only_if_no_other_is():
     """Rank 0 waits for 1, which has not started that because it waits for 2. Rank 2 sleeps."""
     one = watchdog_of(0, 3, [])
     records = [
-        {"begun": {"0 to 1": 5}, "waiting": waits("0 to 1", 5, 0, 1), "where": "traffic.py"},
-        {"begun": {"0 to 1": 4, "1 to 2": 7}, "waiting": waits("1 to 2", 7, 1, 2), "where": "traffic.py"},
-        {"begun": {"1 to 2": 6}, "waiting": None, "where": "loader.py:52 (step)"},
+        {"begun": {"0 to 1": 5}, **state(waits("0 to 1", 5, 0, 1), "traffic.py")},
+        {"begun": {"0 to 1": 4, "1 to 2": 7}, **state(waits("1 to 2", 7, 1, 2), "traffic.py")},
+        {"begun": {"1 to 2": 6}, **state(None, "loader.py:52 (step)")},
     ]
 
     def missing() -> list[str]:
         for rank, record in enumerate(records):
             one.store.set(f"record/{rank}", json.dumps(record))
-        return [phrase.replace(" on an unknown host", "") for phrase in missing_ranks(one, records[0]["waiting"])]
+        return [
+            phrase.replace(" on an unknown host", "") for phrase in missing_ranks(one, records[0]["waiting"]["main"])
+        ]
 
     assert missing() == ["rank 2 has not started all_reduce 1 to 2 and is in loader.py:52 (step)"]
-    records[2] |= {"begun": {"1 to 2": 7}, "waiting": waits("1 to 2", 7, 1, 2)}  # the ranks wait for each other
+    records[2] = {
+        "begun": {"1 to 2": 7},
+        **state(waits("1 to 2", 7, 1, 2), "traffic.py"),
+    }  # the ranks wait for each other
     assert missing() == ["rank 1 has not started it and is in traffic.py"]

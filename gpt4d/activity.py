@@ -1,0 +1,104 @@
+"""What a rank does, or waits for, outside the collectives of an axis, so that the watchdog sees it.
+
+There are two tracks of activities: the main thread's and that of the thread that saves checkpoints. All ranks begin the
+same activities in the same order on each of them. An activity consists of this rank's work and of waits for other
+ranks.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Activity:
+    """One activity of a thread.
+
+    Attributes:
+        name: for reports, such as "reading the metrics of step 5".
+        number: of the track's activities, from 1.
+        thread: identifier of the thread.
+        started: time.monotonic of its beginning.
+        waits: this rank waits for other ranks, it does not work.
+        unlimited: its work takes as long as it takes, without visible progress.
+        progress: increases with every visible progress of its work.
+    """
+
+    name: str
+    number: int
+    thread: int
+    started: float
+    waits: bool = False
+    unlimited: bool = False
+    progress: int = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark the body as a wait for other ranks."""
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
+
+
+class Track:
+    """The activities of one thread, one after the other.
+
+    Attributes:
+        current: the activity that has not ended, None between activities.
+        begun: number of activities that have begun.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.current: Activity | None = None
+        self.begun = 0
+
+    @contextmanager
+    def begin(self, name: str) -> Iterator[Activity]:
+        """Begin the next activity, which ends with the body. The body must not begin another on this track."""
+        assert self.current is None, f"{name} within {self.current.name}"
+        self.begun += 1
+        self.current = _local.activity = Activity(name, self.begun, threading.get_ident(), time.monotonic())
+        try:
+            yield self.current
+        finally:
+            self.current = _local.activity = None
+
+    @property
+    def finished(self) -> int:
+        """Number of activities in which this rank has no work left, or none before it has waited for others."""
+        current = self.current
+        return self.begun - (1 if current and not current.waits else 0)
+
+
+MAIN, SAVE = Track("main"), Track("save")
+_local = threading.local()  # the thread's activity
+
+
+def set_waiting(waits: bool) -> None:
+    """Tell the watchdog that this thread waits for other ranks from now on, or that it works again."""
+    if activity := getattr(_local, "activity", None):
+        activity.waits = waits
+
+
+def progress() -> None:
+    """Tell the watchdog that the work of this thread's activity, if there is one, makes progress."""
+    if activity := getattr(_local, "activity", None):
+        activity.progress += 1
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Exempt the body from the limit on work without progress: it computes elsewhere, or waits for another program."""
+    activity: Activity | None = getattr(_local, "activity", None)
+    if activity:
+        activity.unlimited = True
+    try:
+        yield
+    finally:
+        if activity:
+            activity.unlimited = False

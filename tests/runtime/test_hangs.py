@@ -1,0 +1,160 @@
+"""A rank that hangs outside the collectives of an axis is found and named, and one that works slowly is not ended."""
+
+import functools
+import importlib
+import itertools
+import re
+import threading
+import time
+
+import pytest
+
+from gpt4d import activity
+from gpt4d.activity import Track
+from gpt4d.runtime import activity_watch
+from gpt4d.runtime.activity_watch import ActivityWatch
+from tests.jobs import LaunchedJob
+from tests.runtime.test_faults import at_step, shorten_timeouts
+
+# By phase: module and function in which a rank hangs, the file of its caller, and the activity that is reported.
+_PHASES = {
+    "update": ("gpt4d.optim", "update", "step.py", "reading the metrics of step 5"),
+    "pending save": ("gpt4d.optim", "update", "step.py", "asking whether step_00000003 is saved"),
+    "save": ("gpt4d.checkpoint.storage", "Writer.write_data", "saving.py", "saving step_00000003"),
+    "begin": ("gpt4d.checkpoint.checkpoint_dir", "begin", "saving.py", "beginning to save step 3"),
+    "load": ("gpt4d.checkpoint.sharded", "fill", "sharded.py", "loading step_00000003"),
+    "preflight": ("gpt4d.runtime.preflight", "_compute", "preflight.py", "comparing the speeds of the ranks"),
+}
+
+
+def replace_function(path: str, name: str, function) -> None:
+    *outer, name = name.split(".")
+    setattr(functools.reduce(getattr, outer, importlib.import_module(path)), name, function)
+
+
+def save_forever(self, plan, planner):
+    for _ in itertools.repeat(None):
+        time.sleep(0.05)
+        activity.progress()
+
+
+def hang(phase: str, target: int, rank: int) -> None:
+    shorten_timeouts()
+    module, function, *_ = _PHASES[phase]
+    if phase == "pending save" and rank != target:
+        replace_function("gpt4d.checkpoint.storage", "Writer.write_data", save_forever)
+    if rank == target:
+        arm = functools.partial(replace_function, module, function, lambda *_, **__: threading.Event().wait())
+        at_step(5, lambda _: arm()) if module == "gpt4d.optim" else arm()
+
+
+_QUICK = [("update", 1), ("save", 0)]
+_FULL = [
+    pytest.param(phase, target, marks=pytest.mark.full)
+    for phase in _PHASES
+    for target in (0, 1)
+    if (phase, target) not in (*_QUICK, ("begin", 1))
+]
+
+
+@pytest.mark.parametrize(("phase", "target"), [*_QUICK, *_FULL])
+def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_for(ranks, tiny, phase, target):
+    *_, caller, name = _PHASES[phase]
+    config = tiny("parallel.gz=2", "parallel.timeout_s=2", f"checkpoint.every={0 if phase == 'update' else 3}")
+    if phase == "load":
+        with LaunchedJob(ranks.context, tiny("parallel.gz=2", "checkpoint.every=3", "train.steps=3"), 2) as job:
+            assert job.exit_codes() == [0, 0], job.outputs()
+    with LaunchedJob(ranks.context, config, 2, functools.partial(hang, phase, target)) as job:
+        assert job.exit_codes() == [1, 1], job.outputs()
+        output = "".join(job.outputs())
+    problem = rf"(waited|made no progress for) \d+ s .*(for|in) {name}: rank {target} on \S+ is in {caller}:\d+ "
+    assert re.search(rf"error: hang: rank \d on \S+ {problem}", output), output
+    assert output.count("error:") == 1 and "Traceback" not in output
+
+
+def work_slowly(function: str, rank: int) -> None:
+    shorten_timeouts()
+    activity_watch.MIN_LIMIT_S = 3.0
+    module = "gpt4d.checkpoint.storage"
+    original = getattr(importlib.import_module(module).Writer, function)
+
+    def slow(*arguments, **options):
+        for _ in range(100):
+            time.sleep(0.07)
+            activity.progress()
+        return original(*arguments, **options)
+
+    if rank == 0:
+        replace_function(module, f"Writer.{function}", slow)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("function", ["write_data", "finish"])
+def test_a_slow_save_that_makes_progress_is_not_a_hang(ranks, tiny, function):
+    config = tiny("parallel.gz=2", "parallel.timeout_s=2", "train.steps=3")
+    with LaunchedJob(ranks.context, config, 2, functools.partial(work_slowly, function)) as job:
+        assert job.exit_codes() == [0, 0], job.outputs()
+
+
+@pytest.fixture
+def watched():
+    """A track, its watch, and a function that waits until a heartbeat finds what is expected."""
+    track = Track("main")
+    watch = ActivityWatch(track)
+
+    def expect(progressed: bool) -> None:
+        deadline = time.monotonic() + 30
+        while watch.progressed() is not progressed:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    return track, watch, expect
+
+
+def test_work_progresses_if_it_computes_or_says_so_and_a_wait_does_not(watched):
+    track, watch, expect = watched
+    computes, waits, said, ends = (threading.Event() for _ in range(4))
+
+    def work() -> None:
+        with track.begin("some work") as own:
+            computes.wait()
+            while not waits.is_set():
+                sum(range(1000))
+            with own.waiting():
+                said.wait()
+            activity.progress()
+            ends.wait()
+
+    assert watch.progressed() is None
+    thread = threading.Thread(target=work)
+    thread.start()
+    for event, progressed in ((None, False), (computes, True), (waits, False), (said, True), (None, False)):
+        if event:
+            event.set()
+        expect(progressed)
+    ends.set()
+    thread.join()
+    assert watch.progressed() is None
+
+
+def test_unlimited_work_always_progresses(watched):
+    track, watch, expect = watched
+    with track.begin("training a tokenizer"):
+        with activity.unlimited():
+            expect(True)
+            assert watch.progressed()
+        assert not track.current.unlimited
+
+
+def test_time_counts_from_the_last_progress_of_any_rank(watched, monkeypatch):
+    track, watch, _ = watched
+    now = 1000.0
+    monkeypatch.setattr(activity_watch.time, "monotonic", lambda: now)
+    with track.begin("a wait") as own, own.waiting():
+        now += 50
+        assert watch.waiting(0.0)["s"] == 50 and watch.waiting(since=1040.0)["s"] == 10
+        watch.note(1)
+        now += 7
+        watch.note(1)
+        assert watch.waiting(0.0)["s"] == 7 and watch.waiting(0.0)["name"] == "a wait"
+    assert watch.waiting(0.0) is None
