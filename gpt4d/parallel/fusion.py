@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from gpt4d.config import ConfigError
+from gpt4d.runtime import compile_cache
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -25,7 +26,8 @@ _compiled: dict[Callable, Callable] = {}  # functions that have been called whil
 def enable(choice: bool | None, device: torch.device) -> None:
     """Let functions of this process be compiled from now on, or not. None: on a GPU whose compilers are installed.
 
-    Raises ConfigError if they should be, but a compiler is missing.
+    Raises ConfigError if they should be, but a compiler is missing, and NodeError if this node has no private directory
+    for them.
     """
     global _enabled
     on_gpu = device.type == "cuda"
@@ -35,6 +37,8 @@ def enable(choice: bool | None, device: torch.device) -> None:
     if choice and not found:
         raise ConfigError(f"train.compile=true: needs {missing}, or use train.compile=false")
     _enabled = on_gpu and found if choice is None else choice
+    if _enabled:
+        compile_cache.set_environment()
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError, NodeError
-from gpt4d.runtime import gpu
+from gpt4d.runtime import compile_cache, gpu
 from gpt4d.runtime.launch import Launch, select_device
 from gpt4d.runtime.rendezvous import Rendezvous
 from gpt4d.runtime.watchdog import Watchdog
@@ -90,6 +90,8 @@ def _initialize(
     watchdog: Watchdog | None = None,
 ) -> Iterator[None]:
     if device.type == "cuda":
+        if torch.version.hip:
+            compile_cache.set_environment()  # MIOpen compiles kernels
         torch.cuda.set_device(device)
         backend = backend or "cpu:gloo,cuda:nccl"
     timeout = gpu.backend_timeout(timeout_s)

@@ -45,10 +45,6 @@ default FI_MR_CACHE_MONITOR userfaultfd  # detects freed memory; the default mal
 default FI_CXI_DEFAULT_CQ_SIZE 131072    # completion queue; the default overflows in large jobs
 default FI_CXI_RX_MATCH_MODE hybrid      # matches in software when the NIC's list is full, instead of failing
 
-# MIOpen caches compiled kernels in an SQLite file, which breaks on a shared file system; /tmp is local to the node.
-default MIOPEN_USER_DB_PATH "/tmp/gpt4d-miopen-$SLURM_JOB_ID"
-default MIOPEN_CUSTOM_CACHE_DIR "$MIOPEN_USER_DB_PATH"
-
 in_container apptainer exec --rocm --bind "$PWD" "${GPT4D_CONTAINER:-}"
 
 # The task with local rank i uses GCD i and the cores closest to it: GCDs 0 to 7 belong to chiplets 6 7 2 3 0 1 4 5,
