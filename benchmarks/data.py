@@ -66,7 +66,7 @@ def map_dataset(source: Path, directory: Path) -> int:
 
 def random_tokens(path: Path) -> Tokens:
     np.random.default_rng(0).integers(0, 50257, TOKENS, np.uint16).tofile(path)
-    return Tokens([np.memmap(path, np.uint16, mode="r").view(np.ndarray)], "uint16")
+    return Tokens([np.memmap(path, np.uint16, mode="r").view(np.ndarray)], "uint16", [path], 2**16)
 
 
 def load_batches(tokens: Tokens) -> int:

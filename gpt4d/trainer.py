@@ -98,6 +98,7 @@ class Trainer:
         try:
             run_on_rank0(self._open_log, "opening the log")
             self.progress = self.checkpoints.resume(self.train_step, self.log)
+            self.task.verify(self.run_dir)
             run_on_rank0(self._record_start, "recording this start")
             for message in self.slow:
                 self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)

@@ -1,6 +1,6 @@
 """Parts of token files: write them, and check them against the header that describes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,13 @@ def check_sizes(directory: Path, parts: list[dict]) -> None:
             raise ConfigError(f"{path}: {problem}; prepare the tokens again")
 
 
-def check_content(directory: Path, parts: list[dict]) -> None:
-    """Read all files and raise ConfigError, naming the file, if a checksum differs."""
-    for path, entry in entries(directory, parts):
-        with open(path, "rb", buffering=0) as file:
-            if checksum(file) != entry.xxh3_128:
-                raise ConfigError(f"{path}: damaged, the checksum differs; prepare the tokens again")
+def check_content(files: Iterable[tuple[Path, FileEntry]]) -> None:
+    """Read ``files`` and raise ConfigError, naming the file, if one cannot be read or its checksum differs."""
+    for path, entry in files:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                actual = checksum(file)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; prepare the tokens again") from None
+        if actual != entry.xxh3_128:
+            raise ConfigError(f"{path}: damaged, the checksum differs; prepare the tokens again")

@@ -123,7 +123,7 @@ class Preparation:
         if progress["documents"] != count:
             raise ValueError(f"{progress['documents']} documents, but its parts have {count}")
         parts.check_sizes(self.directory, finished)
-        parts.check_content(self.directory, finished)
+        parts.check_content(parts.entries(self.directory, finished))
         self.parts, self.documents_done = finished, count
         return tokenizer
 

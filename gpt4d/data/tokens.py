@@ -7,7 +7,6 @@ each an index, ``train_00000.idx``, of the uint64 ends of its documents; ``token
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,17 +16,25 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
 from gpt4d.data import parts, tokenizers
-from gpt4d.files import counts
+from gpt4d.files import FileEntry, counts
+from gpt4d.runtime.errors import RankError
 
 HEADER = "header.json"
 FORMAT = 3
 
 
 class Tokens:
-    """The tokens of one split across all parts, read from the files on access; supports ``len`` and slices."""
+    """The tokens of one split across all parts, read from the files on access; supports ``len`` and slices.
 
-    def __init__(self, parts: list[np.ndarray], dtype: str):
-        self.parts, self.dtype = parts, np.dtype(dtype)
+    Args:
+        parts: the tokens of each part.
+        dtype: dtype of the files.
+        paths: the file of each part, for error messages.
+        vocabulary: all ids in intact files are below it.
+    """
+
+    def __init__(self, parts: list[np.ndarray], dtype: str, paths: list[Path], vocabulary: int):
+        self.parts, self.dtype, self.paths, self.vocabulary = parts, np.dtype(dtype), paths, vocabulary
         lengths = np.array([len(part) for part in parts], np.int64)
         self.ends = lengths.cumsum()
         self._starts = self.ends - lengths
@@ -48,7 +55,23 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
 
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
-        """Return ``size`` tokens from each start: [n, size] in the files' dtype."""
+        """Return ``size`` tokens from each start: [n, size] in the files' dtype.
+
+        Raises RankError for an id beyond the vocabulary: what the model computes for it depends on the grid.
+        """
+        rows = self._rows(starts, size)
+        if rows.size and rows.max() >= self.vocabulary:
+            row, column = np.argwhere(rows >= self.vocabulary)[0].tolist()
+            place = int(starts[row]) + column
+            number = int(np.searchsorted(self.ends, place, side="right"))
+            offset = (place - int(self._starts[number])) * self.dtype.itemsize
+            raise RankError(
+                f"{self.paths[number]}: damaged, the token at byte {offset} is {rows[row, column]}, but the vocabulary "
+                f"has {self.vocabulary} tokens; prepare the tokens again"
+            )
+        return rows
+
+    def _rows(self, starts: np.ndarray, size: int) -> np.ndarray:
         numbers = np.searchsorted(self.ends, starts, side="right")
         crossing = starts + size > self.ends[numbers]
         if not crossing.any() and (numbers == numbers[0]).all():  # the usual case
@@ -104,7 +127,11 @@ class TokenFiles:
 
     def verify(self) -> None:
         """Read all files and raise ConfigError, naming the file, if a checksum differs."""
-        parts.check_content(self.directory, self.header["parts"])
+        parts.check_content(self.entries())
+
+    def entries(self) -> list[tuple[Path, FileEntry]]:
+        """Return every file of tokens and documents with the size and checksum it was written with."""
+        return list(parts.entries(self.directory, self.header["parts"]))
 
     def tokenizer(self) -> Tokenizer:
         return tokenizers.read(self.directory / "tokenizer.json")
@@ -121,7 +148,7 @@ class TokenFiles:
         names = (
             parts.file_name(split, part, "bin") for part in range(len(self.header["parts"])) for split in parts.SPLITS
         )
-        entries = {path.name: entry for path, entry in parts.entries(self.directory, self.header["parts"])}
+        entries = {path.name: entry for path, entry in self.entries()}
         return [entries[name].xxh3_128 for name in names]
 
     @property
@@ -129,13 +156,10 @@ class TokenFiles:
         return self.header["end_of_text"]
 
     def tokens(self, split: str) -> Tokens:
-        return Tokens(list(self._map_parts(split)), self.header["dtype"])
-
-    def _map_parts(self, split: str) -> Iterator[np.ndarray]:
-        for number, part in enumerate(self.header["parts"]):
-            if part[split]["documents"]:
-                path = self.directory / parts.file_name(split, number, "bin")
-                yield np.memmap(path, self.header["dtype"], "r").view(np.ndarray)  # slicing a plain array is faster
+        dtype, numbered = self.header["dtype"], enumerate(self.header["parts"])
+        paths = [self.directory / parts.file_name(split, n, "bin") for n, part in numbered if part[split]["documents"]]
+        mapped = [np.memmap(path, dtype, "r").view(np.ndarray) for path in paths]  # slicing a plain array is faster
+        return Tokens(mapped, dtype, paths, self.header["vocabulary"])
 
     def count(self, split: str, kind: str) -> int:
         """Return the number of ``tokens`` or ``documents`` (``kind``) in a split."""

@@ -19,8 +19,12 @@ class PortTaken(ConfigError):
     """Error of a job whose port another process uses. Later, or on another node, the same command may succeed."""
 
 
-class OutOfMemory(RuntimeError):
-    """Error of one rank whose memory is exhausted: one line that says where, and what to do."""
+class RankError(RuntimeError):
+    """Error of one rank that is reported without a traceback: one line that says where, and what to do."""
+
+
+class OutOfMemory(RankError):
+    """Error of one rank whose memory is exhausted."""
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(_INTERRUPTED)
-    except OutOfMemory as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
+    except RankError as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
         print_error(str(raised))
         sys.exit(1)
     except Exception as raised:

@@ -17,7 +17,7 @@ import torch
 from gpt4d.config import ConfigError
 from gpt4d.runtime.connection import Connector
 from gpt4d.runtime.deadline_store import StoreLost
-from gpt4d.runtime.errors import OutOfMemory
+from gpt4d.runtime.errors import RankError
 from gpt4d.runtime.identity import job_key
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch, print_error
@@ -97,11 +97,11 @@ class Rendezvous:
         """End this process and, by reporting ``error`` in the store, all other ranks."""
         is_first = self._exiting.acquire(blocking=False)
         # A collective often fails because another rank has exited; that rank is the one to name.
-        own = torch.OutOfMemoryError, torch.AcceleratorError, OutOfMemory
+        own = torch.OutOfMemoryError, torch.AcceleratorError, RankError
         may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
-        cause = str(error) if isinstance(error, OutOfMemory) else f"{type(error).__name__}: {error}"
+        cause = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         failure = self.watchdog.fail(cause, may_be_secondary)
-        if failure.rank == self.launch.rank and not isinstance(error, OutOfMemory):
+        if failure.rank == self.launch.rank and not isinstance(error, RankError):
             traceback.print_exception(error)
         self._print_and_exit(failure, is_first)
 

@@ -132,5 +132,7 @@ class Diffusion(ReadingTask):
     def identity(self) -> dict[str, str]:
         return {"data": self.config.data.name, "samples": self._files.header["identity"]}
 
+    def verify(self, run_dir: Path) -> None: ...
+
     def documents(self) -> dict[str, bytes]:
         return {}

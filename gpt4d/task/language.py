@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from gpt4d.config import Config, ConfigError, DataConfig
+from gpt4d.data import verification
 from gpt4d.data.batch import Batch
 from gpt4d.data.prepare import Corpus, corpus
 from gpt4d.data.sampler import Blend, Sequences
@@ -101,6 +102,9 @@ class LanguageModeling(ReadingTask):
             raise ConfigError(
                 f"{error.filename}: {error.strerror} on {socket.gethostname()}; use a file system that all nodes share"
             ) from None
+
+    def verify(self, run_dir: Path) -> None:
+        verification.verify([entry for files in self._corpus.files for entry in files.entries()], run_dir)
 
     def _sequences(self, split: str, shuffle: bool) -> list[Sequences]:
         length, seed = self.config.train.seq_len, self.config.train.seed

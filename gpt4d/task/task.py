@@ -10,6 +10,8 @@ from gpt4d.model.description import Part
 from gpt4d.parallel.layout import ParameterSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -78,6 +80,12 @@ class Task(Protocol):
 
         The last part returns ``loss``, summed, not averaged, over this rank's units of a microbatch: a scalar.
         ``received`` has what earlier parts have produced for this one.
+        """
+
+    def verify(self, run_dir: "Path") -> None:
+        """Verify the files that the run reads, before its first step. Raises ConfigError on every rank.
+
+        ``run_dir`` may remember what was verified.
         """
 
     def after_update(self, step: int) -> None:

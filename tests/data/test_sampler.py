@@ -20,7 +20,7 @@ def in_parts(count, size=37):
     ids = np.arange(count, dtype=np.uint16)
     cuts = sorted({0, count // 3, *range(0, count, size), count})
     parts = [ids[a:b] for a, b in itertools.pairwise(cuts)]
-    return Tokens([*parts[:1], ids[:0], *parts[1:]], "uint16")
+    return Tokens([*parts[:1], ids[:0], *parts[1:]], "uint16", [], 2**16)
 
 
 @settings(deadline=None)
@@ -83,7 +83,8 @@ def test_slices_of_tokens_in_parts_are_the_tokens(start, size):
 
 
 def make_source(token, count):
-    return Sequences(Tokens([np.full(count * 4 + 1, token, np.uint16)], "uint16"), 4, seed=1, shuffle=True)
+    tokens = Tokens([np.full(count * 4 + 1, token, np.uint16)], "uint16", [], 2**16)
+    return Sequences(tokens, 4, seed=1, shuffle=True)
 
 
 WEIGHTS = st.lists(st.decimals("0.01", 10, places=2).map(float), min_size=1, max_size=5)

@@ -1,10 +1,12 @@
 """Token files that do not match their header are rejected, and the error names the file."""
 
+import numpy as np
 import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.data import prepare
 from gpt4d.data.tokens import TokenFiles
+from gpt4d.runtime.errors import RankError
 from tests.data import flip_bit, json_edit, small_corpus
 
 
@@ -61,3 +63,16 @@ def test_verify_detects_a_flipped_bit(config, tmp_path):
     flip_bit(directory / "validation_00000.bin")
     with pytest.raises(ConfigError, match=r"validation_00000\.bin: damaged"):
         prepare.main([f"verify={directory}"])
+
+
+def test_an_id_beyond_the_vocabulary_is_rejected_with_its_file_and_offset(config, tmp_path):
+    files = prepare.prepare(config, tmp_path / "out")
+    path = files.directory / "train_00000.bin"
+    content = np.fromfile(path, np.uint16)
+    content[200] = 65535
+    content.tofile(path)
+    tokens, vocabulary = files.tokens("train"), files.header["vocabulary"]
+    assert tokens.rows(np.array([0, 201]), 200).shape == (2, 200)
+    message = rf"{path}: damaged, the token at byte 400 is 65535, but the vocabulary has {vocabulary} tokens; prepare"
+    with pytest.raises(RankError, match=message):
+        tokens.rows(np.array([0, 150]), 60)

@@ -4,6 +4,7 @@ Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +166,8 @@ class Regression:
 
     def identity(self) -> dict[str, str]:
         return {"samples": f"{SAMPLES} of {self.config.train.seq_len} rows", "data": "random rows"}
+
+    def verify(self, run_dir: Path) -> None: ...
 
     def documents(self) -> dict[str, bytes]:
         return {}
