@@ -17,6 +17,7 @@ from gpt4d.config import Config
 from gpt4d.config.machine import gpu_model
 from gpt4d.files import read_json_lines
 from gpt4d.runs.tables import duration
+from gpt4d.writing import LineLog, required_file
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -47,7 +48,7 @@ def used_memory_gib(device: torch.device) -> float | None:
 
 
 class RunLogger:
-    """Writer of rank 0's reports. ``step`` and ``event`` append one line each to metrics.jsonl and flush it.
+    """Writer of rank 0's reports. ``step`` and ``event`` append one line each to metrics.jsonl.
 
     Each line has ``time``, in seconds since 1970, and ``elapsed_s``, the seconds that all jobs of the run have taken.
     ``unit``: what the task counts, such as tokens. Steps carry the keys ``{unit}`` (total so far) and ``{unit}_per_s``.
@@ -55,9 +56,7 @@ class RunLogger:
 
     def __init__(self, config: Config, run_dir: Path, unit: str = "tokens"):
         self.steps, self.run_dir, self.unit = config.train.steps, run_dir, unit
-        self.file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed by close()
-        if self.file.tell() and not (run_dir / "metrics.jsonl").read_bytes().endswith(b"\n"):
-            self.file.write("\n")  # A crash cut off the last line.
+        self.file = LineLog(run_dir / "metrics.jsonl")
         earlier = read_json_lines(run_dir / "metrics.jsonl")
         self.began_s = time.monotonic() - (earlier[-1]["elapsed_s"] if earlier else 0.0)
         self.wandb = _start_wandb(config, run_dir)
@@ -87,22 +86,24 @@ class RunLogger:
 
     def failed(self, problem: str) -> None:
         """Write that the job ends with an error. Any thread may call it, also after ``close``."""
-        with open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(self._line({"event": "failed", "problem": problem}))
+        self.file.append(self._line({"event": "failed", "problem": problem}))
 
     def _line(self, values: dict) -> str:
         values = {**values, "time": time.time(), "elapsed_s": time.monotonic() - self.began_s}
-        return json.dumps(without_nan(values), allow_nan=False) + "\n"
+        return json.dumps(without_nan(values), allow_nan=False)
 
     def _write(self, values: dict) -> None:
-        self.file.write(self._line(values))
-        self.file.flush()
+        self.file.append(self._line(values))
         if self.wandb:
             prefix = f"{values['event']}/" if "event" in values else ""
             scalars = {prefix + k: v for k, v in _flatten(values).items() if isinstance(v, int | float)}
             # wandb requires increasing steps, but an asynchronous save is reported some steps after its own.
             self.wandb_step = max(self.wandb_step, values.get("step", 0))
             self.wandb.log(scalars, step=self.wandb_step)
+
+    def reopen(self) -> None:
+        """Continue in a new file: the run directory has been created again."""
+        self.file.close()
 
     def close(self) -> None:
         self.line.close()
@@ -121,6 +122,8 @@ class NullLogger:
     def start(self, **values) -> None: ...
 
     def failed(self, problem: str) -> None: ...
+
+    def reopen(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -159,7 +162,8 @@ def _start_wandb(config: Config, run_dir: Path):
     # A restarted run reuses its id, so that wandb continues its curves.
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
+        with required_file(id_file):
+            id_file.write_text(uuid.uuid4().hex[:12])
     with activity.unlimited():  # wandb has a timeout of its own
         return wandb.init(
             project=wandb_config.project,

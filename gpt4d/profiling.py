@@ -24,6 +24,7 @@ from gpt4d.parallel.turns import Turn
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.step import TrainStep
 from gpt4d.timeline import LayerSpan
+from gpt4d.writing import optional_file
 
 
 class Profile:
@@ -85,7 +86,8 @@ class Profile:
 
     def _write(self, start, stop, recorded: recording.Recording) -> None:
         directory = Path(self.config.run.dir) / "traces" / f"steps_{self.first:08d}-{self.last:08d}"
-        directory.mkdir(parents=True, exist_ok=True)
+        with optional_file(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         if self.stage.exchange:
             self._draw_pipeline(directory, recorded.since(start))
         with _replace_when_complete(directory / f"rank_{self.grid.world.index:05d}.json.gz") as path:
@@ -266,10 +268,14 @@ def _name_collectives(axes: Iterable[Axis]) -> Iterator[None]:
 
 @contextmanager
 def _replace_when_complete(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to ``path`` if the block succeeds and removed otherwise."""
+    """Yield a temporary path, which is renamed to ``path`` if the block succeeds and removed otherwise.
+
+    If the file cannot be written, print a warning.
+    """
     partial_path = path.with_name(f"partial_{path.name}")
-    try:
-        yield partial_path
-        partial_path.replace(path)
-    finally:
-        partial_path.unlink(missing_ok=True)
+    with optional_file(path):
+        try:
+            yield partial_path
+            partial_path.replace(path)
+        finally:
+            partial_path.unlink(missing_ok=True)

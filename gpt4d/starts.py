@@ -15,6 +15,7 @@ from typing import Any
 
 from gpt4d.config import CONFIG_DIR, Change, Config, ConfigError, changes, check_changes, recorded_settings
 from gpt4d.files import read_json_lines
+from gpt4d.writing import replace_file, required_file
 
 _FILE = "starts.jsonl"
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy")
@@ -29,8 +30,10 @@ def record(
     identity: Mapping[str, str],
     found: Mapping[str, Change],
     initial: Path | None = None,
-) -> None:
+) -> float:
     """Append a start to ``run.dir/starts.jsonl``, and write its configuration to ``configs/NNNN.yaml`` and config.yaml.
+
+    Return its time, which identifies it. Raises ConfigError if a file cannot be written.
 
     Args:
         config: the configuration of this start.
@@ -46,13 +49,14 @@ def record(
     run_dir = Path(config.run.dir)
     number = len(read(run_dir)) + 1
     file = f"configs/{number:04}.yaml"
-    (run_dir / "configs").mkdir(exist_ok=True)
     for path in (run_dir / file, run_dir / "config.yaml"):
-        OmegaConf.save(OmegaConf.structured(config), path)
-    commit, clean = _commit()
+        with required_file(path):
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    (commit, clean), started_at = _commit(), time.time()
     line = {
         "start": number,
-        "time": time.time(),
+        "time": started_at,
         "step": step,
         "command": shlex.join(sys.orig_argv),
         "directory": os.getcwd(),
@@ -66,8 +70,10 @@ def record(
         "init": str(initial) if initial else None,
         "differences": {key: list(change) for key, change in found.items()},
     }
-    with open(run_dir / _FILE, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps(line) + "\n")
+    path = run_dir / _FILE
+    with required_file(path):
+        replace_file(path, "".join(f"{json.dumps(entry)}\n" for entry in [*read(run_dir), line]))
+    return started_at
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

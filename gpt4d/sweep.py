@@ -38,6 +38,7 @@ from gpt4d.runtime.launch import SWEEP_JOB, Launch
 from gpt4d.runtime.parent import end_with_parent
 from gpt4d.runtime.signals import EXIT_CODE, stop_signals
 from gpt4d.validation import validate
+from gpt4d.writing import optional_file, replace_file
 
 _MULTIRUN = {"-m", "--multirun"}
 _MAX_NAME = 100  # characters; file systems allow 255 bytes
@@ -324,9 +325,9 @@ class _Report:
             {"job": job.name, "overrides": job.swept, **runs[job.name].to_json(), "exit_code": codes.get(job.name)}
             for job in self.jobs
         ]
-        partial = self.directory / "sweep.json.partial"
-        partial.write_text(json.dumps({"jobs": entries}, indent=1) + "\n", encoding="utf-8")
-        partial.rename(self.directory / "sweep.json")
+        path = self.directory / "sweep.json"
+        with optional_file(path):
+            replace_file(path, json.dumps({"jobs": entries}, indent=1) + "\n")
         return runs
 
     def show(self, codes: Mapping[str, int]) -> None:
@@ -340,5 +341,6 @@ class _Report:
         curves = {name: run.history for name, run in runs.items() if run.history.training}
         if curves:
             path = self.directory / "sweep.png"
-            plot_losses(curves, path, title=self.directory.name)
+            with optional_file(path):
+                plot_losses(curves, path, title=self.directory.name)
             print(f"loss curves: {path}, results: {self.directory / 'sweep.json'}", flush=True)

@@ -28,6 +28,7 @@ from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
+from gpt4d.writing import optional_file, required_file
 
 _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 
@@ -86,7 +87,7 @@ class Trainer:
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
-        self.recorded = False  # on rank 0, whether starts.jsonl has this start
+        self.started_at: float | None = None  # on rank 0, once starts.jsonl has this start, its time
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
 
     def run(self, stop: StopRequest | None = None) -> None:
@@ -110,7 +111,7 @@ class Trainer:
                 self.stage.exchange.close()
         except Exception as error:
             # With other ranks, this error may be a consequence of another rank's, which the watchdog reports.
-            if self.recorded and (isinstance(error, ConfigError) or not self.watchdog):
+            if self.started_at and (isinstance(error, ConfigError) or not self.watchdog):
                 self.log.failed(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -149,6 +150,7 @@ class Trainer:
                 if validating:
                     self._validate()
                 if (saving or stopping) and self.monitor.is_finite:
+                    run_on_rank0(self._keep_run_dir, "checking run.dir")
                     self.checkpoints.save(self.train_step, progress)
                 self.meter.restart(step)
         self.hang_detector.end_startup()
@@ -196,11 +198,31 @@ class Trainer:
 
     def _enter_run_dir(self) -> None:
         """Create the run directory and lock it until the end of the run."""
-        try:
+        with required_file(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run.dir={self.run_dir}: {error.strerror}; use a writable directory") from None
         self.lock = DirectoryLock(self.run_dir)
+
+    def _keep_run_dir(self) -> None:
+        """Create the run directory again if somebody has removed it, so that the run can be saved.
+
+        Raises ConfigError if another run's directory is at its path.
+        """
+        assert self.lock
+        if self.lock.is_valid():
+            return
+        self.lock.close()
+        self._enter_run_dir()
+        found = starts.read(self.run_dir)
+        if found and found[-1].get("time") != self.started_at:
+            raise ConfigError(
+                f"run.dir={self.run_dir}: replaced during the run by the directory of another run; move that one "
+                f"elsewhere. This run is not saved after step {self.progress.step}"
+            )
+        if not found:
+            self.log.reopen()
+            message = f"warning: {self.run_dir} was removed during the run; it is created again"
+            self.log.event("removed", message, step=self.progress.step)
+            self._record_start()
 
     def _open_log(self) -> None:
         self.log = metrics.RunLogger(self.config, self.run_dir, self.task.unit)
@@ -209,9 +231,9 @@ class Trainer:
     def _record_start(self) -> None:
         grids = [str(stage.sizes) for stage in self.plan.stages]
         identity, changes = self.task.identity(), self.checkpoints.changes
-        starts.record(self.config, self.progress.step, self.hosts, grids, identity, changes, self.checkpoints.initial)
+        step, initial = self.progress.step, self.checkpoints.initial
+        self.started_at = starts.record(self.config, step, self.hosts, grids, identity, changes, initial)
         self.log.start(**self.progress.values(self.task.unit))
-        self.recorded = True
         if self.watchdog:
             self.watchdog.record_failure = self.log.failed
 
@@ -222,7 +244,8 @@ class Trainer:
         if not self.stage.grid.world.index:
             validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
             curve = self.run_dir / "loss.png"
-            plot_losses({self.run_dir.name: History(self.run_dir)}, curve, title=self.run_dir.name)
+            with optional_file(curve):
+                plot_losses({self.run_dir.name: History(self.run_dir)}, curve, title=self.run_dir.name)
             peak = metrics.peak_memory_gib(self.device)
             message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}"
             self.log.event(

@@ -8,6 +8,7 @@ from pathlib import Path
 from gpt4d.config import ConfigError
 from gpt4d.files import sync
 from gpt4d.model.family import Family, HuggingFaceAdapter
+from gpt4d.writing import file_error
 
 
 def adapter_of(family: Family) -> HuggingFaceAdapter:
@@ -22,10 +23,10 @@ def adapter_of(family: Family) -> HuggingFaceAdapter:
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to ``path`` on success. Raises ConfigError if ``path`` exists."""
-    if path.exists():
-        kind = "a run or an import" if (path / "checkpoints").exists() else "exists"
-        raise ConfigError(f"out={path}: {kind}; choose another name or remove it")
     try:
+        if path.exists():
+            kind = "a run or an import" if (path / "checkpoints").exists() else "exists"
+            raise ConfigError(f"out={path}: {kind}; choose another name or remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
             directory = Path(temporary) / path.name
@@ -37,4 +38,4 @@ def new_directory(path: Path) -> Iterator[Path]:
             directory.rename(path)
         sync(path.parent)
     except OSError as error:
-        raise ConfigError(f"out={path}: {error.filename or ''}: {error.strerror or error}") from None
+        raise ConfigError(f"out={path}: {file_error(path, error)}") from None

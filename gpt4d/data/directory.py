@@ -1,6 +1,5 @@
 """Directories of prepared data: one job at a time writes one, which gets its name when it is complete."""
 
-import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -8,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpt4d import activity
-from gpt4d.config import ConfigError, DataConfig
+from gpt4d.config import DataConfig
 from gpt4d.files import sync
-
-_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+from gpt4d.writing import file_error
 
 
 def in_cache(config: DataConfig, identity: str) -> Path:
@@ -40,8 +38,7 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
             sync(out.parent)
             return True
     except OSError as error:
-        remedy = "; free space, or choose a writable directory" if error.errno in _NOT_WRITABLE else ""
-        raise ConfigError(f"{error.filename or out}: {error.strerror or error}{remedy}") from None
+        raise file_error(out, error) from None
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import check_open, rank
 from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.runtime.errors import one_line_errors
+from gpt4d.writing import required_file
 
 _MAX_DEVICES = 4096  # tried in the search for the fewest
 
@@ -131,7 +132,8 @@ def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: li
         print(f"{tables.table(config, devices, ranking)}\n\n{tables.runs(ranking.plans, config, overrides)}")
     if query.plot:
         title = f"{config.model.name} on {devices} devices of {config.cluster.name}, {batch_text(config)}"
-        tables.plot(ranking.plans, title, Path(query.plot))
+        with required_file(Path(query.plot)):
+            tables.plot(ranking.plans, title, Path(query.plot))
 
 
 def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> None:

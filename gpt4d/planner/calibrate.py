@@ -48,6 +48,7 @@ from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.writing import required_file
 
 _MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
 _ROUNDS = 3  # measurements, of which the median counts
@@ -326,7 +327,8 @@ def _check_writable(out: Path) -> None:
 
 def _write(cluster: ClusterConfig, out: Path) -> None:
     header = "# Measured by python -m gpt4d.planner.calibrate. Keys: ClusterConfig in gpt4d/config/schema.py.\n"
-    out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
+    with required_file(out):
+        out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
     print(f"{out}: matrix products reach {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")
     print(f"an operation takes at least {cluster.operation_us:.0f} us, the last rank is {cluster.skew_us:.0f} us late")
     for entry in cluster.measured:

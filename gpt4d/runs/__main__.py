@@ -36,6 +36,7 @@ from gpt4d.runs import plots
 from gpt4d.runs.summary import Run, differences, find_runs, open_run
 from gpt4d.runs.tables import console, differences_table, runs_table
 from gpt4d.runtime.errors import one_line_errors
+from gpt4d.writing import required_file
 
 
 @dataclass
@@ -90,10 +91,9 @@ def plot(paths: list[Path], config: PlotConfig) -> None:
             raise ConfigError(f"{path}: no loss yet; wait for its first line in metrics.jsonl")
     parent = os.path.commonpath([path.absolute().parent for path in paths])
     named = {os.path.relpath(path, parent): history for path, history in histories.items()}
-    try:
-        plots.plot_losses(named, Path(config.out), config.x, title=paths[0].name if len(paths) == 1 else parent)
-    except OSError as error:
-        raise ConfigError(f"out={config.out}: {error.strerror}; use a file in a writable directory") from None
+    out = Path(config.out)
+    with required_file(out):
+        plots.plot_losses(named, out, config.x, title=paths[0].name if len(paths) == 1 else parent)
     print(config.out)
 
 

@@ -61,10 +61,10 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, name: str = RUN_LOCK):
-        path, this_process = directory / name, Holder.this_process()
+        self.path, this_process = directory / name, Holder.this_process()
         deadline = time.monotonic() + _LEASE_S
         try:
-            self._file: IO[str] = open(path, "a+", encoding="utf-8")  # noqa: SIM115 – closed by close()
+            self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 – closed by close()
         except OSError as error:
             raise ConfigError(f"run.dir={directory}: {error.strerror}; use a writable directory") from None
         while not _try_lock(self._file):
@@ -77,6 +77,13 @@ class DirectoryLock:
         self._file.truncate(0)
         self._file.write(json.dumps(this_process._asdict()) + "\n")
         self._file.flush()
+
+    def is_valid(self) -> bool:
+        """Return whether other processes meet this lock: not if somebody has removed or replaced the directory."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except OSError:
+            return False
 
     def close(self) -> None:
         self._file.close()

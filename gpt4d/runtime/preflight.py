@@ -16,6 +16,7 @@ import torch
 from gpt4d.config import Config, ConfigError
 from gpt4d.runtime.activity_watch import MIN_LIMIT_S
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
+from gpt4d.writing import required_file
 
 _MARKER_NAME = ".these-ranks-meet-here"
 _MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
@@ -74,7 +75,7 @@ def compare(
     marker = run_on_rank0(lambda: _write_marker(path), "writing a file for all ranks to run.dir")
     own = asdict(_describe_node(config, device, marker))
     nodes = [Node(**node) for node in all_gather_json(own, "comparing the environments of the ranks")]
-    run_on_rank0(lambda: path.unlink(missing_ok=True), "removing a file from run.dir")
+    run_on_rank0(lambda: _remove_marker(path), "removing a file from run.dir")
     problem = find_difference(nodes)
     if problem:
         raise ConfigError(problem)
@@ -134,8 +135,14 @@ def _find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: lis
 
 def _write_marker(path: Path) -> str:
     marker = f"{socket.gethostname()} {time.time_ns()}"
-    path.write_text(marker)
+    with required_file(path):
+        path.write_text(marker)
     return marker
+
+
+def _remove_marker(path: Path) -> None:
+    with required_file(path):
+        path.unlink(missing_ok=True)
 
 
 def _read_marker(path: Path, marker: str, timeout_s: float) -> str:

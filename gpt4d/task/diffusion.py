@@ -19,6 +19,7 @@ from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
 from gpt4d.task.pictures import generated_pictures, save_pictures
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
+from gpt4d.writing import optional_file, required_file
 
 _COMPARED = 10_000  # most real pictures that samples, or each other, are compared with
 
@@ -29,7 +30,12 @@ def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
         raise ConfigError("out=…: missing; set it to the name of the picture file to write")
     check_picture("out", config.out)
     pictures, out = generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out)
-    run_on_rank0(lambda: save_pictures(pictures, out), "writing pictures")
+
+    def save() -> None:
+        with required_file(out):
+            save_pictures(pictures, out)
+
+    run_on_rank0(save, "writing pictures")
     return f"{config.out}: {config.images} pictures"
 
 
@@ -99,7 +105,8 @@ class Diffusion(ReadingTask):
         values: dict[str, Any] = {"picture": str(path)}
         message = f"{len(pictures)} samples in {path}"
         if self._stage.grid.world.index == 0:
-            save_pictures(pictures, path)
+            with optional_file(path):
+                save_pictures(pictures, path)
             if self._held_out:
                 distances = self._distances(pictures)
                 values |= distances

@@ -16,6 +16,7 @@ from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.runtime.errors import one_line_errors
+from gpt4d.writing import required_file
 
 
 @dataclass
@@ -45,12 +46,16 @@ def main(arguments: list[str]) -> None:
     for key in ("forward", "backward", "transfer"):
         if getattr(query, key) < 0:
             raise ConfigError(f"{key}={getattr(query, key):g}: seconds; use a value of at least 0")
+    if query.forward == query.backward == 0:
+        raise ConfigError("forward=0 backward=0: a stage without work; use a value above 0 for one of them")
     orders, timeline = simulated(query)
     print(report(query, orders, timeline))
     if query.plot:
         from gpt4d.parallel.pipeline.plot import draw
 
-        draw(timeline, f"{query.schedule}, {query.stages} stages, {query.microbatches} microbatches", Path(query.plot))
+        title = f"{query.schedule}, {query.stages} stages, {query.microbatches} microbatches"
+        with required_file(Path(query.plot)):
+            draw(timeline, title, Path(query.plot))
         print(f"plot: {query.plot}")
 
 

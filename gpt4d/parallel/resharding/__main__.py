@@ -22,6 +22,7 @@ from gpt4d.parallel.resharding.mesh import StageMesh, parse
 from gpt4d.parallel.resharding.planning import ORDERS, plan
 from gpt4d.parallel.resharding.strategies import STRATEGIES
 from gpt4d.runtime.errors import one_line_errors
+from gpt4d.writing import required_file
 
 _MAX_DEVICES = 65_536  # per mesh
 
@@ -66,7 +67,8 @@ def main(arguments: list[str]) -> None:
     resharding_plan = plan(shape, source, source_mesh, destination, destination_mesh, **options)
     print(plan_report.as_json(resharding_plan) if query.format == "json" else plan_report.as_table(resharding_plan))
     if query.plot:
-        plan_report.plot(resharding_plan, Path(query.plot))
+        with required_file(Path(query.plot)):
+            plan_report.plot(resharding_plan, Path(query.plot))
 
 
 def _parse_integers(key: str, text: str, separator: str, example: str, minimum: int = 1) -> tuple[int, ...]:

@@ -1,0 +1,139 @@
+"""Files that cannot be written: a log keeps its lines, and a run ends as its results deserve."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpt4d import starts, writing
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.config import ConfigError
+from gpt4d.runs.lock import DirectoryLock
+from gpt4d.trainer import Trainer
+from tests.grids import metric_lines, train_in_rank
+from tests.rank_pool import RankFailure
+
+
+class Disk:
+    """A disk that accepts ``free`` more bytes."""
+
+    def __init__(self, monkeypatch, free):
+        self.free, self.write = free, os.write
+        monkeypatch.setattr(writing.os, "write", self)
+
+    def __call__(self, descriptor, content):
+        written = self.write(descriptor, content[: self.free])
+        self.free -= written
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
+
+
+def test_a_log_writes_the_lines_of_a_full_disk_once_it_has_space(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "log"
+    path.write_text("a line that a crash has cu")
+    disk = Disk(monkeypatch, 15)
+    log = writing.LineLog(path)
+    for number in range(4):
+        log.append(f"line {number}")
+    assert path.read_text() == "a line that a crash has cu\nline 0\nline 1\n"[:41]
+    assert capsys.readouterr().err == (
+        f"warning: {path}: No space left on device; its lines wait in memory until it can be written again\n"
+    )
+    disk.free = 1000
+    log.append("line 4")
+    log.close()
+    log.append("after close")
+    lines = [*(f"line {number}" for number in range(5)), "after close"]
+    assert path.read_text().splitlines() == ["a line that a crash has cu", *lines]
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_with_its_path(tmp_path):
+    (tmp_path / "log").mkdir()
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/log: Is a directory"):
+        writing.LineLog(tmp_path / "log")
+
+
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    writing.replace_file(path, "old")
+
+    def fail(self, *_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", fail)
+        writing.replace_file(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".these-ranks-meet-here"])
+def test_a_file_that_a_start_needs_is_named_if_it_cannot_be_written(ranks, tiny, name):
+    config = tiny("train.steps=2")
+    (Path(config.run.dir) / name).mkdir(parents=True)
+    with pytest.raises(RankFailure, match=rf"ConfigError: .*{name}.*: Is a directory"):
+        ranks.run(1, train_in_rank, config)
+
+
+def test_a_run_is_finished_even_if_its_plot_cannot_be_written(ranks, tiny):
+    config = tiny("train.steps=2")
+    (Path(config.run.dir) / "loss.png").mkdir(parents=True)
+    ranks.run(1, train_in_rank, config)
+    assert json.loads((Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "done"
+
+
+def train_and_change_directory(config, change):
+    """Train, and call ``change(run_dir)`` on rank 0 in the second step."""
+    original = Trainer._step
+
+    def step(self, stop):
+        if self.progress.step == 1 and self.lock:
+            change(self.run_dir)
+        return original(self, stop)
+
+    Trainer._step = step
+    try:
+        train_in_rank(config)
+    finally:
+        Trainer._step = original
+
+
+def test_a_run_whose_directory_is_removed_creates_it_again_and_saves(ranks, tiny):
+    config = tiny("parallel.gz=2", "train.steps=4", "checkpoint.every=2")
+    ranks.run(2, train_and_change_directory, config, shutil.rmtree)
+    run_dir = Path(config.run.dir)
+    assert [path.name for path in checkpoint_dir.committed(run_dir)] == ["step_00000002", "step_00000004"]
+    assert [line["step"] for line in metric_lines(run_dir)] == [3, 4]
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    events = [line["event"] for line in lines if "event" in line]
+    assert events[:2] == ["removed", "start"] and events[-1] == "done"
+    assert len(starts.read(run_dir)) == 1 and (run_dir / "config.yaml").exists()
+    ranks.run(2, train_in_rank, tiny("parallel.gz=2", "train.steps=5"))
+
+
+def replace_with_other_run(run_dir):
+    shutil.rmtree(run_dir)
+    run_dir.with_name("other").rename(run_dir)
+
+
+def test_a_run_whose_directory_is_replaced_ends_and_leaves_the_other_run_alone(ranks, tiny, tmp_path):
+    ranks.run(1, train_in_rank, tiny("train.steps=1", f"run.dir={tmp_path / 'other'}"))
+    before = (tmp_path / "other" / "metrics.jsonl").read_text()
+    with pytest.raises(RankFailure, match=r"run\.dir=\S+/run: replaced during the run by the directory of another run"):
+        ranks.run(1, train_and_change_directory, tiny("train.steps=2"), replace_with_other_run)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert [path.name for path in checkpoint_dir.committed(tmp_path / "run")] == ["step_00000001"]
+
+
+def test_a_lock_is_valid_until_its_file_is_removed_or_replaced(tmp_path):
+    lock = DirectoryLock(tmp_path)
+    assert lock.is_valid()
+    (tmp_path / "lock").unlink()
+    assert not lock.is_valid()
+    other = DirectoryLock(tmp_path)
+    assert other.is_valid() and not lock.is_valid()
+    lock.close()
+    other.close()
