@@ -106,10 +106,13 @@ class RunLogger:
         self.file.close()
 
     def close(self) -> None:
+        """Close everything; a second call does nothing."""
         self.line.close()
         self.file.close()
         if self.wandb:
-            self.wandb.finish()
+            with activity.unlimited():
+                self.wandb.finish()
+            self.wandb = None
 
 
 class NullLogger:

@@ -24,6 +24,7 @@ from gpt4d.runs.plots import plot_losses
 from gpt4d.runtime import gpu, preflight, signals
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.hangs import HangDetector
+from gpt4d.runtime.job import RAISED_ON_ALL_RANKS
 from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage, connect_stages
@@ -84,6 +85,8 @@ class Trainer:
             self.checkpoints.before_update,
             is_spike=self.monitor.spikes if config.train.skip_spikes else None,
         )
+        if watchdog:
+            watchdog.finish_save = self.checkpoints.finish
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
@@ -109,18 +112,25 @@ class Trainer:
             self._finish()
             if self.stage.exchange:  # not after an error, which must not wait for transfers
                 self.stage.exchange.close()
-        except Exception as error:
-            # With other ranks, this error may be a consequence of another rank's, which the watchdog reports.
-            if self.started_at and (isinstance(error, ConfigError) or not self.watchdog):
+            run_on_rank0(self.log.close, "closing the log")
+        except BaseException as error:
+            # With other ranks, an error of this rank, or of another, which this one follows from, is reported at once.
+            # Until then nothing here may wait, and after it the process ends.
+            if self.watchdog and not isinstance(error, RAISED_ON_ALL_RANKS):
+                raise
+            if self.started_at and isinstance(error, Exception):
                 self.log.failed(f"{type(error).__name__}: {error}")
+            self._close()
             raise
-        finally:
-            self.hang_detector.axes = {}  # what an error has left behind; activities are watched to the end
-            self.task.close()
-            self.checkpoints.close()
-            self.log.close()
-            if self.lock:
-                self.lock.close()
+        self._close()
+
+    def _close(self) -> None:
+        self.hang_detector.axes = {}  # what an error has left behind; activities are watched to the end
+        self.task.close()
+        self.checkpoints.close()
+        self.log.close()
+        if self.lock:
+            self.lock.close()
 
     def _loop(self, profile: Profile, stop: StopRequest) -> None:
         config, progress, train = self.config, self.progress, self.config.train
@@ -241,16 +251,16 @@ class Trainer:
         """Report a sample, the final validation loss and where everything is."""
         if sample := self.task.sample():
             self.log.event("sample", sample.message, **self.progress.values(self.task.unit), **sample.values)
-        if not self.stage.grid.world.index:
-            validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
-            curve = self.run_dir / "loss.png"
-            with optional_file(curve):
-                plot_losses({self.run_dir.name: History(self.run_dir)}, curve, title=self.run_dir.name)
-            peak = metrics.peak_memory_gib(self.device)
-            message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}"
-            self.log.event(
-                "done", message, **self.progress.values(self.task.unit), validation_loss=self.validation_loss
-            )
+        run_on_rank0(self._report_end, "reporting the end of the run")
+
+    def _report_end(self) -> None:
+        validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
+        curve = self.run_dir / "loss.png"
+        with optional_file(curve):
+            plot_losses({self.run_dir.name: History(self.run_dir)}, curve, title=self.run_dir.name)
+        peak = metrics.peak_memory_gib(self.device)
+        message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}"
+        self.log.event("done", message, **self.progress.values(self.task.unit), validation_loss=self.validation_loss)
 
 
 def _due(step: int, every: int) -> bool:

@@ -52,7 +52,7 @@ class RunCheckpoints:
         timeout = gpu.backend_timeout(plan.config.parallel.timeout_s)
         self._saver = Saver(plan.config.checkpoint, self.run_dir, stage.grid, timeout)
         self.before_update = self._saver.before_change
-        self.close = self._saver.close
+        self.close, self.finish = self._saver.close, self._saver.finish
 
     def resume(self, step: TrainStep, log: EventLog) -> Progress:
         """Load the newest intact checkpoint that ``checkpoint.resume`` selects, and return its progress.

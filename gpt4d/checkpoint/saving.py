@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -116,7 +116,15 @@ class Saver:
         """Wait for a pending save, so that it completes even if the run has failed."""
         self._thread.shutdown()
         if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
-            print(f"error: {self._to_user_error(failure, self._pending.saved)}", file=sys.stderr, flush=True)
+            saved, error = self._pending.saved, self._to_user_error(failure, self._pending.saved)
+            # Any other error is torch's, about a rank that has ended.
+            problem = error if isinstance(failure, CheckpointException) else f"{saved.path} is incomplete"
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+
+    def finish(self, seconds: float) -> None:
+        """Wait until a pending save has ended or failed, at most for ``seconds``. Any thread may call this."""
+        if pending := self._pending:
+            wait([pending.written], seconds)
 
     def _copy_to_host(self, shards: Mapping[str, LocalShard]) -> tuple[dict[str, LocalShard], torch.cuda.Event | None]:
         """Return the shards in host memory, and the event that ends their copying if that is still running."""

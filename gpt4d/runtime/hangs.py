@@ -70,6 +70,7 @@ class HangDetector:
 
     def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
         self.axes, self.timeout_s, self.directory = axes, timeout_s, directory
+        self.ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
         self.activities = {track.name: ActivityWatch(track) for track in (MAIN, SAVE)}
         self._in_first_steps = False
         self.places: Mapping[int, str] = {}  # of the job's ranks, for reports: "stage 1"
@@ -138,7 +139,7 @@ class HangDetector:
 
     def _activity(self, name: str, since: float = 0.0) -> dict | None:
         if waiting := self.activities[name].waiting(since):
-            waiting["members"] = dist.get_process_group_ranks(None)
+            waiting["members"] = self.ranks
         return waiting
 
     def record(self) -> dict:

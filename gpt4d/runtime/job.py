@@ -15,7 +15,7 @@ from gpt4d.runtime.launch import Launch, select_device
 from gpt4d.runtime.rendezvous import Rendezvous
 from gpt4d.runtime.watchdog import Watchdog
 
-_RAISED_ON_ALL_RANKS = ConfigError, SystemExit
+RAISED_ON_ALL_RANKS = ConfigError, SystemExit
 
 
 @dataclass
@@ -69,7 +69,7 @@ def process_group(
         rendezvous.watchdog.fail(str(error), may_be_secondary=False)
         rendezvous.leave(briefly=True)
         raise
-    except _RAISED_ON_ALL_RANKS as error:
+    except RAISED_ON_ALL_RANKS as error:
         rendezvous.leave(briefly=not isinstance(error, SystemExit))
         if isinstance(error, ConfigError):
             error.all_ranks_raised = True
@@ -102,7 +102,7 @@ def _initialize(
     try:
         yield
     except BaseException as error:
-        if isinstance(error, _RAISED_ON_ALL_RANKS):
+        if isinstance(error, RAISED_ON_ALL_RANKS):
             dist.destroy_process_group()  # after any other error it would block on ranks that have exited
         raise
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from gpt4d.activity import MAIN
 from gpt4d.config import ConfigError
 from gpt4d.runtime.connection import Connector
 from gpt4d.runtime.deadline_store import StoreLost
@@ -25,6 +26,7 @@ from gpt4d.runtime.watchdog import Failure, Watchdog
 
 _CONNECT_S = 300.0  # timeout for all ranks to connect
 _LEAVE_S = 60.0  # timeout for all ranks to finish
+_SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
 _NOTICE_S = 3.0  # time for the other ranks to read why the job ends
 
 
@@ -66,9 +68,16 @@ class Rendezvous:
         Args:
             briefly: wait only as long as the others need to read why the job ends.
         """
-        self._barrier("left", _NOTICE_S if briefly else _LEAVE_S)
+        with MAIN.begin("the end of all ranks") as activity, activity.waiting():
+            self._barrier("left", _NOTICE_S if briefly else self._leave_s)
         self.watchdog.stop()
         self._keep_store_alive()
+
+    @property
+    def _leave_s(self) -> float:
+        """Timeout for all ranks to finish. A watchdog that looks for hangs finds the missing rank before."""
+        detector = self.watchdog.hang_detector
+        return max(_LEAVE_S, 2 * detector.timeout_s if detector else 0.0)
 
     def _keep_store_alive(self, lost: Sequence[int] = ()) -> None:
         """Let rank 0, whose exit ends the store, wait briefly for the ranks that may still read from it.
@@ -111,7 +120,7 @@ class Rendezvous:
 
     def _print_and_exit(self, failure: Failure, is_first: bool) -> None:
         if not is_first:
-            threading.Event().wait(_LEAVE_S)  # the other thread ends the process
+            threading.Event().wait(_LEAVE_S + _SAVE_S)  # the other thread ends the process
         rank, local_rank = self.launch.rank, self.launch.local_rank
         message = " ".join(str(failure).split())
         # The first rank of each node prints the failure, or the second if the first one is lost.
@@ -121,6 +130,8 @@ class Rendezvous:
             with suppress(OSError):
                 self.watchdog.record_failure(message)
         sys.stdout.flush()
+        if self.watchdog.finish_save and failure.all_ranks_answer:
+            self.watchdog.finish_save(_SAVE_S)
         self._keep_store_alive(failure.lost)
         os._exit(1)
 

@@ -38,6 +38,11 @@ class Failure:
     message: str = ""  # the whole message, if it is not about the failure of that rank
     lost: Sequence[int] = ()  # ranks that have ended without a word or do not answer
 
+    @property
+    def all_ranks_answer(self) -> bool:
+        """Whether a rank has raised an error, and no rank is lost or hangs."""
+        return not (self.lost or self.waiting or self.message)
+
     def __str__(self) -> str:
         return self.message or f"rank {self.rank} on {self.host} failed: {self.cause}"
 
@@ -67,6 +72,7 @@ class Watchdog:
         self.store = DeadlineStore(store, self.silent_s)
         self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
         self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
+        self.finish_save: Callable[[float], None] | None = None  # lets a pending save end, at most for some seconds
         self._limited: tuple[str, float] | None = None  # what the main thread does and its deadline
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended

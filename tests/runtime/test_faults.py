@@ -3,12 +3,15 @@
 import errno
 import functools
 import os
+import pathlib
 import re
 import signal
 import threading
+import time
 
 import pytest
 
+from gpt4d import activity
 from tests.grids import metric_lines, train_in_rank
 from tests.jobs import LaunchedJob
 
@@ -129,7 +132,9 @@ def test_a_killed_rank_ends_the_job_and_is_named_and_the_run_resumes(ranks, tiny
     with LaunchedJob(ranks.context, config, 2, functools.partial(kill_itself, phase, target)) as job:
         codes = job.exit_codes()
         assert codes[target] == -signal.SIGKILL and codes[1 - target] == 1, job.outputs()
-        assert re.search(rf"error: rank {target} on \S+ failed: no sign of life", "".join(job.outputs()))
+        output = "".join(job.outputs())
+        assert re.search(rf"error: rank {target} on \S+ failed: no sign of life", output)
+        assert output.count("error:") == 1 and "GLHF" not in output  # gloo's own message about the lost connection
     with LaunchedJob(ranks.context, config, 2) as job:
         assert job.exit_codes() == [0, 0], job.outputs()
     assert losses(config) == uninterrupted
@@ -151,6 +156,42 @@ def test_an_exception_on_one_rank_ends_all_and_rank_0_prints_it(ranks, tiny):
         assert [line["problem"] in outputs[0] for line in job.metric_lines() if line.get("event") == "failed"] == [True]
     assert re.search(r"error: rank 2 on \S+ failed: ValueError: the dog ate it\n$", outputs[0])
     assert "Traceback" in outputs[2] and not any("Traceback" in outputs[rank] for rank in (0, 1, 3))
+
+
+def fail_during_a_save(ends, run_dir, rank):
+    """Rank 1 fails in step 4 while rank 0 saves step 3, until the error is recorded or, unless it ``ends``, forever."""
+    from gpt4d.checkpoint.storage import Writer
+    from gpt4d.runtime import rendezvous
+
+    shorten_timeouts()
+    rendezvous._SAVE_S = 30.0 if ends else 1.0
+    write, log = Writer.write_data, pathlib.Path(run_dir, "metrics.jsonl")
+
+    def write_slowly(self, plan, planner):
+        while not (ends and '"failed"' in log.read_text()):
+            time.sleep(0.02)
+            activity.progress()
+        return write(self, plan, planner)
+
+    def act(_):
+        raise ValueError("the dog ate it")
+
+    if rank == 0:
+        Writer.write_data = write_slowly
+    else:
+        at_step(4, act)
+
+
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_an_error_during_a_slow_save_is_reported_first_and_then_the_save_may_end(ranks, tiny, ends):
+    config = tiny(*GRID, "parallel.timeout_s=2")
+    with LaunchedJob(ranks.context, config, 2, functools.partial(fail_during_a_save, ends, config.run.dir)) as job:
+        assert job.exit_codes() == [1, 1], job.outputs()
+        outputs = job.outputs()
+    assert re.search(r"error: rank 1 on \S+ failed: ValueError: the dog ate it\n$", outputs[0])
+    assert "Traceback" in outputs[1] and "".join(outputs).count("error:") == 1
+    saved = [path.name for path in pathlib.Path(config.run.dir, "checkpoints").iterdir()]
+    assert saved == ["step_00000003" if ends else "step_00000003.partial"]
 
 
 def sleep(rank):

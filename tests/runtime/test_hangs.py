@@ -23,6 +23,7 @@ _PHASES = {
     "save": ("gpt4d.checkpoint.storage", "Writer.write_data", "saving.py", "saving step_00000003"),
     "begin": ("gpt4d.checkpoint.checkpoint_dir", "begin", "saving.py", "beginning to save step 3"),
     "load": ("gpt4d.checkpoint.sharded", "fill", "sharded.py", "loading step_00000003"),
+    "finish": ("gpt4d.trainer", "Trainer._finish", "trainer.py", "(reporting the end of the run|closing the log)"),
     "preflight": ("gpt4d.runtime.preflight", "_compute", "preflight.py", "comparing the speeds of the ranks"),
 }
 
