@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from gpt4d import activity
-from gpt4d.config import Config
+from gpt4d.config import Config, ConfigError
 from gpt4d.config.machine import gpu_model
 from gpt4d.files import read_json_lines
 from gpt4d.runs.tables import duration
@@ -167,16 +167,22 @@ def _start_wandb(config: Config, run_dir: Path):
     if not id_file.exists():
         with required_file(id_file):
             id_file.write_text(uuid.uuid4().hex[:12])
-    with activity.unlimited():  # wandb has a timeout of its own
-        return wandb.init(
-            project=wandb_config.project,
-            name=config.run.name,
-            id=id_file.read_text(),
-            resume="allow",
-            mode=cast(Any, wandb_config.mode),  # one of wandb's, as config.checks makes sure
-            dir=str(run_dir),
-            config=asdict(config),
-        )
+    try:
+        with activity.unlimited():  # wandb has a timeout of its own
+            return wandb.init(
+                project=wandb_config.project,
+                name=config.run.name,
+                id=id_file.read_text(),
+                resume="allow",
+                mode=cast(Any, wandb_config.mode),  # one of wandb's, as config.checks makes sure
+                dir=str(run_dir),
+                config=asdict(config),
+            )
+    except wandb.errors.Error as error:  # no key, no network, an invalid project
+        raise ConfigError(
+            f"logging.wandb.mode={wandb_config.mode} logging.wandb.project={wandb_config.project}: wandb reports "
+            f"{' '.join(str(error).split())!r}; correct it, or set logging.wandb.mode=disabled"
+        ) from None
 
 
 def _time_breakdown(values: dict) -> str:

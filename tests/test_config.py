@@ -59,6 +59,10 @@ SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yam
         ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
         ("name=a", "name: there is no such key; use one of checkpoint.…"),
         ("model.rope_factor=2", "model.rope_factor: the chosen model has no such key; it is one of llama"),
+        ("=4", "=4: no key before the =; use train.steps=100, for example"),
+        ("model=4", "model=4: a choice of model is a name; train.py --help lists them"),
+        ("cluster=null", "cluster=null: a choice of cluster is a name"),
+        ("logging.sample_prompt=a\udcff", r"'logging.sample_prompt=a\udcff': not UTF-8; write it in that encoding"),
         ("--steps=10", "--steps=10: settings are key=value; use train.steps=10"),
     ],
 )

@@ -10,7 +10,11 @@ import pytest
 
 from gpt4d import starts, writing
 from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.model_directory import new_directory
 from gpt4d.config import ConfigError
+from gpt4d.parallel.pipeline import __main__ as schedules
+from gpt4d.parallel.resharding import __main__ as reshardings
+from gpt4d.planner import __main__ as planner
 from gpt4d.runs.lock import DirectoryLock
 from gpt4d.trainer import Trainer
 from tests.grids import metric_lines, train_in_rank
@@ -137,3 +141,27 @@ def test_a_lock_is_valid_until_its_file_is_removed_or_replaced(tmp_path):
     assert other.is_valid() and not lock.is_valid()
     lock.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (schedules, []),
+        (reshardings, ["src=S0R", "src_mesh=1x2", "dst=RS0", "dst_mesh=1x2", "shape=8,8"]),
+        (planner, ["world_size=2", "model=gpt_tiny", "top=1"]),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path, command, arguments):
+    (tmp_path / "plot.png").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"plot\.png: No space left on device; free space"):
+        command.main([*arguments, f"plot={tmp_path / 'plot.png'}"])
+
+
+def test_a_name_that_is_too_long_for_a_model_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"out=.*File name too long"), new_directory(tmp_path / ("x" * 300)):
+        pass
+
+
+def test_a_schedule_without_work_is_one_line():
+    with pytest.raises(ConfigError, match="forward=0 backward=0: a stage without work"):
+        schedules.main(["forward=0", "backward=0"])

@@ -10,7 +10,7 @@ from typing import Any, cast, get_type_hints
 from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
 from gpt4d.config.machine import register_resolver
-from gpt4d.config.overrides import checked_overrides, whole_number
+from gpt4d.config.overrides import check_text, checked_overrides, whole_number
 from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -114,6 +114,7 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
 
     config, texts = OmegaConf.structured(schema), {}
     for argument in arguments:
+        check_text(argument)
         key, equals, value = argument.partition("=")
         if not equals:
             raise ConfigError(f"{argument!r}: not key=value; use the keys {', '.join(known_keys(schema))}")

@@ -11,6 +11,7 @@ _HYDRA_FLAGS = {
     "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
 }  # fmt: skip
 _WHOLE_FLOAT = re.compile(r"[+-]?\d+(\.0*)?([eE]\+?\d+)?|[+-]?\d*\.\d+[eE]\+?\d+")
+_NO_NAME = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)|true|false|null", re.IGNORECASE)
 _MAIN_KEYS = {"parallel.pipeline": "stages", "logging.wandb": "mode"}  # that a value of the group means
 
 
@@ -29,13 +30,24 @@ def checked_overrides(overrides: Sequence[str]) -> list[str]:
     for place, override in enumerate(overrides):
         if override.startswith("--") and override.partition("=")[0] not in _HYDRA_FLAGS:
             raise flag_error(override, overrides[place + 1 : place + 2])
+        check_text(override)
         key, equals, value = override.partition("=")
+        if equals and not key:
+            raise ConfigError(f"{override}: no key before the =; use train.steps=100, for example")
         if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not key.startswith("hydra"):
             _check_key(key, value)
             if key in integers:
                 override = f"{key}={','.join(map(whole_number, value.split(',')))}"
         checked.append(override)
     return checked
+
+
+def check_text(argument: str) -> None:
+    """Raise ConfigError unless an argument of the command line is text: the shell passes on any bytes."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{argument!r}: not UTF-8; write it in that encoding") from None
 
 
 def whole_number(text: str) -> str:
@@ -52,6 +64,8 @@ def _check_key(key: str, value: str) -> None:
         main = _MAIN_KEYS.get(key)
         remedy = f"set {key}.{main}={value}" if main else f"set {', '.join(key_types(kinds[key], f'{key}.'))}"
         raise ConfigError(f"{key}={value}: a group of keys; {remedy}")
+    if key in kinds and any(_NO_NAME.fullmatch(choice) for choice in value.split(",")):
+        raise ConfigError(f"{key}={value}: a choice of {key} is a name; train.py --help lists them")
     parts = key.split(".")
     prefixes = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
     if key not in kinds and not prefixes & {*known}:
