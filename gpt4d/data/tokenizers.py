@@ -1,7 +1,6 @@
 """Tokenizers: GPT-2's, one of the transformers library, one from a file, or one trained on the corpus."""
 
 import importlib.util
-import itertools
 import json
 import re
 import tempfile
@@ -14,11 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import hub
 from gpt4d.data.sources import one_line
+from gpt4d.data.splitting import PIECE_CHARACTERS, split_text, split_words
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-_CUT = re.compile(r"\n(?=\S)")
-_PIECE_CHARACTERS = 1 << 14
+_PIECES_AT_ONCE = 64  # whose tokens the library describes with a hundred bytes each
 SETTINGS = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 # Files of transformers beside tokenizer.json: settings, templates of chats, and older forms of the same tokenizer.
@@ -172,7 +171,8 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer)
+    pieces = (word for text in texts for piece in split_text(text) for word in split_words(piece))
+    tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer
 
 
@@ -185,9 +185,12 @@ def _byte_level(model: models.BPE) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a document, without tokens for its beginning and end."""
-    pieces = split_text(text) if len(text) > _PIECE_CHARACTERS and _can_split(tokenizer) else [text]
-    encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-    return [token_id for encoding in encodings for token_id in encoding.ids]
+    pieces = split_text(text) if len(text) > PIECE_CHARACTERS and _can_split(tokenizer) else [text]
+    ids: list[int] = []
+    for start in range(0, len(pieces), _PIECES_AT_ONCE):
+        for encoding in tokenizer.encode_batch_fast(pieces[start : start + _PIECES_AT_ONCE], add_special_tokens=False):
+            ids += encoding.ids
+    return ids
 
 
 def _can_split(tokenizer: Tokenizer) -> bool:
@@ -199,17 +202,5 @@ def _can_split(tokenizer: Tokenizer) -> bool:
     if not isinstance(splitter, pre_tokenizers.ByteLevel) or not splitter.use_regex or splitter.add_prefix_space:
         return False
     added = tokenizer.get_added_tokens_decoder().values()
-    crosses_cut = any(token.lstrip or token.rstrip or "\n" in token.content for token in added)
+    crosses_cut = any(token.lstrip or token.rstrip or re.search(r"\n|\S ", token.content) for token in added)
     return tokenizer.normalizer is None and not crosses_cut
-
-
-def split_text(text: str, size: int = _PIECE_CHARACTERS) -> list[str]:
-    """Split a text where no token of byte-level BPE can cross: before a newline that a visible character follows.
-
-    Every piece but the last has at least ``size`` characters. The tokenizer needs much more time for one string of
-    millions of characters than for its pieces; pieces that are too short cost more than they save.
-    """
-    cuts = [0]
-    while match := _CUT.search(text, cuts[-1] + max(1, size)):
-        cuts.append(match.start())
-    return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import documents, encoding, prepare, tokenizers
+from gpt4d.data import documents, encoding, prepare, splitting, tokenizers
 from gpt4d.data.tokens import TokenFiles
 from tests.data import small_corpus
 
@@ -37,10 +37,33 @@ TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
 @settings(deadline=None)
 @given(TEXTS, st.integers(0, 5))
 def test_splitting_a_text_does_not_change_its_tokens(text, size):
-    gpt2, pieces = _cached_gpt2(), tokenizers.split_text(text, size)
+    gpt2, pieces = _cached_gpt2(), splitting.split_text(text, size)
     assert "".join(pieces) == text
     ids = [i for piece in pieces for i in gpt2.encode(piece, add_special_tokens=False).ids]
     assert ids == gpt2.encode(text, add_special_tokens=False).ids
+
+
+def test_lines_and_words_of_any_length_are_cut():
+    line, word = "ab cd " * 20_000, "x" * 300_000
+    for text in (line, word, " " * 300_000, f"{word} {line}\n{word}\n"):
+        pieces = splitting.split_text(text)
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) <= 2**16
+        words = [part for piece in pieces for part in splitting.split_words(piece)]
+        assert "".join(words) == text
+    assert {piece[0] for piece in splitting.split_text(line)[1:]} == {" "}, "a word begins with its space"
+    assert set(map(len, splitting.split_words(word)[1:-1])) == {500}
+    assert splitting.split_words("y" * 499 + " " + "z" * 499) == ["y" * 499 + " " + "z" * 499]
+
+
+@pytest.mark.parametrize("kind", ["x", "六", "-", " ", "\u0301", "_", "1²"])
+def test_a_tokenizer_is_trained_on_no_word_of_a_thousand_characters(kind, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        Tokenizer, "train_from_iterator", lambda self, texts, trainer: seen.extend(texts), raising=False
+    )
+    tokenizers.train([kind * 5000], 300)
+    assert "".join(seen) == kind * 5000 and max(map(len, seen)) < 1000
 
 
 @cache
@@ -88,15 +111,16 @@ ADDED = {"id": 50257, "content": "<x>", "single_word": False, "normalized": Fals
         lambda content: content["added_tokens"].append({**ADDED, "lstrip": False, "rstrip": True}),
         lambda content: content["added_tokens"].append({**ADDED, "content": "\nx", "lstrip": False, "rstrip": False}),
         lambda content: content["added_tokens"].append({**ADDED, "content": "a\n", "lstrip": False, "rstrip": False}),
+        lambda content: content["added_tokens"].append({**ADDED, "content": "e e", "lstrip": False, "rstrip": False}),
         lambda content: content.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
     ],
-    ids=["no regex", "prefix space", "strips left", "strips right", "line start", "line end", "normalizer"],
+    ids=["no regex", "prefix space", "strips left", "strips right", "line start", "line end", "space", "normalizer"],
 )
 def test_a_text_is_not_split_if_that_could_change_its_tokens(gpt2, change, monkeypatch):
     tokenizer = changed(gpt2, change)
-    monkeypatch.setattr(tokenizers, "_PIECE_CHARACTERS", 4)
+    monkeypatch.setattr(tokenizers, "PIECE_CHARACTERS", 4)
     text = "a \n\n<x>\nb \nxa\n\n\nxx aa\n<x> \n\nend\nthe end" * 3
-    monkeypatch.setattr(tokenizers.split_text, "__defaults__", (4,))
+    monkeypatch.setattr(splitting.split_text, "__defaults__", (4, 100))
     assert tokenizers.encode(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
