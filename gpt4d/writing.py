@@ -34,7 +34,7 @@ def optional_file(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _warn(f"{file_error(path, error)}")
+        warn(f"{file_error(path, error)}")
 
 
 def replace_file(path: Path, content: str) -> None:
@@ -90,9 +90,10 @@ class LineLog:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                _warn(f"{self.path}: {error.strerror or error}; its lines wait in memory until it can be written again")
+                warn(f"{self.path}: {error.strerror or error}; its lines wait in memory until it can be written again")
             self._failed = True
 
 
-def _warn(problem: str) -> None:
+def warn(problem: str) -> None:
+    """Print a warning of one line."""
     print(f"warning: {problem}", file=sys.stderr, flush=True)

@@ -1,6 +1,9 @@
 """Runs as their files describe them: the lock of a directory, states, differing settings, plots."""
 
+import errno
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpt4d.config import ConfigError
+from gpt4d.data.directory import write_once
 from gpt4d.runs import lock
 from gpt4d.runs.__main__ import main
 from gpt4d.runs.history import History, Point, interval_means
@@ -57,6 +61,21 @@ def test_a_second_run_in_one_directory_ends_with_one_line_and_the_lock_ends_with
         assert not lock.is_locked(run_dir)
         assert lock.last_holder(run_dir).pid == process.pid
     lock.DirectoryLock(run_dir).close()
+
+
+def test_a_file_system_without_locks_costs_a_warning_for_a_run_and_for_its_data(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock.DirectoryLock(tmp_path).close()
+    assert write_once(tmp_path / "data", lambda directory: None, lambda text: None)
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {tmp_path}/lock cannot be locked (Function not implemented); start no other run in this directory",
+        f"warning: {tmp_path}/data.partial cannot be locked (Function not implemented); start no other job that "
+        "prepares the same data",
+    ]
 
 
 def test_a_requeued_slurm_job_waits_for_the_lock_of_its_earlier_start(tmp_path, monkeypatch):

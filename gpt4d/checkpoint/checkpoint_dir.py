@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ from gpt4d.config import (
 from gpt4d.files import counts, sync
 from gpt4d.model import registry
 from gpt4d.model.family import Family
+from gpt4d.writing import warn
 
 META = "meta.json"
 MODEL_FILES = "config.json", "generation_config.json"  # files of an imported model that its export needs
@@ -340,8 +340,7 @@ def _warning(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"{path} cannot be removed ({error.strerror or error}) and takes disk space; a later save tries again"
-        print(f"warning: {problem}", file=sys.stderr, flush=True)
+        warn(f"{path} cannot be removed ({error.strerror or error}) and takes disk space; a later save tries again")
 
 
 def _remove(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpt4d import activity
 from gpt4d.config import DataConfig
 from gpt4d.files import sync
-from gpt4d.writing import file_error
+from gpt4d.writing import file_error, warn
 
 
 def in_cache(config: DataConfig, identity: str) -> Path:
@@ -43,7 +43,10 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
 
 @contextmanager
 def _lock(directory: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
-    """Let one job at a time prepare ``directory``. The lock belongs to the directory and survives its renaming."""
+    """Let one job at a time prepare ``directory``. The lock belongs to the directory and survives its renaming.
+
+    On a file system without locks, every job gets it and a warning, as for the lock of a run.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
@@ -51,6 +54,8 @@ def _lock(directory: Path, on_progress: Callable[[str], None]) -> Iterator[None]
         except BlockingIOError:
             on_progress(f"waiting for another job that prepares {directory}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            warn(f"{directory} cannot be locked ({error.strerror}); start no other job that prepares the same data")
         yield
     finally:
         os.close(descriptor)

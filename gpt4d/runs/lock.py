@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 
 from gpt4d import activity
 from gpt4d.config import ConfigError
+from gpt4d.writing import warn
 
 RUN_LOCK, SWEEP_LOCK = "lock", "sweep.lock"
 # A file server releases the locks of a node that has crashed after its lease, which is about 90 s.
@@ -53,7 +54,7 @@ class Holder(NamedTuple):
 class DirectoryLock:
     """A lock on ``directory`` that lasts until ``close`` or the end of this process.
 
-    Raises ConfigError if another process holds it. On a file system without locks, every process gets it.
+    Raises ConfigError if another process holds it. On a file system without locks, every process gets it and a warning.
 
     Args:
         directory: the run directory, or the directory of a sweep's runs.
@@ -131,8 +132,8 @@ def _try_lock(file: IO[str]) -> bool:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES
         return False
-    except OSError:
-        pass  # The file system does not support locks.
+    except OSError as error:  # a file system without locks, such as Lustre without its mount option flock
+        warn(f"{file.name} cannot be locked ({error.strerror}); start no other run in this directory")
     return True
 
 
