@@ -1,14 +1,16 @@
 """The training loop, from initial weights to the last checkpoint."""
 
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import torch
 
-from gpt4d import measuring, metrics, optim, starts
+from gpt4d import activity, measuring, metrics, optim, starts
+from gpt4d.activity import MAIN
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.checkpoint.run import RunCheckpoints
 from gpt4d.config import ConfigError, with_epochs
@@ -61,13 +63,14 @@ class Trainer:
         run_on_rank0(self._enter_run_dir, "locking run.dir")
         rank = torch.distributed.get_rank()
         stage_plan = plan.stage_of(rank)
-        with watchdog.limit("connecting the ranks of the grid's axes") if watchdog else nullcontext():
+        with self._connecting("connecting the ranks of the grid's axes"):
             grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, gpu.backend_timeout(timeout_s))
         self.hang_detector.axes = grid.active_axes
         self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
-        self.stage = build_stage(config, grid, device, plan=plan)
+        with MAIN.begin("building the model"):
+            self.stage = build_stage(config, grid, device, plan=plan)
         if len(plan.stages) > 1:
-            with watchdog.limit("connecting the pipeline's stages") if watchdog else nullcontext():
+            with self._connecting("connecting the pipeline's stages"):
                 connect_stages(plan, self.stage, self.hosts.count(self.hosts[0]), gpu.backend_timeout(timeout_s))
             self.hang_detector.axes = self.stage.axes
             self.hang_detector.places = {
@@ -92,6 +95,12 @@ class Trainer:
         self.validation_loss: float | None = None
         self.started_at: float | None = None  # on rank 0, once starts.jsonl has this start, its time
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
+
+    @contextmanager
+    def _connecting(self, name: str) -> Iterator[None]:
+        """Limit the time in which the body connects ranks. A rank that is ready earlier waits for the others."""
+        with MAIN.begin(name), activity.unlimited(), self.watchdog.limit(name) if self.watchdog else nullcontext():
+            yield
 
     def run(self, stop: StopRequest | None = None) -> None:
         """Train from the newest checkpoint, if present, to the end of ``train.steps``.

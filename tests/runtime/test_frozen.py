@@ -32,16 +32,22 @@ def test_a_frozen_rank_is_named_even_if_it_holds_the_store(ranks, tiny, target):
 
 
 _UNDER_TORCHRUN = """
-import os, sys
+import os, sys, time
 from gpt4d.config import compose
 from gpt4d.runtime.errors import one_line_errors
 from tests.runtime.test_faults import at_step, shorten_timeouts
 from train import train
-shorten_timeouts()
-number, directory, *overrides = sys.argv[1:]
-open(f"{directory}/pid{os.environ['RANK']}", "w").write(str(os.getpid()))
+number, directory, shorten, *overrides = sys.argv[1:]
+if shorten == "True":
+    shorten_timeouts()
+with open(f"{directory}/pid{os.environ['RANK']}", "w") as file:
+    file.write(str(os.getpid()))
+def strike(_):
+    with open(f"{directory}/struck", "w") as file:
+        file.write(str(time.time()))
+    os.kill(os.getppid(), int(number))
 if os.environ["RANK"] == "1":
-    at_step(5, lambda _: os.kill(os.getppid(), int(number)))
+    at_step(5, strike)
 with one_line_errors():
     train(compose(overrides))
 """
@@ -53,41 +59,40 @@ def has_ended(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def under_torchrun(
+    directory: Path, number: signal.Signals, overrides: list[str], shorten: bool = False
+) -> tuple[float, str]:
+    """Train on two ranks under torchrun, which gets a signal in step 5.
+
+    Returns the seconds from the signal to the end of both ranks, and their output. ``shorten``: use short timeouts.
+    """
+    program, log = directory / "launched.py", directory / "output"
+    program.write_text(_UNDER_TORCHRUN)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(program), str(int(number)), str(directory), str(shorten), *overrides]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with open(log, "w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as agent:
+        deadline = time.monotonic() + TIMEOUT_S
+        files = [directory / f"pid{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() and has_ended(int(file.read_text())) for file in files):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        ended = time.time()
+        agent.kill()
+    return ended - float((directory / "struck").read_text()), log.read_text()
+
+
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads the state of processes from /proc")
 @pytest.mark.parametrize(
     ("number", "problem"), [(signal.SIGSTOP, "does not answer"), (signal.SIGKILL, "has ended")], ids=["stop", "kill"]
 )
 def test_a_lost_launcher_is_named_and_all_ranks_end(tiny, tmp_path, number, problem):
-    config = tiny()
     overrides = [
         *("model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300", "train.seq_len=16"),
-        *("data=text", f"data.path={config.data.path}", "data.tokenizer_vocab=300", "data.processes=1"),
-        *(
-            f"data.cache_dir={tmp_path / 'cache'}",
-            "train.batch_size=4",
-            "train.steps=1000000",
-            "train.validate_every=0",
-        ),
-        *(
-            "checkpoint.every=0",
-            "logging.every=1",
-            "parallel.gz=2",
-            "parallel.timeout_s=2",
-            f"run.dir={tmp_path / 'run'}",
-        ),
+        *("data=text", f"data.path={tiny().data.path}", "data.tokenizer_vocab=300", "data.processes=1"),
+        *(f"data.cache_dir={tmp_path / 'cache'}", "train.batch_size=4", "train.steps=1000000", "checkpoint.every=0"),
+        *("train.validate_every=0", "parallel.gz=2", "parallel.timeout_s=2", f"run.dir={tmp_path / 'run'}"),
     ]
-    (tmp_path / "launched.py").write_text(_UNDER_TORCHRUN)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(tmp_path / "launched.py"), str(int(number)), str(tmp_path), *overrides]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with open(tmp_path / "output", "w+") as output:
-        with subprocess.Popen(command, stdout=output, stderr=output, env=environment) as agent:
-            deadline = time.monotonic() + TIMEOUT_S
-            files = [tmp_path / f"pid{rank}" for rank in range(2)]
-            while not all(file.exists() and has_ended(int(file.read_text() or 0)) for file in files):
-                assert time.monotonic() < deadline, (tmp_path / "output").read_text()
-                time.sleep(0.1)
-            agent.kill()
-        text = (tmp_path / "output").read_text()
+    _, text = under_torchrun(tmp_path, number, overrides, shorten=True)
     assert re.search(rf"error: the launcher \(torchrun\) on \S+ {problem}", text), text

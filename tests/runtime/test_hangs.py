@@ -17,7 +17,7 @@ from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, shorten_timeouts
 
 # By phase: module and function in which a rank hangs, the file of its caller, and the activity that is reported.
-_PHASES = {
+PHASES = {
     "update": ("gpt4d.optim", "update", "step.py", "reading the metrics of step 5"),
     "pending save": ("gpt4d.optim", "update", "step.py", "asking whether step_00000003 is saved"),
     "save": ("gpt4d.checkpoint.storage", "Writer.write_data", "saving.py", "saving step_00000003"),
@@ -41,7 +41,7 @@ def save_forever(self, plan, planner):
 
 def hang(phase: str, target: int, rank: int) -> None:
     shorten_timeouts()
-    module, function, *_ = _PHASES[phase]
+    module, function, *_ = PHASES[phase]
     if phase == "pending save" and rank != target:
         replace_function("gpt4d.checkpoint.storage", "Writer.write_data", save_forever)
     if rank == target:
@@ -52,7 +52,7 @@ def hang(phase: str, target: int, rank: int) -> None:
 _QUICK = [("update", 1), ("save", 0)]
 _FULL = [
     pytest.param(phase, target, marks=pytest.mark.full)
-    for phase in _PHASES
+    for phase in PHASES
     for target in (0, 1)
     if (phase, target) not in (*_QUICK, ("begin", 1))
 ]
@@ -60,7 +60,7 @@ _FULL = [
 
 @pytest.mark.parametrize(("phase", "target"), [*_QUICK, *_FULL])
 def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_for(ranks, tiny, phase, target):
-    *_, caller, name = _PHASES[phase]
+    *_, caller, name = PHASES[phase]
     config = tiny("parallel.gz=2", "parallel.timeout_s=2", f"checkpoint.every={0 if phase == 'update' else 3}")
     if phase == "load":
         with LaunchedJob(ranks.context, tiny("parallel.gz=2", "checkpoint.every=3", "train.steps=3"), 2) as job:

@@ -1,0 +1,122 @@
+"""The time from a fault of one rank to the end of all others, with the real limits of the watchdog.
+
+    python -m tests.lost_ranks [repeats=3] [timeout_s=10] [out=FILE]
+
+It prints a table in Markdown: the median and the maximum of ``repeats`` runs on two ranks of this machine, by fault.
+"""
+
+import functools
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt4d.config import compose, from_arguments
+from gpt4d.runtime.errors import one_line_errors
+from tests.jobs import LaunchedJob
+from tests.rank_pool import RankPool
+from tests.runtime.test_faults import at_step
+from tests.runtime.test_frozen import under_torchrun
+from tests.runtime.test_hangs import PHASES, replace_function
+
+# By fault: the rank that it strikes, and the signal or the phase of a hang.
+_FAULTS = {
+    "kill rank 0": (0, signal.SIGKILL),
+    "kill rank 1": (1, signal.SIGKILL),
+    "stop rank 0 (SIGSTOP)": (0, signal.SIGSTOP),
+    "stop rank 1": (1, signal.SIGSTOP),
+    **{f"rank {rank} hangs in {phase}": (rank, phase) for phase, rank in (("update", 1), ("save", 1), ("begin", 0))},
+    **{f"rank {rank} hangs in {phase}": (rank, phase) for phase, rank in (("load", 1), ("preflight", 1))},
+}
+_LAUNCHER = {"kill torchrun": signal.SIGKILL, "stop torchrun": signal.SIGSTOP}
+_LIMIT_S = 120.0
+
+
+@dataclass
+class LostRanks:
+    repeats: int = 3
+    timeout_s: float = 10.0
+    out: str | None = None
+
+
+def settings(directory: Path, timeout_s: float, *more: str) -> list[str]:
+    return [
+        *("model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300", "model.vocab_multiple=16"),
+        *("model.max_positions=16", f"data.cache_dir={directory / 'cache'}", "data.processes=1", "logging.every=1"),
+        *("train.steps=100000", "train.batch_size=4", "train.validate_every=0", "logging.sample_tokens=0"),
+        *("parallel.gz=2", f"parallel.timeout_s={timeout_s}", "checkpoint.every=0", *more),
+    ]
+
+
+def _strike(path: Path, act: Callable[[], object], *_, **__) -> None:
+    path.write_text(str(time.time()))
+    act()
+
+
+def _arm(path: Path, target: int, fault: signal.Signals | str, rank: int) -> None:
+    if rank != target:
+        return
+    if isinstance(fault, signal.Signals):
+        at_step(5, lambda _: _strike(path, lambda: os.kill(os.getpid(), fault)))
+        return
+    module, function, *_ = PHASES[fault]
+    hang = functools.partial(_strike, path, threading.Event().wait)
+    arm = functools.partial(replace_function, module, function, hang)
+    at_step(5, lambda _: arm()) if fault == "update" else arm()
+
+
+def _measure(context, directory: Path, target: int, fault: signal.Signals | str, timeout_s: float) -> tuple[float, str]:
+    """Return the seconds until all ranks but a stopped or killed one have ended, and their output."""
+    path = directory / "struck"
+    path.unlink(missing_ok=True)
+    every = 3 if fault in ("save", "begin", "load") else 0
+    overrides = settings(directory, timeout_s, f"run.dir={directory / 'run'}", f"checkpoint.every={every}")
+    if fault == "load":
+        with LaunchedJob(context, compose([*overrides, "train.steps=3"]), 2) as job:
+            assert job.exit_codes() == [0, 0], job.outputs()
+    with LaunchedJob(context, compose(overrides), 2, functools.partial(_arm, path, target, fault)) as job:
+        for rank in range(2):
+            if rank != target or isinstance(fault, str):
+                job.exit_code(rank, _LIMIT_S)
+        ended = time.time()
+        return ended - float(path.read_text()), "".join(job.outputs())
+
+
+def _measure_launcher(directory: Path, number: signal.Signals, timeout_s: float) -> tuple[float, str]:
+    overrides = settings(directory, timeout_s, f"run.dir={directory / 'run'}")
+    return under_torchrun(directory, number, overrides)
+
+
+def main(arguments: list[str]) -> None:
+    config, pool = from_arguments(LostRanks, arguments), RankPool()
+    rows = ["| fault | median s | maximum s | named |", "|---|---|---|---|"]
+    for name in (*_FAULTS, *_LAUNCHER):
+        seconds = []
+        for _ in range(config.repeats):
+            with tempfile.TemporaryDirectory() as temporary:
+                if name in _LAUNCHER:
+                    taken, output = _measure_launcher(Path(temporary), _LAUNCHER[name], config.timeout_s)
+                else:
+                    taken, output = _measure(pool.context, Path(temporary), *_FAULTS[name], config.timeout_s)
+            seconds.append(taken)
+            (message,) = re.findall(r"^error: (.*)", output, re.MULTILINE)
+            print(f"{name}: {taken:.1f} s, {message}", file=sys.stderr, flush=True)
+        place = re.search(r"the launcher|(?<=: )rank \d", message) or re.match(r"rank \d", message)
+        rows.append(f"| {name} | {statistics.median(seconds):.1f} | {max(seconds):.1f} | {place and place[0]} |")
+    pool.close()
+    table = "\n".join(rows) + "\n"
+    print(table, end="")
+    if config.out:
+        Path(config.out).write_text(table)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
