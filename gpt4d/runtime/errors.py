@@ -18,6 +18,8 @@ _SHORT_GRACE_S = 1.0  # for rank 0 to print an error that it has found
 class PortTaken(ConfigError):
     """Error of a job whose port another process uses. Later, or on another node, the same command may succeed."""
 
+    all_ranks_raised = True  # each rank finds it by itself, rank 0 first
+
 
 class RankError(RuntimeError):
     """Error of one rank that is reported without a traceback: one line that says where, and what to do."""

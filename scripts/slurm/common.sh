@@ -92,7 +92,7 @@ requeue() {
     esac
     record_progress "$@" || return
     if retry scontrol requeue "$SLURM_JOB_ID"; then
-        log "${stop_signal:+$stop_signal: }saved and requeued"
+        log "${stop_signal:+$stop_signal: saved and }requeued"
     else
         log "cannot be requeued here; resume with the same sbatch command"
     fi

@@ -1,6 +1,7 @@
 """Under a real Slurm, a run that is interrupted in every way has the losses of an uninterrupted run."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from omegaconf import OmegaConf
 
 from gpt4d.checkpoint import __main__ as commands
 from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.runtime.launch import Launch
+from tests.runtime.test_launch import SLURM_STEP
 from tests.slurm.cluster import ROOT
 from tests.test_cli import overrides
 
@@ -138,3 +141,21 @@ def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, 
         assert line in job.output()
     assert list(losses_and_norms(run)) == list(range(1, 21))
     assert [line["event"] for line in metric_lines(run) if "event" in line].count("resume") == 1
+
+
+@pytest.mark.full
+def test_a_job_whose_port_is_taken_is_requeued_and_takes_another(cluster, tiny, tmp_path):
+    environment = {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    job = cluster.sbatch(
+        "--hold", "--nodes=2", str(ROOT / "scripts/slurm/generic.sh"), *overrides(tiny()), "train.steps=3",
+        "parallel.gz=2", f"run.dir={tmp_path / 'run'}", log=tmp_path / "log", environment=environment,
+    )  # fmt: skip
+    master = Launch.from_environment({**SLURM_STEP, "SLURM_JOB_ID": job.number, "MASTER_ADDR": "127.0.0.1"}).master
+    port = int(master.partition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        cluster.run("scontrol", "release", job.number)
+        message = f"error: MASTER_PORT={port}: another process uses this port"
+        job.wait_until(lambda: message in job.output(), message)
+        job.wait_for_restart(1)
+        assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
+    assert len(losses_and_norms(tmp_path / "run")) == 3
