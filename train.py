@@ -40,6 +40,7 @@ def main(composed) -> None:
 
 def train(config: Config) -> None:
     """Train as this process's launcher says. Exits with code 75 after a signal, once the run is saved."""
+    faulthandler.enable()  # a mapped file that is truncated ends this process with SIGBUS; the stack shows its reader
     launch = Launch.from_environment()
     plan = validate(config, config.run.world_size or launch.world_size)
     checkpoint_dir.check_run(config)
@@ -70,7 +71,6 @@ def train(config: Config) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        faulthandler.enable()  # SIGBUS and SIGSEGV print a stack
         arguments = dry_run.dry_arguments(sys.argv[1:])
         if sweep.requested(arguments):
             sweep.run(arguments)

@@ -257,6 +257,26 @@ def test_ranks_that_cannot_connect_are_reported(ranks, tiny, function, activity)
         assert f"{activity} took longer than 1 s; check the network between the nodes" in job.outputs()[0]
 
 
+def truncate_the_tokens(rank):
+    """Truncate the token files after they are mapped, as an interrupted copy onto them does."""
+
+    def act(trainer):
+        for path in trainer.task._files.directory.glob("train_*.bin"):
+            os.truncate(path, 0)
+
+    at_step(2, act)
+
+
+def test_a_token_file_that_is_truncated_during_a_run_is_named(ranks, tiny, tmp_path):
+    config = tiny("data.workers=0", f"data.cache_dir={tmp_path / 'cache'}")
+    with LaunchedJob(ranks.context, config, 1, truncate_the_tokens) as job:
+        assert job.exit_codes() == [-signal.SIGBUS]
+        assert re.search(r'Fatal Python error: Bus error\n(.|\n)*File ".*/data/tokens.py"', job.outputs()[0])
+    with LaunchedJob(ranks.context, config, 1) as job:
+        assert job.exit_codes() == [1]
+        assert re.search(r"error: \S+/train_00000.bin: .*", job.outputs()[0])
+
+
 def lack_a_gpu(rank):
     from gpt4d.config import NodeError
     from gpt4d.runtime import job
