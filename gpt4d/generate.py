@@ -20,6 +20,7 @@ from gpt4d.config import (
     from_arguments,
     grid_problem,
 )
+from gpt4d.data import tokenizers
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.errors import one_line_errors
@@ -49,7 +50,8 @@ def main(arguments: list[str]) -> None:
         stage = build_stage(Config(model=meta.model.on_grids([sizes])), grid, job.device, initialized=False)
         sharded.load(directory, stage.module, None, stage.grid)
         sharded.load_averages(directory, stage.module, stage.grid)
-        message = generate(config, directory, stage)
+        files = checkpoint_dir.documents(directory, (tokenizers.FILE, *tokenizers.COMPANIONS))
+        message = generate(config, files, stage)
         if launch.rank == 0:
             print(message)
 

@@ -122,7 +122,16 @@ class LossMonitor:
         return {name: asdict(stats) for name, stats in self.stats.items()}
 
     def restore(self, state: dict[str, dict]) -> None:
-        self.stats |= {name: RunningStats(**stats) for name, stats in state.items()}
+        """Restore what ``state`` returned. Raises ConfigError for something else."""
+        try:
+            restored = {name: RunningStats(**stats) for name, stats in state.items()}
+        except TypeError as error:
+            raise ConfigError(
+                f"the checkpoint's monitor={state} is damaged ({error}); use another checkpoint"
+            ) from None
+        if unknown := restored.keys() - self.stats.keys():
+            raise ConfigError(f"the checkpoint's monitor has the unknown metric {min(unknown)}; use another checkpoint")
+        self.stats |= restored
 
 
 class StragglerDetector:

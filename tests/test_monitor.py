@@ -193,3 +193,9 @@ def test_non_finite_weights_are_never_saved(ranks, tiny):
     with pytest.raises(RankFailure, match="after step 2 weights or optimizer states are not finite"):
         ranks.run(2, train_with_nan_weight, config)
     assert not (Path(config.run.dir) / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("state", [{"loss": {"count": 1, "median": 2.0}}, {"accuracy": {"count": 1}}])
+def test_a_state_with_unknown_names_is_one_line(state):
+    with pytest.raises(ConfigError, match=r"the checkpoint's monitor.*; use another checkpoint"):
+        LossMonitor(TrainConfig(), 1e-3).restore(state)

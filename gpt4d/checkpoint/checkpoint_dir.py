@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -120,9 +120,10 @@ def _to_model(family: Family, values: dict) -> ModelConfig:
     return model
 
 
-def model_files(directory: Path) -> dict[str, bytes]:
-    """Return the files of an imported model that its export needs, by name."""
-    return {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
+def documents(directory: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the content of the named files that a checkpoint has. It has no file that its manifest does not list."""
+    listed = manifest.read(directory)
+    return {name: (directory / name).read_bytes() for name in names if name in listed}
 
 
 def name(step: int) -> str:

@@ -4,6 +4,7 @@ Weights are converted file by file, so a process holds at most one file of weigh
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,24 @@ def export(
     """
     files, meta = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint)
     adapter = adapter_of(registry.of(meta.model))
-    source = _read_json(checkpoint / _MODEL_SETTINGS)
+    stored = checkpoint_dir.documents(
+        checkpoint, (*checkpoint_dir.MODEL_FILES, tokenizers.FILE, *tokenizers.COMPANIONS)
+    )
+    source = _parse_json(stored, _MODEL_SETTINGS, checkpoint)
+    tokenizer = _tokenizer(stored, checkpoint, meta.model)
     dtype = dtype or source.get("dtype") or source.get("torch_dtype") or "float32"
     check_choice("dtype", dtype, tuple(DTYPES))
     prefix = _weights_prefix(checkpoint, files, weights)
     with new_directory(out) as directory:
         documents = adapter.documents(meta.model, source)
-        if (checkpoint / tokenizers.FILE).exists():
-            documents[_MODEL_SETTINGS] = _with_special_tokens(documents[_MODEL_SETTINGS], checkpoint, source)
-            _export_tokenizer(checkpoint, directory, meta.model)
+        if tokenizer:
+            if not source:  # An imported model keeps its own ids.
+                documents[_MODEL_SETTINGS] |= _special_token_ids(tokenizer, stored)
+            _export_tokenizer(tokenizer, stored, directory, meta.model)
         if adapter.HAS_TOKENIZER:
             key = "torch_dtype" if "torch_dtype" in source else "dtype"
             documents[_MODEL_SETTINGS][key] = dtype
-            _export_generation_settings(checkpoint, directory, documents[_MODEL_SETTINGS])
+            _export_generation_settings(stored, directory, documents[_MODEL_SETTINGS])
         for name, values in documents.items():
             (directory / name).parent.mkdir(exist_ok=True)
             _write_json(directory / name, values)
@@ -113,33 +119,39 @@ def _export_weights(
         _write_json(folder / f"{adapter.FILE}.safetensors.index.json", index)
 
 
-def _with_special_tokens(values: dict[str, Any], checkpoint: Path, source: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's settings with the ids of its special tokens. An imported model keeps its own ids."""
-    if source:
-        return values
-    tokenizer, files = Tokenizer.from_file(str(checkpoint / tokenizers.FILE)), tokenizers.companions(checkpoint)
+def _tokenizer(stored: Mapping[str, bytes], checkpoint: Path, model: Any) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint that has one. Raises ConfigError for ids that the model does not have."""
+    if tokenizers.FILE not in stored:
+        return None
+    tokenizer = tokenizers.parse(stored, checkpoint)
+    if (tokens := tokenizers.vocabulary(tokenizer)) > model.vocab_size:
+        raise ConfigError(
+            f"{checkpoint / tokenizers.FILE}: its {tokens} tokens are more than the model's {model.vocab_size}; "
+            "restore the file"
+        )
+    return tokenizer
+
+
+def _special_token_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[str, int]:
     end = tokenizers.end_of_text(tokenizer, files)
     own = {key: tokenizer.token_to_id(token) for key, token in tokenizers.special_tokens(files).items()}
     ids = {f"{key}_id": token_id for key, token_id in own.items() if token_id is not None}
-    return values | {"bos_token_id": end, "eos_token_id": end} | ids
+    return {"bos_token_id": end, "eos_token_id": end} | ids
 
 
-def _export_tokenizer(checkpoint: Path, directory: Path, model: Any) -> None:
+def _export_tokenizer(tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, model: Any) -> None:
     """Write the tokenizer such that transformers 4 and 5 load it."""
-    files = tokenizers.companions(checkpoint)
     if tokenizers.SETTINGS in files:
-        files[tokenizers.FILE] = (checkpoint / tokenizers.FILE).read_bytes()
-        for name, content in files.items():
-            (directory / name).write_bytes(content)
+        for name in {tokenizers.FILE, *tokenizers.COMPANIONS} & files.keys():
+            (directory / name).write_bytes(files[name])
     else:
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = Tokenizer.from_file(str(checkpoint / tokenizers.FILE))
         end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
         special = {"bos_token": end, "eos_token": end} | tokenizers.special_tokens(files)
         exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=model.max_positions, **special)
         exported.save_pretrained(directory)
-    settings = _read_json(directory / tokenizers.SETTINGS)
+    settings = dict(json.loads((directory / tokenizers.SETTINGS).read_bytes()))
     before = dict(settings)
     if settings.get("tokenizer_class") in (None, "TokenizersBackend"):  # transformers 5 only
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -149,19 +161,22 @@ def _export_tokenizer(checkpoint: Path, directory: Path, model: Any) -> None:
         _write_json(directory / tokenizers.SETTINGS, settings)
 
 
-def _export_generation_settings(checkpoint: Path, directory: Path, values: dict[str, Any]) -> None:
+def _export_generation_settings(stored: Mapping[str, bytes], directory: Path, values: dict[str, Any]) -> None:
     from transformers import GenerationConfig
 
-    if (file := checkpoint / _GENERATION_SETTINGS).exists():
-        (directory / _GENERATION_SETTINGS).write_bytes(file.read_bytes())
+    if _GENERATION_SETTINGS in stored:
+        (directory / _GENERATION_SETTINGS).write_bytes(stored[_GENERATION_SETTINGS])
         return
     ids = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ids).save_pretrained(directory)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file; an empty dictionary if there is no such file."""
-    return dict(json.loads(path.read_bytes())) if path.exists() else {}
+def _parse_json(stored: Mapping[str, bytes], name: str, checkpoint: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's file; an empty dictionary if it has no such file."""
+    try:
+        return dict(json.loads(stored.get(name, b"{}")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{checkpoint / name}: damaged ({error}); restore the file") from None
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -36,6 +36,8 @@ def read(directory: Path) -> dict[str, FileEntry]:
     def entries(document: dict) -> dict[str, FileEntry]:
         if document["xxh3_128"] != _checksum(document["files"]):
             raise ValueError("checksum mismatch")
+        if odd := [name for name in document["files"] if Path(name).name != name or not name.isprintable()]:
+            raise ValueError(f"{odd[0]!r} is not a file name in this directory")
         return {
             name: FileEntry(counts([entry["bytes"]])[0], str(entry["xxh3_128"]))
             for name, entry in document["files"].items()

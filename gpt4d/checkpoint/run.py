@@ -129,7 +129,8 @@ class RunCheckpoints:
         self.log.event("init", message, path=str(checkpoint), averaged=averaged)
 
     def _inherit(self, checkpoint: Path) -> None:
-        self._inherited = checkpoint_dir.model_files(checkpoint) | tokenizers.companions(checkpoint)
+        names = (*checkpoint_dir.MODEL_FILES, *tokenizers.COMPANIONS)
+        self._inherited = checkpoint_dir.documents(checkpoint, names)
 
     def _report_changes(self, progress: Progress) -> None:
         """Report the settings that differ, and what another length of the run does to the learning rate."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import default_planner, storage
 from torch.distributed.checkpoint import metadata as dcp
@@ -69,12 +70,26 @@ class StoredTensor:
         """Return why the chunks do not cover the tensor exactly once, or None if they do."""
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
             return "the chunks and the tensor differ in their number of elements"
-        starts = torch.tensor([chunk.offsets for chunk in self.chunks])
-        stops = starts + torch.tensor([chunk.sizes for chunk in self.chunks])
-        if (stops > torch.tensor(self.shape)).any():
+        if not all(math.prod(chunk.sizes) for chunk in self.chunks):
+            return "a chunk is empty"
+        starts = np.array([chunk.offsets for chunk in self.chunks])
+        stops = starts + np.array([chunk.sizes for chunk in self.chunks])
+        if (stops > np.array(self.shape)).any():
             return "a chunk exceeds the tensor's shape"
-        overlaps = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
-        return "two chunks overlap" if int(overlaps.sum()) > len(self.chunks) else None
+        return "two chunks overlap" if len(self.chunks) > 1 and _overlap(starts, stops) else None
+
+
+def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
+    """Return whether two of several boxes, which begin at and end before [n, dims], have a common element."""
+    dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))  # leaves the fewest pairs
+    order = starts[:, dim].argsort()
+    starts, stops = starts[order], stops[order]
+    ends = np.searchsorted(starts[:, dim], stops[:, dim])  # boxes from here on begin after the box's end
+    for box in np.flatnonzero(ends > np.arange(len(ends)) + 1).tolist():
+        later = slice(box + 1, ends[box])
+        if ((starts[box] < stops[later]) & (starts[later] < stops[box])).all(-1).any():
+            return True
+    return False
 
 
 class Files:

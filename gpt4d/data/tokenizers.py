@@ -21,7 +21,7 @@ _PIECES_AT_ONCE = 64  # whose tokens the library describes with a hundred bytes 
 SETTINGS = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 # Files of transformers beside tokenizer.json: settings, templates of chats, and older forms of the same tokenizer.
-_COMPANIONS = (
+COMPANIONS = (
     SETTINGS,
     _SPECIAL_TOKENS,
     "added_tokens.json",
@@ -125,9 +125,17 @@ def from_config(config: DataConfig) -> dict[str, bytes]:
     return files
 
 
+def parse(files: Mapping[str, bytes], where: object) -> Tokenizer:
+    """Return the tokenizer in ``files``. Raises ConfigError, which names its directory ``where``, if it is damaged."""
+    try:
+        return Tokenizer.from_buffer(files[FILE])
+    except Exception as error:  # the library raises plain exceptions
+        raise ConfigError(f"{where}/{FILE}: not a usable tokenizer ({one_line(error)}); restore the file") from None
+
+
 def companions(directory: Path) -> dict[str, bytes]:
     """Return the files that describe a tokenizer besides ``tokenizer.json``, by name."""
-    return {name: (directory / name).read_bytes() for name in _COMPANIONS if (directory / name).is_file()}
+    return {name: (directory / name).read_bytes() for name in COMPANIONS if (directory / name).is_file()}
 
 
 def read(path: Path) -> Tokenizer:

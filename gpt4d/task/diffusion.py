@@ -24,7 +24,7 @@ from gpt4d.writing import optional_file, required_file
 _COMPARED = 10_000  # most real pictures that samples, or each other, are compared with
 
 
-def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
+def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -> str:
     """Write a picture file and return a message (gpt4d.task.registry.TaskEntry)."""
     if config.out is None:
         raise ConfigError("out=…: missing; set it to the name of the picture file to write")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from gpt4d.config import Config, ConfigError, DataConfig
@@ -14,7 +13,7 @@ from gpt4d.data import verification
 from gpt4d.data.batch import Batch
 from gpt4d.data.prepare import Corpus, corpus
 from gpt4d.data.sampler import Blend, Sequences
-from gpt4d.data.tokenizers import FILE, companions, end_of_text
+from gpt4d.data.tokenizers import FILE, companions, end_of_text, parse
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.model.description import Part
 from gpt4d.parallel.layers.documents import Documents
@@ -29,18 +28,19 @@ _PROMPT_TOKENS = 16
 _FEW_TOKENS = 0.9  # share of the model's vocabulary: a smaller tokenizer is reported
 
 
-def generate(config: GenerateConfig, directory: Path, stage: Stage) -> str:
+def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -> str:
     """Return the continuations of prompts (gpt4d.task.registry.TaskEntry)."""
     prompts = _prompts(config)
-    if not (directory / FILE).exists():
+    if FILE not in files:
         raise ConfigError(
-            f"checkpoint={directory}: it was imported without a tokenizer; import the model again with tokenizer=NAME"
+            f"checkpoint={config.checkpoint}: it was imported without a tokenizer; import the model again with "
+            "tokenizer=NAME"
         )
-    tokenizer = Tokenizer.from_file(str(directory / FILE))
+    tokenizer = parse(files, config.checkpoint)
     texts = continuations(
         stage,
         tokenizer,
-        end_of_text(tokenizer, companions(directory)),
+        end_of_text(tokenizer, files),
         prompts,
         config.tokens,
         temperature=config.temperature,

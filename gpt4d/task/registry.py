@@ -1,8 +1,7 @@
 """The registry of tasks. No torch here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt4d.config import Config, ConfigError
@@ -21,16 +20,16 @@ class TaskEntry:
         name: its name in model families and checkpoints.
         check: raises ConfigError for settings that the task cannot use. It needs no process group and no torch.
         create: returns the task, its data opened. All ranks call it, and it raises ConfigError on all or none.
-        generate: produces something with the model of a stage, loaded from a checkpoint's directory, and returns a
-            message; None if the task has nothing to generate. All ranks call it. Raises ConfigError for missing
-            settings.
+        generate: produces something with the model of a stage and the files of the checkpoint's tokenizer, by name,
+            and returns a message; None if the task has nothing to generate. All ranks call it. Raises ConfigError for
+            missing settings.
         own_data: what users train on, and the settings that select it, for messages.
     """
 
     name: str
     check: Callable[[Config], None]
     create: Callable[[Config], Task]
-    generate: "Callable[[GenerateConfig, Path, Stage], str] | None" = None
+    generate: "Callable[[GenerateConfig, Mapping[str, bytes], Stage], str] | None" = None
     own_data: str = "data: data=…"
 
 
@@ -58,10 +57,10 @@ def _create_language_modeling(config: Config) -> Task:
     return LanguageModeling(config)
 
 
-def _generate_text(config: GenerateConfig, directory: Path, stage: "Stage") -> str:
+def _generate_text(config: GenerateConfig, files: Mapping[str, bytes], stage: "Stage") -> str:
     from gpt4d.task.language import generate
 
-    return generate(config, directory, stage)
+    return generate(config, files, stage)
 
 
 def _create_diffusion(config: Config) -> Task:
@@ -70,10 +69,10 @@ def _create_diffusion(config: Config) -> Task:
     return Diffusion(config)
 
 
-def _generate_pictures(config: GenerateConfig, directory: Path, stage: "Stage") -> str:
+def _generate_pictures(config: GenerateConfig, files: Mapping[str, bytes], stage: "Stage") -> str:
     from gpt4d.task.diffusion import generate
 
-    return generate(config, directory, stage)
+    return generate(config, files, stage)
 
 
 register(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import checkpoint_dir, manifest, verifying
+from gpt4d.checkpoint import checkpoint_dir, manifest, storage, verifying
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import ConfigError, GridSizes
@@ -98,9 +98,24 @@ def no_such_tensor(index):
     del index[NAME]
 
 
+def unknown_tensor(index):
+    index["model.blocks.7.mlp.up.weight"] = index[NAME]
+
+
+def many_empty_chunks(index):
+    index[NAME]["chunks"] += [[[0, 0], [0, 1], "rank_00000.bin", 0]] * 60_000
+
+
+def many_overlapping_chunks(index):
+    index[NAME]["shape"], index[NAME]["chunks"] = [200, 300], [[[0, 0], [1, 1], "rank_00000.bin", 0]] * 60_000
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (unknown_tensor, r"model\.blocks\.7\.mlp\.up\.weight is no tensor of this model"),
+        (many_empty_chunks, "a chunk is empty"),
+        (many_overlapping_chunks, "two chunks overlap"),
         (reach_outside, "is not listed in the manifest"),
         (beyond_the_end, "a chunk lies outside rank_0000"),
         (overlapping, "two chunks overlap"),
@@ -114,6 +129,38 @@ def test_forged_index_is_rejected(pristine, tmp_path, capsys, change, message):
     with pytest.raises(ConfigError, match="1 of 1 checkpoints failed"):
         main(["verify", f"checkpoint={directory}"])
     assert re.search(message, capsys.readouterr().out)
+
+
+def with_entries(pristine, directory, change):
+    """Copy a checkpoint and change its manifest, as an attacker could."""
+    shutil.copytree(pristine, directory)
+    entries = manifest.read(directory)
+    change(entries)
+    (directory / "manifest.json").unlink()
+    manifest.write(directory, entries)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff", "../a", "a\nb"])
+def test_a_manifest_with_a_name_that_no_file_has_is_damaged(pristine, tmp_path, name):
+    directory = with_entries(pristine, tmp_path / "copy", lambda entries: entries.update({name: FileEntry(0, "")}))
+    with pytest.raises(Damaged, match=r"manifest\.json: damaged .* is not a file name in this directory"):
+        verifying.verify(directory)
+
+
+def test_a_tokenizer_that_the_manifest_does_not_list_is_damage(pristine, tmp_path):
+    directory = with_entries(pristine, tmp_path / "copy", lambda entries: entries.pop("tokenizer.json"))
+    assert (directory / "tokenizer.json").exists()
+    with pytest.raises(Damaged, match=r"manifest\.json: tokenizer\.json is not listed"):
+        verifying.verify(directory)
+
+
+def test_chunks_cover_a_tensor_once_whatever_their_order():
+    places = [((row, 2 * column), (1, 2)) for row in range(30) for column in range(20)][::-1]
+    chunks = [storage.Chunk(offsets, sizes, "rank_00000.bin", 0) for offsets, sizes in places]
+    assert storage.StoredTensor(torch.float32, (30, 40), chunks).problem() is None
+    chunks[7] = chunks[7]._replace(offsets=chunks[8].offsets)
+    assert storage.StoredTensor(torch.float32, (30, 40), chunks).problem() == "two chunks overlap"
 
 
 def test_checkpoints_contain_no_pickles_and_none_is_opened(pristine, monkeypatch):
@@ -216,6 +263,8 @@ def test_checkpoint_renamed_to_another_step_is_damaged(pristine, tmp_path):
         {"progress": {"step": -1}},
         {"identity": {"data": "\x1b[2J"}},
         {"grids": 3},
+        {"model": {"layers": 1_000_000}},
+        {"model": {"norm_epsilon": "x"}},
     ],
 )
 def test_invalid_values_in_meta_are_damaged(pristine, tmp_path, meta):

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models
 
 from gpt4d import generate
-from gpt4d.checkpoint import checkpoint_dir, exporter, importer
+from gpt4d.checkpoint import checkpoint_dir, exporter, importer, manifest
 from gpt4d.config import ConfigError
+from gpt4d.files import write_file
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
 
@@ -121,6 +122,43 @@ def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):
         assert names == files | {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     with pytest.raises(ConfigError, match="it was imported without a tokenizer; import the model again with tokenizer"):
         generate.main([f"checkpoint={tmp_path / 'without'}", "prompt=w1"])
+
+
+def test_a_tokenizer_that_the_manifest_does_not_list_is_not_used(tmp_path):
+    save(tmp_path / "source", MODEL)
+    importer.import_model(str(tmp_path / "source"), tmp_path / "run", "none")
+    checkpoint = checkpoint_dir.located(tmp_path / "run")
+    for name in ("tokenizer.json", *TOKENIZER_FILES):
+        (checkpoint / name).write_bytes((tmp_path / "source" / name).read_bytes())
+    exporter.export(checkpoint, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    with pytest.raises(ConfigError, match="it was imported without a tokenizer; import the model again with tokenizer"):
+        generate.main([f"checkpoint={tmp_path / 'run'}", "prompt=w1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", r"tokenizer\.json: not a usable tokenizer \(.*\); restore the file"),
+        ("tokenizer.json", None, r"its 2147483649 tokens are more than the model's 50; restore the file"),
+        ("config.json", b"[" * 100_000, r"config\.json: damaged \(maximum recursion depth"),
+    ],
+)
+def test_an_export_of_a_damaged_file_that_the_manifest_lists_is_one_line(tmp_path, name, content, message):
+    save(tmp_path / "source", MODEL)
+    importer.import_model(str(tmp_path / "source"), tmp_path / "run")
+    checkpoint = checkpoint_dir.located(tmp_path / "run")
+    if content is None:
+        values = json.loads((checkpoint / name).read_bytes())
+        values["model"]["vocab"]["far"] = 2**31
+        content = json.dumps(values).encode()
+    entries = manifest.read(checkpoint)
+    for file in (name, "manifest.json"):
+        (checkpoint / file).unlink()
+    manifest.write(checkpoint, entries | {name: write_file(checkpoint / name, content)})
+    with pytest.raises(ConfigError, match=message):
+        exporter.export(checkpoint, tmp_path / "out")
 
 
 def test_settings_of_older_files_are_read(tmp_path):
