@@ -73,6 +73,7 @@ class HangDetector:
         self.ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
         self.activities = {track.name: ActivityWatch(track) for track in (MAIN, SAVE)}
         self._in_first_steps = False
+        self.peer_lost = False  # a collective of this rank has failed, and it looks for the rank whose fault that is
         self.places: Mapping[int, str] = {}  # of the job's ranks, for reports: "stage 1"
         self.startup_s = STARTUP_S
         self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
@@ -158,6 +159,8 @@ class HangDetector:
         threads = [*(ident for ident in frames if ident not in python_threads), self.main_thread]
         stacks = [traceback.extract_stack(frames[ident]) for ident in threads]
         main, line = self.waiting() or waits[MAIN.name], activity_watch.code_line(stacks)
+        if self.peer_lost:
+            main = {"axis": MAIN.name, "name": "the lost rank", "number": 0, "members": self.ranks, "works": False}
         saving = SAVE.current
         if saving:
             stacks.append(activity_watch.stack(saving.thread))

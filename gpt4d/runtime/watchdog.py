@@ -109,15 +109,8 @@ class Watchdog:
                 has reported its own failure; report this rank's error if neither happens.
         """
         try:
-            if may_be_secondary:
-                deadline = time.monotonic() + 2 * _SILENT_AFTER_ERROR_S
-                while not (failure := self.first_failure()) and time.monotonic() < deadline:
-                    if lost := self._silent_ranks():
-                        failure = self._report(self._lost_ranks(*lost))
-                        break
-                if failure:
-                    return self._described(failure)
-            return self._described(self._report(self._own_failure(cause)))
+            failure = self._primary_failure() if may_be_secondary else None
+            return self._described(failure or self._report(self._own_failure(cause)))
         except StoreLost as error:
             return self.store_lost(error) if may_be_secondary else self._own_failure(cause)
 
@@ -143,10 +136,23 @@ class Watchdog:
                     raise
         return failure
 
-    def _silent_ranks(self) -> list[int]:
-        """Return the ranks without a heartbeat during the next ``_SILENT_AFTER_ERROR_S`` seconds."""
-        before = [self._heartbeats(rank) for rank in range(self.size)]
-        self._stopped.wait(_SILENT_AFTER_ERROR_S)
+    def _primary_failure(self) -> Failure | None:
+        """Return the failure that a rank reports soon, or the loss of a rank; None if neither happens."""
+        if self.hang_detector:
+            self.hang_detector.peer_lost = True
+        for _ in range(2):
+            deadline = time.monotonic() + _SILENT_AFTER_ERROR_S
+            before = [self._heartbeats(rank) for rank in range(self.size)]
+            while time.monotonic() < deadline:
+                if failure := self.first_failure():
+                    return failure
+                self._stopped.wait(_HEARTBEAT_S / 10)
+            if lost := self._silent_ranks(before):
+                return self._report(self._lost_ranks(*lost))
+        return None
+
+    def _silent_ranks(self, before: Sequence[int]) -> list[int]:
+        """Return the ranks without a heartbeat since they had sent ``before``."""
         return [rank for rank in range(self.size) if rank != self.rank and self._heartbeats(rank) == before[rank]]
 
     def _name(self, rank: int) -> str:

@@ -1,6 +1,7 @@
 """A stage fails, hangs, is signaled or has a non-finite loss: all stages end, save or skip the step together."""
 
 import functools
+import os
 import re
 import signal
 import threading
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from gpt4d.parallel.pipeline.program import Transfer
 from gpt4d.parallel.pipeline.runtime import LOSS, _Step
 from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.runtime import watchdog
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
 from tests.grids import metric_lines, train_in_rank
 from tests.jobs import LaunchedJob
-from tests.runtime.test_faults import at_step, losses, signal_itself
+from tests.runtime.test_faults import at_step, losses, shorten_timeouts, signal_itself
 
 PIPELINE = "parallel.pipeline."
 TWO = ("train.steps=6", PIPELINE + "stages=2", PIPELINE + "microbatches=4")
@@ -40,6 +42,23 @@ def test_an_exception_on_one_stage_ends_all_stages_with_its_message(ranks, tiny)
         outputs = job.outputs()
     assert re.search(r"error: rank 1 on \S+ failed: ValueError: the dog ate it\n$", outputs[0]), outputs[0]
     assert "Traceback" in outputs[1] and not any("Traceback" in outputs[rank] for rank in (0, 2))
+
+
+def kill_the_last_stage(rank):
+    """In step 5, kill rank 2. Rank 0 counts as hung what rank 1 does not send, before rank 1 has found out why."""
+    shorten_timeouts()
+    watchdog._SILENT_AFTER_ERROR_S = 10.0
+    if rank == 2:
+        at_step(5, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_stage_that_is_lost_is_named_even_if_the_stage_before_it_is_late(ranks, tiny):
+    config = tiny(*TWO, "model.layers=3", PIPELINE + "stages=3", "parallel.timeout_s=1")
+    with LaunchedJob(ranks.context, config, 3, kill_the_last_stage) as job:
+        assert job.exit_codes() == [1, 1, -signal.SIGKILL], job.outputs()
+        output = "".join(job.outputs())
+    assert re.search(r"error: (hang: .*: )?rank 2 \(stage 2\) on \S+ does not answer", output), output
+    assert output.count("error:") == 1 and "rank 1" not in output.partition("error:")[2]
 
 
 def sleep_instead_of(action, rank):
