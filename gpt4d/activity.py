@@ -95,10 +95,11 @@ def progress() -> None:
 def unlimited() -> Iterator[None]:
     """Exempt the body from the limit on work without progress: it computes elsewhere, or waits for another program."""
     activity: Activity | None = getattr(_local, "activity", None)
-    if activity:
-        activity.unlimited = True
+    if not activity or activity.unlimited:
+        yield
+        return
+    activity.unlimited = True
     try:
         yield
     finally:
-        if activity:
-            activity.unlimited = False
+        activity.unlimited = False

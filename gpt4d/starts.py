@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gpt4d import activity
 from gpt4d.config import CONFIG_DIR, Change, Config, ConfigError, changes, check_changes, recorded_settings
 from gpt4d.files import read_json_lines
 from gpt4d.writing import replace_file, required_file
@@ -111,6 +112,7 @@ def _commit() -> tuple[str | None, bool | None]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout
 
     try:
-        return git("rev-parse", "HEAD").strip(), not git("status", "--porcelain").strip()
+        with activity.unlimited():  # git has a timeout of its own
+            return git("rev-parse", "HEAD").strip(), not git("status", "--porcelain").strip()
     except (OSError, subprocess.SubprocessError):  # no git, no clone, or a slow file system
         return None, None

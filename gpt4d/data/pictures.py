@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt4d import activity
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import picture_sources
 from gpt4d.data.directory import in_cache, write_once
@@ -106,7 +107,8 @@ def picture_files(config: DataConfig, size: int, channels: int) -> PictureFiles:
     ``channels`` is 1 for gray or 3 for RGB. One rank calls it; the others open what it returns. Raises ConfigError for
     pictures that cannot be read, and if there are none to train on.
     """
-    facts = (FORMAT, picture_sources.identity(config, size, channels), config.validation_fraction)
+    with activity.unlimited():  # it may ask the hub
+        facts = (FORMAT, picture_sources.identity(config, size, channels), config.validation_fraction)
     identity = hashlib.sha256(repr(facts).encode()).hexdigest()
     directory = in_cache(config, identity)
 

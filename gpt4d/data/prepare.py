@@ -15,6 +15,7 @@ from typing import cast
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from gpt4d import activity
 from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, compose, unused_keys
 from gpt4d.data import parts, tokens
 from gpt4d.data.directory import in_cache, write_once
@@ -66,7 +67,8 @@ def corpus(config: DataConfig) -> Corpus:
                     f"with data.tokenizer={sources[0].directory}"
                 )
         return Corpus(sources, shares)
-    identity = identity_of(config)
+    with activity.unlimited():  # a tokenizer may be downloaded
+        identity = identity_of(config)
     directory = in_cache(config, identity)
     return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [1])
 
