@@ -69,7 +69,8 @@ class Record:
 
 def _leftovers() -> set[str]:
     """Return the processes of jobs and the files in shared memory."""
-    found = {f"shared memory {path}" for path in Path("/dev/shm").iterdir()}
+    # Python's own semaphores are those of other programs: the runs encode their data in one process.
+    found = {f"shared memory {path}" for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
     mark = f"{_MARK}={os.getpid()}".encode()
     return found | {f"process {process}" for process in running() if mark in environment_of(process)}
 
@@ -182,8 +183,8 @@ def main(arguments: list[str]) -> None:
                 run.plan = draw.choice(list(PLANS))
             fault = Fault.sample(draw, PLANS[run.plan], soak.model, run.step, directory / "struck")
             words = [f"run.dir={run.directory}"]
-            if fault.phase == "finish":
-                words += [f"train.steps={fault.step}", "checkpoint.allow_changes=[train.steps]"]
+            if fault.ends_run:
+                words.append(f"train.steps={fault.step}")
             overrides = settings(soak.model, PLANS[run.plan], directory, *words)
             done = f" ({damage(run.directory, draw)})" if fault.kind == DAMAGED else ""
             problem = _suffer(pool, run, fault, overrides, record)

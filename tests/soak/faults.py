@@ -44,9 +44,10 @@ _RANK_0 = {
     "begin save": "gpt4d.checkpoint.checkpoint_dir:begin",
     "commit": "gpt4d.checkpoint.checkpoint_dir:commit",
     "prune": "gpt4d.checkpoint.checkpoint_dir:_remove",
-    "log": "gpt4d.metrics:RunLogger._write",
+    "log": "gpt4d.writing:LineLog._open",
 }
-_END = {"finish": "gpt4d.trainer:Trainer._finish"}
+_END = {"finish": "gpt4d.trainer:Trainer._finish", "plot": "gpt4d.trainer:plot_losses"}
+_HARMLESS = ("log", "prune", "plot")  # phases in which a full disk ends no run
 _PLACES = _START | _STEP | _SOME_PLANS | _SAVE | _RANK_0 | _END
 LAUNCHER = "launcher"  # the agent of torchrun is struck, at any time
 
@@ -81,13 +82,15 @@ class Fault:
         elif kind == SIGNALED:
             phases += [LAUNCHER]
         elif kind == FULL:
-            phases = ["save", "begin save", "log"]
+            phases = ["save", "begin save", *_HARMLESS]
         elif kind == SLOW_SAVE:
             phases = ["save"]
         elif kind == DAMAGED:
             phases = ["resume"]
+        if not step:
+            phases = [phase for phase in phases if phase != "load"]
         phase = draw.choice(phases)
-        rank = 0 if phase in _RANK_0 else draw.randrange(plan.ranks)
+        rank = 0 if phase in _RANK_0 or phase == "plot" else draw.randrange(plan.ranks)
         call = draw.randint(1, 3) if phase in (*_STEP, *own) else 1
         return cls(kind, phase, rank, step + draw.randint(2, 8), call, draw.choice(_SIGNALS), path)
 
@@ -98,16 +101,28 @@ class Fault:
         return f"rank {self.rank} {self.kind}{name} in {self.phase}, call {self.call} from step {self.step} on"
 
     @property
+    def ends_run(self) -> bool:
+        """Whether the run has its last step when it is struck."""
+        return self.phase in _END
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the run continues."""
+        return self.kind == FULL and self.phase in _HARMLESS
+
+    @property
     def resumes_first(self) -> bool:
         """Whether the job starts as usual and is struck in a step."""
         return self.phase not in _START
 
     def prepare(self, rank: int) -> None:
         """Arm the fault on a rank, before it trains."""
-        shorten_timeouts()
+        shorten()
         if self.kind == DAMAGED:
             at_step(self.step, lambda _: os.kill(os.getpid(), signal.SIGTERM))
             return
+        if self.is_harmless and rank == self.rank:
+            at_step(self.step + 4, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         if rank == self.rank:
             if self.resumes_first:
                 at_step(self.step, lambda _: self._arm())
@@ -142,7 +157,8 @@ class Fault:
             case "raised":
                 raise ValueError("a fault")
             case "disk full":
-                raise OSError(errno.ENOSPC, "No space left on device", "a file")
+                code = random.Random(self.step).choice((errno.ENOSPC, errno.EIO))
+                raise OSError(code, os.strerror(code), "a file")
             case "raised in a slow save":
                 time.sleep(4.0)
             case "hung" | "signaled twice":
@@ -170,6 +186,12 @@ class Fault:
             expected_errors = 0 if self.kind == SIGNALED else 1
             checks.append((f"{len(errors)} error lines", lambda: len(errors) == expected_errors))
             checks.append(("no launcher in the error", lambda: all("torchrun" in line for line in errors)))
+        elif self.is_harmless:
+            end = 0 if self.ends_run else 75
+            warnings = sum(line.startswith("warning:") for line in text.splitlines())
+            checks.append((f"exit codes {codes}, not {end}", lambda: set(codes) == {end}))
+            checks.append((f"{len(errors)} error lines", lambda: not errors))
+            checks.append((f"{warnings} warnings", lambda: warnings == 1))
         elif self.kind in (SIGNALED, TWICE, DAMAGED):
             checks.append((f"exit codes {codes}, not 75", lambda: set(codes) == {75}))
             checks.append(("an error line after a signal", lambda: not errors))
@@ -185,6 +207,14 @@ class Fault:
         if self.kind not in (RAISED, SLOW_SAVE) and self.phase != LAUNCHER:  # torchrun prints one
             checks.append(("a traceback", lambda: "Traceback" not in text))
         return "; ".join(message for message, holds in checks if not holds())
+
+
+def shorten() -> None:
+    """Make the watchdog faster, also in the first steps."""
+    from gpt4d.runtime import hangs
+
+    shorten_timeouts()
+    hangs.STARTUP_S = 8.0
 
 
 def damage(run_dir: Path, draw: random.Random) -> str:

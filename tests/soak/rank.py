@@ -5,9 +5,9 @@ import sys
 import train
 from gpt4d.config import compose
 from gpt4d.runtime.errors import one_line_errors
-from tests.runtime.test_faults import shorten_timeouts
+from tests.soak.faults import shorten
 
 if __name__ == "__main__":
-    shorten_timeouts()
+    shorten()
     with one_line_errors():
         train.train(compose(sys.argv[1:]))
