@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, NodeError
 from gpt4d.runtime.errors import PortTaken
+from gpt4d.runtime.identity import VARIABLE, start_name
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch
 
@@ -25,6 +27,7 @@ _ANSWER_S = 10.0  # timeout for a server to show that it is this job's
 _RETRY_S = 0.2
 _BACKLOG = 4096  # all ranks connect at once
 _GREETING = "greeting"  # the key that rank 0 sets first
+_START = "gpt4d start "  # and then this one with the name of the start, which other jobs can read
 
 
 class _OtherServer(Exception):
@@ -51,15 +54,21 @@ class Connector:
     def connect(self) -> tuple[JobStore, JobStore]:
         """Return two connections, because an operation on one of them may block. Rank 0 starts the server.
 
-        Raises PortTaken if the port belongs to another job, ConfigError if there is no server.
+        Raises PortTaken if the port belongs to another job, ConfigError if there is no server, NodeError if this rank's
+        secret is not rank 0's.
         """
         if self.launch.rank == 0 and not self.launcher_serves:
             server = self._serve()
-            first, address = JobStore(server, self.key), server.host
-            first.set(_GREETING, "")
+            first, address = self._greet(server), server.host
         else:
             first, address = self._find()
         return first, JobStore(self._open(address, self.timeout_s), self.key)
+
+    def _greet(self, connection: dist.TCPStore) -> JobStore:
+        store = JobStore(connection, self.key)
+        store.set(_GREETING, "")
+        connection.set(_START + start_name(self.launch), "")
+        return store
 
     def _serve(self) -> dist.TCPStore:
         deadline = time.monotonic() + _PORT_S
@@ -107,13 +116,30 @@ class Connector:
             time.sleep(_RETRY_S)
 
     def _join(self, address: str) -> JobStore:
+        start = _START + start_name(self.launch)
         try:
-            store = JobStore(self._open(address, _ANSWER_S), self.key)
-            if not self.launcher_serves:
-                store.wait([_GREETING], timedelta(seconds=_ANSWER_S))
-        except RuntimeError:  # a server of another kind, or of another job
+            connection = self._open(address, _ANSWER_S)
+            store = JobStore(connection, self.key)
+            if self.launch.rank == 0:
+                return self._greet(connection)
+            with suppress(RuntimeError):
+                if self.launcher_serves:  # rank 0 may be late
+                    connection.wait([start], timedelta(seconds=self.timeout_s))
+                else:
+                    store.wait([_GREETING], timedelta(seconds=_ANSWER_S))
+            if store.check([_GREETING]):
+                return store
+            same_start = bool(self.launch.start) and connection.check([start])
+        except RuntimeError:  # a server of another kind
             raise _OtherServer from None
-        return store
+        if same_start:
+            raise NodeError(
+                f"rank {self.launch.rank} on {socket.gethostname()} has another secret than rank 0; choose a run.dir "
+                f"on a file system that all nodes share, or set {VARIABLE} to one text on all ranks"
+            )
+        if self.launcher_serves:
+            return store  # ``wait_for_all_ranks`` reports that rank 0 is missing
+        raise _OtherServer
 
     def _open(self, address: str, connect_s: float) -> dist.TCPStore:
         """Return a connection to the server. Raises RuntimeError if that fails within ``connect_s``."""

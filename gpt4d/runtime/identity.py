@@ -27,8 +27,12 @@ def job_key(launch: Launch, directory: Path | None = None) -> bytes:
     Raises ConfigError if the secret can be neither read nor created.
     """
     secret = os.environ.get(VARIABLE) or _shared_secret(directory or _user_directory())
-    start = f"{launch.start}, sweep job {launch.sweep_job}, {launch.world_size} ranks"
-    return hmac.digest(secret.encode(), start.encode(), "sha256")
+    return hmac.digest(secret.encode(), start_name(launch).encode(), "sha256")
+
+
+def start_name(launch: Launch) -> str:
+    """Return a name of this start that is no secret. Only a launcher that names starts makes it unique."""
+    return f"{launch.start}, sweep job {launch.sweep_job}, {launch.world_size} ranks"
 
 
 def _shared_secret(directory: Path) -> str:

@@ -32,7 +32,7 @@ class Launch:
     local_world_size: int = 1
     master: str | None = None  # host:port where rank 0 listens; None if world_size is 1
     sweep_job: int = 0  # the number of this job in a sweep; 0 outside a sweep
-    start: str = ""  # the launcher's name of this start of the job, equal on all ranks
+    start: str = ""  # the launcher's name of this start of the job, equal on all ranks; "" if it gives none
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
@@ -45,7 +45,8 @@ class Launch:
         if "WORLD_SIZE" in env and "RANK" in env:
             world_size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
             master = f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '29500')}"
-            start = f"{env.get('TORCHELASTIC_RUN_ID', '')}.{env.get('TORCHELASTIC_RESTART_COUNT', '')}"
+            run = env.get("TORCHELASTIC_RUN_ID")
+            start = f"{run}.{env.get('TORCHELASTIC_RESTART_COUNT', 0)}" if run else ""
             local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
             return cls(int(env["RANK"]), world_size, local, local_world_size, master, start=start)
         # Not SLURM_NTASKS: it is also set in the batch script itself, where srun has not started any tasks.

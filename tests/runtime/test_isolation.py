@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, NodeError
 from gpt4d.runtime import connection, errors, identity, rendezvous
 from gpt4d.runtime.connection import Connector
 from gpt4d.runtime.errors import PortTaken
@@ -253,3 +253,18 @@ def test_a_port_whose_process_never_answers_is_reported_in_time(capfd, monkeypat
     for thread in threading.enumerate():
         if thread.name == "connect":
             thread.join()  # torch reports that the process has closed the port
+
+
+@pytest.mark.parametrize("launcher_serves", [False, True])
+def test_a_rank_with_another_secret_of_the_same_start_says_so(monkeypatch, launcher_serves):
+    port, serving = free_port(), None
+    if launcher_serves:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        serving = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(connection, "_ANSWER_S", 1.0)
+    ranks = [Launch(rank, 2, 0, 1, f"localhost:{port}", start="71.0.0") for rank in range(2)]
+    first, _ = Connector(ranks[0], b"one", 60.0).connect()
+    assert Connector(ranks[1], b"one", 60.0).connect()[0].check(["greeting"])
+    with pytest.raises(NodeError, match=r"rank 1 on .* has another secret than rank 0; choose a run\.dir"):
+        Connector(ranks[1], b"other", 60.0).connect()
+    del first, serving
