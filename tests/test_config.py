@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from gpt4d.checkpoint import verifying
+from gpt4d.checkpoint.__main__ import ReadConfig
 from gpt4d.config import (
     CONFIG_DIR,
     ConfigError,
@@ -17,6 +19,7 @@ from gpt4d.config import (
     ParallelConfig,
     TrainConfig,
     compose,
+    from_arguments,
     grid_problem,
     keys,
     known_keys,
@@ -163,6 +166,8 @@ YARN = ["model=llama_tiny", "model.rope_scaling=yarn", "model.rope_factor=2", "m
         (["data.name=''"], "data.name='': it names a directory"),
         (["run.name=''"], "run.name='': a run needs one; set it, or leave it out"),
         (["run.dir=''"], "run.dir='': a run needs one"),
+        (["parallel.pipeline.stages=1000000000000"], "parallel.pipeline.stages=1000000000000: use a value of at most"),
+        (["run.dry=true", "run.world_size=1000000000000"], "run.world_size=1000000000000: use a value of at most"),
         (["cluster=local", "cluster.levels=[{latency_us: inf}]"], "cluster.levels[0].latency_us=inf: use a value of"),
         (["cluster=local", "cluster.levels=[{group_gb_s: inf}]"], "cluster.levels[0].group_gb_s=inf: use a value of"),
         (["cluster=local", "cluster.matmul_tflops=inf"], "cluster.matmul_tflops=inf: use a value of at most"),
@@ -174,6 +179,21 @@ def test_values_that_make_no_sense_are_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
         validate(compose(overrides), 1)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_empty_value_of_a_key_without_a_default_has_no_default_to_leave_it_out_for():
+    with pytest.raises(ConfigError) as error:
+        from_arguments(ReadConfig, ["checkpoint="])
+    assert str(error.value) == "checkpoint=: empty; give a value"
+
+
+def test_a_path_that_is_no_regular_file_is_reported_as_such(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "broken.txt").symlink_to("nowhere")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    for name in ("pipe.txt", "broken.txt", "loop.txt"):
+        with pytest.raises(ConfigError, match=rf"{name} is a broken link, a pipe or a device; use regular files"):
+            validate(compose(["data=text", f"data.path={tmp_path / name}"]), 1)
 
 
 def test_a_flag_is_reported_with_the_setting_that_is_meant():

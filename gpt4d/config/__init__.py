@@ -67,6 +67,7 @@ from gpt4d.config.schema import (
 from gpt4d.config.unused import check_unused, conditional_keys, unused_keys
 from gpt4d.config.values import (
     LARGEST_COUNT,
+    LARGEST_DEVICES,
     LARGEST_SIZE,
     check_above_0,
     check_at_least,

@@ -21,6 +21,7 @@ from gpt4d.config.schema import (
 )
 from gpt4d.config.values import (
     LARGEST_COUNT,
+    LARGEST_DEVICES,
     LARGEST_SIZE,
     check_above_0,
     check_at_least,
@@ -191,11 +192,17 @@ def _check_source(data: DataConfig, kind: str, model: str) -> None:
     if not data.path:
         raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {_PATHS[data.source]}")
     if data.source not in ("hub", "tokens") and not any(matching_files(data.path, folders=kind == "pictures")):
-        directories = kind == "text" and glob.glob(os.path.expanduser(data.path), recursive=True)
-        where = f"'{data.path.rstrip('/')}/*.txt'" if directories else f"a path or glob that exists in {os.getcwd()}"
-        raise ConfigError(
-            f"data.path={data.path!r}: matches {'directories only' if directories else 'no file'}; use {where}"
-        )
+        raise ConfigError(f"data.path={data.path!r}: {_no_match(data.path, folders=kind == 'pictures')}")
+
+
+def _no_match(path: str, folders: bool) -> str:
+    """Return why a glob matches no file, and a remedy."""
+    matches = glob.glob(os.path.expanduser(path), recursive=True)
+    if not folders and any(map(os.path.isdir, matches)):
+        return f"matches directories only; use '{path.rstrip('/')}/*.txt'"
+    if others := [match for match in matches if not os.path.isdir(match)]:
+        return f"{others[0]} is a broken link, a pipe or a device; use regular files"
+    return f"matches no file; use a path or glob that exists in {os.getcwd()}"
 
 
 def matching_files(path: str, folders: bool = False) -> Iterator[Path]:
@@ -279,7 +286,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     for key in ("run.name", "run.dir"):
         if not value_of(config, key):
             raise ConfigError(f"{key}='': a run needs one; set it, or leave it out")
-    check_at_least("run.world_size", config.run.world_size, 1)
+    check_at_least("run.world_size", config.run.world_size, 1, LARGEST_DEVICES)
     if config.run.world_size is not None and not config.run.dry:
         raise ConfigError(
             f"run.world_size={config.run.world_size}: a run has as many devices as processes; add --dry-run, or start "

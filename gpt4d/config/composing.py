@@ -110,7 +110,7 @@ def format_for_hydra(value: Any) -> str:
 
 def from_arguments(schema: type, arguments: list[str]) -> Any:
     """Return an instance of the dataclass ``schema`` from ``key=value`` arguments. Raises ConfigError for others."""
-    from omegaconf import OmegaConf
+    from omegaconf import MISSING, OmegaConf
 
     config, texts = OmegaConf.structured(schema), {}
     for argument in arguments:
@@ -122,7 +122,8 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
             raise unknown_key(key, schema)
         default = getattr(schema, key, None)
         if not value and default and isinstance(default, str):
-            raise ConfigError(f"{key}=: empty; give a value, or leave it out for {default}")
+            remedy = "" if default == MISSING else f", or leave it out for {default}"
+            raise ConfigError(f"{key}=: empty; give a value{remedy}")
         if get_type_hints(schema)[key] in (str, str | None) and value != "null":
             texts[key] = value  # kept as typed: OmegaConf would interpolate ${…}
             value = "placeholder"

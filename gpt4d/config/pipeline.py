@@ -7,7 +7,7 @@ from typing import Any
 
 from gpt4d.config.checks import grid_sizes, share_multiple
 from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
-from gpt4d.config.values import check_choice, divisors, shortened
+from gpt4d.config.values import LARGEST_COUNT, check_at_least, check_choice, divisors, shortened
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # those that compute gradients of inputs and of weights apart
@@ -20,9 +20,7 @@ def check_pipeline(config: Config) -> None:
     """Check the settings of the pipeline by themselves. Raises ConfigError naming key, value and remedy."""
     pipeline, parallel = config.parallel.pipeline, config.parallel
     for key in ("stages", "chunks_per_stage", "microbatches"):
-        value = getattr(pipeline, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"parallel.pipeline.{key}={value}: use a value of at least 1")
+        check_at_least(f"parallel.pipeline.{key}", getattr(pipeline, key), 1, LARGEST_COUNT)
     check_choice("parallel.pipeline.schedule", pipeline.schedule or DEFAULT_SCHEDULE, SCHEDULES)
     # Signal sends no values: it is for benchmarks, which do not check their settings here.
     check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES[:-1])

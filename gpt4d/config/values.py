@@ -8,6 +8,7 @@ from gpt4d.config.schema import ConfigError
 
 LARGEST = 1e12  # limit of numbers without a limit of their own, so that none is infinite
 LARGEST_SIZE = 10_000_000  # limit of sizes of a model
+LARGEST_DEVICES = 1_000_000  # limit of devices to plan for
 LARGEST_COUNT = 10_000  # limit of layers and other things that are enumerated
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpt4d.config import (
+    LARGEST_DEVICES,
     Config,
     ConfigError,
     GridSizes,
@@ -97,7 +98,7 @@ def _check(query: PlannerQuery, config: Config) -> None:
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
     check_picture("plot", query.plot)
     for key in ("world_size", "top"):
-        check_at_least(key, getattr(query, key), 1)
+        check_at_least(key, getattr(query, key), 1, LARGEST_DEVICES)
     if config.parallel.mode != "atp":
         check_open(config.parallel, "leave it out, or ask for one grid: grid=4x1x2x1")
 

@@ -11,12 +11,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt4d.config import ConfigError, asks_for_help, check_choice, check_picture, from_arguments
+from gpt4d.config import ConfigError, asks_for_help, check_at_least, check_choice, check_picture, from_arguments
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
+
+_MAX_WORK = 100_000  # forwards in a step
 
 
 @dataclass
@@ -41,11 +43,11 @@ def main(arguments: list[str]) -> None:
     check_choice("schedule", query.schedule, SCHEDULES)
     check_picture("plot", query.plot)
     for key in ("stages", "microbatches", "chunks_per_stage"):
-        if getattr(query, key) < 1:
-            raise ConfigError(f"{key}={getattr(query, key)}: use a value of at least 1")
+        check_at_least(key, getattr(query, key), 1)
+    work = query.stages * query.microbatches * query.chunks_per_stage
+    check_at_least("stages·microbatches·chunks_per_stage", work, 1, _MAX_WORK)
     for key in ("forward", "backward", "transfer"):
-        if getattr(query, key) < 0:
-            raise ConfigError(f"{key}={getattr(query, key):g}: seconds; use a value of at least 0")
+        check_at_least(key, getattr(query, key), 0)
     if query.forward == query.backward == 0:
         raise ConfigError("forward=0 backward=0: a stage without work; use a value above 0 for one of them")
     orders, timeline = simulated(query)

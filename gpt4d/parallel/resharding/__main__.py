@@ -24,7 +24,8 @@ from gpt4d.parallel.resharding.strategies import STRATEGIES
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
 
-_MAX_DEVICES = 65_536  # per mesh
+_MAX_DEVICES = 4096  # per mesh
+_MAX_TILES = 32_768  # common to a source's and a destination's tile, each the work of a send or more
 
 
 @dataclass
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> None:
     source, destination = (
         _parse_layout(key, query, shape, mesh) for key, mesh in (("src", source_mesh), ("dst", destination_mesh))
     )
+    _check_tiles(query, shape, (source, source_mesh), (destination, destination_mesh))
     options = {"strategy": query.strategy, "order": query.order, "seed": query.seed, "effort": query.effort}
     resharding_plan = plan(shape, source, source_mesh, destination, destination_mesh, **options)
     print(plan_report.as_json(resharding_plan) if query.format == "json" else plan_report.as_table(resharding_plan))
@@ -109,6 +111,19 @@ def _parse_layout(key: str, query: ReshardingQuery, shape: tuple[int, ...], mesh
             f"{key}={text}: {key}_mesh={getattr(query, key + '_mesh')} has no axis {unknown[0]}; use {', '.join(axes)}"
         )
     return layout
+
+
+def _check_tiles(query: ReshardingQuery, shape: tuple[int, ...], *sides: tuple[Layout, StageMesh]) -> None:
+    """Raise ConfigError if the layouts have too many tiles in common to plan them in minutes."""
+    tiles = 1
+    for dim in range(len(shape)):
+        p, q = (math.prod(dict(mesh.axes)[axis] for axis in layout.dims[dim]) for layout, mesh in sides)
+        tiles *= min(p + q - math.gcd(p, q), shape[dim])
+    if tiles > _MAX_TILES:
+        raise ConfigError(
+            f"src={query.src} dst={query.dst}: {tiles} common tiles on these meshes; use smaller meshes, with at most "
+            f"{_MAX_TILES} common tiles"
+        )
 
 
 if __name__ == "__main__":

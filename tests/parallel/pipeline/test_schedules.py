@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gpt4d.config import ConfigError
-from gpt4d.parallel.pipeline import schedule
+from gpt4d.parallel.pipeline import __main__, schedule
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action, peak_in_flight, problem
 from gpt4d.parallel.pipeline.simulation import Costs, Deadlock, simulate
@@ -128,3 +128,19 @@ def test_numbers_that_do_not_suit_a_schedule(arguments, message):
     name, stages, microbatches, *chunks = arguments
     with pytest.raises(ConfigError, match=message):
         orders_of(name, stages, microbatches, Costs.equal(stages, 1, 1, 1), *chunks)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("stages=1000000000000", "stages·microbatches·chunks_per_stage=8000000000000: use a value of at most"),
+        ("stages=100000", "stages·microbatches·chunks_per_stage=800000: use a value of at most 100,000"),
+        ("stages=0", "stages=0: use a value of at least 1"),
+        ("forward=nan", "forward=nan: use a value of at least 0"),
+        ("backward=inf", "backward=inf: use a value of at most"),
+        ("transfer=-1", "transfer=-1.0: use a value of at least 0"),
+    ],
+)
+def test_numbers_that_no_schedule_can_have_are_one_line(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        __main__.main([argument])

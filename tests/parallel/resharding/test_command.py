@@ -100,7 +100,11 @@ def test_options_reach_the_plan(monkeypatch):
         ([*ARGUMENTS, "strategy=multicast"], "strategy=multicast: use one of broadcast, send_recv"),
         ([*ARGUMENTS, "order=best"], "order=best: use one of ensemble, naive"),
         ([*ARGUMENTS, "format=yaml"], "format=yaml: use one of table, json"),
-        (changed(src_mesh="300x300"), "src_mesh=300x300: use at most 10 axes (0 to 9) and 65536 devices"),
+        (changed(src_mesh="300x300"), "src_mesh=300x300: use at most 10 axes (0 to 9) and 4096 devices"),
+        (
+            changed(src="S01RR", src_mesh="64x64", dst="RS01R", dst_mesh="64x64"),
+            "src=S01RR dst=RS01R: 1048576 common tiles on these meshes; use smaller meshes",
+        ),
         (changed(shape="9" * 5000), "shape=999"),
         ([*ARGUMENTS, "plot=."], "plot=.: no format for pictures; use the name of a .png"),
         ([*ARGUMENTS, "effort=0"], "effort=0: use a value of at least 1"),
