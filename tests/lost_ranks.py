@@ -30,7 +30,7 @@ from tests.runtime.test_hangs import PHASES, replace_function
 _FAULTS = {
     "kill rank 0": (0, signal.SIGKILL),
     "kill rank 1": (1, signal.SIGKILL),
-    "stop rank 0 (SIGSTOP)": (0, signal.SIGSTOP),
+    "stop rank 0": (0, signal.SIGSTOP),
     "stop rank 1": (1, signal.SIGSTOP),
     **{f"rank {rank} hangs in {phase}": (rank, phase) for phase, rank in (("update", 1), ("save", 1), ("begin", 0))},
     **{f"rank {rank} hangs in {phase}": (rank, phase) for phase, rank in (("load", 1), ("preflight", 1))},
@@ -108,8 +108,8 @@ def main(arguments: list[str]) -> None:
             seconds.append(taken)
             (message,) = re.findall(r"^error: (.*)", output, re.MULTILINE)
             print(f"{name}: {taken:.1f} s, {message}", file=sys.stderr, flush=True)
-        place = re.search(r"the launcher|(?<=: )rank \d", message) or re.match(r"rank \d", message)
-        rows.append(f"| {name} | {statistics.median(seconds):.1f} | {max(seconds):.1f} | {place and place[0]} |")
+        *_, named = re.findall(r"(?:^|: )(rank \d|the launcher)", message)
+        rows.append(f"| {name} | {statistics.median(seconds):.1f} | {max(seconds):.1f} | {named} |")
     pool.close()
     table = "\n".join(rows) + "\n"
     print(table, end="")
