@@ -1,7 +1,6 @@
 """Gradients between the layers and the optimizer: summed over the axes that split the batch, and measured."""
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from gpt4d.parallel import collectives, limits
 from gpt4d.parallel.buckets import Bucket, gradient_buckets
 from gpt4d.parallel.collectives import Pending
+from gpt4d.parallel.engine.gradients import GradientSums
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import over_data, spec_of
 from gpt4d.parallel.weights import WeightStream
@@ -24,9 +24,9 @@ class GradientReducer:
     samples. Along x and y a parameter's copies see the same samples and need no sum, unless x splits the tokens that it
     acts on (``ParameterSpec.batch_axes``).
 
-    Parameters fill buckets in the reverse of their order, which is about that of the backward. The sum of a bucket
-    starts when its last gradient is complete, and runs beside the backward of the layers before it. Which gradients
-    share a bucket never changes, so a sum has the same bits whenever it starts.
+    Parameters fill buckets in the reverse of their order, which is about that of the backward. ``GradientSums`` decides
+    when the sum of a bucket starts. Which gradients share a bucket never changes, so a sum has the same bits whenever
+    it starts.
 
     ``optimizer_shards`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1)
     they are this rank's rows of each weight along data: gradients are reduce-scattered, and ``start_param_all_gather``
@@ -48,7 +48,7 @@ class GradientReducer:
         bucket_bytes: int | None = None,
         shard: bool = False,
     ):
-        self.weights, self.overlap, self.parameters = weights, overlap, dict(parameters)
+        self.weights, self.parameters = weights, dict(parameters)
         self.optimizer_shards = [_own_rows(p, weights.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
         if bucket_bytes is None:
@@ -56,117 +56,85 @@ class GradientReducer:
         specs = {name: spec_of(p) for name, p in parameters.items()}
         grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
         buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)
-        self.buckets = list(buckets)
-        self._bucket_of = {self.parameters[name]: bucket for bucket in self.buckets for name in bucket.names}
-        self._beside_backward = overlap
-        self._missing: Counter[nn.Parameter] = Counter()  # terms that gradients of this step still lack
-        self._sent: dict[Bucket, Pending] = {}
-        self._axes_left: dict[Bucket, list[str]] = {}  # of sent buckets, the axes to sum over after the current one
-        self._to_gather: list[Bucket] = []  # whose updated rows other ranks lack, in the reverse order of their use
-        self._arriving: dict[Bucket, Pending] = {}  # rows that other ranks updated
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
         this = weakref.proxy(self)
+        self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, list(buckets), overlap)
+        self._names = {parameter: name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             if not specs[name].streamed:  # gradients of the others come from the stream; autograd gives them none
                 parameter.register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
         weights.on_gradient = lambda p: this._on_gradient(p)
-        weights.pre_gather_hook = lambda p: this._wait_bucket(this._bucket_of.get(p))
+        weights.pre_gather_hook = lambda p: this._wait_param(p)
 
     def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
-        """Start a step in which each parameter's gradient has the number of ``terms`` given. ``finish`` ends it.
-
-        Names of other parameters are ignored. ``beside_backward`` false: all sums start in ``finish``.
-        """
-        self._beside_backward = self.overlap and beside_backward
-        own = ((name, count) for name, count in terms.items() if name in self.parameters)
-        self._missing = Counter({self.parameters[name]: count for name, count in own})
+        """Start a step; arguments as for ``GradientSums.begin``. ``finish`` ends it."""
+        self.sums.begin(terms, beside_backward)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        self._missing[parameter] -= 1
-        bucket = self._bucket_of.get(parameter)
-        if self._beside_backward and bucket and all(self._missing[p] == 0 for p in self._members(bucket)):
-            self._send(bucket)
+        if parameter in self._names:  # not a copy of another stage's weight
+            self.sums.note_term(self._names[parameter])
 
-    def _members(self, bucket: Bucket) -> list[nn.Parameter]:
-        return [self.parameters[name] for name in bucket.names]
+    def finish(self) -> None:
+        """End a step's backward: all gradients are complete, in ``grad`` of the optimizer's shards."""
+        self.weights.finish()
+        self.sums.finish()
 
-    def _send(self, bucket: Bucket) -> None:
-        assert bucket not in self._sent, f"a gradient of {bucket.names} has more terms than its description says"
-        waiting = list(self._axes_left)
+    def start_param_all_gather(self) -> None:
+        """Start to gather the rows that other ranks updated; call it after the optimizer's step.
+
+        They arrive during the next forward. It waits for a weight when it first needs it; any other reader of
+        parameters calls ``wait_params`` before.
+        """
+        self.sums.start_row_gathers()
+
+    def wait_params(self) -> None:
+        """Wait until every parameter is up to date."""
+        self.sums.wait_all_rows()
+
+    def _wait_param(self, parameter: nn.Parameter) -> None:
+        if parameter in self._names:
+            self.sums.wait_rows(self._names[parameter])
+
+    # ------------------------------------------------- the operations of gpt4d.parallel.engine.gradients.GradientDevice
+
+    def pack(self, bucket: Bucket) -> torch.Tensor:
         members = self._members(bucket)
         parts = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
         packed = _pack([_gradient(p) for p in members], parts)
         for parameter in members:
             parameter.grad = None
-        self._start_sum(bucket, packed, bucket.axes)
-        self._continue_sums(waiting)
+        return packed
 
-    def _start_sum(self, bucket: Bucket, packed: torch.Tensor, axes: Sequence[str]) -> None:
-        """Start to sum over the first of ``axes``. The sum over the next one starts when another bucket is sent."""
-        axis, *others = axes
-        scatters = bucket.sharded and not others
+    def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: torch.Tensor) -> Pending:
+        scatters = kind == "reduce_scatter"
         start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
-        self._sent[bucket] = start(packed, self.weights.grid[axis])
-        if others:
-            self._axes_left[bucket] = others
+        return start(packed, self.weights.grid[axis])
 
-    def _continue_sums(self, buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            self._start_sum(bucket, self._sent[bucket].wait(), self._axes_left.pop(bucket))
+    def wait(self, pending: Pending) -> torch.Tensor:
+        return pending.wait()
 
-    def finish(self) -> None:
-        """End a step's backward: all gradients are complete, in ``grad`` of the optimizer's shards."""
-        self.weights.finish()
-        for bucket in self.buckets:
-            if bucket not in self._sent:
-                self._send(bucket)
-        while self._axes_left:
-            self._continue_sums(list(self._axes_left))
-        for bucket, pending in self._sent.items():
-            for parameter, piece in self._unpack(bucket, pending.wait()):
-                assert parameter.grad is None, "a gradient has more terms than its description says"
-                shard = self._shard_of[parameter]
-                shard.grad = piece.reshape(shard.shape)
-        self._sent.clear()
-        self._missing.clear()
+    def unpack(self, bucket: Bucket, total: torch.Tensor) -> None:
+        for parameter, piece in self._unpack(bucket, total):
+            assert parameter.grad is None, "a gradient has more terms than its description says"
+            shard = self._shard_of[parameter]
+            shard.grad = piece.reshape(shard.shape)
+
+    def start_row_gather(self, bucket: Bucket) -> Pending:
+        rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
+        return collectives.start_all_gather(rows, self.weights.grid[bucket.axes[-1]])
+
+    def write_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
+        for parameter, piece in self._unpack(bucket, rows):
+            parameter.detach().view(len(piece), -1).copy_(piece)
+
+    def _members(self, bucket: Bucket) -> list[nn.Parameter]:
+        return [self.parameters[name] for name in bucket.names]
 
     def _unpack(self, bucket: Bucket, packed: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Return each parameter's piece, [parts, elements], of packed gradients or of some of their parts."""
         share = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
         members = self._members(bucket)
         return list(zip(members, packed.split([p.numel() // share for p in members], 1), strict=True))
-
-    def start_param_all_gather(self) -> None:
-        """Start to gather the rows that other ranks updated; call it after the optimizer's step.
-
-        They arrive during the next forward, a few buckets at a time in the order in which it needs them. It waits for a
-        weight when it first needs it; any other reader of parameters calls ``wait_params`` before.
-        """
-        self._to_gather = [bucket for bucket in self.buckets if bucket.sharded]
-        for _ in range(limits.MAX_INFLIGHT_PARAM_GATHERS):
-            self._gather_next()
-        if not self.overlap:
-            self.wait_params()
-
-    def _gather_next(self) -> None:
-        if self._to_gather:
-            bucket = self._to_gather.pop()
-            rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
-            self._arriving[bucket] = collectives.start_all_gather(rows, self.weights.grid[bucket.axes[-1]])
-
-    def wait_params(self) -> None:
-        """Wait until every parameter is up to date."""
-        while self._arriving:
-            self._wait_bucket(next(iter(self._arriving)))
-
-    def _wait_bucket(self, bucket: Bucket | None) -> None:
-        while bucket in self._to_gather:
-            self._gather_next()
-        if bucket in self._arriving:
-            gathered = self._arriving.pop(bucket).wait()
-            self._gather_next()
-            for parameter, piece in self._unpack(bucket, gathered):
-                parameter.detach().view(len(piece), -1).copy_(piece)
 
 
 def _pack(tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:

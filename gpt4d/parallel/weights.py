@@ -1,7 +1,8 @@
 """The stream of z-sharded weights: layers take gathered weights from it and hand full gradients back.
 
 A weight is stored split once more over z (Ŵ in the 4D paper's Algorithm 1). A layer needs it gathered when it
-multiplies (line 2), and its gradient is summed over z (line 12). This module decides when to communicate (§IV):
+multiplies (line 2), and its gradient is summed over z (line 12). gpt4d.parallel.engine.weights decides when to
+communicate (§IV):
 
 - OAG: while a layer computes, the weights of the next ones are gathered, in the order of gpt4d.parallel.order.
 - ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.
@@ -11,6 +12,7 @@ multiplies (line 2), and its gradient is summed over z (line 12). This module de
 Weights that are whole on every rank of z pass through the stream too, without communication.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from gpt4d.config import OverlapConfig
 from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
+from gpt4d.parallel.engine.weights import WeightSchedule
 from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.layout import ParameterSpec, spec_of
-from gpt4d.parallel.limits import MAX_INFLIGHT_REDUCE_SCATTERS
-from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, kept_after_use, weights_ahead
+from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse
 
 # Computes a gradient, adds it in place to an earlier sum of such gradients, if there is one, and returns the result.
 GradientTerm = Callable[[torch.Tensor | None], torch.Tensor]
@@ -78,26 +80,19 @@ class WeightStream:
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
         self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None
         self._recomputing = False
-        self._gathered: dict[nn.Parameter, Pending] = {}  # weights, gathered or in flight, with a use to come
-        self._scattering: deque[tuple[nn.Parameter, Pending]] = deque()
-        self._terms: dict[nn.Parameter, int] = {}  # of gradients that have several before their sum over z
-        self._accumulated: dict[nn.Parameter, torch.Tensor] = {}  # of these, the ones that lack terms
-        self._missing: dict[nn.Parameter, int] = {}  # number of terms that they lack
         self._delayed: deque[list[Callable[[], None]]] = deque()  # of each backward, its weight gradients to compute
         self._delays = False
         self._parameters: dict[str, nn.Parameter] = {}
-        self._whole: set[str] = set()  # weights that z does not split
         self._names: dict[nn.Parameter, str] = {}
-        self._order: Sequence[WeightUse] = ()
-        self._kept: list[bool] = []
-        self._ahead: list[tuple[str, ...]] = []
-        self._position = -1  # of the last use in the order
+        self.schedule: WeightSchedule[torch.Tensor, Pending] = WeightSchedule(_TorchWeights(self), self.overlap)
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
         """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""
         local = torch.empty(self.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device)
         parameter: Any = nn.Parameter(local)
         parameter.spec = spec
+        name = f"unnamed {len(self._names)}"
+        self._names[parameter], self._parameters[name] = name, parameter
         return parameter
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -112,7 +107,6 @@ class WeightStream:
             parameter.spec = spec_of(parameter).whole()
             shape = self.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
             parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._whole.add(name)
 
     def begin(
         self,
@@ -123,24 +117,16 @@ class WeightStream:
     ) -> None:
         """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
 
-        Args:
-            order: every use of a weight; without an order nothing is gathered ahead.
-            cached: weights that stay gathered until their backward.
-            cached_for_step: weights that stay gathered until their last use.
-            terms: number of terms of a weight's gradient that are added up before their sum over z, where not one.
+        Arguments as for ``WeightSchedule.begin``.
         """
-        assert self._position == len(self._order) - 1, "the last order was not finished"
-        self._order, self._kept, self._position = order, kept_after_use(order, cached, cached_for_step), -1
-        prefetches = self.overlap.all_gather and self.grid.z.size > 1
-        self._ahead = weights_ahead(order, self.overlap.prefetch if prefetches else 0, self._whole)
-        self._terms = {self._parameters[name]: count for name, count in (terms or {}).items()}
+        self.schedule.begin(order, cached, cached_for_step, terms)
 
     # ------------------------------------------------------------------------------------------ gathering
 
     @property
     def last_used(self) -> str | None:
         """The name of the weight that a layer has used last in this step, for reports."""
-        return self._order[self._position].weight if 0 <= self._position < len(self._order) else None
+        return self.schedule.last_used
 
     def gather(self, shard: nn.Parameter) -> torch.Tensor:
         """Return the weight of this rank's (x, y) place for a forward, gathered over z, in the compute dtype."""
@@ -182,8 +168,8 @@ class WeightStream:
     @property
     def recomputation_ends(self) -> bool:
         """Return whether a recomputation is in progress that uses no further weight."""
-        following = self._order[self._position + 1 : self._position + 2]
-        return self._recomputing and bool(following) and following[0].phase != RECOMPUTATION
+        following = self.schedule.next_use
+        return self._recomputing and following is not None and following.phase != RECOMPUTATION
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), self._in_recomputation()
@@ -197,39 +183,7 @@ class WeightStream:
             self._recomputing = False
 
     def _use(self, phase: str, shard: nn.Parameter) -> torch.Tensor:
-        keep = phase == RECOMPUTATION
-        if self._order:
-            self._position += 1
-            self._check(phase, shard)
-            keep = self._kept[self._position]
-        weight = (self._gathered.pop(shard, None) or self._start_gather(shard)).wait()
-        if keep:
-            self._gathered[shard] = Pending(weight)
-        for name in self._ahead[self._position] if self._order else ():
-            following = self._parameters[name]
-            if following not in self._gathered:
-                self._gathered[following] = self._start_gather(following)
-        return weight
-
-    def _check(self, phase: str, shard: nn.Parameter) -> None:
-        expected = self._order[self._position] if self._position < len(self._order) else None
-        observed = phase, self._names.get(shard)
-        assert expected is not None and observed == (expected.phase, expected.weight), (
-            f"the {phase} uses weight {observed[1]} where the model's description has {expected}"
-        )
-
-    def _start_gather(self, shard: nn.Parameter) -> Pending:
-        """Cast before gathering: a bf16 weight has half the bytes of its master."""
-        self.pre_gather_hook(shard)
-        return collectives.start_all_gather(shard.detach().to(self.compute_dtype), self._axis(shard), parameter=shard)
-
-    def _axis(self, shard: nn.Parameter) -> Axis:
-        """Return the axis to gather a weight over."""
-        layout = spec_of(shard).layout
-        if "z" not in layout.axes:
-            return _ALONE
-        assert layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
-        return self.grid.z
+        return self.schedule.gather(self._names[shard], phase)
 
     # ----------------------------------------------------------------------------------------- scattering
 
@@ -267,41 +221,60 @@ class WeightStream:
         The sum over z may be added later, but before ``finish`` returns. The backward of a layer passes the parameter
         itself: under activation checkpointing, autograd may hand out a copy, and a gradient stored there is lost.
         """
-        axis = self._axis(shard)
-        earlier = self._accumulated.pop(shard, None)
-        if earlier is None and axis.size == 1:
-            earlier = shard.grad
-        gradient = compute(earlier)
-        missing = self._missing.pop(shard, self._terms.get(shard, 1)) - 1
-        if missing:
-            self._missing[shard], self._accumulated[shard] = missing, gradient
-        elif axis.size == 1:
-            shard.grad = gradient
-            self.on_gradient(shard)
-        else:
-            self._scattering.append((shard, collectives.start_reduce_scatter(gradient, axis, parameter=shard)))
-            max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
-            while len(self._scattering) > max_inflight:
-                self._add_gradient(*self._scattering.popleft())
-
-    def _add_gradient(self, shard: nn.Parameter, pending: Pending) -> None:
-        part = pending.wait()
-        shard.grad = part if shard.grad is None else shard.grad.add_(part)
-        self.on_gradient(shard)
+        self.schedule.scatter(self._names[shard], compute)
 
     def finish(self) -> None:
         """End a step or an evaluation: every gradient is in place, and no gathered weight outlives the next update."""
-        while self._scattering:
-            self._add_gradient(*self._scattering.popleft())
-        for pending in self._gathered.values():
-            pending.wait()  # a collective that was started must end before its memory is used again
-        self._gathered.clear()
         assert not self._delayed, "the program has no action for some weight gradients"
-        assert not self._missing, "a gradient has fewer terms than its description says"
-        self._terms = {}
-        remaining = self._order[self._position + 1 :]
-        self._order, self._kept, self._ahead, self._position = (), [], [], -1
-        assert not remaining, f"the model did not use {remaining[0]}, which its description has"
+        self.schedule.finish()
+
+
+class _TorchWeights:
+    """The weights of a stream as ``gpt4d.parallel.engine.weights.WeightDevice``."""
+
+    def __init__(self, weights: WeightStream):
+        self._stream = weakref.proxy(weights)  # in a cycle, tensors would live until the garbage collector runs
+
+    def is_split(self, weight: str) -> bool:
+        return self._axis(self._shard(weight)).size > 1
+
+    def start_gather(self, weight: str) -> Pending:
+        """Cast before gathering: a bf16 weight has half the bytes of its master."""
+        shard = self._shard(weight)
+        self._stream.pre_gather_hook(shard)
+        local = shard.detach().to(self._stream.compute_dtype)
+        return collectives.start_all_gather(local, self._axis(shard), parameter=shard)
+
+    def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
+        shard = self._shard(weight)
+        return collectives.start_reduce_scatter(gradient, self._axis(shard), parameter=shard)
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        return pending.wait()
+
+    def gradient(self, weight: str) -> torch.Tensor | None:
+        return self._shard(weight).grad
+
+    def set_gradient(self, weight: str, gradient: torch.Tensor) -> None:
+        shard = self._shard(weight)
+        shard.grad = gradient
+        self._stream.on_gradient(shard)
+
+    def add_gradient(self, weight: str, part: torch.Tensor) -> None:
+        shard = self._shard(weight)
+        shard.grad = part if shard.grad is None else shard.grad.add_(part)
+        self._stream.on_gradient(shard)
+
+    def _shard(self, weight: str) -> nn.Parameter:
+        return self._stream._parameters[weight]
+
+    def _axis(self, shard: nn.Parameter) -> Axis:
+        """Return the axis to gather a weight over."""
+        layout = spec_of(shard).layout
+        if "z" not in layout.axes:
+            return _ALONE
+        assert layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
+        return self._stream.grid.z
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

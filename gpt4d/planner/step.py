@@ -15,7 +15,7 @@ from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.turns import Turn, run
 from gpt4d.planner.device import Device, Links
-from gpt4d.planner.stream import PlannedGradients, PlannedStream
+from gpt4d.planner.parameters import PlannedGradients, PlannedWeights
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
 
 
@@ -71,10 +71,10 @@ class ChunkWalk:
         self.device.release(nbytes)
 
     def gather(self, weight: str) -> None:
-        self.step.stream.gather(self.unit.qualified(weight))
+        self.step.weights.schedule.gather(self.unit.qualified(weight))
 
     def multiplied(self) -> None:
-        self.step.stream.multiplied()
+        self.step.weights.multiplied()
 
     def compute_weight_gradient(self, compute: Callable[[], None], kept: int) -> None:
         if self.step.splits_backwards:
@@ -84,10 +84,10 @@ class ChunkWalk:
             compute()
 
     def has_earlier_sum(self, weight: str) -> bool:
-        return self.step.stream.has_earlier_sum(self.unit.qualified(weight))
+        return self.step.weights.has_earlier_sum(self.unit.qualified(weight))
 
     def scatter(self, weight: str, added: bool = False) -> None:
-        self.step.stream.scatter(self.unit.qualified(weight), added)
+        self.step.weights.scatter(self.unit.qualified(weight), added)
 
     def add_gradient(self, parameter: str) -> None:
         if self.first:
@@ -175,24 +175,14 @@ class StepWalk:
         streamed = {name: self.gradients.elements[name] for name, spec in specs.items() if spec.streamed}
         layers = {0: self.description.layer_weights(self.recompute)}
         order = weight_order(single_stage(microbatches), layers, chunk_terms)
-        self.gradients.start_param_all_gather()  # of the step before
-        self.stream = PlannedStream(
-            self.device,
-            streamed,
-            order,
-            self.cached,
-            self.cached_for_step,
-            {**chunk_terms, **added},
-            self.description.whole_weights,
-            self.overlap,
-            self.element_bytes,
-            self.gradients,
-            continued,
-        )
+        self.gradients.sums.start_row_gathers()  # of the step before
+        whole = self.description.whole_weights
+        self.weights = PlannedWeights(self.device, streamed, whole, self.overlap, self.element_bytes, self.gradients)
+        self.weights.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, continued)
         for _ in range(microbatches):
             self._microbatch()
             self.after_microbatch.append(self.device.totals())
-        self.stream.finish()
+        self.weights.schedule.finish()
         self.gradients.finish()
         self.gradients.update()
         return self.device
@@ -240,7 +230,7 @@ class StepWalk:
             else:
                 await unit.layer.forward(walk)
             if more := self.omitted.get(unit.name):
-                kept = sum(map(self.stream.kept_bytes, self._weights(unit))) if walk.first else 0
+                kept = sum(map(self.weights.kept_bytes, self._weights(unit))) if walk.first else 0
                 walk.held_by_omitted[unit.name] = more * (walk.held - before + kept)
                 self.device.hold(walk.held_by_omitted[unit.name])
 

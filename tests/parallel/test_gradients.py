@@ -17,12 +17,12 @@ def two_steps(sizes, overlap):
     stage = build_tiny_stage(grid, dtype=torch.float32)
     runtime = runtime_of(stage, overlap=overlap, bucket_bytes=4000)
     finish, gradients, early = runtime.reducer.finish, [], []
-    runtime.reducer.finish = lambda: early.append(len(runtime.reducer._sent)) or finish()
+    runtime.reducer.finish = lambda: early.append(len(runtime.reducer.sums.sent)) or finish()
     for _ in range(2):
         runtime.forward_backward([tiny_batch(grid, microbatch) for microbatch in range(2)], 2, 1.0)
         gradients += [p.grad.clone() for p in stage.module.parameters()]
         stage.module.zero_grad(set_to_none=True)
-    return gradients, early, len(runtime.reducer.buckets)
+    return gradients, early, len(runtime.reducer.sums.buckets)
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(1, 1, 1, 4), GridSizes(1, 1, 2, 2), GridSizes(2, 1, 1, 2)], ids=grid_name)

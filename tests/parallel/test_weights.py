@@ -79,17 +79,18 @@ class GatherCounter:
 
     def __init__(self, weights):
         self.started = self.late = 0
-        start, use = weights._start_gather, weights._use
+        schedule, device = weights.schedule, weights.schedule.device
+        start, use = device.start_gather, schedule.gather
 
-        def count_start(shard):
+        def count_start(weight):
             self.started += 1
-            return start(shard)
+            return start(weight)
 
-        def count_use(phase, shard):
-            self.late += shard not in weights._gathered
-            return use(phase, shard)
+        def count_use(weight, phase):
+            self.late += weight not in schedule.ready and weight not in schedule.gathering
+            return use(weight, phase)
 
-        weights._start_gather, weights._use = count_start, count_use
+        device.start_gather, schedule.gather = count_start, count_use
 
 
 def gathers_of_a_step(recompute, cache_layers, microbatches):
