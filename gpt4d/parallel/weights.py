@@ -91,8 +91,6 @@ class WeightStream:
         local = torch.empty(self.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device)
         parameter: Any = nn.Parameter(local)
         parameter.spec = spec
-        name = f"unnamed {len(self._names)}"
-        self._names[parameter], self._parameters[name] = name, parameter
         return parameter
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -183,7 +181,14 @@ class WeightStream:
             self._recomputing = False
 
     def _use(self, phase: str, shard: nn.Parameter) -> torch.Tensor:
-        return self.schedule.gather(self._names[shard], phase)
+        return self.schedule.gather(self._name(shard), phase)
+
+    def _name(self, shard: nn.Parameter) -> str:
+        """Return a weight's name. A weight that ``bind`` has not named gets a name, which no order contains."""
+        if shard not in self._names:
+            name = f"unnamed {len(self._names)}"
+            self._names[shard], self._parameters[name] = name, shard
+        return self._names[shard]
 
     # ----------------------------------------------------------------------------------------- scattering
 
@@ -221,7 +226,7 @@ class WeightStream:
         The sum over z may be added later, but before ``finish`` returns. The backward of a layer passes the parameter
         itself: under activation checkpointing, autograd may hand out a copy, and a gradient stored there is lost.
         """
-        self.schedule.scatter(self._names[shard], compute)
+        self.schedule.scatter(self._name(shard), compute)
 
     def finish(self) -> None:
         """End a step or an evaluation: every gradient is in place, and no gathered weight outlives the next update."""

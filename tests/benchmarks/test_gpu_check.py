@@ -24,7 +24,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 MACHINE = {"device": "cpu", "machine": {}, "fingerprint": "one"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rehearsal_runs_all_checks_on_the_cpu(tmp_path):
     out = tmp_path / "results" / "rehearsal.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "device=cpu", f"out={out}"]
