@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> None:
             if problem:
                 record.problems.append(f"seed={soak.seed} model={soak.model} {line}: {problem}")
             number += 1
-        for run in runs:
+        for run in [run for run in runs if run.step]:
             if problem := _check_losses(pool, soak, run, directory):
                 record.problems.append(f"seed={soak.seed} model={soak.model} {run.name}: {problem}")
         steps = {run.name: run.step for run in runs}

@@ -23,6 +23,7 @@ MODELS = {
         "model.image_size=8",
         "model.attention_at=[]",
         "model.groups=4",
+        "model.head_size=8",
         "model.timesteps=50",
         "logging.sample_images=0",
     ),
