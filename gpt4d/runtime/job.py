@@ -63,7 +63,8 @@ def process_group(
     try:
         device = device or select_device(launch)
         rendezvous.wait_for_all_ranks()
-        with _initialize(launch, rendezvous.store, device, backend, timeout_s, rendezvous.watchdog):
+        store = rendezvous.store.for_process_groups()
+        with _initialize(launch, store, device, backend, timeout_s, rendezvous.watchdog):
             yield JobContext(device, rendezvous.watchdog)
     except NodeError as error:  # raised on this node only: the other ranks wait for this one
         rendezvous.watchdog.fail(str(error), may_be_secondary=False)

@@ -23,6 +23,13 @@ class JobStore(dist.Store):
         super().__init__()
         self._store, self._key = store, key
 
+    def for_process_groups(self) -> dist.Store:
+        """Return the store of torch's process groups, whose keys begin with a prefix that no stranger can guess.
+
+        Threads of torch call it, also while Python ends, so nothing in it may be Python. Values have no code.
+        """
+        return dist.PrefixStore(self._name("process groups"), self._store)
+
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(self._name(key), self._seal(key, value))  # type: ignore[arg-type]
 
