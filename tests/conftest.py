@@ -1,5 +1,6 @@
 import os
 import random
+import signal
 
 import pytest
 
@@ -11,6 +12,9 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 from gpt4d.config import Config, compose
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from tests.rank_pool import RankPool
+
+# A shell that starts the tests in the background makes them and their processes ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items) -> None:

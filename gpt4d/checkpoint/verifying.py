@@ -24,7 +24,7 @@ def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
     if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
         raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
     states = {name.rpartition(".")[2] for name in files.tensors if name.startswith("optim.")}
-    unknown = set(files.tensors)
+    unknown = {name for name in files.tensors if not name.startswith("extra.")}  # ``meta`` has those of rank 0
     for parameter, shape in shapes(meta.model).items():
         for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
             if name not in files.tensors or files.tensors[name].shape != shape:
@@ -33,7 +33,6 @@ def verify(directory: Path, index: int = 0, of: int = 1) -> storage.Files:
     for name in meta.extra:
         if f"extra.{name}" not in files.tensors:
             raise Damaged(f"{directory / storage.TENSORS}: extra.{name} is missing")
-        unknown.discard(f"extra.{name}")
     if unknown:
         raise Damaged(f"{directory / storage.TENSORS}: {min(unknown)} is no tensor of this model")
     if "tokenizer" in meta.identity and tokenizers.FILE not in manifest.read(directory):

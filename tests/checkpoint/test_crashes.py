@@ -109,7 +109,16 @@ def test_run_killed_during_saves_resumes_from_newest_committed(ranks, tiny, tmp_
     assert [line for line in lines if line[1] != expected[line[0]]] == []
     kept = {f"step_{step:08d}" for step in (steps + 1, steps + 2)}
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == kept
-    files = {"checkpoints", "config.yaml", "configs", "lock", "loss.png", "metrics.jsonl", "starts.jsonl"}
+    files = {
+        "checkpoints",
+        "config.yaml",
+        "configs",
+        "lock",
+        "loss.png",
+        "metrics.jsonl",
+        "starts.jsonl",
+        "verified.json",
+    }
     assert {path.name for path in run_dir.iterdir()} == files
 
 

@@ -128,7 +128,7 @@ def save_or_load_extra(sizes, run_dir, load_from=None, name="ema.w"):
     if load_from is None:
         saver = Saver(CheckpointConfig(), run_dir, grid)
         shards = sharded.parts(model, optimizer, {name: (local, spec)})
-        saver.start(meta(3), shards, {"notes.txt": b"kept"})
+        saver.start(meta(3), shards, {"notes.txt": b"kept", "tokenizer.json": b"{}"})
         saver.finished(wait=True)
         return saver.close()
     loaded = torch.full_like(local, torch.nan)
