@@ -38,8 +38,9 @@ class PlannedWeights:
         compute_bytes: int,
         gradients: "PlannedGradients",
     ):
-        self.device, self.elements, self.whole = device, elements, whole
+        self.device, self.elements = device, elements
         self.gz = device.links.sizes["z"]
+        self._split = elements.keys() - whole if self.gz > 1 else frozenset()
         self.compute_bytes, self.gradients = compute_bytes, gradients
         self.schedule: WeightSchedule[bool, PendingCollective | None] = WeightSchedule(self, overlap)
 
@@ -88,7 +89,7 @@ class PlannedWeights:
         return self.elements[name] * (self.gz if self.is_split(name) else 1) * MASTER_BYTES
 
     def is_split(self, weight: str) -> bool:
-        return self.gz > 1 and weight not in self.whole
+        return weight in self._split
 
     def start_gather(self, weight: str) -> PendingCollective | None:
         elements = self.elements[weight]
