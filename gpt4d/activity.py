@@ -1,8 +1,8 @@
 """What a rank does, or waits for, outside the collectives of an axis, so that the watchdog sees it.
 
-There are two tracks of activities: the main thread's and that of the thread that saves checkpoints. All ranks begin the
-same activities in the same order on each of them. An activity consists of this rank's work and of waits for other
-ranks.
+There are two tracks of activities: one for the main thread, and one for the thread that saves checkpoints. All ranks
+begin the same activities in the same order on each track. An activity consists of this rank's work and of waits for
+other ranks.
 """
 
 import threading

@@ -1,17 +1,16 @@
 """Verification of token files by checksum: once per run, shared by the ranks, and remembered until a file changes."""
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError
 from gpt4d.data import parts
 from gpt4d.files import FileEntry
 from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
+from gpt4d.writing import replace_file, required_file
 
 FILE = "verified.json"
 _NAME = "verifying token files"
@@ -65,9 +64,5 @@ def _read(record: Path) -> dict[str, State]:
 
 
 def _write(record: Path, states: dict[str, State]) -> None:
-    temporary = record.with_suffix(".partial")
-    try:
-        temporary.write_text(json.dumps(states, indent=1))
-        os.replace(temporary, record)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or record}: {error.strerror}; free space, or set another run.dir") from None
+    with required_file(record):
+        replace_file(record, json.dumps(states, indent=1))

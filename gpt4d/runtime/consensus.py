@@ -107,7 +107,7 @@ def run_on_rank0(work: Callable[[], T], name: str) -> T:
 
 
 def _broadcast_from_rank0(value: Any) -> Any:
-    """Return rank 0's ``value`` on every rank. The other ranks' is ignored."""
+    """Return rank 0's ``value`` on every rank. Values of other ranks are ignored."""
     content = _encode(value)
     size = torch.tensor([len(content)])
     dist.broadcast(size, src=0)
