@@ -117,8 +117,9 @@ class Saver:
         self._thread.shutdown()
         if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
             saved, error = self._pending.saved, self._to_user_error(failure, self._pending.saved)
-            # Any other error is torch's, about a rank that has ended.
-            problem = error if isinstance(failure, CheckpointException) else f"{saved.path} is incomplete"
+            # An error of torch's collectives only says that a rank has ended.
+            cause = f" ({error!r})" if isinstance(failure, CheckpointException) else ""
+            problem = error if isinstance(error, ConfigError) else f"{saved.path} is incomplete{cause}"
             print(f"error: {problem}", file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> None:
@@ -159,12 +160,13 @@ class Saver:
                 checkpoint_dir.remove_leftovers(self.run_dir)
         if not isinstance(failure, CheckpointException):
             return failure
-        rank, (error, _) = min(failure.failures.items())
+        rank, (error, stack) = min(failure.failures.items())
         if isinstance(error, OSError):
             return self._save_error(saved.path.name, error, f"rank {rank}: ")
-        return RuntimeError(f"{saved.path} could not be saved; rank {rank}: {error!r}").with_traceback(
-            error.__traceback__
-        )
+        if rank == self.grid.world.index:
+            error.add_note(f"{saved.path} could not be saved:\n{''.join(stack.format())}")
+            return error
+        return RuntimeError(f"{saved.path} could not be saved; rank {rank}: {error!r}")
 
     def _save_error(self, name: str, error: OSError, where: str = "") -> ConfigError:
         newest = next(reversed(checkpoint_dir.committed(self.run_dir)), None)

@@ -110,7 +110,9 @@ class Rendezvous:
         may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
         cause = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         failure = self.watchdog.fail(cause, may_be_secondary)
-        if failure.rank == self.launch.rank and not isinstance(error, RankError):
+        # This rank may also have reported a hang, and the error follows from the exit of another rank.
+        is_reported = (failure.rank, failure.cause) == (self.launch.rank, cause)
+        if is_reported and not isinstance(error, RankError):
             traceback.print_exception(error)
         self._print_and_exit(failure, is_first)
 

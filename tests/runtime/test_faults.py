@@ -194,6 +194,24 @@ def test_an_error_during_a_slow_save_is_reported_first_and_then_the_save_may_end
     assert saved == ["step_00000003" if ends else "step_00000003.partial"]
 
 
+def fail_in_commit(rank):
+    from gpt4d.checkpoint import checkpoint_dir
+
+    def commit(partial):
+        raise ValueError("the dog ate it")
+
+    shorten_timeouts()
+    checkpoint_dir.commit = commit
+
+
+def test_an_exception_in_the_commit_of_a_checkpoint_names_rank_0(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny(*GRID), 2, fail_in_commit) as job:
+        assert job.exit_codes() == [1, 1], job.outputs()
+        outputs = job.outputs()
+    assert re.search(r"error: rank 0 on \S+ failed: ValueError: the dog ate it\n$", outputs[0]), outputs
+    assert "in commit\n" in outputs[0] and "Traceback" not in outputs[1]
+
+
 def sleep(rank):
     if rank == 1:
         at_step(5, lambda _: threading.Event().wait())
@@ -210,6 +228,30 @@ def test_a_hang_is_reported_with_collective_axis_layer_and_missing_rank(ranks, t
     assert [path.name for path in records] == ["rank_00000.txt", "rank_00001.txt"]
     assert "waiting for: {'axis': 'z', 'name': 'all_gather z'" in records[0].read_text()
     assert "waiting for: None" in records[1].read_text() and "_step" in records[1].read_text()
+
+
+def hang_beside_a_rank_that_ends_late(rank):
+    """Rank 1 hangs. Rank 0, which reports that, ends a second after rank 1."""
+    from gpt4d.runtime.rendezvous import Rendezvous
+
+    leave = Rendezvous._keep_store_alive
+
+    def leave_late(self, lost=()):
+        leave(self, lost)
+        time.sleep(1.0)
+
+    shorten_timeouts()
+    if rank == 0:
+        Rendezvous._keep_store_alive = leave_late
+    sleep(rank)
+
+
+def test_connections_that_break_after_the_report_of_a_hang_print_no_traceback(ranks, tiny):
+    config = tiny("parallel.gz=2", "parallel.timeout_s=2")
+    with LaunchedJob(ranks.context, config, 2, hang_beside_a_rank_that_ends_late) as job:
+        assert job.exit_codes() == [1, 1]
+        output = "".join(job.outputs())
+    assert output.count("error:") == 1 and "Traceback" not in output and "GLHF" not in output, output
 
 
 def test_a_hang_ends_the_job_even_if_its_report_cannot_be_written(ranks, tiny, tmp_path):
