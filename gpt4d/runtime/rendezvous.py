@@ -128,14 +128,27 @@ class Rendezvous:
         # The first rank of each node prints the failure, or the second if the first one is lost.
         if local_rank == 0 or (local_rank == 1 and rank - 1 in failure.lost):
             print_error(message)
-        if self.watchdog.record_failure:
-            with suppress(OSError):
-                self.watchdog.record_failure(message)
+        self._record(message)
         sys.stdout.flush()
         if self.watchdog.finish_save and failure.all_ranks_answer:
             self.watchdog.finish_save(_SAVE_S)
         self._keep_store_alive(failure.lost)
         os._exit(1)
+
+    def _record(self, message: str) -> None:
+        """Write to the run's files why the job ends, unless that takes longer than ``_NOTICE_S``.
+
+        A file system that does not answer may be the reason.
+        """
+        if record := self.watchdog.record_failure:
+
+            def write() -> None:
+                with suppress(OSError):
+                    record(message)
+
+            thread = threading.Thread(target=write, name="record", daemon=True)
+            thread.start()
+            thread.join(_NOTICE_S)
 
 
 def _claim_rank(store: JobStore, rank: int) -> None:

@@ -262,6 +262,23 @@ def test_a_hang_ends_the_job_even_if_its_report_cannot_be_written(ranks, tiny, t
         assert "error: hang: rank 0 on" in job.outputs()[0]
 
 
+def hang_in_the_log(rank):
+    from gpt4d.writing import LineLog
+
+    def write_nothing(self):
+        threading.Event().wait()
+
+    shorten_timeouts()
+    if rank == 0:
+        at_step(3, lambda _: setattr(LineLog, "_write", write_nothing))
+
+
+def test_a_file_system_that_does_not_answer_ends_the_job(ranks, tiny):
+    with LaunchedJob(ranks.context, tiny("parallel.gz=2", "parallel.timeout_s=2"), 2, hang_in_the_log) as job:
+        assert job.exit_codes() == [1, 1]
+        assert re.search(r"error: hang: .*rank 0 on \S+ .*is in writing.py", "".join(job.outputs()))
+
+
 def hang_in_the_first_step(rank):
     from gpt4d.runtime import hangs
 

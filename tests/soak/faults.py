@@ -90,7 +90,7 @@ class Fault:
         if not step:
             phases = [phase for phase in phases if phase != "load"]
         phase = draw.choice(phases)
-        rank = 0 if phase in _RANK_0 or phase == "plot" else draw.randrange(plan.ranks)
+        rank = 0 if phase in _RANK_0 or phase == "plot" else draw.choice(plan.ranks_of(phase))
         call = draw.randint(1, 3) if phase in (*_STEP, *own) else 1
         return cls(kind, phase, rank, step + draw.randint(2, 8), call, draw.choice(_SIGNALS), path)
 

@@ -31,11 +31,19 @@ MODELS = {
 
 
 class SoakPlan(NamedTuple):
-    """Overrides on a number of ranks, and the phases that exist on this plan alone."""
+    """Overrides on a number of ranks, and the phases that exist on this plan alone.
+
+    ``tied``: ranks of the stages that have the tied weight; None for all ranks.
+    """
 
     ranks: int
     overrides: tuple[str, ...]
     phases: tuple[str, ...] = ()
+    tied: tuple[int, ...] | None = None
+
+    def ranks_of(self, phase: str) -> tuple[int, ...]:
+        """Return the ranks that reach a phase."""
+        return self.tied if phase == "copy" and self.tied else tuple(range(self.ranks))
 
 
 _STAGES = ("transfer",)
@@ -50,7 +58,9 @@ PLANS = {
     "interleaved": SoakPlan(
         2, (PIPELINE + "stages=2", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"), _TIED
     ),
-    "zero_bubble": SoakPlan(3, (PIPELINE + "stages=3", PIPELINE + "schedule=zb_h1"), (*_TIED, "weight_gradients")),
+    "zero_bubble": SoakPlan(
+        3, (PIPELINE + "stages=3", PIPELINE + "schedule=zb_h1"), (*_TIED, "weight_gradients"), tied=(0, 2)
+    ),
     "atp": SoakPlan(2, ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=1")),
     "atp_chunks": SoakPlan(4, ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.chunks=2")),
 }
