@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.pipeline import plot, recording
 from gpt4d.parallel.traffic import now, seconds_between
 from gpt4d.parallel.turns import Turn

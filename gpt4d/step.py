@@ -15,7 +15,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
-from gpt4d.parallel import collectives, fusion, gradients
+from gpt4d.parallel import fusion, gradients
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.exchange import Copy, Exchange
@@ -183,7 +183,7 @@ class TrainStep:
         squared_norm = gradients.squared_norm(self.shards, grid, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor would synchronize
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
-        totals = collectives.all_reduce(totals, grid.world)
+        totals = grid.world.all_reduce(totals)
         loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]
         skipped = ~(loss.isfinite() & norm.isfinite())
         if self.is_spike and self.is_spike(loss.item(), norm.item()):
@@ -198,7 +198,7 @@ class TrainStep:
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the loss summed over all samples of the job, float64, without training on them."""
         loss = self.runtime.evaluate(batches, microbatches)
-        return collectives.all_reduce(mask_replicas(loss, self.stage.grid), self.stage.grid.world)
+        return self.stage.grid.world.all_reduce(mask_replicas(loss, self.stage.grid))
 
 
 def mask_replicas(loss: torch.Tensor, grid: Grid) -> torch.Tensor:

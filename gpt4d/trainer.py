@@ -66,7 +66,7 @@ class Trainer:
         with self._connecting("connecting the ranks of the grid's axes"):
             grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, gpu.backend_timeout(timeout_s))
         self.hang_detector.axes = grid.active_axes
-        self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid, device))
+        self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid.active_axes, device))
         with MAIN.begin("building the model"):
             self.stage = build_stage(config, grid, device, plan=plan)
         if len(plan.stages) > 1:

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.sharded import LocalShard
 from gpt4d.config import Config
-from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
@@ -51,7 +50,7 @@ def float64_step(
     runtime = StageRuntime(stage, reducer, compute)
     losses = [runtime.evaluate(batches(), plan.microbatches) / units]
     losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
-    losses = [collectives.all_reduce(mask_replicas(loss, grid), grid.world).item() for loss in losses]
+    losses = [grid.world.all_reduce(mask_replicas(loss, grid)).item() for loss in losses]
     if stage.exchange:
         stage.exchange.close()
     own = ((name, p) for name, p in stage.module.named_parameters() if name not in stage.copies)

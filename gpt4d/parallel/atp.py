@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.linear import Matmul
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply, start_gather
 from gpt4d.parallel.plan import ranks_in_grid_order

@@ -1,11 +1,12 @@
 """Every collective that the project issues on tensors. Its axis counts its bytes and its hidden and exposed seconds.
 
-A ``start_`` function returns a handle whose ``wait`` returns the result; the functions without the prefix start and
-wait. All ranks of an axis start the same collectives in the same order. On an axis of one device, each collective
-returns its input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer.
+A ``start_`` function returns a handle whose ``wait`` returns the result. ``Axis`` has methods that start and wait. All
+ranks of an axis start the same collectives in the same order. On an axis of one device, each collective returns its
+input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial, wraps
 
 import torch
@@ -13,17 +14,51 @@ import torch.distributed as dist
 from torch import nn
 
 from gpt4d.parallel import limits, shared_memory
-from gpt4d.parallel.grid import Axis, Grid
 from gpt4d.parallel.hosts import Hosts, Piece
 from gpt4d.parallel.shared_memory import SharedMemory
-from gpt4d.parallel.traffic import InFlightCollective, Works
+from gpt4d.parallel.traffic import InFlightCollective, Traffic, Works
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_COMBINE: dict[object, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+SUM, MAX = "sum", "max"  # operations of an all-reduce
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {SUM: torch.add, MAX: torch.maximum}
+_OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
 _PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
+
+
+@dataclass(eq=False)
+class Axis:
+    """One axis of the grid, seen from this rank: its size, this rank's index along it, and its process group.
+
+    Its methods are the collectives on this axis, which the functions of the same names describe.
+    """
+
+    name: str
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    transport: SharedMemory | Hosts | None = None  # between CPUs; None if that of the group serves all collectives
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> "Pending":
+        return start_all_reduce(tensor, self, op, parameter=parameter)
+
+    def start_all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> "Pending":
+        return start_all_gather(shard, self, parameter=parameter)
+
+    def start_reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> "Pending":
+        return start_reduce_scatter(full, self, parameter=parameter)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
+        return self.start_all_reduce(tensor, op, parameter).wait()
+
+    def all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> torch.Tensor:
+        return self.start_all_gather(shard, parameter).wait()
+
+    def reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> torch.Tensor:
+        return self.start_reduce_scatter(full, parameter).wait()
 
 
 class Pending:
@@ -71,8 +106,8 @@ def _trace(start: Callable[..., Pending]) -> Callable[..., Pending]:
 
 
 @_trace
-def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-    """Start to reduce ``tensor`` over the axis, **in place**. Sends 2·(G-1)/G of its bytes (Eq. 3)."""
+def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = SUM) -> Pending:
+    """Start to reduce ``tensor`` over the axis **in place**, by ``SUM`` or ``MAX``. Sends 2·(G-1)/G of it (Eq. 3)."""
     if axis.size == 1:
         return Pending(tensor)
     assert tensor.is_contiguous()
@@ -89,13 +124,15 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpTy
         return _through_memory(tensor, axis, sent_bytes, reduce)
     if (
         isinstance(hosts := axis.transport, Hosts)
-        and op == dist.ReduceOp.SUM
+        and op == SUM
         and tensor.numel() % hosts.local_size == 0
         and _fits(tensor.view(hosts.local_size, -1))
     ):
         return _start_all_reduce_by_hosts(tensor, axis, hosts, sent_bytes)
     count = limits.num_pieces(tensor.nbytes / axis.size, _yields(axis)) if tensor.is_cpu else 1
-    works = [dist.all_reduce(piece, op, group=axis.group, async_op=True) for piece in tensor.view(-1).chunk(count)]
+    works = [
+        dist.all_reduce(piece, _OPS[op], group=axis.group, async_op=True) for piece in tensor.view(-1).chunk(count)
+    ]
     run = InFlightCollective(axis.traffic, works[0] if count == 1 else Works(works, ()), tensor.device, sent_bytes)
     return Pending(tensor, run)
 
@@ -266,23 +303,6 @@ def _through_memory(tensor: torch.Tensor, axis: Axis, sent_bytes: float, combine
     return Pending(tensor, run, lambda _: message.wait())
 
 
-def all_reduce(
-    tensor: torch.Tensor,
-    axis: Axis,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    parameter: nn.Parameter | None = None,
-) -> torch.Tensor:
-    return start_all_reduce(tensor, axis, op, parameter=parameter).wait()
-
-
-def all_gather(shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> torch.Tensor:
-    return start_all_gather(shard, axis, parameter=parameter).wait()
-
-
-def reduce_scatter(full: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> torch.Tensor:
-    return start_reduce_scatter(full, axis, parameter=parameter).wait()
-
-
 def start_messages(
     sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
 ) -> list[dist.Work]:
@@ -296,11 +316,11 @@ def start_messages(
     return dist.batch_isend_irecv(ends) if ends else []
 
 
-def probes(grid: Grid, device: torch.device) -> dict[str, Callable[[], None]]:
-    """Return one small all-reduce for each axis of more than one device, by the axis's name: for preflight checks."""
+def probes(axes: Mapping[str, Axis], device: torch.device) -> dict[str, Callable[[], None]]:
+    """Return one small all-reduce for each axis, by the axis's name: for preflight checks."""
     elements = _PROBE_ELEMENTS[device.type]
 
     def exchange(axis: Axis) -> None:
-        all_reduce(torch.ones(elements, device=device), axis)[0].item()
+        axis.all_reduce(torch.ones(elements, device=device))[0].item()
 
-    return {name: partial(exchange, axis) for name, axis in grid.active_axes.items()}
+    return {name: partial(exchange, axis) for name, axis in axes.items()}

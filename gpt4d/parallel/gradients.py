@@ -121,7 +121,7 @@ class GradientReducer:
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
         rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
-        return collectives.start_all_gather(rows, self.weights.grid[bucket.axes[-1]])
+        return self.weights.grid[bucket.axes[-1]].start_all_gather(rows)
 
     def write_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         for parameter, piece in self._unpack(bucket, rows):

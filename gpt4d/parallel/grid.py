@@ -1,31 +1,16 @@
 """The ranks of one stage as a (data, z, y, x) grid (4D paper, §III)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import hosts
-from gpt4d.parallel.hosts import Hosts
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.shared_memory import SharedMemory
-from gpt4d.parallel.traffic import Traffic
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
-
-
-@dataclass(eq=False)
-class Axis:
-    """One axis of the grid, seen from this rank: its size, this rank's index along it, and its process group."""
-
-    name: str
-    size: int = 1
-    index: int = 0
-    group: dist.ProcessGroup | None = None
-    transport: SharedMemory | Hosts | None = None  # between CPUs; None if that of the group serves all collectives
-    traffic: Traffic = field(default_factory=Traffic)
 
 
 class Grid:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.order import LayerWeights
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.exchange import Exchange

@@ -23,10 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt4d.config import OverlapConfig
-from gpt4d.parallel import collectives
-from gpt4d.parallel.collectives import Pending
+from gpt4d.parallel.collectives import Axis, Pending
 from gpt4d.parallel.engine.weights import WeightSchedule
-from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse
 
@@ -248,11 +247,11 @@ class _TorchWeights:
         shard = self._shard(weight)
         self._stream.pre_gather_hook(shard)
         local = shard.detach().to(self._stream.compute_dtype)
-        return collectives.start_all_gather(local, self._axis(shard), parameter=shard)
+        return self._axis(shard).start_all_gather(local, parameter=shard)
 
     def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
         shard = self._shard(weight)
-        return collectives.start_reduce_scatter(gradient, self._axis(shard), parameter=shard)
+        return self._axis(shard).start_reduce_scatter(gradient, parameter=shard)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         return pending.wait()

@@ -36,7 +36,8 @@ from gpt4d.config import (
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import collectives
-from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
@@ -256,7 +257,7 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
     axis.traffic.timed = False
     square = _square_matrix(device)
     small = torch.randn(axis.size, device=device)
-    reduce, compute = partial(collectives.all_reduce, small, axis), partial(torch.matmul, square, square)
+    reduce, compute = partial(axis.all_reduce, small), partial(torch.matmul, square, square)
 
     def both() -> None:
         compute()

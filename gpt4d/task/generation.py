@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.model.edges import edges, whole_batch
-from gpt4d.parallel import collectives
+from gpt4d.parallel.collectives import MAX
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.tokens import Tokens
@@ -61,11 +60,11 @@ def continuations(
         drawn = [-1] * len(texts)
         logits = reader.read(texts)
         if logits is not None:
-            whole = collectives.all_gather(logits.t().contiguous(), grid.x).t()[:, : settings.vocab_size].float().cpu()
+            whole = grid.x.all_gather(logits.t().contiguous()).t()[:, : settings.vocab_size].float().cpu()
             drawn = [_draw(row, temperature, top_k, source) for row, source in zip(whole, generators, strict=True)]
         # One rank's draws count, so that ranks that round differently still end together.
         own = torch.tensor(drawn if grid.stage.index == 0 else [-1] * len(texts), device=device)
-        choices = collectives.all_reduce(own, grid.world, dist.ReduceOp.MAX).tolist()
+        choices = grid.world.all_reduce(own, MAX).tolist()
         growing = [grows and token != end for grows, token in zip(growing, choices, strict=True)]
         texts = [[*text, token] if grows else text for text, token, grows in zip(texts, choices, growing, strict=True)]
         if not any(growing):

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpt4d.parallel import collectives
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.stage import Stage
 from gpt4d.task.diffusion_process import DiffusionProcess
@@ -34,7 +33,7 @@ def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> n
         # One rank's prediction counts, so that ranks that round differently continue with the same pictures.
         own = result is not None and grid.stage.index == 0
         prediction = result["prediction"].float() if result is not None and own else torch.zeros_like(x)
-        return collectives.all_reduce(prediction, grid.world)
+        return grid.world.all_reduce(prediction)
 
     with torch.no_grad():
         x_0 = process.ddim(predict, process.sampling_noise(seed, numbers, shape), steps)

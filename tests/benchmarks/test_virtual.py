@@ -12,7 +12,8 @@ from benchmarks.virtual import VirtualDevice
 from benchmarks.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives
-from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.shared_memory import SLOT_BYTES, SharedMemory
 from gpt4d.parallel.worker import Worker
 from tests.fake_time import FakeTime
@@ -251,7 +252,7 @@ def all_reduce_without_a_visible_wait(tensor: torch.Tensor, axis: Axis) -> torch
 
 ALL_REDUCES = (
     lambda tensor, axis: dist.all_reduce(tensor) or tensor,
-    lambda tensor, axis: collectives.all_reduce(tensor, axis),
+    lambda tensor, axis: axis.all_reduce(tensor),
     all_reduce_functional,
     all_reduce_without_a_visible_wait,
 )

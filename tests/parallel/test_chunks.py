@@ -44,7 +44,7 @@ def gradients(sizes, recompute, microbatches, model, parallel):
     stage = runtime.stage
     batches = [microbatch(stage.grid, index) for index in range(2 * microbatches)]
     halves = [[half.chunk(2)[index % 2] for half in batches[index // 2]] for index in range(2 * microbatches)]
-    evaluated = collectives.all_reduce(mask_replicas(runtime.evaluate(batches[:1], 1), stage.grid), stage.grid.world)
+    evaluated = stage.grid.world.all_reduce(mask_replicas(runtime.evaluate(batches[:1], 1), stage.grid))
     runtime.forward_backward(halves, 2 * microbatches, 1.0)
     grads = {name: global_tensor(p.grad, p.spec, stage.grid) for name, p in stage.module.named_parameters()}
     return evaluated, grads

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives, limits, shared_memory
-from gpt4d.parallel.grid import Axis, Grid
+from gpt4d.parallel.collectives import MAX, Axis
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.hosts import Hosts
 from gpt4d.parallel.shared_memory import SharedMemory
 from tests.rank_pool import RankFailure
@@ -25,7 +26,7 @@ def compute_with_both(dtype):
     for grid.x.transport in (memory, None):
         results = [
             [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
-            [collectives.start_all_reduce(t.clone(), grid.x, dist.ReduceOp.MAX) for t in tensors],
+            [collectives.start_all_reduce(t.clone(), grid.x, MAX) for t in tensors],
             [collectives.start_all_gather(t, grid.x) for t in tensors],
             [collectives.start_all_gather(t[:1], grid.x) for t in tensors],
             [collectives.start_reduce_scatter(t, grid.x) for t in tensors],
@@ -56,7 +57,7 @@ def exit_of_one_rank():
         for peer in grid.x.transport.peers.values():
             peer.close()
         return
-    collectives.all_reduce(torch.ones(4), grid.x)
+    grid.x.all_reduce(torch.ones(4))
 
 
 def test_ranks_that_wait_for_a_rank_that_exited_raise(ranks):
@@ -66,9 +67,9 @@ def test_ranks_that_wait_for_a_rank_that_exited_raise(ranks):
 
 def gather_repeatedly():
     grid = Grid(GridSizes(x=2))
-    first = collectives.all_gather(torch.full((1, 3), grid.x.index + 1.0), grid.x)
+    first = grid.x.all_gather(torch.full((1, 3), grid.x.index + 1.0))
     for _ in range(10):
-        collectives.all_gather(torch.zeros(1, 3), grid.x)
+        grid.x.all_gather(torch.zeros(1, 3))
     return first
 
 
@@ -105,7 +106,7 @@ def sums_where_one_group_has_hosts():
     """On eight ranks, of which six are on one host: x has a group inside it and one across the hosts."""
     grid = grid_on_hosts(GridSizes(4, 2, 1, 1), [0, 0, 0, 0, 0, 0, 1, 1])
     one = torch.ones(8)
-    return type(grid.x.transport), [collectives.all_reduce(one.clone(), axis)[0].item() for axis in (grid.x, grid.y)]
+    return type(grid.x.transport), [axis.all_reduce(one.clone())[0].item() for axis in (grid.x, grid.y)]
 
 
 def test_groups_of_an_axis_may_be_inside_a_host_and_across_hosts(ranks):
@@ -200,8 +201,8 @@ def scatter_more_than_the_memory_holds():
         axis = axis_across_hosts([0, 0, 1, 1])
         full = torch.arange(4 * 100.0).view(4, 100)  # 1600 bytes, in pieces of 4 · 64
         scattered = collectives.start_reduce_scatter(full.clone(), axis).wait()
-        gathered = collectives.all_gather(scattered, axis)
-        total = collectives.all_reduce(full.clone(), axis)
+        gathered = axis.all_gather(scattered)
+        total = axis.all_reduce(full.clone())
     assert torch.equal(gathered, 4 * full) and torch.equal(total, 4 * full)
     return axis.transport.before.posted, axis.transport.after.posted
 
@@ -217,7 +218,7 @@ def exit_of_one_host():
             peer.close()
         return
     if dist.get_rank() == 0:
-        collectives.all_reduce(torch.ones(4), axis)
+        axis.all_reduce(torch.ones(4))
 
 
 def test_a_collective_by_hosts_raises_if_a_rank_of_the_host_exits(ranks):

@@ -245,7 +245,7 @@ def exchanged_in_messages(message_bytes):
         grid = Grid(GridSizes(1, 1, 4, 1))
         full = torch.arange(4 * 3 * 7.0).view(12, 7) * (grid.z.index + 1)
         part = collectives.start_reduce_scatter(full, grid.z).wait()
-        return counts, collectives.all_reduce(full, grid.z), collectives.all_gather(part, grid.z)
+        return counts, grid.z.all_reduce(full), grid.z.all_gather(part)
 
 
 @pytest.mark.parametrize(("message_bytes", "messages"), [(1 << 18, 1), (20, 4)])

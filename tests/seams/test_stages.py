@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gpt4d.config import Config, GridSizes, TrainConfig
-from gpt4d.parallel import collectives
 from gpt4d.parallel import gradients as gradient_sums
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
@@ -54,17 +53,17 @@ def run_own_stage(first: int | None) -> tuple:
     grid = Grid(sizes, "cpu", members)
     stage = tiny_stage(index, grid)
     if first not in (None, index):  # wait for the other stage
-        collectives.all_reduce(torch.ones(1), grid.world)
+        grid.world.all_reduce(torch.ones(1))
     loss = forward_backward(stage)
     if first == index:
-        collectives.all_reduce(torch.ones(1), grid.world)
-    loss = collectives.all_reduce(mask_replicas(loss, grid), grid.stage).item()
+        grid.world.all_reduce(torch.ones(1))
+    loss = grid.stage.all_reduce(mask_replicas(loss, grid)).item()
     gradients = {
         name: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for name, p in stage.module.named_parameters()
     }
     squared_norm = gradient_sums.squared_norm(list(stage.module.parameters()), grid, torch.device("cpu"))
-    norm = collectives.all_reduce(squared_norm, grid.world).sqrt().item()
-    sums = [int(collectives.all_reduce(torch.tensor([2**rank]), axis)) for axis in (grid.stage, grid.world)]
+    norm = grid.world.all_reduce(squared_norm).sqrt().item()
+    sums = [int(axis.all_reduce(torch.tensor([2**rank]))) for axis in (grid.stage, grid.world)]
     return loss, norm, gradients, sums, list(grid.active_axes)
 
 

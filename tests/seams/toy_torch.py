@@ -13,9 +13,9 @@ from torch import nn
 from gpt4d.config import Config
 from gpt4d.data.batch import Batch
 from gpt4d.model.description import Part
-from gpt4d.parallel import collectives, random
+from gpt4d.parallel import random
 from gpt4d.parallel.chunks import run_blocks
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layers.linear import Linear
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
@@ -85,7 +85,7 @@ class SquaredErrorFunction(torch.autograd.Function):
         errors = wide - targets
         ctx.save_for_backward(errors)
         ctx.dtype = predicted.dtype
-        return collectives.all_reduce(errors.square().sum().view(1), axis).view(())
+        return axis.all_reduce(errors.square().sum().view(1)).view(())
 
     @staticmethod
     def backward(ctx, d_loss):

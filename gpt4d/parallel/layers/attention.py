@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt4d.parallel import random
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.dropout import DropoutFunction
 from gpt4d.parallel.layers.product import FEATURES

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from gpt4d.parallel import random
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.fusion import fused
-from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers.tokens import Tokens
 
 

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel import collectives
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.weights import WeightStream
@@ -24,14 +23,14 @@ class LookupFunction(torch.autograd.Function):
             rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
         ctx.save_for_backward(local, elsewhere)
         ctx.weight, ctx.weights, ctx.rows, ctx.scatter = weight, weights, len(table), scatter
-        combine = collectives.reduce_scatter if scatter else collectives.all_reduce
-        return combine(rows, axis, parameter=weight)
+        combine = axis.reduce_scatter if scatter else axis.all_reduce
+        return combine(rows, parameter=weight)
 
     @staticmethod
     def backward(ctx, d_rows):
         local, elsewhere = ctx.saved_tensors
         if ctx.scatter:
-            d_rows = collectives.all_gather(d_rows, ctx.weights.grid.x, parameter=ctx.weight)
+            d_rows = ctx.weights.grid.x.all_gather(d_rows, parameter=ctx.weight)
         # Each rank of x has the full gradient of the sum, including that of its own rows. It adds them up in the
         # master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)

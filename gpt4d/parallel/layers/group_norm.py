@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel import collectives
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.weights import WeightStream
 
@@ -69,7 +68,7 @@ class Groups(nn.Module):
             return mean_here, squares / (self.size * plane)
         counts = self.counts.to(wide.dtype).expand_as(mean_here)
         parts = torch.stack((counts, mean_here, squares)).unsqueeze(0)
-        counts, means, squares = collectives.all_gather(parts, self.axis, parameter=parameter).unbind(1)
+        counts, means, squares = self.axis.all_gather(parts, parameter=parameter).unbind(1)
         mean = (counts * means).sum(0) / self.size
         between = (counts * (means - mean).square()).sum(0)
         return mean, (squares.sum(0) / plane + between) / self.size
@@ -96,7 +95,7 @@ class GroupNormFunction(torch.autograd.Function):
         d_out = d_out.to(rstd.dtype)
         of_channels = torch.stack((d_out.sum(PLANE), (d_out * normal).sum(PLANE)))  # [2, B, channels]
         sums = groups.total(of_channels * weight)
-        sums = collectives.all_reduce(sums, groups.axis, parameter=ctx.parameter)
+        sums = groups.axis.all_reduce(sums, parameter=ctx.parameter)
         shift, slope = groups.spread(sums.div_(groups.size * x.shape[1] * x.shape[2]))[:, :, None, None].unbind()
         d_x = (d_out * weight - shift - normal * slope).mul_(rstd[:, None, None])
         d_bias, d_weight = of_channels.sum(1).to(weight.dtype)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gpt4d.parallel.collectives import Pending
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis, Pending
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.attention import local_heads
 from gpt4d.parallel.layers.product import FEATURES, placeholder, start_gather, start_scatter

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from gpt4d.parallel import collectives
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.layers.loss import forward_loss, write_gradient
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
@@ -38,7 +37,7 @@ class _Call:
         parts = zip(x_TH.chunk(self.num_chunks), self.targets_T.chunk(self.num_chunks), strict=True)
         for part_TH, targets in parts:
             logits = operation.forward(part_TH, gathered, None)
-            logits = collectives.all_reduce(logits, self.context.contracted, parameter=self.weight)
+            logits = self.context.contracted.all_reduce(logits, parameter=self.weight)
             loss, saved = forward_loss(logits, targets, self.vocabulary, x_axis)
             losses.append(loss)
             if not self.with_gradients:
@@ -47,7 +46,7 @@ class _Call:
             d_part = operation.input_gradient(d_logits, gathered, part_TH)
             pending = Pending(d_part)  # if the tokens are split, all parts of the sum are scattered at once
             if not self.split:
-                pending = collectives.start_all_reduce(d_part, x_axis, parameter=self.weight)
+                pending = x_axis.start_all_reduce(d_part, parameter=self.weight)
             if not weights.overlap.all_reduce:
                 pending.wait()
             d_weight = operation.weight_gradient(d_logits, part_TH, self.weight, d_weight)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from gpt4d.parallel import collectives, limits
+from gpt4d.parallel import limits
+from gpt4d.parallel.collectives import MAX, Axis
 from gpt4d.parallel.fusion import fused
-from gpt4d.parallel.grid import Axis
 
 
 class SavedLoss(NamedTuple):
@@ -37,7 +36,7 @@ def forward_loss(
     largest = logits.new_full(targets.shape, -torch.inf, dtype=wide)
     if columns:
         largest.copy_(logits[:, :columns].amax(-1))
-    largest = collectives.all_reduce(largest, axis, dist.ReduceOp.MAX)
+    largest = axis.all_reduce(largest, MAX)
     local = targets - first
     elsewhere = (local < 0) | (local >= logits.shape[-1])
     local = local.masked_fill_(elsewhere, 0)
@@ -45,7 +44,7 @@ def forward_loss(
     sums[1].masked_fill_(elsewhere, 0)
     for rows in _blocks(logits):
         sums[0, rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
-    normalizer, target_logits = collectives.all_reduce(sums, axis)
+    normalizer, target_logits = axis.all_reduce(sums)
     return (normalizer.log() - target_logits).sum(), SavedLoss(largest, normalizer, local, elsewhere)
 
 

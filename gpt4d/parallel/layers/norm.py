@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.parallel import collectives
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.fusion import fused
-from gpt4d.parallel.grid import Axis
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.weights import WeightStream
@@ -89,7 +88,7 @@ class SplitLayerNormFunction(torch.autograd.Function):
         # and no difference of large squares.
         added, statistics = _mean_and_variance(x, branch)
         stream = x if added is None else added
-        parts = collectives.all_gather(statistics.unsqueeze(0), axis, parameter=weight)
+        parts = axis.all_gather(statistics.unsqueeze(0), parameter=weight)
         mean = parts[:, 0].mean(0)
         variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)
         mean, rstd = mean.unsqueeze(-1), (variance + epsilon).rsqrt_().unsqueeze(-1)
@@ -102,7 +101,7 @@ class SplitLayerNormFunction(torch.autograd.Function):
     def backward(ctx, d_stream, d_out):
         x, weight, mean, rstd = ctx.saved_tensors
         sums = _sums_of_gradient(d_out, x, mean, rstd, weight)
-        sums = collectives.all_reduce(sums, ctx.axis, parameter=ctx.parameter)
+        sums = ctx.axis.all_reduce(sums, parameter=ctx.parameter)
         sums = sums.div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
         d_x, *d_parameters = _split_gradients(d_out, d_stream, x, mean, rstd, weight, sums)
         return d_x, d_x if ctx.adds else None, *d_parameters, None, None
@@ -215,7 +214,7 @@ class RMSNormFunction(torch.autograd.Function):
             added, rstd, out = _rms_normalized(x, branch, weight, epsilon)
         else:
             added, squares = _sum_of_squares(x, branch)
-            squares = collectives.all_reduce(squares, axis, parameter=weight)
+            squares = axis.all_reduce(squares, parameter=weight)
             rstd = squares.div_(x.shape[-1] * axis.size).add_(epsilon).rsqrt_().unsqueeze(-1)
             out = _rms_scaled(x if added is None else added, rstd, weight)
         stream = x if added is None else added
@@ -231,11 +230,11 @@ class RMSNormFunction(torch.autograd.Function):
             d_x, d_weight = _rms_gradients(d_out, d_stream, x, rstd, weight)
         else:
             sums = _rms_sum_of_gradient(d_out, x, rstd, weight)
-            sums = collectives.all_reduce(sums, ctx.axis, parameter=ctx.parameter)
+            sums = ctx.axis.all_reduce(sums, parameter=ctx.parameter)
             sums = sums.div_(x.shape[-1] * ctx.axis.size).unsqueeze(-1)
             d_x, d_weight = _split_rms_gradients(d_out, d_stream, x, rstd, weight, sums)
         for axis in ctx.summed:
-            d_weight = collectives.all_reduce(d_weight, axis, parameter=ctx.parameter)
+            d_weight = axis.all_reduce(d_weight, parameter=ctx.parameter)
         return d_x, d_x if ctx.adds else None, d_weight, None, None, None
 
 

@@ -19,9 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from gpt4d.parallel import collectives
-from gpt4d.parallel.collectives import Pending
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis, Pending
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.turns import Turn
@@ -96,7 +94,7 @@ class _Call:
             out = context.operation.forward(x_BK, w, bias)
             self.shape = out.shape
             if self.output_split is None:
-                self.output = collectives.start_all_reduce(out, contracted, parameter=self.weight)
+                self.output = contracted.start_all_reduce(out, parameter=self.weight)
             else:
                 self.output = start_scatter(out, contracted, self.output_split, self.weight)
 
@@ -114,17 +112,17 @@ class _Call:
 def start_gather(x: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter | None = None) -> Pending:
     """Start to concatenate the parts of ``x`` along a dim that the axis splits."""
     if dim == TOKENS:
-        return collectives.start_all_gather(x, axis, parameter=parameter)
-    pending = collectives.start_all_gather(x.unsqueeze(0), axis, parameter=parameter)
+        return axis.start_all_gather(x, parameter=parameter)
+    pending = axis.start_all_gather(x.unsqueeze(0), parameter=parameter)
     return pending.then(lambda parts: parts.movedim(0, -2).flatten(-2))
 
 
 def start_scatter(full: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter | None = None) -> Pending:
     """Start to sum ``full`` over the axis; each rank receives its part along a dim."""
     if dim == TOKENS:
-        return collectives.start_reduce_scatter(full, axis, parameter=parameter)
+        return axis.start_reduce_scatter(full, parameter=parameter)
     parts = full.unflatten(-1, (axis.size, -1)).movedim(-2, 0)
-    return collectives.start_reduce_scatter(parts, axis, parameter=parameter).then(lambda part: part.squeeze(0))
+    return axis.start_reduce_scatter(parts, parameter=parameter).then(lambda part: part.squeeze(0))
 
 
 def placeholder(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -207,7 +205,7 @@ class ProductFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = context.operation.input_gradient(d_out_BN, weights.gather_for_backward(call.weight), x_BK)
             if call.input_split is None:
-                call.d_input = collectives.start_all_reduce(d_x, context.produced, parameter=call.weight)
+                call.d_input = context.produced.start_all_reduce(d_x, parameter=call.weight)
             else:
                 call.d_input = start_scatter(d_x, context.produced, call.input_split, call.weight)
                 d_x = placeholder(d_x, d_x.shape)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.weights import WeightStream

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.program import Transfer, link_name
 from gpt4d.parallel.plan import StagePlan

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.order import weight_order
@@ -102,7 +101,7 @@ class StageRuntime:
             if copy.name in exchange.held:
                 gradient = parameter.grad
                 for axis in summed:
-                    gradient = collectives.all_reduce(gradient, axis)
+                    gradient = axis.all_reduce(gradient)
                 sent.append(exchange.send_gradient(copy.name, gradient))
                 parameter.grad = None
                 continue

@@ -19,8 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.collectives import all_reduce, start_messages
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis, start_messages
 from gpt4d.parallel.resharding.planning import ReshardingPlan
 from gpt4d.parallel.resharding.program import PeerMessage, SendStep, rank_program
 from gpt4d.parallel.traffic import now
@@ -43,7 +42,7 @@ class Link:
         self.device = device
         self.axis = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
         # NCCL requires all ranks in the first communication of a group. A barrier would use gloo where both exist.
-        all_reduce(torch.zeros(1, device=device), self.axis)
+        self.axis.all_reduce(torch.zeros(1, device=device))
         self.axis.traffic.read()
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
         self.worker = Worker(name)

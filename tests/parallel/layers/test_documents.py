@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.parallel.grid import Axis
+from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layers import attention
 from gpt4d.parallel.layers.attention import AttentionCore
 from gpt4d.parallel.layers.documents import Documents

@@ -8,7 +8,6 @@ import torch
 
 from gpt4d.config import compose
 from gpt4d.model import registry
-from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.transfer import Transfer
@@ -29,7 +28,7 @@ def step_of_toy(config, world_size):
     units = config.train.batch_size * config.train.seq_len
     evaluated = runtime.evaluate(task.batches(0), plan.microbatches) / units
     loss = runtime.forward_backward(task.batches(0), plan.microbatches, units)
-    losses = [collectives.all_reduce(mask_replicas(value, grid), grid.world).item() for value in (evaluated, loss)]
+    losses = [grid.world.all_reduce(mask_replicas(value, grid)).item() for value in (evaluated, loss)]
     gradients = {
         n: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in stage.module.named_parameters()
     }

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes, compose
-from gpt4d.parallel import collectives
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.pipeline.runtime import StageRuntime
@@ -38,7 +37,7 @@ def step_of_gpt(config, world_size):
         runtime.evaluate(data.batches(1), plan.microbatches) / units,
         runtime.forward_backward(data.batches(0), plan.microbatches, units),
     ]
-    losses = [collectives.all_reduce(mask_replicas(loss, grid), grid.world).item() for loss in losses]
+    losses = [grid.world.all_reduce(mask_replicas(loss, grid)).item() for loss in losses]
     if stage.exchange:
         stage.exchange.close()
     return losses, {name: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for name, p in parameters.items()}
