@@ -25,17 +25,22 @@ class Worker:
     """A thread that executes tasks in the order in which they were submitted, without recording for autograd.
 
     The thread ends with the process, whatever it waits for.
+
+    Attributes:
+        on_error: called on the thread with the error of a task, before ``Task.wait`` raises it: the task may be waited
+            for much later. None: nothing is called.
     """
 
     def __init__(self, name: str):
-        self._tasks: queue.SimpleQueue[tuple[Task, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.on_error: Callable[[BaseException], None] | None = None
+        self._tasks: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_execute, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)  # the thread has no reference to the worker
 
     def submit(self, function: Callable[[], Any]) -> Task:
         task = Task()
-        self._tasks.put((task, function))
+        self._tasks.put((task, function, self.on_error))
         return task
 
     def close(self) -> None:
@@ -44,17 +49,22 @@ class Worker:
         self._thread.join()
 
 
-def _execute(tasks: "queue.SimpleQueue[tuple[Task, Callable[[], Any]] | None]") -> None:
+_Submitted = tuple[Task, Callable[[], Any], Callable[[BaseException], None] | None]
+
+
+def _execute(tasks: queue.SimpleQueue[_Submitted | None]) -> None:
     with torch.no_grad():
         while item := tasks.get():
-            task, function = item
+            task, function, on_error = item
             try:
                 result = function()
             except BaseException as error:  # ``Task.wait`` raises it
                 task.stopped = time.perf_counter()
+                if on_error:
+                    on_error(error)
                 task.set_exception(error)
             else:
                 task.stopped = time.perf_counter()
                 task.set_result(result)
                 del result
-            del item, task, function  # or the tensors of the last task would live until the next one
+            del item, task, function, on_error  # or the tensors of the last task would live until the next one

@@ -50,6 +50,7 @@ class Rendezvous:
         self.watchdog = Watchdog(
             watchdog_store, launch.rank, launch.world_size, connector.host, self._on_failure, timeout_s
         )
+        self.watchdog.end_job = self.fail
         self.watchdog.start()
 
     def wait_for_all_ranks(self) -> None:
@@ -103,7 +104,7 @@ class Rendezvous:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End this process and, by reporting ``error`` in the store, all other ranks."""
+        """End this process and, by reporting ``error`` in the store, all other ranks. Any thread may call this."""
         is_first = self._exiting.acquire(blocking=False)
         # A collective often fails because another rank has exited; that rank is the one to name.
         own = torch.OutOfMemoryError, torch.AcceleratorError, RankError

@@ -71,6 +71,7 @@ class Watchdog:
         self.silent_s = min(_SILENT_S, max(_MIN_SILENT_S, timeout_s))
         self.store = DeadlineStore(store, self.silent_s)
         self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
+        self.end_job: Callable[[BaseException], None] | None = None  # ends all ranks with an error of this one
         self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
         self.finish_save: Callable[[float], None] | None = None  # lets a pending save end, at most for some seconds
         self._limited: tuple[str, float] | None = None  # what the main thread does and its deadline

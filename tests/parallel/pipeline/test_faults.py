@@ -44,6 +44,32 @@ def test_an_exception_on_one_stage_ends_all_stages_with_its_message(ranks, tiny)
     assert "Traceback" in outputs[1] and not any("Traceback" in outputs[rank] for rank in (0, 2))
 
 
+def fail_to_send(rank):
+    """In step 3, fail to send the second microbatch to stage 1. Stage 0 waits for the gradient of the first."""
+    from gpt4d.parallel.resharding.transfer import Resharding
+
+    original, calls = Resharding.run, []
+
+    def run(self, local):
+        calls.append(self.link.axis.name)
+        if calls[-1] == "stage 0 to 1" and calls.count("stage 0 to 1") == 2:
+            raise ValueError("the dog ate it")
+        original(self, local)
+
+    shorten_timeouts()
+    if rank == 0:
+        at_step(3, lambda _: setattr(Resharding, "run", run))
+
+
+def test_an_exception_on_the_thread_of_a_link_ends_all_stages_before_they_hang(ranks, tiny):
+    config = tiny(*TWO, "model.layers=3", PIPELINE + "stages=3", PIPELINE + "schedule=zb_h1", "parallel.timeout_s=2")
+    with LaunchedJob(ranks.context, config, 3, fail_to_send) as job:
+        assert job.exit_codes() == [1] * 3, job.outputs()
+        outputs = job.outputs()
+    assert re.search(r"error: rank 0 on \S+ failed: ValueError: the dog ate it\n", outputs[0]), outputs[0]
+    assert outputs[0].count("Traceback") == 1 and not any("Traceback" in output for output in outputs[1:])
+
+
 def kill_the_last_stage(rank):
     """In step 5, kill rank 2. Rank 0 counts as hung what rank 1 does not send, before rank 1 has found out why."""
     shorten_timeouts()
