@@ -296,12 +296,13 @@ def linear_bytes(m, k, n, sizes, itemsize=4):
 
 def multiply_once(sizes, m, k, n):
     from gpt4d.parallel.grid import Grid
-    from gpt4d.parallel.layers.linear import Linear
+    from gpt4d.parallel.layers.linear import LinearSpec
+    from gpt4d.parallel.layers.module import Layer
     from gpt4d.parallel.turns import run_alone
     from gpt4d.parallel.weights import WeightStream
 
     weights = WeightStream(Grid(sizes))
-    layer = Linear(weights, k, n)
+    layer = Layer(LinearSpec(k, n), weights)
     torch.nn.init.zeros_(layer.weight)
     torch.nn.init.zeros_(layer.bias)
     inputs = torch.zeros(m, k // sizes.y, requires_grad=True)

@@ -17,12 +17,13 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import AttentionCore
 from gpt4d.parallel.layers.conv import Conv2d
 from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.group_norm import GroupNorm
-from gpt4d.parallel.layers.linear import Head, Linear
+from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
-from gpt4d.parallel.layers.norm import LayerNorm, RMSNorm
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.rotary import Rotary
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.turns import run_alone
@@ -96,7 +97,7 @@ Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
 def _linear(**options: Any) -> Case:
     def case(values: Values):
         s = values.sizes
-        layer = Linear(values.weights, s.hidden, 2 * s.hidden, **options)
+        layer = Layer(LinearSpec(s.hidden, 2 * s.hidden, **options), values.weights)
         x = values.input(s.batch, s.length, s.hidden)
         return layer, lambda: run_alone(layer(x))
 
@@ -121,13 +122,13 @@ def _positions(with_documents: bool) -> Case:
 
 def _layer_norm(values: Values):
     s = values.sizes
-    layer, x = LayerNorm(values.weights, s.hidden), values.input(s.batch, s.length, s.hidden)
+    layer, x = Layer(LayerNormSpec(s.hidden), values.weights), values.input(s.batch, s.length, s.hidden)
     return layer, lambda: sum(layer(x, x))
 
 
 def _rms_norm(values: Values):
     s = values.sizes
-    layer, x = RMSNorm(values.weights, s.hidden), values.input(s.batch, s.length, s.hidden)
+    layer, x = Layer(RMSNormSpec(s.hidden), values.weights), values.input(s.batch, s.length, s.hidden)
     return layer, lambda: sum(layer(x, x))
 
 
@@ -147,7 +148,7 @@ def _convolution(**options: Any) -> Case:
 
 def _head(values: Values):
     s = values.sizes
-    embedding, head = TokenEmbedding(values.weights, s.columns, s.hidden), Head(values.weights)
+    embedding, head = TokenEmbedding(values.weights, s.columns, s.hidden), Layer(TiedHeadSpec(), values.weights)
     x = values.input(s.batch, s.length, s.hidden)
     return embedding, lambda: run_alone(head(x, embedding.weight))
 
@@ -160,7 +161,7 @@ def _cross_entropy(values: Values):
 
 def _dropout(values: Values):
     s = values.sizes
-    layer, x = Dropout(_DROP, values.weights.grid.y), values.input(s.batch * s.length, s.hidden)
+    layer, x = Layer(DropoutSpec(_DROP), values.weights), values.input(s.batch * s.length, s.hidden)
     layer.key = _KEY
     return layer, lambda: layer(x, values.tokens())
 

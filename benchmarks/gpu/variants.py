@@ -17,8 +17,8 @@ from gpt4d.config import compose
 from gpt4d.model import registry
 from gpt4d.parallel import fusion
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import linear
-from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers import linear_kernels
+from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import TrainStep, build_stage
@@ -42,8 +42,8 @@ def check(context: CheckContext) -> Outcome:
     recomputed = {0: registry.describe(config.model).layer_weights(recompute=True)}
     variants: dict[str, Callable[[], AbstractContextManager]] = {
         TODAY: nullcontext,
-        "weight gradients in bf16": lambda: patch.object(linear, "product", _rounded_product),
-        "norm gradients in bf16": lambda: patch.object(LayerNorm, "forward", _norm_with_rounded_gradients),
+        "weight gradients in bf16": lambda: patch.object(linear_kernels, "product", _rounded_product),
+        "norm gradients in bf16": lambda: patch.object(LayerNormSpec, "forward", _norm_with_rounded_gradients),
         "full activation checkpointing": lambda: _recompute(stage, recomputed),
         "selective activation checkpointing": lambda: patch.object(stage.weights, "recompute_inputs", True),
         "no compiled functions": lambda: _without_compiled_functions(device),
@@ -86,12 +86,12 @@ def _rounded_product(
 
 
 def _norm_with_rounded_gradients(
-    self: LayerNorm, x: torch.Tensor, branch: torch.Tensor | None = None
+    spec: LayerNormSpec, layer: Any, x: torch.Tensor, branch: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalize as ``LayerNorm`` does on a grid with y=1, with parameters, and thus their gradients, in x's dtype."""
+    """Normalize as a LayerNorm does on a grid with y=1, with parameters, and thus their gradients, in x's dtype."""
     _uses["norm gradients in bf16"] += 1
     x = x if branch is None else x + branch
-    return x, F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
+    return x, F.layer_norm(x, layer.weight.shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), spec.epsilon)
 
 
 @contextmanager

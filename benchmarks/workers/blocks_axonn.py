@@ -26,7 +26,8 @@ from benchmarks.workers.training import Workload, initial_weights
 from gpt4d.config import GridSizes, from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.weights import WeightStream
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -60,7 +61,7 @@ class GlobalNorm(nn.Module):
 
     def __init__(self, weights: WeightStream, features: int):
         super().__init__()
-        self.norm = LayerNorm(weights, features)
+        self.norm = Layer(LayerNormSpec(features), weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x)[1]

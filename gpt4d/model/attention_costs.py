@@ -4,20 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpt4d.model.costs import (
-    MASTER_BYTES,
-    STATISTIC,
-    SimpleCost,
-    casts,
-    elementwise,
-    prefixed,
-    rms_backward,
-    rms_forward,
-    rows,
-)
+from gpt4d.model.costs import FLOAT32, MASTER_BYTES, STATISTIC, SimpleCost, prefixed, rows
 from gpt4d.model.description import Walk
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers import norm, specs
+from gpt4d.parallel.layers.norm import HeadNormSpec
+from gpt4d.parallel.layers.rotary import rotated
 from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.symbolic import SymbolicTensor
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,7 @@ class GroupedAttentionCost(SimpleCost):
     norms: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        norms = [prefixed(name, specs.head_norm(self.size)) for name in self.norms]
+        norms = [prefixed(name, HeadNormSpec(self.size, ()).parameters()) for name in self.norms]
         return {name: spec for norm in norms for name, spec in norm.items()}
 
     def flops(self, length: int) -> float:
@@ -164,8 +157,9 @@ class GroupedAttentionCost(SimpleCost):
         if local.copied:
             walk.compute(moved=4 * local.kv, operations=2)
         if self.norms:
-            rms_forward(walk, local.q // e)
-            rms_forward(walk, local.kv // e)
+            for nbytes in (local.q, local.kv):
+                x, weight, _ = self._rows(walk, nbytes)
+                norm.rms_norm(x, None, weight, 0.0)
         self._rotate(walk, local.q)
         self._rotate(walk, local.kv)
         if local.kv < local.q:
@@ -174,11 +168,15 @@ class GroupedAttentionCost(SimpleCost):
         walk.compute(4 * walk.length * local.q / e, 4 * local.q)
 
     def _rotate(self, walk: Walk, nbytes: int) -> None:
-        wide = nbytes // walk.element_bytes * 4
-        walk.scratch(wide)
-        cast, angles = casts(nbytes, wide), walk.tokens * self.size * STATISTIC
-        moved = 2 * nbytes + 3 * wide + 2 * angles + cast * (nbytes + wide)
-        elementwise(walk, moved, 4 + cast, compiled=(2 * nbytes + angles, 1))
+        x, _, _ = self._rows(walk, nbytes)
+        angles = x.like((walk.tokens, self.size // 2), FLOAT32)
+        rotated(x, angles, angles, 1)
+
+    def _rows(self, walk: Walk, nbytes: int) -> tuple[SymbolicTensor, ...]:
+        """Return heads of so many bytes, the weight of their norm, and a statistic of each head."""
+        count = nbytes // walk.element_bytes // self.size
+        x = SymbolicTensor(walk, (count, self.size), walk.dtype)
+        return x, x.like((self.size,), FLOAT32), x.like((count,), FLOAT32)
 
     async def backward(self, walk: Walk) -> None:
         local, e = self._local(walk), walk.element_bytes
@@ -192,7 +190,8 @@ class GroupedAttentionCost(SimpleCost):
         self._rotate(walk, local.kv)
         self._rotate(walk, local.q)
         for name, nbytes in zip(self.norms[::-1], (local.kv, local.q), strict=False):
-            rms_backward(walk, nbytes // e)
+            x, weight, rstd = self._rows(walk, nbytes)
+            norm.rms_norm_gradients(x, None, x, rstd, weight)
             for axis in walk.head_axes(self.parts):
                 walk.do("all_reduce", axis, self.size * MASTER_BYTES)
             walk.add_gradient(f"{name}.weight")

@@ -14,10 +14,13 @@ from typing import ClassVar
 
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.parallel import limits
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers import activations, norm, specs
+from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
+from gpt4d.parallel.symbolic import SymbolicTensor
 
+FLOAT32 = "float32"
 MASTER_BYTES = 4  # of a weight, of its gradient and of each of AdamW's two states
 STATISTIC = 4  # bytes of one statistic of a norm or of the loss: float32
 
@@ -96,11 +99,18 @@ class SequenceCost(ABC):
 class NormCost(SimpleCost):
     """A norm. In a residual branch its input belongs to the stream (``branch``).
 
-    ``adds``: compiled, it computes the sum of the stream that it takes, and of the stream's gradients.
+    ``adds``: it computes the sum of the stream that it takes, and of the stream's gradients.
     """
 
+    features: int
     branch: bool
     adds: ClassVar[bool] = True
+
+    def tensors(self, walk: Walk) -> tuple[SymbolicTensor, ...]:
+        """Return the input, a parameter, and two statistics of each row."""
+        tokens, features = walk.stream_tokens, self.features // walk.sizes.y
+        x = SymbolicTensor(walk, (tokens, features), walk.dtype)
+        return x, x.like((features,), FLOAT32), x.like((tokens,), FLOAT32), x.like((tokens,), FLOAT32)
 
     def end_backward(self, walk: Walk, x: int, statistics: int) -> None:
         """Hand over the gradients of the parameters and release what the norm has kept."""
@@ -120,50 +130,38 @@ class LayerNormCost(NormCost):
     branch: bool = True
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, specs.layer_norm(self.features))
+        return prefixed(self.name, LayerNormSpec(self.features).parameters())
 
-    def _bytes(self, walk: Walk) -> tuple[int, int, int]:
-        """Return the bytes of the activation, of the same in float32, and of the statistics."""
-        elements = walk.stream_tokens * (self.features // walk.sizes.y)
-        return elements * walk.element_bytes, elements * 4, 2 * walk.stream_tokens * STATISTIC
-
-    async def forward(self, walk: Walk) -> None:
-        x, wide, statistics = self._bytes(walk)
-        walk.hold(x + statistics)
+    async def forward(self, walk: Walk, added: bool = False) -> None:
+        x, weight, mean, rstd = self.tensors(walk)
+        branch, statistics = x if added else None, mean.nbytes + rstd.nbytes
+        walk.hold(x.nbytes + statistics)
         if walk.sizes.y == 1:
-            walk.compute(moved=2 * x)
+            norm.layer_norm(x, branch, weight, weight, 0.0)
             return
-        walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
-        cast = casts(x, wide)
-        elementwise(walk, 6 * wide + cast * (x + wide), 5 + cast, compiled=(x, 1))
+        norm.mean_and_variance(x, branch)
         walk.do("all_gather", "y", statistics)
-        elementwise(walk, x + 7 * wide + cast * (x + wide), 10 + cast, compiled=(2 * x, 7))
+        norm.combined_statistics(x.like((walk.sizes.y, 2, walk.stream_tokens), FLOAT32), 0.0)
+        norm.normalized(x, mean, rstd, weight, weight)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more, from the statistics if it takes a collective to find them."""
-        x, wide, _ = self._bytes(walk)
+        x, weight, mean, rstd = self.tensors(walk)
         if walk.sizes.y == 1:
-            walk.compute(moved=2 * x)
-            return
-        walk.scratch(2 * wide)
-        cast = casts(x, wide)
-        elementwise(walk, x + 7 * wide + cast * (x + wide), 4 + cast, compiled=(2 * x, 1))
+            norm.layer_norm(x, None, weight, weight, 0.0)
+        else:
+            norm.normalized(x, mean, rstd, weight, weight)
 
     async def backward(self, walk: Walk) -> None:
-        x, wide, statistics = self._bytes(walk)
-        if walk.sizes.y == 1 and walk.element_bytes == MASTER_BYTES:
-            walk.scratch(x)
-            walk.compute(moved=3 * x)
-        elif walk.sizes.y == 1:  # sums over tokens are computed apart, in float32
-            walk.scratch(x + 2 * wide)
-            elementwise(walk, 6 * x + 6 * wide, 6, compiled=(3 * x, 1))
+        x, weight, mean, rstd = self.tensors(walk)
+        d_stream = x if self.branch else None
+        if walk.sizes.y == 1:
+            norm.layer_norm_gradients(x, d_stream, x, weight, weight, mean, rstd)
         else:
-            walk.scratch((3 if walk.element_bytes == 4 else 4) * wide)
-            elementwise(walk, 2 * x + 9 * wide, 7, compiled=(2 * x, 1))
-            walk.do("all_reduce", "y", statistics)
-            both = 2 * casts(x, wide)
-            elementwise(walk, x + 17 * wide + both * (x + wide), 9 + both, compiled=(3 * x, 2))
-        self.end_backward(walk, x, statistics)
+            sums = norm.sums_of_gradient(x, x, mean, rstd, weight)
+            walk.do("all_reduce", "y", sums.nbytes)
+            norm.split_layer_norm_gradients(x, d_stream, x, mean, rstd, weight, norm.mean_of(sums, 1))
+        self.end_backward(walk, x.nbytes, mean.nbytes + rstd.nbytes)
 
 
 @dataclass(frozen=True)
@@ -175,76 +173,71 @@ class RMSNormCost(NormCost):
     branch: bool = True
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, specs.rms_norm(self.features))
+        return prefixed(self.name, RMSNormSpec(self.features).parameters())
 
-    def _elements(self, walk: Walk) -> int:
-        return walk.stream_tokens * (self.features // walk.sizes.y)
-
-    async def forward(self, walk: Walk) -> None:
-        x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
-        walk.hold(x + statistics)
-        rms_forward(walk, self._elements(walk), split=walk.sizes.y > 1)
-        walk.do("all_reduce", "y", statistics)
+    async def forward(self, walk: Walk, added: bool = False) -> None:
+        x, weight, rstd, _ = self.tensors(walk)
+        branch = x if added else None
+        walk.hold(x.nbytes + rstd.nbytes)
+        if walk.sizes.y == 1:
+            norm.rms_norm(x, branch, weight, 0.0)
+            return
+        _, squares = norm.sum_of_squares(x, branch)
+        walk.do("all_reduce", "y", squares.nbytes)
+        norm.reciprocal_root(squares, 1, 0.0)
+        norm.scaled(x, rstd, weight)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more, from the statistics."""
-        x, wide = self._elements(walk) * walk.element_bytes, self._elements(walk) * 4
-        walk.scratch(wide)
-        cast = casts(x, wide)
-        elementwise(walk, x + 3 * wide + cast * (x + wide), 2 + cast, compiled=(2 * x, 1))
+        x, weight, rstd, _ = self.tensors(walk)
+        norm.scaled(x, rstd, weight)
 
     async def backward(self, walk: Walk) -> None:
-        x, statistics = self._elements(walk) * walk.element_bytes, walk.stream_tokens * STATISTIC
-        walk.do("all_reduce", "y", statistics)
-        rms_backward(walk, self._elements(walk), split=walk.sizes.y > 1)
-        self.end_backward(walk, x, statistics)
-
-
-def rms_forward(walk: Walk, elements: int, split: bool = False) -> None:
-    """Compute the RMSNorm of so many elements; ``split``: the statistics are summed over ranks in between."""
-    x, wide = elements * walk.element_bytes, elements * 4
-    walk.scratch((1 if walk.element_bytes == 4 else 2) * wide)
-    both = 2 * casts(x, wide)
-    # A square, its sum, two products; the statistics.
-    elementwise(walk, x + 6 * wide + both * (x + wide), 6 + both, compiled=(3 * x, 5) if split else (2 * x, 1))
-
-
-def rms_backward(walk: Walk, elements: int, split: bool = False) -> None:
-    """Compute the gradients of the RMSNorm of so many elements."""
-    x, wide = elements * walk.element_bytes, elements * 4
-    walk.scratch(2 * wide)
-    cast = casts(x, wide)
-    elementwise(walk, 5 * x + 16 * wide + cast * (x + wide), 11 + cast, compiled=(5 * x, 3) if split else (3 * x, 1))
+        x, weight, rstd, _ = self.tensors(walk)
+        d_stream = x if self.branch else None
+        if walk.sizes.y == 1:
+            norm.rms_norm_gradients(x, d_stream, x, rstd, weight)
+        else:
+            sums = norm.sum_of_rms_gradient(x, x, rstd, weight)
+            walk.do("all_reduce", "y", sums.nbytes)
+            norm.split_rms_norm_gradients(x, d_stream, x, rstd, weight, norm.mean_of(sums, 1))
+        self.end_backward(walk, x.nbytes, rstd.nbytes)
 
 
 @dataclass(frozen=True)
 class ActivationCost(SimpleCost):
-    """An elementwise function of features that ``axis`` splits, such as GELU; a gated one halves them."""
+    """An elementwise function of features that ``axis`` splits, such as SiLU; a gated one halves them.
+
+    ``biased``: it is the GELU of a linear layer's output, and computes the gradient of the layer's bias.
+    """
 
     in_features: int
     out_features: int
     axis: str | None = "x"
     positions: int | None = None  # rows of a sample; None: its tokens
+    biased: bool = False
 
-    def _bytes(self, walk: Walk) -> tuple[int, int]:
-        local = rows(walk, self.positions) * walk.element_bytes
-        size = walk.size(self.axis)
-        return local * (self.in_features // size), local * (self.out_features // size)
+    def _tensors(self, walk: Walk) -> tuple[SymbolicTensor, SymbolicTensor]:
+        count, size = rows(walk, self.positions), walk.size(self.axis)
+        x = SymbolicTensor(walk, (count, self.in_features // size), walk.dtype)
+        return x, x.like((count, self.out_features // size))
 
     async def forward(self, walk: Walk) -> None:
-        in_bytes, out_bytes = self._bytes(walk)
-        walk.hold(out_bytes)
-        walk.compute(moved=in_bytes + out_bytes)
+        walk.hold(self._tensors(walk)[1].nbytes)
+        self.again(walk)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more."""
-        walk.compute(moved=sum(self._bytes(walk)))
+        walk.compute(moved=sum(tensor.nbytes for tensor in self._tensors(walk)))
 
     async def backward(self, walk: Walk) -> None:
-        in_bytes, out_bytes = self._bytes(walk)
-        walk.hold(in_bytes)
-        walk.compute(moved=2 * in_bytes + out_bytes)
-        walk.release(in_bytes + out_bytes)
+        x, out = self._tensors(walk)
+        walk.hold(x.nbytes)
+        if self.biased:
+            activations.gelu_gradients(out, x, x.like((x.shape[-1],), FLOAT32))
+        else:
+            walk.compute(moved=2 * x.nbytes + out.nbytes)
+        walk.release(x.nbytes + out.nbytes)
 
 
 @dataclass(frozen=True)
@@ -253,22 +246,22 @@ class GatedCost(SimpleCost):
 
     features: int
 
+    def _input(self, walk: Walk) -> SymbolicTensor:
+        return SymbolicTensor(walk, (walk.tokens, 2, self.features // walk.sizes.x), walk.dtype)
+
     async def forward(self, walk: Walk) -> None:
-        out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
-        walk.hold(out)
+        walk.hold(self._input(walk).nbytes // 2)
         self.again(walk)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more."""
-        out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
-        elementwise(walk, 5 * out, 2, compiled=(3 * out, 1))
+        activations.swiglu(self._input(walk))
 
     async def backward(self, walk: Walk) -> None:
-        out = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
-        walk.hold(2 * out)
-        walk.scratch(out)
-        elementwise(walk, 11 * out, 4, compiled=(5 * out, 1))
-        walk.release(3 * out)
+        x = self._input(walk)
+        walk.hold(x.nbytes)
+        activations.swiglu_gradient(x.like((walk.tokens, self.features // walk.sizes.x)), x)
+        walk.release(x.nbytes + x.nbytes // 2)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Walk(Protocol):
     samples: int  # sequences or images of the microbatch
     length: int  # tokens of a sample
     element_bytes: int  # of an activation and a gathered weight
+    dtype: str  # of an activation (gpt4d.parallel.symbolic)
     held: int  # bytes that layers hold now
     sequence_parallel: bool  # x splits the tokens between the layers
     recomputes_inputs: bool  # products do not keep inputs that are easily computed again
@@ -62,7 +63,7 @@ class Walk(Protocol):
     def release(self, nbytes: int) -> None:
         """Give memory back."""
 
-    def scratch(self, nbytes: int) -> None:
+    def scratch(self, nbytes: float) -> None:
         """Take memory for a moment."""
 
     def start(self, kind: str, axis: str | None, nbytes: float) -> object:

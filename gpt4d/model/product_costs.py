@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from gpt4d.model.costs import MASTER_BYTES, elementwise, prefixed, rows
+from gpt4d.model.costs import MASTER_BYTES, prefixed, rows
 from gpt4d.model.description import Walk
 from gpt4d.parallel import limits
 from gpt4d.parallel.layers import specs
@@ -42,7 +42,7 @@ class ProductCost(ABC):
 
     A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
     ``source``: the layer that computes its input, if selective activation checkpointing computes it again.
-    ``activated``: by a function that, compiled, computes the gradient of the bias beside its own.
+    ``activated``: by a function that computes the gradient of the bias.
     """
 
     name: str
@@ -202,7 +202,8 @@ class ProductCost(ABC):
 
         walk.compute_weight_gradient(weight_gradient, in_bytes + out_bytes)
         if self.bias:
-            elementwise(walk, out_bytes, 1, compiled=(0, 0) if self.activated else (out_bytes, 1))
+            if not self.activated:
+                walk.compute(moved=out_bytes)
             walk.add_gradient(f"{self.name}.bias")
         walk.release(out_bytes if after or not keep_gradient else 0)
         walk.release(in_bytes if dropped else 0)  # a recomputed input is dropped once it has been read

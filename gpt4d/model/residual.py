@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 from gpt4d.model.conv_costs import ConcatenationCost, ForkCost
-from gpt4d.model.costs import NormCost, SequenceCost, elementwise, rows
+from gpt4d.model.costs import NormCost, SequenceCost, rows
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import ProductCost
 from gpt4d.parallel.order import LayerWeights
@@ -112,6 +113,8 @@ class ResidualBlock(SequenceCost):
                 held = walk.held
                 if ends and layer is self._last:
                     await self._last.take_input(walk)
+                elif layer is branch[0] and _adds(branch):
+                    await cast(Any, layer).forward(walk, added=index > 0)
                 else:
                     await layer.forward(walk)
                 if not keep:
@@ -121,9 +124,8 @@ class ResidualBlock(SequenceCost):
                 walk.release(x if shortcut else 0)
                 return
             walk.hold(x)
-            # The norm behind a sum may compute it: it reads the branch's output too and writes the stream.
-            fused = _adds(self.branches[index + 1]) if index + 1 < len(self.branches) else False
-            elementwise(walk, 3 * x, 1, compiled=(2 * x, 0) if fused else (3 * x, 1))
+            if index + 1 == len(self.branches) or not _adds(self.branches[index + 1]):  # else the next norm adds
+                walk.compute(moved=3 * x)
             walk.release(2 * x if shortcut else x)
             if not keep:
                 walk.release(kept - x)
@@ -151,7 +153,8 @@ class ResidualBlock(SequenceCost):
             if shortcut:
                 await shortcut.backward(walk)
                 walk.hold(before)  # it has released its input as well
-            elementwise(walk, 3 * before, 1, compiled=(before, 0) if _adds(branch) else (3 * before, 1))
+            if not _adds(branch):
+                walk.compute(moved=3 * before)
             walk.release(before)
             inputs += before
         walk.release(inputs)

@@ -5,6 +5,7 @@ Shapes: B sequences, S positions, T tokens, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,9 @@ from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.head_loss import head_loss
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
-from gpt4d.parallel.layers.linear import Head, Linear
+from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
-from gpt4d.parallel.layers.norm import Norm
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
 from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.turns import run_alone
@@ -43,12 +44,12 @@ class TextModel(nn.Module, ABC):
         self.blocks = nn.ModuleDict({str(index): self._build_block() for part in parts for index in part.blocks})
         if ends:
             self.norm = self._build_norm()
-            self.head = Head(weights) if config.tied else self._build_head()
+            self.head = Layer(TiedHeadSpec(), weights) if config.tied else self._build_head()
 
-    def _build_head(self) -> Linear:
+    def _build_head(self) -> Layer:
         config = self.config
         columns, used = config.padded_vocab_size, config.vocab_size
-        return Linear(self.weights, config.hidden, columns, bias=False, used=used)
+        return Layer(LinearSpec(config.hidden, columns, bias=False, used=used), self.weights)
 
     def _build_positions(self) -> None:
         """Build the modules that ``_embedded`` applies to the vectors of tokens."""
@@ -58,7 +59,7 @@ class TextModel(nn.Module, ABC):
         """Return a block: a coroutine from the residual stream and the tokens to the residual stream."""
 
     @abstractmethod
-    def _build_norm(self) -> Norm:
+    def _build_norm(self) -> Layer:
         """Return the norm before the head."""
 
     def forward(
@@ -122,10 +123,11 @@ class TextModel(nn.Module, ABC):
         targets_T, vocabulary, chunks = tokens.gathered(targets_BS), self.config.vocab_size, self.weights.loss_chunks
         if chunks == 1:
             return {"loss": cross_entropy_sum(self._logits(x_TH), targets_T, vocabulary, self.weights.grid.x)}
-        weight = self.head.weight if isinstance(self.head, Linear) else self.tokens.weight
+        head: Any = self.head
+        weight = self.tokens.weight if self.config.tied else head.weight
         _, normal_TH = self.norm(x_TH)
         normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss keeps no input
-        return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, self.head.context, chunks)}
+        return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, head.product, chunks)}
 
     def _stream(
         self, part: Part, ids_BS: torch.Tensor, tokens: Tokens, received: Mapping[str, torch.Tensor]

@@ -132,7 +132,7 @@ class ATPLinear(nn.Module):
         device, dtype = x.device.type, self.weight.dtype
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         weights = _Weights(self.mesh, compute_dtype, dtype)
-        context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)  # type: ignore[arg-type]
+        context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)
         return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context))
 
     def extra_repr(self) -> str:

@@ -6,29 +6,23 @@ An elementwise function or a norm takes little time, and its own backward keeps 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
-
-import torch
-
-from gpt4d.parallel.weights import WeightStream
+from typing import Any, NamedTuple
 
 
 class Recomputable(NamedTuple):
     """A tensor, and the function that computes it again, without a gradient."""
 
-    value: torch.Tensor
-    again: Callable[[], torch.Tensor]
+    value: Any
+    again: Callable[[], Any]
 
 
-def recomputable(
-    weights: WeightStream, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> torch.Tensor | Recomputable:
-    """Return ``function(x)``, the input of a product; a product does not keep one that is recomputable.
+def recomputable(context: Any, function: Callable[[Any], Any], x: Any) -> Any:
+    """Return ``function(x)``, the input of a product; a product does not save an input that is recomputable.
 
     Args:
-        weights: the stream that decides whether it is.
+        context: the context of the layers, which decides whether it is.
         function: elementwise.
-        x: its input, which its backward keeps.
+        x: its input, which its backward saves.
     """
     out = function(x)
-    return Recomputable(out, partial(function, x.detach())) if weights.recomputes_inputs else out
+    return Recomputable(out, partial(function, x.detach())) if context.recomputes_inputs else out

@@ -26,6 +26,7 @@ from gpt4d.config import OverlapConfig
 from gpt4d.parallel.collectives import Axis, Pending
 from gpt4d.parallel.engine.weights import WeightSchedule
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse
 
@@ -84,6 +85,12 @@ class WeightStream:
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[nn.Parameter, str] = {}
         self.schedule: WeightSchedule[torch.Tensor, Pending] = WeightSchedule(_TorchWeights(self), self.overlap)
+
+    def head_axes(self, heads: int, stream: str | None = "y") -> tuple[str, ...]:
+        """Return the names of the axes that split the heads of an attention, outermost first (``specs.head_axes``)."""
+        if stream is None:
+            return ()
+        return specs.head_axes(heads, self.grid.x.size, self.grid.y.size, self.scatter_heads, stream)
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
         """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""

@@ -31,6 +31,7 @@ class ChunkWalk:
     def __init__(self, step: "StepWalk", samples: int, first: bool = True):
         self.step, self.samples, self.first = step, samples, first
         self.sizes, self.overlap, self.element_bytes = step.sizes, step.overlap, step.element_bytes
+        self.dtype = "float32" if self.element_bytes == MASTER_BYTES else "bfloat16"
         self.length, self.tokens = step.length, samples * step.length
         self.sequence_parallel = step.sequence_parallel
         self.compiled = compiles(step.config)

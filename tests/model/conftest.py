@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt4d.parallel import collectives, hosts
-from gpt4d.parallel.layers import linear
+from gpt4d.parallel.layers import linear_kernels
 from gpt4d.parallel.traffic import Works
 
 
@@ -35,6 +35,6 @@ def rank_0(monkeypatch):
     monkeypatch.setattr(collectives, "_exchange_parts", exchange)
     monkeypatch.setattr(collectives, "_gather_pieces", gather)
     monkeypatch.setattr(collectives, "_add_parts", lambda received, full: received[0])
-    monkeypatch.setattr(linear, "product", multiply)
+    monkeypatch.setattr(linear_kernels, "product", multiply)
     yield start_process_group
     dist.destroy_process_group()

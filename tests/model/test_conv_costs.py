@@ -30,7 +30,8 @@ from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2d
 from gpt4d.parallel.layers.group_norm import GroupNorm
-from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
 from gpt4d.parallel.layers.tokens import Tokens
@@ -82,11 +83,11 @@ class Raise(nn.Module):
 
     def __init__(self, weights):
         super().__init__()
-        axes, split = head_split(HEADS, weights)
+        axes = head_split(HEADS, weights)
         self.norm = GroupNorm(weights, CUT, C)
-        self.qkv = Linear(weights, C, C, num_fused=3, inner_split=split)
+        self.qkv = Layer(LinearSpec(C, C, num_fused=3, heads=HEADS), weights)
         self.core = AttentionCore(HEADS, 0.0, axes, causal=False)
-        self.output = Linear(weights, C, C, transposed=True, inner_split=split)
+        self.output = Layer(LinearSpec(C, C, transposed=True, heads=HEADS), weights)
         self.higher = Conv2d(weights, C, 2 * C, 3, NORMAL, padding=1, upsampling=2)
 
     async def forward(self, x, embedding):

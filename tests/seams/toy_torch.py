@@ -16,7 +16,8 @@ from gpt4d.model.description import Part
 from gpt4d.parallel import random
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.collectives import Axis
-from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.turns import run_alone
@@ -32,8 +33,8 @@ DECAY = 0.8  # of the averaged weight at each step
 class GatedMLP(nn.Module):
     def __init__(self, weights: WeightStream, hidden: int, inner: int):
         super().__init__()
-        self.up = Linear(weights, hidden, inner, num_fused=2, bias=False, std=STD)
-        self.down = Linear(weights, inner, hidden, transposed=True, bias=False, std=STD)
+        self.up = Layer(LinearSpec(hidden, inner, num_fused=2, bias=False, std=STD), weights)
+        self.down = Layer(LinearSpec(inner, hidden, transposed=True, bias=False, std=STD), weights)
 
     async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         gate, up = (await self.up(x_TH)).unbind(-2)
@@ -47,12 +48,14 @@ class Toy(nn.Module):
         super().__init__()
         self.config, self.weights, self.parts = config, weights, parts
         if any(part.begins for part in parts):
-            self.input = Linear(weights, config.features, config.hidden, transposed=True, bias=False, std=STD)
+            self.input = Layer(
+                LinearSpec(config.features, config.hidden, transposed=True, bias=False, std=STD), weights
+            )
         self.blocks = nn.ModuleDict(
             {str(i): GatedMLP(weights, config.hidden, config.inner(i)) for part in parts for i in part.blocks}
         )
         if any(part.ends for part in parts):
-            self.output = Linear(weights, config.hidden, config.outputs, bias=False, std=STD)
+            self.output = Layer(LinearSpec(config.hidden, config.outputs, bias=False, std=STD), weights)
 
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
         return self.compute(self.parts[0], x_BSF, {})

@@ -19,7 +19,7 @@ def describe(config: GPT2Config) -> Description:
     """Return the description of a GPT-2."""
     h, inner = config.hidden, 4 * config.hidden
     attention_norm, mlp_norm = LayerNormCost("attention_norm", h), LayerNormCost("mlp_norm", h)
-    activation, norm = ActivationCost(inner, inner), LayerNormCost("norm", h, branch=False)
+    activation, norm = ActivationCost(inner, inner, biased=True), LayerNormCost("norm", h, branch=False)
     block = ResidualBlock(
         branches=(
             (

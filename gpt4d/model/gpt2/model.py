@@ -10,12 +10,13 @@ from torch import nn
 
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.text import TextModel
+from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
-from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbedding
-from gpt4d.parallel.layers.gelu import gelu
-from gpt4d.parallel.layers.linear import Linear
-from gpt4d.parallel.layers.norm import LayerNorm
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.recomputation import Recomputable, recomputable
 from gpt4d.parallel.weights import WeightStream
@@ -24,10 +25,10 @@ from gpt4d.parallel.weights import WeightStream
 class Attention(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
         super().__init__()
-        hidden, (axes, split) = config.hidden, head_split(config.heads, weights)
-        self.qkv = Linear(weights, hidden, hidden, num_fused=3, inner_split=split)
+        hidden, axes = config.hidden, head_split(config.heads, weights)
+        self.qkv = Layer(LinearSpec(hidden, hidden, num_fused=3, heads=config.heads), weights)
         self.core = AttentionCore(config.heads, config.attention_dropout, axes)
-        self.output = Linear(weights, hidden, hidden, transposed=True, std=residual_std, inner_split=split)
+        self.output = Layer(LinearSpec(hidden, hidden, transposed=True, std=residual_std, heads=config.heads), weights)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
         mixed_TN = self.core.of_fused(await self.qkv(x_TH), tokens)
@@ -38,11 +39,11 @@ class MLP(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
         super().__init__()
         self.weights = weights
-        self.up = Linear(weights, config.hidden, 4 * config.hidden, bias_gradient=False)
-        self.down = Linear(weights, 4 * config.hidden, config.hidden, transposed=True, std=residual_std)
+        self.up = Layer(LinearSpec(config.hidden, 4 * config.hidden, bias_gradient=False), weights)
+        self.down = Layer(LinearSpec(4 * config.hidden, config.hidden, transposed=True, std=residual_std), weights)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
-        activation = partial(gelu, bias=self.up.get_parameter("bias"))
+        activation = partial(gelu_of_biased, bias=self.up.get_parameter("bias"))
         return await self.down(recomputable(self.weights, activation, await self.up(x_TH)))
 
 
@@ -51,12 +52,12 @@ class Block(nn.Module):
         super().__init__()
         # 2·layers outputs add up in the residual stream: scaled so that their sum keeps its size (GPT-2).
         residual_std = 0.02 / (2 * config.layers) ** 0.5
-        self.attention_norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+        self.attention_norm = Layer(LayerNormSpec(config.hidden, config.norm_epsilon), weights)
         self.attention = Attention(config, weights, residual_std)
-        self.attention_dropout = Dropout(config.dropout, weights.grid.y)
-        self.mlp_norm = LayerNorm(weights, config.hidden, config.norm_epsilon)
+        self.attention_dropout = Layer(DropoutSpec(config.dropout), weights)
+        self.mlp_norm = Layer(LayerNormSpec(config.hidden, config.norm_epsilon), weights)
         self.mlp = MLP(config, weights, residual_std)
-        self.mlp_dropout = Dropout(config.dropout, weights.grid.y)
+        self.mlp_dropout = Layer(DropoutSpec(config.dropout), weights)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         x_TH, normal_TH = self.attention_norm(x_TH)
@@ -72,13 +73,13 @@ class GPT(TextModel):
 
     def _build_positions(self) -> None:
         self.positions = PositionEmbedding(self.weights, self.config.max_positions, self.config.hidden)
-        self.dropout = Dropout(self.config.dropout, self.weights.grid.y)
+        self.dropout = Layer(DropoutSpec(self.config.dropout), self.weights)
 
     def _build_block(self) -> nn.Module:
         return Block(self.config, self.weights)
 
-    def _build_norm(self) -> LayerNorm:
-        return LayerNorm(self.weights, self.config.hidden, self.config.norm_epsilon)
+    def _build_norm(self) -> Layer:
+        return Layer(LayerNormSpec(self.config.hidden, self.config.norm_epsilon), self.weights)
 
     def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.dropout(self.positions(self.tokens(ids_BS, tokens), tokens), tokens)

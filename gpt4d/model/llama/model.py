@@ -11,12 +11,13 @@ from torch import nn
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.text import TextModel
+from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import separate
-from gpt4d.parallel.layers.gated import swiglu
 from gpt4d.parallel.layers.grouped_heads import KeyValueHeads
-from gpt4d.parallel.layers.linear import Linear
-from gpt4d.parallel.layers.norm import HeadNorm, RMSNorm
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import HeadNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.rotary import Rotary
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.recomputation import Recomputable, recomputable
@@ -32,16 +33,20 @@ class Attention(nn.Module):
             config.head_size,
             rotary,
         )
-        inner, (axes, split) = config.heads * config.head_size, head_split(config.head_parts, weights)
-        self.qkv = Linear(weights, config.hidden, sum(self.channels), bias=config.qkv_bias, inner_split=split)
+        inner, axes = config.heads * config.head_size, head_split(config.head_parts, weights)
+        self.qkv = Layer(
+            LinearSpec(config.hidden, sum(self.channels), bias=config.qkv_bias, heads=config.head_parts), weights
+        )
         self.key_value_heads = KeyValueHeads(config.heads, config.key_value_heads, axes)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = HeadNorm(weights, config.head_size, axes, config.norm_epsilon)
-            self.k_norm = HeadNorm(weights, config.head_size, axes, config.norm_epsilon)
+            names = tuple(axis.name for axis in axes)
+            self.q_norm = Layer(HeadNormSpec(config.head_size, names, config.norm_epsilon), weights)
+            self.k_norm = Layer(HeadNormSpec(config.head_size, names, config.norm_epsilon), weights)
         self.core = AttentionCore(config.heads, 0.0, axes)
-        self.output = Linear(
-            weights, inner, config.hidden, transposed=True, bias=False, std=residual_std, inner_split=split
+        self.output = Layer(
+            LinearSpec(inner, config.hidden, transposed=True, bias=False, std=residual_std, heads=config.head_parts),
+            weights,
         )
 
     async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
@@ -59,20 +64,22 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, residual_std: float):
         super().__init__()
         self.weights = weights
-        self.up = Linear(weights, config.hidden, config.inner, num_fused=2, bias=False)
-        self.down = Linear(weights, config.inner, config.hidden, transposed=True, bias=False, std=residual_std)
+        self.up = Layer(LinearSpec(config.hidden, config.inner, num_fused=2, bias=False), weights)
+        self.down = Layer(
+            LinearSpec(config.inner, config.hidden, transposed=True, bias=False, std=residual_std), weights
+        )
 
     async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
-        return await self.down(recomputable(self.weights, swiglu, await self.up(x_TH)))
+        return await self.down(recomputable(self.weights, SwigluFunction.apply, await self.up(x_TH)))
 
 
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary):
         super().__init__()
         residual_std = 0.02 / (2 * config.layers) ** 0.5  # as GPT-2's
-        self.attention_norm = RMSNorm(weights, config.hidden, config.norm_epsilon)
+        self.attention_norm = Layer(RMSNormSpec(config.hidden, config.norm_epsilon), weights)
         self.attention = Attention(config, weights, rotary, residual_std)
-        self.mlp_norm = RMSNorm(weights, config.hidden, config.norm_epsilon)
+        self.mlp_norm = Layer(RMSNormSpec(config.hidden, config.norm_epsilon), weights)
         self.mlp = MLP(config, weights, residual_std)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -93,5 +100,5 @@ class Llama(TextModel):
     def _build_block(self) -> nn.Module:
         return Block(self.config, self.weights, self._rotary)
 
-    def _build_norm(self) -> RMSNorm:
-        return RMSNorm(self.weights, self.config.hidden, self.config.norm_epsilon)
+    def _build_norm(self) -> Layer:
+        return Layer(RMSNormSpec(self.config.hidden, self.config.norm_epsilon), self.weights)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from gpt4d.model.description import Part
@@ -17,12 +16,14 @@ from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, other_axis
 from gpt4d.parallel.chunks import Node, run_graph
+from gpt4d.parallel.layers.activations import SiluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2d
-from gpt4d.parallel.layers.dropout import Dropout
+from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.group_norm import GroupNorm
-from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
@@ -38,12 +39,12 @@ class Attention(nn.Module):
         super().__init__()
         channels, heads = stream.channels, stream.channels // config.head_size
         outer, inner = stream.axis, other_axis(stream.axis)
-        axes, split = head_split(heads, weights, stream.axis)
+        axes = head_split(heads, weights, stream.axis)
         self.norm = GroupNorm(weights, config.groups, channels, stream.axis, config.norm_epsilon)
-        self.qkv = Linear(weights, channels, channels, num_fused=3, axes=Axes(outer, inner), inner_split=split)
+        self.qkv = Layer(LinearSpec(channels, channels, num_fused=3, axes=Axes(outer, inner), heads=heads), weights)
         self.core = AttentionCore(heads, 0.0, axes, causal=False)
         after = Axes(inner, outer)
-        self.output = Linear(weights, channels, channels, axes=after, transposed=True, std=0.0, inner_split=split)
+        self.output = Layer(LinearSpec(channels, channels, axes=after, transposed=True, std=0.0, heads=heads), weights)
 
     async def forward(self, x_BSSC: torch.Tensor, pixels: Tokens) -> torch.Tensor:
         normal_TC = self.norm(x_BSSC).flatten(0, 2)
@@ -66,7 +67,7 @@ class ResidualBlock(nn.Module):
         self.first = Conv2d(weights, wide, channels, 3, Axes(outer, inner), padding=1)
         self.second_norm = GroupNorm(weights, norm[0], channels, inner, norm[1])
         self.time = ScaleShift(weights, structure.embedding_size(config), channels, inner)
-        self.dropout = Dropout(config.dropout, weights.grid.axis(inner))
+        self.dropout = Layer(DropoutSpec(config.dropout, inner), weights)
         self.second = Conv2d(weights, channels, channels, 3, Axes(inner, outer), padding=1, std=0.0)
         self.attention = Attention(config, weights, block.output) if block.attention else None
 
@@ -77,13 +78,13 @@ class ResidualBlock(nn.Module):
         if skip:
             x_BSSC = concatenate([x_BSSC, *skip], self.block.in_channels)
         shortcut_BSSC = x_BSSC if self.shortcut is None else await self.shortcut(x_BSSC)
-        h_BSSC = await self.first(recomputable(self.weights, F.silu, self.first_norm(x_BSSC)))
+        h_BSSC = await self.first(recomputable(self.weights, SiluFunction.apply, self.first_norm(x_BSSC)))
         h_BSSC = await self.time(self.second_norm(h_BSSC), embedding_BE)
         x_BSSC = shortcut_BSSC + await self.second(recomputable(self.weights, partial(self._activated, pixels), h_BSSC))
         return x_BSSC if self.attention is None else await self.attention(x_BSSC, pixels)
 
     def _activated(self, pixels: Tokens, h_BSSC: torch.Tensor) -> torch.Tensor:
-        return self.dropout(F.silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
+        return self.dropout(SiluFunction.apply(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
 
 
 class LevelChange(nn.Module):
@@ -170,7 +171,7 @@ class UNet(nn.Module):
         if not part.ends:
             return produced
         (x_BSSC,) = produced.values()
-        return {"prediction": run_alone(self.output(F.silu(self.norm(x_BSSC))))}
+        return {"prediction": run_alone(self.output(SiluFunction.apply(self.norm(x_BSSC))))}
 
     def _wanted(self, part: Part) -> list[str]:
         """Return the names of the tensors that exist after a part, its own or received, and that later units use."""

@@ -9,23 +9,19 @@ from torch import nn
 
 from gpt4d.parallel import random
 from gpt4d.parallel.collectives import Axis
-from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.dropout import DropoutFunction
-from gpt4d.parallel.layers.product import FEATURES
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.weights import WeightStream
 
 
-def head_split(heads: int, weights: WeightStream, stream: str = "y") -> tuple[list[Axis], int | None]:
-    """Return the axes that split the heads, and the dim that ``stream`` splits before and after the core.
+def head_split(heads: int, weights: WeightStream, stream: str = "y") -> list[Axis]:
+    """Return the axes that split the heads, outermost first.
 
     ``stream`` is the axis that splits the features of the residual stream. Where it splits the heads too (ATP paper,
     §3.2), no rank repeats another's attention: the product before scatters its output, instead of summing it whole on
     all ranks, and the one after gathers its input.
     """
-    grid = weights.grid
-    names = specs.head_axes(heads, grid.x.size, grid.y.size, weights.scatter_heads, stream)
-    return [grid[name] for name in names], FEATURES if stream in names else None
+    return [weights.grid[name] for name in weights.head_axes(heads, stream)]
 
 
 def local_heads(heads: int, axes: Sequence[Axis]) -> tuple[int, int]:

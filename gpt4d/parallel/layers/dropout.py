@@ -1,49 +1,53 @@
 """Dropout whose masks depend on (seed, layer, sample, position) only: equal on every grid and in a recomputation."""
 
-import torch
-from torch import nn
+from dataclasses import dataclass
+from typing import Any
 
-from gpt4d.parallel import random
-from gpt4d.parallel.collectives import Axis
-from gpt4d.parallel.fusion import fused
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.function import Function, kernel
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 
 
-@fused
-def _dropped(x: torch.Tensor, rows: torch.Tensor, offset: int, p: float) -> torch.Tensor:
-    return torch.where(random.keep_mask(rows, x.shape[-1], offset, p), x / (1 - p), 0)
+@kernel(fused=True)
+def dropped(x, rows, offset: int, p: float):
+    """Return ``x`` [*rows, columns], divided by ``1 - p``, where the mask of ``random.keep_mask`` keeps it, else 0."""
+    return x.like()
 
 
-class DropoutFunction(torch.autograd.Function):
-    """Dropout of [*rows, columns] by the mask of ``random.keep_mask``, which is computed again in the backward."""
+@kernel
+def row_keys(samples, places, key: int):
+    """Return the key of the mask of each row, int64, from the index of its sample and its place there."""
+    return samples.like()
+
+
+class DropoutFunction(Function):
+    """Dropout of [*rows, columns], whose mask is computed again in the backward."""
 
     @staticmethod
     def forward(ctx, x, rows, offset: int, p: float):
         # Not saved with autograd: a recomputation ends with the last tensor that is, so before the product of ``x``.
         ctx.mask = rows, offset, p
-        return _dropped(x, *ctx.mask)
+        return dropped(x, *ctx.mask)
 
     @staticmethod
     def backward(ctx, d_out):
-        return _dropped(d_out, *ctx.mask), None, None, None
+        return dropped(d_out, *ctx.mask), None, None, None
 
 
-class Dropout(nn.Module):
+@dataclass(frozen=True)
+class DropoutSpec(LayerSpec):
     """Drops features of [tokens, features over ``axis``] with probability ``p`` while training.
 
-    gpt4d.model.init sets ``key`` from the seed and the layer's name.
+    gpt4d.model.init sets the layer's ``key`` from the seed and the layer's name.
     """
 
-    def __init__(self, p: float, axis: Axis):
-        super().__init__()
-        self.p, self.axis, self.key = p, axis, 0
+    p: float
+    axis: str = "y"
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return ``x`` with some features zero."""
-        if not self.training or self.p == 0:
+    def prepare(self, layer: BoundLayer) -> None:
+        layer.key = 0
+
+    def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+        if not layer.training or self.p == 0:
             return x
-        rows = random.fold(random.fold(self.key, tokens.samples), tokens.places)
-        return DropoutFunction.apply(x, rows, self.axis.index * x.shape[-1], self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
+        rows = row_keys(tokens.samples, tokens.places, layer.key)
+        return DropoutFunction.apply(x, rows, layer.context.grid[self.axis].index * x.shape[-1], self.p)

@@ -1,20 +1,42 @@
-"""Linear layers on the 4-D grid (4D paper, Algorithm 1), and the output head, which is one too.
+"""Linear layers on the 4-D grid (4D paper, Algorithm 1), and the output head, which is one too. No torch here.
 
 Shapes: B any number of batch dims, K input features, N output features, both this rank's part.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import nn
-
+from gpt4d.parallel.function import kernel
 from gpt4d.parallel.layers import specs
-from gpt4d.parallel.layers.matmul import matmul, product
-from gpt4d.parallel.layers.product import ProductContext, multiply
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
 from gpt4d.parallel.layers.specs import Axes
-from gpt4d.parallel.recomputation import Recomputable
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.layout import ParameterSpec
+
+
+@kernel
+def linear(x_BK, weight, bias, transposed: bool):
+    """Return ``x·W + b`` with a weight [K, *N], or [N, K] if it is ``transposed``, as an embedding is."""
+    return x_BK.like((*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:])))
+
+
+@kernel
+def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
+    """Return the gradient of the input, in the shape of ``x_BK``, which is not read."""
+    return x_BK.like()
+
+
+@kernel
+def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
+    """Return the gradient of the gathered weight in the dtype of its shard ``weight``, added to ``added_to`` if given.
+
+    On a GPU the kernel of the product adds it. A CPU converts both factors to the dtype of the weight.
+    """
+    rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // math.prod(x_BK.shape[:-1]) // math.prod(weight.shape[1:])
+    return added_to or weight.like((rows, *weight.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -23,37 +45,24 @@ class Matmul:
 
     transposed_storage: bool = False
 
-    def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        matrix = weight.flatten(1)
-        return matrix.t() if self.transposed_storage else matrix
-
     def forward(self, x_BK, weight, bias):
-        rows, w = x_BK.reshape(-1, x_BK.shape[-1]), self._matrix(weight)
-        out = matmul(rows, w, None if bias is None else bias.flatten())
-        return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if self.transposed_storage else weight.shape[1:]))
+        return linear(x_BK, weight, bias, self.transposed_storage)
 
     def input_gradient(self, d_out_BN, weight, x_BK):
-        w = self._matrix(weight)
-        return matmul(d_out_BN.view(-1, w.shape[1]), w.t()).view(x_BK.shape)
+        return linear_input_gradient(d_out_BN, weight, x_BK, self.transposed_storage)
 
     def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
-        rows = x_BK.reshape(-1, x_BK.shape[-1])
-        d_rows = d_out_BN.view(len(rows), math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
-        left, right = (d_rows, rows) if self.transposed_storage else (rows, d_rows)
-        if added_to is None:
-            return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
-        product(left.t(), right, weight.dtype, added_to.view(len(added_to), -1))
-        return added_to
+        return linear_weight_gradient(d_out_BN, x_BK, weight, added_to, self.transposed_storage)
 
 
-class Linear(nn.Module):
+@dataclass(frozen=True)
+class LinearSpec(LayerSpec):
     """``[B, in_features] → [B, out_features]``, or ``[B, num_fused, out_features]`` where ``num_fused`` is given.
 
     Normal: y splits the input's features, x the output's. Transposed: x and y, so that its input is the output of a
     normal layer. The batch is split over data and z.
 
-    Args:
-        weights: the stage's weight stream.
+    Attributes:
         in_features: global number of input features.
         out_features: global number of output features.
         transposed: exchange the roles of x and y.
@@ -65,45 +74,65 @@ class Linear(nn.Module):
         bias_gradient: compute its gradient here; else a function of the output does.
         std: standard deviation of the initial weight.
         used: number of output features without padding; None for all.
-        inner_split: ``FEATURES`` if the axis of the stream's features splits those of the other side too: the output's
-            of a normal layer, which are scattered, the input's of a transposed one, which are gathered.
+        heads: number of parts that the heads of an attention can be split into. The layer leads to the attention, or,
+            transposed, from it. The axis of the stream's features may split these heads too: then the output of a
+            normal layer is scattered, and the input of a transposed one is gathered.
     """
 
-    def __init__(
-        self,
-        weights: WeightStream,
-        in_features: int,
-        out_features: int,
-        *,
-        transposed: bool = False,
-        axes: Axes | None = None,
-        num_fused: int | None = None,
-        bias: bool = True,
-        bias_gradient: bool = True,
-        std: float = 0.02,
-        used: int | None = None,
-        inner_split: int | None = None,
-    ):
-        super().__init__()
-        axes = axes or specs.linear_axes(transposed)
-        contracted, produced = map(weights.grid.axis, axes)
-        self.context = ProductContext(weights, Matmul(), contracted, produced, transposed, inner_split)
-        layer = specs.linear(in_features, out_features, axes, num_fused=num_fused, bias=bias, std=std, used=used)
-        self.weight = weights.parameter(layer["weight"])
-        self.bias = weights.parameter(layer["bias"]) if bias else None
-        self.bias_gradient = bias_gradient
+    in_features: int
+    out_features: int
+    transposed: bool = False
+    axes: Axes | None = None
+    num_fused: int | None = None
+    bias: bool = True
+    bias_gradient: bool = True
+    std: float = 0.02
+    used: int | None = None
+    heads: int | None = None
 
-    async def forward(self, x_BK: torch.Tensor | Recomputable) -> torch.Tensor:
-        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
-        return await multiply(x_BK, self.weight, bias, self.context)
+    @property
+    def split(self) -> Axes:
+        """The axes that split the features of the input and of the output."""
+        return self.axes or specs.linear_axes(self.transposed)
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return specs.linear(
+            self.in_features,
+            self.out_features,
+            self.split,
+            num_fused=self.num_fused,
+            bias=self.bias,
+            std=self.std,
+            used=self.used,
+        )
+
+    def prepare(self, layer: BoundLayer) -> None:
+        context, (contracted, produced) = layer.context, self.split
+        stream = produced if self.transposed else contracted
+        splits_heads = self.heads is not None and stream in context.head_axes(self.heads, stream)
+        layer.product = ProductContext(
+            context,
+            Matmul(),
+            context.grid.axis(contracted),
+            context.grid.axis(produced),
+            self.transposed,
+            FEATURES if splits_heads else None,
+        )
+
+    async def forward(self, layer: BoundLayer, x_BK: Any) -> Any:
+        bias = layer.bias if self.bias else None
+        if bias is not None and not self.bias_gradient:
+            bias = bias.detach()
+        return await multiply(x_BK, layer.weight, bias, layer.product)
 
 
-class Head(nn.Module):
+@dataclass(frozen=True)
+class TiedHeadSpec(LayerSpec):
     """Logits [B, vocabulary over x] of [B, hidden over y] through a tied token embedding [vocabulary, hidden]."""
 
-    def __init__(self, weights: WeightStream):
-        super().__init__()
-        self.context = ProductContext(weights, Matmul(transposed_storage=True), weights.grid.y, weights.grid.x)
+    def prepare(self, layer: BoundLayer) -> None:
+        grid = layer.context.grid
+        layer.product = ProductContext(layer.context, Matmul(transposed_storage=True), grid.y, grid.x)
 
-    async def forward(self, x_BK: torch.Tensor | Recomputable, embedding: nn.Parameter) -> torch.Tensor:
-        return await multiply(x_BK, embedding, None, self.context)
+    async def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
+        return await multiply(x_BK, embedding, None, layer.product)

@@ -1,56 +1,97 @@
-"""Products with streamed weights on the 4-D grid (4D paper, Algorithm 1): what linear layers and convolutions share.
+"""The common part of linear layers and convolutions: products with sharded weights (4D paper, Algorithm 1).
 
-Shapes: B any number of batch dims, K input features, N output features, both this rank's part.
+Shapes: B any number of batch dims, K input features, N output features, both this rank's part. No torch here.
 
-A call has several autograd nodes: one for the input, one for the product and, where the output is scattered, one for
-the output. Each collective starts in one of them and ends in another, and other chunks compute in between. The
-product's node is created when its sum is complete, that is after the products of the other chunks. Since the backward
-runs nodes in the reverse order, the sum of an input's gradient, which starts in the product's node and ends in the
-input's, has the other chunks' computation beside it too.
+A call has several nodes in the graph of gradients: one for the input, one for the product and, where the output is
+scattered, one for the output. Each collective starts in one of them and ends in another, and other chunks compute in
+between. The product's node is created when its sum is complete, that is after the products of the other chunks. Since
+the backward runs nodes in the reverse order, the sum of an input's gradient, which starts in the product's node and
+ends in the input's, overlaps with the other chunks' computation too.
 """
 
-import functools
-import math
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import nn
-from torch.autograd.function import once_differentiable
-
-from gpt4d.parallel.collectives import Axis, Pending
+from gpt4d.parallel.function import Function, kernel
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.recomputation import Recomputable
 from gpt4d.parallel.turns import Turn
-from gpt4d.parallel.weights import WeightStream
 
 TOKENS, FEATURES = 0, -1  # dims of an activation that an axis may split
+
+
+@kernel
+def cast(x, like):
+    """Return ``x`` in the dtype of ``like``."""
+    return x if x.dtype == like.dtype else x.like(dtype=like.dtype)
+
+
+@kernel
+def add_bias_(out, bias):
+    """Add a bias to an output in place."""
+    return out
+
+
+@kernel
+def add_bias(out, bias):
+    """Return an output with a bias."""
+    return out.like()
+
+
+@kernel
+def bias_gradient(d_out_BN, bias):
+    """Return the sum of an output's gradient over the batch, in the shape and dtype of the bias."""
+    return bias.like()
+
+
+@kernel
+def local_bias(bias, like, parts: int, index: int):
+    """Return part ``index`` of a bias in the dtype of ``like``."""
+    return bias.like((*bias.shape[:-1], bias.shape[-1] // parts), like.dtype)
+
+
+@kernel
+def parts_first(x, parts: int):
+    """Return features [..., parts · n] as [parts, ..., n]."""
+    return x.like((parts, *x.shape[:-1], x.shape[-1] // parts))
+
+
+@kernel
+def parts_last(x):
+    """Return [parts, ..., n] as features [..., parts · n]."""
+    return x.like((*x.shape[1:-1], x.shape[0] * x.shape[-1]))
+
+
+@kernel
+def placeholder(like, shape: tuple[int, ...]):
+    """Return a tensor of no memory in the place of a gradient that a ``_Call`` has in flight."""
+    return like.like(shape)
 
 
 class Operation(Protocol):
     """The computation of a layer on one rank: bilinear in the input and the gathered weight, features last."""
 
-    def forward(self, x_BK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x_BK: Any, weight: Any, bias: Any | None) -> Any:
         """Return the output [B, N], contiguous. ``bias`` [N] has the dtype of the weight."""
 
-    def input_gradient(self, d_out_BN: torch.Tensor, weight: torch.Tensor, x_BK: torch.Tensor) -> torch.Tensor:
+    def input_gradient(self, d_out_BN: Any, weight: Any, x_BK: Any) -> Any:
         """Return the gradient of ``x_BK``, contiguous."""
 
-    def weight_gradient(
-        self, d_out_BN: torch.Tensor, x_BK: torch.Tensor, weight: nn.Parameter, added_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def weight_gradient(self, d_out_BN: Any, x_BK: Any, weight: Any, added_to: Any | None) -> Any:
         """Return the gradient of the gathered weight in the dtype of its shard ``weight``, in the order it has there,
         contiguous. With ``added_to``, an earlier sum of such gradients, it is added to that one, which is returned."""
 
 
 class ProductContext(NamedTuple):
-    """The stream that a layer's weight comes from, the axes that split the weight's two dims, and further splits."""
+    """The weights of the stage, the axes that split the weight's two dims, and further splits."""
 
-    weights: WeightStream
+    weights: Any
     operation: Operation
-    contracted: Axis  # splits the input's features; the output is summed over it
-    produced: Axis  # splits the output's features; the input's gradient is summed over it
+    contracted: Any  # splits the input's features; the output is summed over it
+    produced: Any  # splits the output's features; the input's gradient is summed over it
     transposed: bool = False  # the output, not the input, belongs to the residual stream
     inner_split: int | None = None  # dim that the other axis splits of the side that is not the stream's
 
@@ -66,79 +107,65 @@ class ProductContext(NamedTuple):
 
 @dataclass
 class _Call:
-    """One call of a layer: the collectives that its autograd nodes hand to each other."""
+    """One call of a layer: the collectives that its nodes hand to each other."""
 
     context: ProductContext
-    weight: nn.Parameter  # not autograd's view of it: gradients must land here
-    bias: torch.Tensor | None
+    weight: Any  # the parameter, not autograd's view of it: gradients must land here
+    bias: Any | None
     input_split: int | None
     output_split: int | None
-    input_again: Callable[[], torch.Tensor] | None  # computes an input that is not kept
-    output: Pending | None = None  # the product, summed
+    input_again: Callable[[], Any] | None  # computes an input that is not kept
+    output: Any = None  # the product, summed
     shape: tuple[int, ...] = ()  # of the product
-    d_output: Pending | None = None  # the gathered gradient of a scattered output
-    d_input: Pending | None = None  # the input's gradient, summed
+    d_output: Any = None  # the gathered gradient of a scattered output
+    d_input: Any = None  # the input's gradient, summed
 
-    def take(self, name: str) -> torch.Tensor:
+    def take(self, name: str) -> Any:
         """Wait for a collective and forget it, so that its result lives no longer than it is used."""
         pending = getattr(self, name)
         setattr(self, name, None)
         return pending.wait()
 
-    def start_product(self, x_BK: torch.Tensor) -> None:
+    def start_product(self, x_BK: Any) -> None:
         """Compute the product with the gathered input and start to sum it over the contracted axis."""
         context, contracted = self.context, self.context.contracted
-        with torch.no_grad():
-            w = context.weights.gather(self.weight)
-            bias = None if self.bias is None or contracted.size > 1 else self.bias.to(w.dtype)
-            out = context.operation.forward(x_BK, w, bias)
-            self.shape = out.shape
-            if self.output_split is None:
-                self.output = contracted.start_all_reduce(out, parameter=self.weight)
-            else:
-                self.output = start_scatter(out, contracted, self.output_split, self.weight)
+        w = context.weights.gather(self.weight)
+        bias = None if self.bias is None or contracted.size > 1 else cast(self.bias.detach(), w)
+        out = context.operation.forward(x_BK, w, bias)
+        self.shape = out.shape
+        if self.output_split is None:
+            self.output = contracted.start_all_reduce(out, parameter=self.weight)
+        else:
+            self.output = start_scatter(out, contracted, self.output_split, self.weight)
 
-    def local_bias(self, out: torch.Tensor) -> torch.Tensor | None:
+    def local_bias(self, out: Any) -> Any | None:
         """Return the bias of an output that has been summed, in the output's dtype; None if it has been added."""
         contracted = self.context.contracted
         if self.bias is None or contracted.size == 1:
             return None
-        bias = self.bias.detach()
-        if self.output_split == FEATURES:
-            bias = bias.unflatten(-1, (contracted.size, -1))[..., contracted.index, :]
-        return bias.to(out.dtype)
+        parts = contracted.size if self.output_split == FEATURES else 1
+        return local_bias(self.bias.detach(), out, parts, contracted.index)
 
 
-def start_gather(x: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter | None = None) -> Pending:
+def start_gather(x: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
     """Start to concatenate the parts of ``x`` along a dim that the axis splits."""
     if dim == TOKENS:
         return axis.start_all_gather(x, parameter=parameter)
-    pending = axis.start_all_gather(x.unsqueeze(0), parameter=parameter)
-    return pending.then(lambda parts: parts.movedim(0, -2).flatten(-2))
+    return axis.start_all_gather(x.unsqueeze(0), parameter=parameter).then(parts_last)
 
 
-def start_scatter(full: torch.Tensor, axis: Axis, dim: int, parameter: nn.Parameter | None = None) -> Pending:
+def start_scatter(full: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
     """Start to sum ``full`` over the axis; each rank receives its part along a dim."""
     if dim == TOKENS:
         return axis.start_reduce_scatter(full, parameter=parameter)
-    parts = full.unflatten(-1, (axis.size, -1)).movedim(-2, 0)
+    parts = parts_first(full, axis.size)
     return axis.start_reduce_scatter(parts, parameter=parameter).then(lambda part: part.squeeze(0))
 
 
-def placeholder(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of no memory in the place of a gradient that a ``_Call`` has in flight."""
-    return _zero(like.dtype, like.device).expand(shape)
+class InputFunction(Function):
+    """Saves the input for the product's backward. Its own backward waits for the sum of the input's gradient.
 
-
-@functools.cache
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
-
-
-class InputFunction(torch.autograd.Function):
-    """Keeps the input for the product's backward. Its own backward waits for the sum of the input's gradient.
-
-    Under activation checkpointing a recomputation ends with the last tensor that was kept. Kept here, before the
+    Under activation checkpointing a recomputation ends with the last tensor that was saved. Saved here, before the
     product, the last layer's product and its sum over an axis are not computed again only to be discarded.
     """
 
@@ -150,13 +177,12 @@ class InputFunction(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_x):
         return ctx.call.take("d_input") if ctx.call.d_input else d_x, None
 
 
-class GatheredInputFunction(torch.autograd.Function):
-    """A part of the input → the whole, which it keeps for the product's backward."""
+class GatheredInputFunction(Function):
+    """A part of the input → the whole, which it saves for the product's backward."""
 
     @staticmethod
     def forward(ctx, part, whole):
@@ -165,16 +191,15 @@ class GatheredInputFunction(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_whole):
         return placeholder(d_whole, ctx.shape), None  # InputFunction has the gradient
 
 
-class ProductFunction(torch.autograd.Function):
-    """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for what ``start_product`` began.
+class ProductFunction(Function):
+    """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` began.
 
-    W is not kept here: the weight stream decides whether it is gathered again. The node before keeps I, if I has a
-    gradient. Of an output that is to be scattered only the shape is returned: ScatteredOutputFunction waits for it.
+    W is not saved here: the weights decide whether it is gathered again. The node before saves I, if I has a gradient.
+    Of an output that is to be scattered only the shape is returned: ScatteredOutputFunction waits for it.
     """
 
     @staticmethod
@@ -187,11 +212,10 @@ class ProductFunction(torch.autograd.Function):
             return placeholder(x_BK, call.shape)
         out = call.take("output")
         if (bias := call.local_bias(out)) is not None:  # after the sum: once, not once for each rank of the axis
-            out += bias
+            out = add_bias_(out, bias)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out_BN):
         call, d_x, of_weight, d_bias = ctx.call, None, None, None
         if call.input_again is None:
@@ -213,43 +237,39 @@ class ProductFunction(torch.autograd.Function):
                 call.d_input.wait()
         if ctx.needs_input_grad[1]:
 
-            def d_weight(earlier: torch.Tensor | None) -> torch.Tensor:
+            def d_weight(earlier: Any | None) -> Any:
                 return context.operation.weight_gradient(d_out_BN, x_BK, call.weight, earlier)
 
             of_weight = weights.add_gradient(call.weight, d_weight)
         if call.bias is not None and ctx.needs_input_grad[2]:
-            rows = d_out_BN.reshape(-1, math.prod(call.bias.shape))
-            d_bias = rows.sum(0, dtype=call.bias.dtype).view(call.bias.shape)
+            d_bias = bias_gradient(d_out_BN, call.bias)
         return d_x, of_weight, d_bias, None
 
 
-class ScatteredOutputFunction(torch.autograd.Function):
+class ScatteredOutputFunction(Function):
     """Waits for this rank's part of the sum of the products. Its backward starts to gather the gradient's parts."""
 
     @staticmethod
     def forward(ctx, shape_of_product, call: _Call):
         ctx.call = call
         out = call.take("output")
-        return out if (bias := call.local_bias(out)) is None else out + bias
+        return out if (bias := call.local_bias(out)) is None else add_bias(out, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out):
         call = ctx.call
         call.d_output = start_gather(d_out, call.context.contracted, call.output_split, call.weight)
         return placeholder(d_out, call.shape), None
 
 
-async def multiply(
-    given: torch.Tensor | Recomputable, weight: nn.Parameter, bias: torch.Tensor | None, context: ProductContext
-) -> torch.Tensor:
-    """Return the output of a layer for one chunk, of which the input [B, K] is given.
+async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductContext) -> Any:
+    """Return the output of a layer for one chunk, of which the input [B, K] is given, perhaps as a Recomputable.
 
     ``bias`` gets its gradient here if it requires one.
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
     splits = context.splits()
-    # An input that is gathered is kept: it would have to be gathered again.
+    # An input that is gathered is saved: it would have to be gathered again.
     call = _Call(context, weight, bias, *splits, again if splits[0] is None else None)
     x_BK = InputFunction.apply(x_BK, call)
     if call.input_split is not None:
@@ -259,7 +279,7 @@ async def multiply(
     elif call.output_split is not None:
         await Turn()  # the product's node follows at once: after the inputs' nodes of all chunks
     if context.weights.recomputation_ends:
-        await Turn()  # the other chunks keep their inputs, and the last one ends the recomputation
+        await Turn()  # the other chunks save their inputs, and the last one ends the recomputation
     call.start_product(x_BK.detach())
     if call.output_split is None:
         await Turn()

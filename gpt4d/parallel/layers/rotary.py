@@ -1,39 +1,37 @@
-"""Rotary position embedding (Su et al., 2021)."""
+"""Rotary position embedding (Su et al., 2021). No torch here."""
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from gpt4d.parallel.fusion import fused
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.function import Function, kernel
 
 
-@fused
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # torch.compile does not take results that are parts of a tensor
-        first, second = x.chunk(2, -1)
-        one, other = first * cos - direction * second * sin, second * cos + direction * first * sin
-        return torch.cat((one, other), -1).to(x.dtype)
-    wide = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    (first, second), (new_first, new_second) = x.chunk(2, -1), wide.chunk(2, -1)
-    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=new_second).addcmul_(first, sin, value=direction)
-    return wide.to(x.dtype)
+@kernel(fused=True)
+def rotated(x, cos, sin, direction: int):
+    """Return pairs of features [..., heads, 2·pairs] rotated by angles, or, for ``direction`` -1, rotated back."""
+    return x.like()
 
 
-class RotationFunction(torch.autograd.Function):
-    """Pairs of features [..., heads, 2·pairs] rotated by angles of which ``cos`` and ``sin`` are given."""
+@kernel
+def rotations(positions, like, frequencies: Sequence[float], scale: float):
+    """Return the scaled cosines and sines of the angles, [batch, sequence, 1, pairs], at least float32."""
+    shape = (*positions.shape, 1, len(frequencies))
+    return tuple(positions.like(shape, "float64" if like.dtype == "float64" else "float32") for _ in range(2))
+
+
+class RotationFunction(Function):
+    """Pairs of features rotated by angles of which ``cos`` and ``sin`` are given."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return rotated(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, d_out):
         cos, sin = ctx.saved_tensors
-        return _rotated(d_out, cos, sin, -1), None, None
+        return rotated(d_out, cos, sin, -1), None, None
 
 
 class Rotary:
@@ -48,17 +46,10 @@ class Rotary:
 
     def __init__(self, frequencies: Sequence[float], scale: float = 1.0):
         self.frequencies, self.scale = tuple(frequencies), scale
-        self._rotations: WeakKeyDictionary[Tokens, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
+        self._rotations: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
-    def __call__(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def __call__(self, x: Any, tokens: Any) -> Any:
         """Return ``x`` [batch, sequence, heads, size] rotated, computed in float32, or float64 for float64."""
-        return RotationFunction.apply(x, *self._rotation(tokens, x))
-
-    def _rotation(self, tokens: Tokens, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, [batch, sequence, 1, pairs]."""
         if tokens not in self._rotations:
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            frequencies = torch.tensor(self.frequencies, dtype=dtype, device=x.device)
-            angles = tokens.positions[..., None, None] * frequencies
-            self._rotations[tokens] = angles.cos() * self.scale, angles.sin() * self.scale
-        return self._rotations[tokens]
+            self._rotations[tokens] = rotations(tokens.positions, x, self.frequencies, self.scale)
+        return RotationFunction.apply(x, *self._rotations[tokens])

@@ -136,22 +136,6 @@ def position_embedding(positions: int, hidden: int, std: float = 0.02) -> dict[s
     return {"weight": ParameterSpec((positions, hidden), Layout((), ("y",)), std=std, decay=True, between_layers=True)}
 
 
-def layer_norm(features: int) -> dict[str, ParameterSpec]:
-    """Return weight and bias [features], features over y."""
-    bias = ParameterSpec((features,), Layout(("y",)), between_layers=True)
-    return {"weight": replace(bias, mean=1.0), "bias": bias}
-
-
-def rms_norm(features: int) -> dict[str, ParameterSpec]:
-    """Return weight [features], features over y."""
-    return {"weight": ParameterSpec((features,), Layout(("y",)), mean=1.0, between_layers=True)}
-
-
-def head_norm(size: int) -> dict[str, ParameterSpec]:
-    """Return weight [size], which all heads share."""
-    return {"weight": ParameterSpec((size,), Layout(()), mean=1.0)}
-
-
 def group_norm(channels: int, axis: str) -> dict[str, ParameterSpec]:
     """Return weight and bias [channels], channels over ``axis``."""
     bias = ParameterSpec((channels,), Layout((axis,)))

@@ -6,10 +6,11 @@ No axis but z splits its weights: it is whole on every rank of x and y. Only a b
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.activations import SiluFunction
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.weights import WeightStream
 
@@ -33,11 +34,11 @@ class TimeEmbedding(nn.Module):
     def __init__(self, weights: WeightStream, channels: int, hidden: int, std: float = 0.02):
         super().__init__()
         self.channels, self.dtype = channels, weights.compute_dtype
-        self.up = Linear(weights, channels, hidden, axes=WHOLE, std=std)
-        self.down = Linear(weights, hidden, hidden, axes=WHOLE, std=std)
+        self.up = Layer(LinearSpec(channels, hidden, axes=WHOLE, std=std), weights)
+        self.down = Layer(LinearSpec(hidden, hidden, axes=WHOLE, std=std), weights)
 
     async def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
-        return await self.down(F.silu(await self.up(sinusoids(timesteps, self.channels).to(self.dtype))))
+        return await self.down(SiluFunction.apply(await self.up(sinusoids(timesteps, self.channels).to(self.dtype))))
 
 
 class ScaleShift(nn.Module):
@@ -45,8 +46,8 @@ class ScaleShift(nn.Module):
 
     def __init__(self, weights: WeightStream, hidden: int, channels: int, axis: str, std: float = 0.02):
         super().__init__()
-        self.linear = Linear(weights, hidden, channels, axes=Axes(None, axis), num_fused=2, std=std)
+        self.linear = Layer(LinearSpec(hidden, channels, axes=Axes(None, axis), num_fused=2, std=std), weights)
 
     async def forward(self, x_BHWC: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        scale, shift = (await self.linear(F.silu(embedding))).unbind(1)
+        scale, shift = (await self.linear(SiluFunction.apply(embedding))).unbind(1)
         return torch.addcmul(shift[:, None, None], x_BHWC, (1 + scale)[:, None, None])

@@ -18,7 +18,8 @@ from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2d, Convolution
 from gpt4d.parallel.layers.group_norm import GroupNorm
-from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding, sinusoids
 from gpt4d.parallel.layers.tokens import Tokens
@@ -170,9 +171,9 @@ def attention(sizes, stream_axis):
     """On a rank: an attention of pixels over heads, on a stream that ``stream_axis`` splits."""
     weights = stream(sizes)
     other, heads, channels = {"x": "y", "y": "x"}[stream_axis], 4, 16
-    axes, split = head_split(heads, weights, stream_axis)
-    qkv = Linear(weights, channels, channels, axes=Axes(stream_axis, other), num_fused=3, inner_split=split)
-    output = Linear(weights, channels, channels, axes=Axes(other, stream_axis), transposed=True, inner_split=split)
+    axes = head_split(heads, weights, stream_axis)
+    qkv = Layer(LinearSpec(channels, channels, axes=Axes(stream_axis, other), num_fused=3, heads=heads), weights)
+    output = Layer(LinearSpec(channels, channels, axes=Axes(other, stream_axis), transposed=True, heads=heads), weights)
     core = AttentionCore(heads, 0.0, axes, causal=False)
     parameters = {f"{n}.{p}": v for n, m in (("qkv", qkv), ("output", output)) for p, v in m.named_parameters()}
     total = GradientReducer(weights, parameters)

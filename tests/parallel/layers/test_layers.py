@@ -11,11 +11,12 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel import limits
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.embedding import TokenEmbedding
-from gpt4d.parallel.layers.gelu import gelu
-from gpt4d.parallel.layers.linear import Linear
+from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
-from gpt4d.parallel.layers.norm import LayerNorm, RMSNorm
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.turns import run_alone
@@ -25,7 +26,7 @@ from tests.parallel.layers.oracle import close, fill, normal, part, stream
 
 def linear(sizes, transposed, parts):
     weights = stream(sizes)
-    layer = Linear(weights, 8, 12, transposed=transposed, num_fused=parts)
+    layer = Layer(LinearSpec(8, 12, transposed=transposed, num_fused=parts), weights)
     total = GradientReducer(weights, dict(layer.named_parameters()))
     inputs, weight = normal(8, 3, 8), normal(8, (parts or 1) * 12, seed=1)
     bias, upstream = normal((parts or 1) * 12, seed=2), normal(8, 3, (parts or 1) * 12, seed=3)
@@ -61,7 +62,7 @@ def test_a_linear_layer_is_algorithm_1(ranks, sizes, transposed, parts):
 
 def layer_norm(sizes, offset):
     weights = stream(sizes)
-    layer = LayerNorm(weights, 12)
+    layer = Layer(LayerNormSpec(12), weights)
     inputs, weight, bias, upstream = normal(4, 3, 12) + offset, normal(12, seed=1), normal(12, seed=2), normal(4, 3, 12)
     fill(layer.weight, weight, weights)
     fill(layer.bias, bias, weights)
@@ -91,18 +92,18 @@ def test_layer_norm_takes_mean_and_variance_of_the_whole_hidden_dim(ranks, sizes
 
 def norm_of_stream(sizes, kind, added):
     weights, layout = stream(sizes), Layout((), (), ("y",))
-    layer = kind(weights, 12)
+    layer = Layer(kind(12), weights)
     leaves = [normal(4, 3, 12, seed=1), normal(4, 3, 12, seed=2)][: 1 + added]
     upstream = [normal(4, 3, 12, seed=3), normal(4, 3, 12, seed=4)]
     fill(layer.weight, weight := normal(12, seed=5), weights)
-    if kind is LayerNorm:
+    if kind is LayerNormSpec:
         fill(layer.bias, torch.zeros(12), weights)
     mine = [part(x, weights, layout).clone().requires_grad_() for x in leaves]
     ours = layer(*mine)
     torch.autograd.backward(ours, [part(x, weights, layout) for x in upstream])
     leaves, weight = [x.requires_grad_() for x in leaves], weight.requires_grad_()
     whole = sum(leaves)
-    plain = F.layer_norm(whole, (12,), weight) if kind is LayerNorm else F.rms_norm(whole, (12,), weight, 1e-5)
+    plain = F.layer_norm(whole, (12,), weight) if kind is LayerNormSpec else F.rms_norm(whole, (12,), weight, 1e-5)
     torch.autograd.backward((whole, plain), upstream)
     close(ours[0], part(whole, weights, layout))
     close(ours[1], part(plain, weights, layout))
@@ -112,7 +113,7 @@ def norm_of_stream(sizes, kind, added):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(1, 2)], ids=grid_name)
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("kind", [LayerNormSpec, RMSNormSpec])
 @pytest.mark.parametrize("added", [False, True], ids=["stream", "sum"])
 def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, sizes, kind, added):
     ranks.run(sizes.devices, norm_of_stream, sizes, kind, added)
@@ -122,7 +123,7 @@ def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, siz
 def test_gelu_computes_the_gradient_of_the_bias_in_its_input(tokens):
     product, bias, upstream = normal(tokens, 6), normal(2, 3, seed=1).requires_grad_(), normal(tokens, 6, seed=2)
     x = (product + bias.detach().flatten()).requires_grad_()
-    ours = gelu(x, bias)
+    ours = gelu_of_biased(x, bias)
     ours.backward(upstream)
     found, bias.grad = bias.grad, None
     wide = product.requires_grad_()
@@ -208,7 +209,7 @@ def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
 
 def accumulate(sizes):
     weights = stream(sizes)
-    layer = Linear(weights, 8, 8)
+    layer = Layer(LinearSpec(8, 8), weights)
     fill(layer.weight, normal(8, 8), weights)
     fill(layer.bias, normal(8), weights)
     inputs = torch.ones(2, 8 // sizes.y, dtype=torch.float64)

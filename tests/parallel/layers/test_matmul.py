@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.parallel import limits
-from gpt4d.parallel.layers.matmul import matmul, product
+from gpt4d.parallel.layers.linear_kernels import matmul, product
 
 LARGE, SMALL = (256, 96, 160), (6, 5, 4)  # rows, contracted, columns
 

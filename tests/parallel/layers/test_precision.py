@@ -9,8 +9,9 @@ from gpt4d.parallel.layers.conv import Conv2d
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.group_norm import GroupNorm
-from gpt4d.parallel.layers.linear import Head, Linear
-from gpt4d.parallel.layers.norm import LayerNorm, SplitLayerNormFunction
+from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import LayerNormFunction, LayerNormSpec
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
@@ -26,6 +27,18 @@ def normal(*shape, seed=0):
 def close(gradient, exact):
     assert gradient.dtype == torch.float32
     assert (gradient.double() - exact).norm() < 1e-5 * exact.norm()  # rounding to bf16 costs 1e-3
+
+
+class Twins:
+    """An axis of two ranks with equal tensors."""
+
+    size = 2
+
+    def all_gather(self, shard, parameter=None):
+        return torch.cat((shard, shard))
+
+    def all_reduce(self, tensor, parameter=None):
+        return tensor.mul_(2)
 
 
 @pytest.fixture
@@ -44,7 +57,7 @@ def upstream():
 
 
 def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
-    layer = Linear(weights, FEATURES, FEATURES)
+    layer = Layer(LinearSpec(FEATURES, FEATURES), weights)
     run_alone(layer(x)).backward(upstream)
     weights.finish()
     wide, d_out = x.detach().double().flatten(0, 1), upstream.double().flatten(0, 1)
@@ -54,7 +67,7 @@ def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
 
 def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
     table = TokenEmbedding(weights, FEATURES, FEATURES)
-    run_alone(Head(weights)(x, table.weight)).backward(upstream)
+    run_alone(Layer(TiedHeadSpec(), weights)(x, table.weight)).backward(upstream)
     weights.finish()
     close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
     table = TokenEmbedding(weights, 20, FEATURES)
@@ -73,11 +86,11 @@ def test_a_position_table(weights, upstream, documents):
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole features", "split features"])
 def test_weight_and_bias_of_a_norm(weights, x, upstream, split):
-    layer = LayerNorm(weights, FEATURES)
+    layer = Layer(LayerNormSpec(FEATURES), weights)
     with torch.no_grad():
         layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.zero_()
-    arguments = layer.weight, layer.bias, layer.axis, layer.epsilon
-    _, out = SplitLayerNormFunction.apply(x, None, *arguments) if split else layer(x)
+    arguments = layer.weight, layer.bias, Twins(), layer.spec.epsilon
+    _, out = LayerNormFunction.apply(x, None, *arguments) if split else layer(x)
     out.backward(upstream)
     exact = F.layer_norm(x.detach().double(), (FEATURES,)) * upstream.double()
     close(layer.weight.grad, exact.sum((0, 1)))
@@ -85,7 +98,7 @@ def test_weight_and_bias_of_a_norm(weights, x, upstream, split):
 
 
 def test_a_norm_of_bf16_features_is_that_of_their_values(weights, x, upstream):
-    layer = LayerNorm(weights, FEATURES)
+    layer = Layer(LayerNormSpec(FEATURES), weights)
     with torch.no_grad():
         layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.copy_(normal(FEATURES, seed=3))
     _, out = layer(x)

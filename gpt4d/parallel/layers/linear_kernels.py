@@ -1,10 +1,13 @@
-"""Products of matrices, and the dtype in which they are added up.
+"""The kernels of products, and the dtype in which they are added up.
 
 On x86 processors float32 products are oneDNN's, which uses AVX-512 wherever it exists. torch.mm calls MKL, which does
 so on Intel's processors only: on others with AVX-512 oneDNN is more than twice as fast.
+
+Weights are [K, *N], or [N, K] (``transposed``) as an embedding is.
 """
 
 import functools
+import math
 import platform
 from collections.abc import Callable
 
@@ -66,3 +69,29 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to
         block = matmul(part.to(dtype), wide)
         out.copy_(block) if added_to is None else out.add_(block)
     return result
+
+
+def _matrix(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    matrix = weight.flatten(1)
+    return matrix.t() if transposed else matrix
+
+
+def linear(x_BK, weight, bias, transposed: bool):
+    rows, w = x_BK.reshape(-1, x_BK.shape[-1]), _matrix(weight, transposed)
+    out = matmul(rows, w, None if bias is None else bias.flatten())
+    return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:]))
+
+
+def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
+    w = _matrix(weight, transposed)
+    return matmul(d_out_BN.view(-1, w.shape[1]), w.t()).view(x_BK.shape)
+
+
+def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
+    rows = x_BK.reshape(-1, x_BK.shape[-1])
+    d_rows = d_out_BN.view(len(rows), math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
+    left, right = (d_rows, rows) if transposed else (rows, d_rows)
+    if added_to is None:
+        return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
+    product(left.t(), right, weight.dtype, added_to.view(len(added_to), -1))
+    return added_to

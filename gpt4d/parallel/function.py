@@ -1,0 +1,110 @@
+"""Kernels, and functions with a gradient, of which a layer consists. No torch here.
+
+A kernel is written twice: as torch code, and as the shapes of its results, from which the planner derives its time.
+Everything else, such as which kernels and collectives follow each other, is written once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, update_wrapper
+from pathlib import Path
+from typing import Any
+
+from gpt4d.parallel.symbolic import SymbolicTensor
+
+EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
+
+
+class Function:
+    """A function with a gradient: a torch.autograd.Function, in a module that does not import torch.
+
+    ``forward`` and ``backward`` are static methods.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call ``forward`` and record the call for the backward."""
+        if cls not in _in_torch:
+            _in_torch[cls] = _torch_function(cls)
+        return _in_torch[cls].apply(*args)
+
+
+_in_torch: dict[type[Function], Any] = {}  # the torch.autograd.Function of each function that has been called
+
+
+def _torch_function(function: type[Function]) -> Any:
+    from torch.autograd import Function as TorchFunction
+
+    methods = {"forward": staticmethod(function.forward), "backward": staticmethod(function.backward)}
+    return type(function.__name__, (TorchFunction,), {**methods, "__doc__": function.__doc__})
+
+
+class Kernel:
+    """A function of tensors without a gradient or a collective.
+
+    On torch's tensors it is the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
+    takes the time to read its arguments and to write its results. If it is not compiled, it takes what is recorded in
+    ``EAGER_COSTS``. The first argument is a tensor.
+
+    Args:
+        shapes: takes the arguments and returns the results, new tensors or arguments that are overwritten.
+        fused: torch.compile makes one operation of it.
+    """
+
+    def __init__(
+        self,
+        shapes: Callable[..., Any],
+        fused: bool = False,
+    ):
+        self.shapes, self.fused = shapes, fused
+        self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
+        self._run: Callable[..., Any] | None = None
+        update_wrapper(self, shapes)
+
+    def __call__(self, *args: Any) -> Any:
+        if isinstance(args[0], SymbolicTensor):
+            return self._plan(args)
+        return (self._run or self._load())(*args)
+
+    def _load(self) -> Callable[..., Any]:
+        from gpt4d.parallel.fusion import fused
+
+        module = importlib.import_module(f"{self.shapes.__module__}_kernels")
+        function = getattr(module, self.shapes.__name__)
+        self._run = fused(function) if self.fused else function
+        return self._run
+
+    def _plan(self, args: Sequence[Any]) -> Any:
+        device = args[0].device
+        returned = self.shapes(*args)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        tensors = [arg for arg in args if isinstance(arg, SymbolicTensor)]
+        moved = sum(tensor.nbytes for tensor in (*tensors, *filter(None, results)))
+        if device.compiled or not self.fused:
+            device.compute(moved=moved)
+        else:
+            factor, operations, temporary = _eager_costs()[f"{self.name} {args[0].dtype} {len(tensors)}"]
+            device.scratch(temporary * moved)
+            device.compute(moved=factor * moved, operations=operations)
+        return returned
+
+
+def kernel(shapes: Callable[..., Any] | None = None, fused: bool = False) -> Any:
+    """Declare a kernel by the shapes of its results. Arguments as for ``Kernel``."""
+    return Kernel(shapes) if shapes else lambda function: Kernel(function, fused)
+
+
+@cache
+def _eager_costs() -> dict[str, tuple[float, int, float]]:
+    """Return what each kernel costs without torch.compile, by its name, the dtype and the number of its tensors.
+
+    That is the bytes that it moves, relative to the bytes of its arguments and results, its operations, and the bytes
+    of its temporary tensors, relative to the same.
+    """
+    return json.loads(EAGER_COSTS.read_text())

@@ -1,0 +1,25 @@
+"""Layers as torch modules."""
+
+from typing import Any
+
+from torch import nn
+
+from gpt4d.parallel.layers.layer import LayerSpec
+from gpt4d.parallel.weights import WeightStream
+
+
+class Layer(nn.Module):
+    """A layer of a stage, built from its spec. Its parameters have no values yet."""
+
+    def __init__(self, spec: LayerSpec, context: WeightStream):
+        super().__init__()
+        self.spec, self.context = spec, context
+        for name, parameter in spec.parameters().items():
+            self.register_parameter(name, context.parameter(parameter))
+        spec.prepare(self)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.spec.forward(self, *inputs)
+
+    def extra_repr(self) -> str:
+        return str(self.spec)

@@ -1,0 +1,120 @@
+"""The kernels of LayerNorm and RMSNorm.
+
+The input of a norm is the residual stream. The sum of the stream and a branch's output belongs to the norm behind it,
+and so does the sum of the stream's gradients: compiled, each is computed where the norm reads or writes the tensor
+anyway. Weight and bias are masters, and their gradients are summed in the masters' dtype, whatever the dtype of the
+features. Statistics are float32, or float64 for float64 inputs.
+"""
+
+import torch
+
+
+def layer_norm(x, branch, weight, bias, epsilon: float):
+    added, stream = _with_branch(x, branch)
+    stream, w, b = _as_kernels_take(stream, weight, bias)
+    out, mean, rstd = torch.native_layer_norm(stream, weight.shape, w, b, epsilon)
+    return added, out.to(x.dtype), mean, rstd
+
+
+def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
+    given, w, b = _as_kernels_take(x, weight, bias)
+    wide = given.dtype == weight.dtype
+    backward = torch.ops.aten.native_layer_norm_backward
+    d_given = d_out.to(given.dtype)
+    d_x, d_weight, d_bias = backward(d_given, given, weight.shape, mean, rstd, w, b, [True, wide, wide])
+    if not wide:  # the kernel would round sums over all tokens to the narrow dtype; the statistics have the wide one
+        d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
+        d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
+    return _summed(d_x, d_stream, x), d_weight, d_bias
+
+
+def _with_branch(x, branch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return ``x + branch``, None without one, and the stream: a compiled function does not return what it is given."""
+    added = None if branch is None else x + branch
+    return added, x if added is None else added
+
+
+def _as_kernels_take(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the arguments of torch's kernels in dtypes with which they do not round the statistics."""
+    if torch.compiler.is_compiling():  # conversions take no pass of their own
+        return x.to(_statistics_dtype(x)), weight, bias
+    # On a CPU, narrow weights would make the statistics narrow; on a GPU the kernels take one dtype only.
+    return (x, weight, bias) if x.is_cpu else (x, weight.to(x.dtype), bias.to(x.dtype))
+
+
+def mean_and_variance(x, branch):
+    added, stream = _with_branch(x, branch)
+    wide = stream.to(_statistics_dtype(x))
+    mean = wide.mean(-1)
+    # torch.var_mean is five times slower on a CPU.
+    return added, torch.stack((mean, (wide - mean.unsqueeze(-1)).square_().mean(-1)))
+
+
+def combined_statistics(parts, epsilon: float):
+    mean = parts[:, 0].mean(0)
+    variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)
+    return mean.unsqueeze(-1), (variance + epsilon).rsqrt_().unsqueeze(-1)
+
+
+def normalized(x, mean, rstd, weight, bias):
+    return (x - mean).mul_(rstd).mul_(weight).add_(bias).to(x.dtype)
+
+
+def sums_of_gradient(d_out, x, mean, rstd, weight):
+    d_normal = d_out * weight
+    return torch.stack((d_normal.sum(-1), (x - mean).mul_(rstd).mul_(d_normal).sum(-1)))
+
+
+def mean_of(sums, count: int):
+    return sums.div_(count).unsqueeze(-1)
+
+
+def split_layer_norm_gradients(d_out, d_stream, x, mean, rstd, weight, sums):
+    normal, d_out = (x - mean).mul_(rstd), d_out.to(rstd.dtype)
+    d_x = (d_out * weight).sub_(sums[0]).addcmul_(normal, sums[1], value=-1).mul_(rstd)
+    d_weight = normal.mul_(d_out).flatten(0, -2).sum(0)
+    return _summed(d_x, d_stream, x), d_weight.to(weight.dtype), d_out.flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _summed(d_x: torch.Tensor, d_stream: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``, in its dtype, with that of the stream."""
+    d_x = d_x.to(x.dtype)
+    return d_x if d_stream is None else d_x.add_(d_stream)
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def sum_of_squares(x, branch):
+    added, stream = _with_branch(x, branch)
+    return added, stream.to(_statistics_dtype(x)).square().sum(-1)
+
+
+def reciprocal_root(squares, count: int, epsilon: float):
+    return squares.div_(count).add_(epsilon).rsqrt_().unsqueeze(-1)
+
+
+def scaled(x, rstd, weight):
+    return (x * rstd).mul_(weight).to(x.dtype)
+
+
+def rms_norm(x, branch, weight, epsilon: float):
+    added, squares = sum_of_squares(x, branch)
+    rstd = reciprocal_root(squares, x.shape[-1], epsilon)
+    return added, rstd, scaled(x if added is None else added, rstd, weight)
+
+
+def sum_of_rms_gradient(d_out, x, rstd, weight):
+    return (d_out * weight).mul_(x * rstd).sum(-1)
+
+
+def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums):
+    normal = x * rstd
+    d_x = (d_out * weight).addcmul_(normal, sums, value=-1).mul_(rstd)
+    return _summed(d_x, d_stream, x), normal.mul_(d_out).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def rms_norm_gradients(d_out, d_stream, x, rstd, weight):
+    sums = mean_of(sum_of_rms_gradient(d_out, x, rstd, weight), x.shape[-1])
+    return split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums)
