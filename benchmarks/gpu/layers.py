@@ -15,7 +15,7 @@ from gpt4d.model.init import initialize
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import AttentionCore
-from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
@@ -140,7 +140,7 @@ def _group_norm(values: Values):
 def _convolution(**options: Any) -> Case:
     def case(values: Values):
         hidden = values.sizes.hidden
-        layer, x = Conv2d(values.weights, hidden, hidden // 2, 3, padding=1, **options), values.pictures()
+        layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.pictures()
         return layer, lambda: run_alone(layer(x))
 
     return case

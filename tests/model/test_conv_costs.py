@@ -28,7 +28,7 @@ from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
-from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
@@ -58,10 +58,10 @@ class Lower(nn.Module):
     def __init__(self, weights):
         super().__init__()
         self.norm = GroupNorm(weights, CUT, C)
-        self.widen = Conv2d(weights, C, 2 * C, 3, NORMAL, padding=1)
+        self.widen = Layer(Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1), weights)
         self.scale = ScaleShift(weights, T, 2 * C, "x")
-        self.narrow = Conv2d(weights, 2 * C, C, 1, Axes("x", None), scatter_output=True)
-        self.lower = Conv2d(weights, C, C, 3, TRANSPOSED, stride=2, padding=1)
+        self.narrow = Layer(Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True), weights)
+        self.lower = Layer(Conv2dSpec(C, C, 3, TRANSPOSED, stride=2, padding=1), weights)
 
     async def forward(self, x, embedding):
         x = await self.scale(await self.widen(F.silu(self.norm(x))), embedding)
@@ -88,7 +88,7 @@ class Raise(nn.Module):
         self.qkv = Layer(LinearSpec(C, C, num_fused=3, heads=HEADS), weights)
         self.core = AttentionCore(HEADS, 0.0, axes, causal=False)
         self.output = Layer(LinearSpec(C, C, transposed=True, heads=HEADS), weights)
-        self.higher = Conv2d(weights, C, 2 * C, 3, NORMAL, padding=1, upsampling=2)
+        self.higher = Layer(Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1, upsampling=2), weights)
 
     async def forward(self, x, embedding):
         rows = self.norm(x).flatten(0, 2)
@@ -111,11 +111,11 @@ class Pictures(nn.Module):
         super().__init__()
         self.weights = weights
         self.time = TimeEmbedding(weights, 16, T)
-        self.first = Conv2d(weights, 3, C, 3, Axes(None, "y"), padding=1)
+        self.first = Layer(Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), weights)
         self.blocks = nn.ModuleList([Lower(weights), Raise(weights)])
-        self.back = Conv2d(weights, 2 * C, C, 1, TRANSPOSED)
+        self.back = Layer(Conv2dSpec(2 * C, C, 1, TRANSPOSED), weights)
         self.norm = GroupNorm(weights, CUT, (C, C))
-        self.last = Conv2d(weights, 2 * C, 3, 3, Axes("y", None), padding=1)
+        self.last = Layer(Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1), weights)
 
     def loss_sum(self, pictures, steps):
         embedding = run_alone(self.time(steps))

@@ -19,7 +19,7 @@ from gpt4d.parallel.chunks import Node, run_graph
 from gpt4d.parallel.layers.activations import SiluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
-from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import LinearSpec
@@ -62,13 +62,13 @@ class ResidualBlock(nn.Module):
         norm = config.groups, config.norm_epsilon
         self.shortcut = None
         if wide != channels:
-            self.shortcut = Conv2d(weights, wide, channels, 1, Axes(outer, None), scatter_output=True)
+            self.shortcut = Layer(Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True), weights)
         self.first_norm = GroupNorm(weights, norm[0], block.in_channels, outer, norm[1])
-        self.first = Conv2d(weights, wide, channels, 3, Axes(outer, inner), padding=1)
+        self.first = Layer(Conv2dSpec(wide, channels, 3, Axes(outer, inner), padding=1), weights)
         self.second_norm = GroupNorm(weights, norm[0], channels, inner, norm[1])
         self.time = ScaleShift(weights, structure.embedding_size(config), channels, inner)
         self.dropout = Layer(DropoutSpec(config.dropout, inner), weights)
-        self.second = Conv2d(weights, channels, channels, 3, Axes(inner, outer), padding=1, std=0.0)
+        self.second = Layer(Conv2dSpec(channels, channels, 3, Axes(inner, outer), padding=1, std=0.0), weights)
         self.attention = Attention(config, weights, block.output) if block.attention else None
 
     async def forward(self, x_BSSC: torch.Tensor, *rest) -> torch.Tensor:
@@ -95,7 +95,7 @@ class LevelChange(nn.Module):
         stride, upsampling = (2, 1) if block.kind == "down" else (1, 2)
         axes = Axes(block.outer, block.inner)
         channels = block.stream.channels, block.output.channels
-        self.conv = Conv2d(weights, *channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)
+        self.conv = Layer(Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling), weights)
 
     async def forward(self, x_BSSC: torch.Tensor, samples: Tokens) -> torch.Tensor:
         return await self.conv(x_BSSC)
@@ -115,14 +115,14 @@ class UNet(nn.Module):
         if any(part.begins for part in parts):
             self.time = TimeEmbedding(weights, config.channels, structure.embedding_size(config))
             axes = Axes(None, first.axis)
-            self.input = Conv2d(weights, config.image_channels, first.channels, 3, axes, padding=1)
+            self.input = Layer(Conv2dSpec(config.image_channels, first.channels, 3, axes, padding=1), weights)
         self.blocks = nn.ModuleDict(
             {str(index): self._build(self.all_blocks[index]) for part in parts for index in part.blocks}
         )
         if any(part.ends for part in parts):
             self.norm = GroupNorm(weights, config.groups, last.channels, last.axis, config.norm_epsilon)
             axes = Axes(last.axis, None)
-            self.output = Conv2d(weights, last.channels, config.image_channels, 3, axes, padding=1, std=0.0)
+            self.output = Layer(Conv2dSpec(last.channels, config.image_channels, 3, axes, padding=1, std=0.0), weights)
 
     def _build(self, block: Block) -> nn.Module:
         if block.kind == "residual":

@@ -16,7 +16,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
-from gpt4d.parallel.layers.conv import Conv2d, Convolution
+from gpt4d.parallel.layers.conv import Conv2dSpec, Convolution
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
@@ -49,7 +49,7 @@ def last_channels(x):
 def conv(sizes, channels, kernel, axes, options):
     """On a rank: one convolution, its gradients and the bytes it sends."""
     weights = stream(sizes)
-    layer = Conv2d(weights, *channels, kernel, axes, **options)
+    layer = Layer(Conv2dSpec(*channels, kernel, axes, **options), weights)
     total = GradientReducer(weights, dict(layer.named_parameters()))
     kh, kw = (kernel, kernel) if isinstance(kernel, int) else kernel
     inputs, weight, bias = normal(8, 6, 4, channels[0]), normal(*channels[::-1], kh, kw, seed=1), normal(channels[1])
@@ -266,11 +266,11 @@ class Residual(torch.nn.Module):
     def __init__(self, weights):
         super().__init__()
         self.norm = GroupNorm(weights, 1, 8)
-        self.widen = Conv2d(weights, 8, 16, 3, NORMAL, padding=1)
+        self.widen = Layer(Conv2dSpec(8, 16, 3, NORMAL, padding=1), weights)
         self.inner = GroupNorm(weights, 4, 16, "x")
         self.scale = ScaleShift(weights, 16, 16, "x")
-        self.narrow = Conv2d(weights, 16, 8, 3, TRANSPOSED, padding=1)
-        self.shortcut = Conv2d(weights, 8, 8, 1, Axes("y", None), scatter_output=True)
+        self.narrow = Layer(Conv2dSpec(16, 8, 3, TRANSPOSED, padding=1), weights)
+        self.shortcut = Layer(Conv2dSpec(8, 8, 1, Axes("y", None), scatter_output=True), weights)
 
     async def forward(self, x, embedding):
         inner = await self.widen(F.silu(self.norm(x)))

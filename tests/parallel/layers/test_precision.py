@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.conv import Conv2d
+from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
 from gpt4d.parallel.layers.group_norm import GroupNorm
@@ -113,7 +113,7 @@ def test_a_norm_of_bf16_features_is_that_of_their_values(weights, x, upstream):
 def test_weight_and_bias_of_a_convolution_and_of_a_group_norm(weights):
     pixels = (8, 16, 16, FEATURES)
     x, upstream = normal(*pixels).bfloat16().requires_grad_(), normal(*pixels, seed=1).bfloat16()
-    conv = Conv2d(weights, FEATURES, FEATURES, 3, padding=1)
+    conv = Layer(Conv2dSpec(FEATURES, FEATURES, 3, padding=1), weights)
     with torch.no_grad():
         conv.weight.zero_(), conv.bias.zero_()
     run_alone(conv(x)).backward(upstream)

@@ -1,0 +1,63 @@
+"""The kernels of convolutions. Weights are [out, in, kh, kw], or [in, out, kh, kw] (``in_first``)."""
+
+import torch
+import torch.nn.functional as F
+
+
+def enlarge(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """Return [B, H, W, C] with each pixel repeated: [B, H·factor, W·factor, C]."""
+    b, h, w, c = x.shape
+    return x[:, :, None, :, None].expand(b, h, factor, w, factor, c).reshape(b, h * factor, w * factor, c)
+
+
+def _channels_first(x: torch.Tensor, upsampling: int) -> torch.Tensor:
+    return (x if upsampling == 1 else enlarge(x, upsampling)).movedim(-1, 1)
+
+
+def _out_first(weight: torch.Tensor, in_first: bool) -> torch.Tensor:
+    return weight.transpose(0, 1) if in_first else weight
+
+
+def convolution(x, weight, bias, settings):
+    weight = _out_first(weight, settings.in_first)
+    out = F.conv2d(_channels_first(x, settings.upsampling), weight, bias, settings.stride, settings.padding)
+    return out.movedim(1, -1).contiguous()
+
+
+def convolution_input_gradient(d_out, weight, x, settings):
+    b, h, w, c = x.shape
+    factor = settings.upsampling
+    if factor > 1:
+        x = x.new_empty(b, h * factor, w * factor, c)
+    d_x = _gradient(d_out, x.movedim(-1, 1), _out_first(weight, settings.in_first), settings, 0).movedim(1, -1)
+    if factor > 1:
+        d_x = d_x.reshape(b, h, factor, w, factor, c).sum((2, 4))
+    return d_x.contiguous()
+
+
+def convolution_weight_gradient(d_out, x, weight, added_to, settings):
+    dtype = weight.dtype if x.is_cpu else x.dtype
+    d_out, x = d_out.to(dtype), _channels_first(x, settings.upsampling).to(dtype)
+    shape = (d_out.shape[-1], x.shape[1], *weight.shape[2:])
+    gradient = _out_first(_gradient(d_out, x, x.new_empty(1).expand(shape), settings, 1), settings.in_first)
+    if added_to is not None:
+        return added_to.add_(gradient)
+    return gradient.to(weight.dtype).contiguous()
+
+
+def _gradient(d_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings, which: int) -> torch.Tensor:
+    """Return the gradient of the input (0), of which only shape and strides count, or of the weight (1)."""
+    mask, no_dilation, no_output_padding = [which == 0, which == 1, False], (1, 1), (0, 0)
+    return torch.ops.aten.convolution_backward(
+        d_out.movedim(-1, 1),
+        x,
+        weight,
+        None,
+        settings.stride,
+        settings.padding,
+        no_dilation,
+        False,
+        no_output_padding,
+        1,
+        mask,
+    )[which]
