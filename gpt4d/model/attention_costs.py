@@ -93,17 +93,17 @@ class GroupedAttentionCost(SimpleCost):
     """Grouped-query attention between its products: heads, their norms, rotations and the core.
 
     Its input is a concatenation of queries, keys and values, whose columns the axes of the heads split equally.
-    ``parts``: what these axes must divide. ``norms``: names of the norms of queries and keys; none without.
+    ``parts``: what these axes must divide. ``norms``: the norms of queries and keys by name; none without.
     """
 
     heads: int
     key_value_heads: int
     size: int
     parts: int
-    norms: tuple[str, ...] = ()
+    norms: tuple[tuple[str, HeadNormSpec], ...] = ()
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        norms = [prefixed(name, HeadNormSpec(self.size, ()).parameters()) for name in self.norms]
+        norms = [prefixed(name, spec.parameters()) for name, spec in self.norms]
         return {name: spec for norm in norms for name, spec in norm.items()}
 
     def flops(self, length: int) -> float:
@@ -189,7 +189,7 @@ class GroupedAttentionCost(SimpleCost):
             walk.release(2 * (local.q - local.kv))
         self._rotate(walk, local.kv)
         self._rotate(walk, local.q)
-        for name, nbytes in zip(self.norms[::-1], (local.kv, local.q), strict=False):
+        for (name, _), nbytes in zip(self.norms[::-1], (local.kv, local.q), strict=False):
             x, weight, rstd = self._rows(walk, nbytes)
             norm.rms_norm_gradients(x, None, x, rstd, weight)
             for axis in walk.head_axes(self.parts):

@@ -13,67 +13,53 @@ from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SequenceCost,
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes, Recomputed
 from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
 
 
 @dataclass(frozen=True)
 class Conv2dCost(ProductCost):
-    """A convolution of pictures of ``size`` (height, width). Arguments as for gpt4d.parallel.layers.conv.Conv2d."""
+    """A convolution of pictures of ``size`` (height, width)."""
 
     name: str
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, int]
+    spec: Conv2dSpec
     size: tuple[int, int]
-    axes: Axes = specs.NORMAL
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    upsampling: int = 1
-    bias: bool = True
-    scatter_output: bool = False
     input_gradient: bool = True
     source: Recomputed | None = None
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        layer = specs.conv2d(self.in_channels, self.out_channels, self.kernel, self.axes, bias=self.bias)
-        return prefixed(self.name, layer)
 
     @property
     def out_size(self) -> tuple[int, int]:
         """Height and width of the output."""
-        height, width = (
-            (extent * self.upsampling + 2 * padding - kernel) // stride + 1
-            for extent, padding, kernel, stride in zip(self.size, self.padding, self.kernel, self.stride, strict=True)
-        )
-        return height, width
+        return self.spec.operation.out_size(self.size, self.spec.kernel)
 
     def flops(self, length: int) -> float:
-        return 2 * math.prod(self.out_size) * self.global_sizes(length).weight
+        return 2 * math.prod(self.out_size) * self.spec.weight_elements
 
     @property
     def split(self) -> Axes:
-        return self.axes
+        return self.spec.axes
 
     def global_sizes(self, length: int) -> GlobalSizes:
-        weight = self.in_channels * self.out_channels * math.prod(self.kernel)
+        spec = self.spec
         return GlobalSizes(
-            math.prod(self.size) * self.in_channels, math.prod(self.out_size) * self.out_channels, weight
+            math.prod(self.size) * spec.in_channels, math.prod(self.out_size) * spec.out_channels, spec.weight_elements
         )
 
     def sizes(self, walk: Walk) -> ProductSizes:
-        k = self.in_channels // walk.size(self.axes.contracted)
-        n = self.out_channels // walk.size(self.axes.produced)
-        element, weight = walk.samples * walk.element_bytes, k * n * math.prod(self.kernel)
+        k = self.spec.in_channels // walk.size(self.split.contracted)
+        n = self.spec.out_channels // walk.size(self.split.produced)
+        element, weight = walk.samples * walk.element_bytes, k * n * math.prod(self.spec.kernel)
         in_bytes, out_bytes = math.prod(self.size) * k * element, math.prod(self.out_size) * n * element
         return ProductSizes(in_bytes, out_bytes, weight, 2 * walk.samples * math.prod(self.out_size) * weight)
 
     def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
-        return None, "features" if self.scatter_output else None
+        return None, "features" if self.spec.scatter_output else None
 
     def _enlarge(self, walk: Walk) -> None:
-        if self.upsampling > 1:
-            in_bytes, large = self.sizes(walk).in_bytes, self.upsampling**2
+        if self.spec.upsampling > 1:
+            in_bytes, large = self.sizes(walk).in_bytes, self.spec.upsampling**2
             walk.scratch(in_bytes * large)
             walk.compute(moved=in_bytes * (1 + large))
 
@@ -211,9 +197,9 @@ class TimeEmbeddingCost(SequenceCost):
     def layers(self) -> Sequence[LayerCost]:
         whole = Axes(None, None)
         return (
-            LinearCost("up", self.channels, self.hidden, axes=whole, positions=1, input_gradient=False),
+            LinearCost("up", LinearSpec(self.channels, self.hidden, axes=whole), positions=1, input_gradient=False),
             ActivationCost(self.hidden, self.hidden, axis=None, positions=1),
-            LinearCost("down", self.hidden, self.hidden, axes=whole, positions=1),
+            LinearCost("down", LinearSpec(self.hidden, self.hidden, axes=whole), positions=1),
         )
 
 
@@ -230,7 +216,8 @@ class ScaleShiftCost(SequenceCost):
     @cached_property
     def _linear(self) -> LinearCost:
         name = f"{self.name}.linear" if self.name else "linear"
-        return LinearCost(name, self.hidden, self.channels, num_fused=2, axes=Axes(None, self.axis), positions=1)
+        spec = LinearSpec(self.hidden, self.channels, num_fused=2, axes=Axes(None, self.axis))
+        return LinearCost(name, spec, positions=1)
 
     @property
     def layers(self) -> Sequence[LayerCost]:

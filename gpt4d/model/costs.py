@@ -102,15 +102,8 @@ class NormCost(SimpleCost):
     ``adds``: it computes the sum of the stream that it takes, and of the stream's gradients.
     """
 
-    features: int
     branch: bool
     adds: ClassVar[bool] = True
-
-    def tensors(self, walk: Walk) -> tuple[SymbolicTensor, ...]:
-        """Return the input, a parameter, and two statistics of each row."""
-        tokens, features = walk.stream_tokens, self.features // walk.sizes.y
-        x = SymbolicTensor(walk, (tokens, features), walk.dtype)
-        return x, x.like((features,), FLOAT32), x.like((tokens,), FLOAT32), x.like((tokens,), FLOAT32)
 
     def end_backward(self, walk: Walk, x: int, statistics: int) -> None:
         """Hand over the gradients of the parameters and release what the norm has kept."""
@@ -122,15 +115,26 @@ class NormCost(SimpleCost):
 
 
 @dataclass(frozen=True)
-class LayerNormCost(NormCost):
-    """LayerNorm over features that y splits."""
+class StreamNormCost(NormCost):
+    """A norm over features of the residual stream, which y splits."""
 
     name: str
-    features: int
+    spec: LayerNormSpec | RMSNormSpec
     branch: bool = True
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, LayerNormSpec(self.features).parameters())
+        return prefixed(self.name, self.spec.parameters())
+
+    def tensors(self, walk: Walk) -> tuple[SymbolicTensor, ...]:
+        """Return the input, a parameter, and two statistics of each row."""
+        tokens, features = walk.stream_tokens, self.spec.features // walk.sizes.y
+        x = SymbolicTensor(walk, (tokens, features), walk.dtype)
+        return x, x.like((features,), FLOAT32), x.like((tokens,), FLOAT32), x.like((tokens,), FLOAT32)
+
+
+@dataclass(frozen=True)
+class LayerNormCost(StreamNormCost):
+    """LayerNorm over features that y splits."""
 
     async def forward(self, walk: Walk, added: bool = False) -> None:
         x, weight, mean, rstd = self.tensors(walk)
@@ -165,15 +169,8 @@ class LayerNormCost(NormCost):
 
 
 @dataclass(frozen=True)
-class RMSNormCost(NormCost):
+class RMSNormCost(StreamNormCost):
     """RMSNorm over features that y splits."""
-
-    name: str
-    features: int
-    branch: bool = True
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, RMSNormSpec(self.features).parameters())
 
     async def forward(self, walk: Walk, added: bool = False) -> None:
         x, weight, rstd, _ = self.tensors(walk)

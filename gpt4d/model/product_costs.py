@@ -8,6 +8,8 @@ from gpt4d.model.costs import MASTER_BYTES, prefixed, rows
 from gpt4d.model.description import Walk
 from gpt4d.parallel import limits
 from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
@@ -42,18 +44,16 @@ class ProductCost(ABC):
 
     A layer whose input is data (``input_gradient`` false) neither gathers its weight in the backward nor reduces.
     ``source``: the layer that computes its input, if selective activation checkpointing computes it again.
-    ``activated``: by a function that computes the gradient of the bias.
     """
 
     name: str
-    bias: bool
+    spec: LinearSpec | Conv2dSpec
     input_gradient: bool
     source: Recomputed | None
-    activated: bool = False
 
-    @abstractmethod
     def parameters(self) -> dict[str, ParameterSpec]:
         """Return the parameters by their names in this layer."""
+        return prefixed(self.name, self.spec.parameters())
 
     @abstractmethod
     def flops(self, length: int) -> float:
@@ -138,7 +138,7 @@ class ProductCost(ABC):
         walk.hold(part if after else 0)
         await walk.turn(walk.start("reduce_scatter" if after else "all_reduce", contracted, out_bytes))
         walk.release(out_bytes if after else 0)
-        if self.bias and walk.size(contracted) > 1:  # otherwise the product adds it
+        if self.spec.bias and walk.size(contracted) > 1:  # otherwise the product adds it
             walk.compute(moved=2 * part)
         walk.release(0 if self._keeps_input(walk) else in_bytes)
 
@@ -201,8 +201,8 @@ class ProductCost(ABC):
             walk.scatter(self._weight, added)
 
         walk.compute_weight_gradient(weight_gradient, in_bytes + out_bytes)
-        if self.bias:
-            if not self.activated:
+        if self.spec.bias:
+            if self.spec.bias_gradient:
                 walk.compute(moved=out_bytes)
             walk.add_gradient(f"{self.name}.bias")
         walk.release(out_bytes if after or not keep_gradient else 0)
@@ -217,54 +217,36 @@ class ProductCost(ABC):
 
 @dataclass(frozen=True)
 class LinearCost(ProductCost):
-    """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead.
-
-    ``heads``: of the attention that it leads to or from, which the axis of the stream's features may split too
-    (gpt4d.parallel.layers.attention). ``axes``: those of gpt4d.parallel.layers.linear.Linear.
-    """
+    """A linear layer (4D paper, Algorithm 1). ``tied`` names another layer's weight [out, in] that it uses instead."""
 
     name: str
-    in_features: int
-    out_features: int
-    transposed: bool = False
-    num_fused: int | None = None
-    bias: bool = True
+    spec: LinearSpec
     tied: str | None = None
     input_gradient: bool = True
-    heads: int | None = None
-    axes: Axes | None = None
     positions: int | None = None  # rows of a sample; None: its tokens
     source: Recomputed | None = None
-    activated: bool = False
-    used: int | None = None  # output features without padding
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        if self.tied:
-            return {}
-        fused, bias = self.num_fused, self.bias
-        layer = specs.linear(
-            self.in_features, self.out_features, self.split, num_fused=fused, bias=bias, used=self.used
-        )
-        return prefixed(self.name, layer)
 
     @property
     def _weight(self) -> str:
         return f".{self.tied}" if self.tied else f"{self.name}.weight"
 
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {} if self.tied else super().parameters()
+
     @property
     def split(self) -> Axes:
-        return self.axes or specs.linear_axes(self.transposed)
+        return self.spec.split
 
     def flops(self, length: int) -> float:
         return 2 * (self.positions or length) * self.global_sizes(length).weight
 
     def global_sizes(self, length: int) -> GlobalSizes:
-        positions, columns = self.positions or length, self.out_features * (self.num_fused or 1)
-        return GlobalSizes(positions * self.in_features, positions * columns, self.in_features * columns)
+        positions, columns = self.positions or length, self.spec.columns
+        return GlobalSizes(positions * self.spec.in_features, positions * columns, self.spec.in_features * columns)
 
     def sizes(self, walk: Walk) -> ProductSizes:
-        k = self.in_features // walk.size(self.split.contracted)
-        n = self.out_features * (self.num_fused or 1) // walk.size(self.split.produced)
+        k = self.spec.in_features // walk.size(self.split.contracted)
+        n = self.spec.columns // walk.size(self.split.produced)
         count, element = rows(walk, self.positions), walk.element_bytes
         return ProductSizes(count * k * element, count * n * element, k * n, 2 * count * (k * n))
 
@@ -291,7 +273,7 @@ class LinearCost(ProductCost):
 
     def _split_sides(self, walk: Walk) -> tuple[str | None, str | None]:
         stream, inner = "tokens" if walk.sequence_parallel else None, None
-        axis = self.split.produced if self.transposed else self.split.contracted
-        if self.heads and axis and axis in walk.head_axes(self.heads, axis):
+        axis = self.spec.stream_axis
+        if self.spec.heads and axis and axis in walk.head_axes(self.spec.heads, axis):
             inner = "features"
-        return specs.sides(stream, inner, self.transposed)
+        return specs.sides(stream, inner, self.spec.transposed)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from gpt4d.model.description import Part
-from gpt4d.model.text_config import TextConfig
+from gpt4d.model.text_config import TextConfig, head
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.head_loss import head_loss
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
-from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
+from gpt4d.parallel.layers.linear import TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
@@ -44,12 +44,7 @@ class TextModel(nn.Module, ABC):
         self.blocks = nn.ModuleDict({str(index): self._build_block() for part in parts for index in part.blocks})
         if ends:
             self.norm = self._build_norm()
-            self.head = Layer(TiedHeadSpec(), weights) if config.tied else self._build_head()
-
-    def _build_head(self) -> Layer:
-        config = self.config
-        columns, used = config.padded_vocab_size, config.vocab_size
-        return Layer(LinearSpec(config.hidden, columns, bias=False, used=used), self.weights)
+            self.head = Layer(TiedHeadSpec() if config.tied else head(config), weights)
 
     def _build_positions(self) -> None:
         """Build the modules that ``_embedded`` applies to the vectors of tokens."""
@@ -123,11 +118,11 @@ class TextModel(nn.Module, ABC):
         targets_T, vocabulary, chunks = tokens.gathered(targets_BS), self.config.vocab_size, self.weights.loss_chunks
         if chunks == 1:
             return {"loss": cross_entropy_sum(self._logits(x_TH), targets_T, vocabulary, self.weights.grid.x)}
-        head: Any = self.head
-        weight = self.tokens.weight if self.config.tied else head.weight
+        layer: Any = self.head
+        weight = self.tokens.weight if self.config.tied else layer.weight
         _, normal_TH = self.norm(x_TH)
         normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss keeps no input
-        return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, head.product, chunks)}
+        return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, layer.product, chunks)}
 
     def _stream(
         self, part: Part, ids_BS: torch.Tensor, tokens: Tokens, received: Mapping[str, torch.Tensor]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from gpt4d.config import Config, ConfigError, GridSizes, divisors
+from gpt4d.parallel.layers.linear import LinearSpec
 
 
 class TextConfig(Protocol):
@@ -20,6 +21,11 @@ class TextConfig(Protocol):
 
     @property
     def padded_vocab_size(self) -> int: ...
+
+
+def head(config: TextConfig) -> LinearSpec:
+    """Return the spec of the layer from hidden features to logits, unless it is tied to the token embedding."""
+    return LinearSpec(config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size)
 
 
 class PaddedVocabulary:

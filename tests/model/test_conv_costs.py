@@ -71,10 +71,10 @@ class Lower(nn.Module):
 LOWER = (
     GroupNormCost("norm", (C,), CUT, SIDE**2),
     ActivationCost(C, C, "y", SIDE**2),
-    Conv2dCost("widen", C, 2 * C, (3, 3), (SIDE, SIDE), NORMAL, padding=(1, 1)),
+    Conv2dCost("widen", Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1), (SIDE, SIDE)),
     ScaleShiftCost("scale", T, 2 * C, SIDE**2, "x"),
-    Conv2dCost("narrow", 2 * C, C, (1, 1), (SIDE, SIDE), Axes("x", None), scatter_output=True),
-    Conv2dCost("lower", C, C, (3, 3), (SIDE, SIDE), TRANSPOSED, stride=(2, 2), padding=(1, 1)),
+    Conv2dCost("narrow", Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True), (SIDE, SIDE)),
+    Conv2dCost("lower", Conv2dSpec(C, C, 3, TRANSPOSED, stride=2, padding=1), (SIDE, SIDE)),
 )
 
 
@@ -99,10 +99,10 @@ class Raise(nn.Module):
 HALF = SIDE // 2
 RAISE = (
     GroupNormCost("norm", (C,), CUT, HALF**2),
-    LinearCost("qkv", C, C, num_fused=3, heads=HEADS, positions=HALF**2),
+    LinearCost("qkv", LinearSpec(C, C, num_fused=3, heads=HEADS), positions=HALF**2),
     AttentionCost(HEADS, C, False, positions=HALF**2),
-    LinearCost("output", C, C, transposed=True, heads=HEADS, positions=HALF**2),
-    Conv2dCost("higher", C, 2 * C, (3, 3), (HALF, HALF), NORMAL, padding=(1, 1), upsampling=2),
+    LinearCost("output", LinearSpec(C, C, transposed=True, heads=HEADS), positions=HALF**2),
+    Conv2dCost("higher", Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1, upsampling=2), (HALF, HALF)),
 )
 
 
@@ -143,19 +143,19 @@ class SquareCost(SimpleCost):
         walk.compute(moved=5 * walk.samples * self.nbytes_of_sample, operations=3)
 
 
-FIRST = Conv2dCost("first", 3, C, (3, 3), (SIDE, SIDE), Axes(None, "y"), padding=(1, 1), input_gradient=False)
+FIRST = Conv2dCost("first", Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), (SIDE, SIDE), input_gradient=False)
 DESCRIPTION = Description(
     units=(
         Unit("time", TimeEmbeddingCost(16, T)),
         Unit(
-            "", Conv2dCost("first", 3, C, (3, 3), (SIDE, SIDE), Axes(None, "y"), padding=(1, 1), input_gradient=False)
+            "", Conv2dCost("first", Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), (SIDE, SIDE), input_gradient=False)
         ),
         Unit("blocks.0", Sequence(*LOWER), block=True),
         Unit("blocks.1", Sequence(*RAISE), block=True),
-        Unit("", Conv2dCost("back", 2 * C, C, (1, 1), (SIDE, SIDE), TRANSPOSED)),
+        Unit("", Conv2dCost("back", Conv2dSpec(2 * C, C, 1, TRANSPOSED), (SIDE, SIDE))),
         Unit("", ConcatenationCost((C, C), SIDE**2)),
         Unit("", GroupNormCost("norm", (C, C), CUT, SIDE**2)),
-        Unit("", Conv2dCost("last", 2 * C, 3, (3, 3), (SIDE, SIDE), Axes("y", None), padding=(1, 1))),
+        Unit("", Conv2dCost("last", Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1), (SIDE, SIDE))),
         Unit("", SquareCost(3 * SIDE**2 * 4)),
     ),
     rules=(),

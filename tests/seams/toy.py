@@ -12,10 +12,12 @@ from gpt4d.model.description import STREAM, Description, EdgeTensor, Unit, Walk
 from gpt4d.model.family import Family
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
+from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 from gpt4d.task import registry as tasks
 
+STD = 0.15  # of initial weights
 _SUM_BYTES = 4  # of a float32 loss
 
 
@@ -93,22 +95,38 @@ class SquaredError:
         walk.release(errors)
 
 
+def gate_and_up(hidden: int, inner: int) -> LinearSpec:
+    return LinearSpec(hidden, inner, num_fused=2, bias=False, std=STD)
+
+
+def down(hidden: int, inner: int) -> LinearSpec:
+    return LinearSpec(inner, hidden, transposed=True, bias=False, std=STD)
+
+
+def first_layer(config: ToyConfig) -> LinearSpec:
+    return LinearSpec(config.features, config.hidden, transposed=True, bias=False, std=STD)
+
+
+def last_layer(config: ToyConfig) -> LinearSpec:
+    return LinearSpec(config.hidden, config.outputs, bias=False, std=STD)
+
+
 def describe(config: ToyConfig) -> Description:
     """Return the description of a toy model."""
 
     def block(inner: int) -> ResidualBlock:
-        up = LinearCost("up", config.hidden, inner, num_fused=2, bias=False)
-        down = LinearCost("down", inner, config.hidden, transposed=True, bias=False)
-        return ResidualBlock(branches=((up, ActivationCost(2 * inner, inner), down),), features=config.hidden)
+        up = LinearCost("up", gate_and_up(config.hidden, inner))
+        back = LinearCost("down", down(config.hidden, inner))
+        return ResidualBlock(branches=((up, ActivationCost(2 * inner, inner), back),), features=config.hidden)
 
     blocks = [block(config.inner(parity)) for parity in (0, 1)]
-    first = LinearCost("input", config.features, config.hidden, transposed=True, bias=False, input_gradient=False)
+    first = LinearCost("input", first_layer(config), input_gradient=False)
     return Description(
         units=(
             Unit("", FeatureSlice(config.features)),
             Unit("", first),
             *(Unit(f"blocks.{index}", blocks[index % 2], block=True) for index in range(config.blocks)),
-            Unit("", LinearCost("output", config.hidden, config.outputs, bias=False)),
+            Unit("", LinearCost("output", last_layer(config))),
             Unit("", SquaredError(config.outputs)),
         ),
         rules=(

@@ -16,25 +16,23 @@ from gpt4d.model.description import Part
 from gpt4d.parallel import random
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.collectives import Axis
-from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.turns import run_alone
 from gpt4d.parallel.weights import WeightStream
 from gpt4d.task.task import Artifact
-from tests.seams.toy import ToyConfig
+from tests.seams.toy import ToyConfig, down, first_layer, gate_and_up, last_layer
 
 SAMPLES, HELD_OUT = 64, 16
-STD = 0.15  # of initial weights
 DECAY = 0.8  # of the averaged weight at each step
 
 
 class GatedMLP(nn.Module):
     def __init__(self, weights: WeightStream, hidden: int, inner: int):
         super().__init__()
-        self.up = Layer(LinearSpec(hidden, inner, num_fused=2, bias=False, std=STD), weights)
-        self.down = Layer(LinearSpec(inner, hidden, transposed=True, bias=False, std=STD), weights)
+        self.up = Layer(gate_and_up(hidden, inner), weights)
+        self.down = Layer(down(hidden, inner), weights)
 
     async def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         gate, up = (await self.up(x_TH)).unbind(-2)
@@ -48,14 +46,12 @@ class Toy(nn.Module):
         super().__init__()
         self.config, self.weights, self.parts = config, weights, parts
         if any(part.begins for part in parts):
-            self.input = Layer(
-                LinearSpec(config.features, config.hidden, transposed=True, bias=False, std=STD), weights
-            )
+            self.input = Layer(first_layer(config), weights)
         self.blocks = nn.ModuleDict(
             {str(i): GatedMLP(weights, config.hidden, config.inner(i)) for part in parts for i in part.blocks}
         )
         if any(part.ends for part in parts):
-            self.output = Layer(LinearSpec(config.hidden, config.outputs, bias=False, std=STD), weights)
+            self.output = Layer(last_layer(config), weights)
 
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
         return self.compute(self.parts[0], x_BSF, {})

@@ -1,5 +1,7 @@
 """GPT-2 without torch: layers in the order of execution, what the grid must divide, FLOPs."""
 
+from typing import NamedTuple
+
 from gpt4d.config import Divisibility
 from gpt4d.model.attention_costs import AttentionCost
 from gpt4d.model.costs import (
@@ -13,26 +15,58 @@ from gpt4d.model.description import STREAM, Description, Unit, residual_stream
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
+from gpt4d.model.text_config import head
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.norm import LayerNormSpec
+
+
+class BlockSpecs(NamedTuple):
+    """The layers of a block that have parameters."""
+
+    norm: LayerNormSpec  # before the attention, and before the MLP
+    qkv: LinearSpec
+    output: LinearSpec
+    up: LinearSpec
+    down: LinearSpec
+
+
+def block_specs(config: GPT2Config) -> BlockSpecs:
+    """Return the specs of the layers of each block."""
+    h, inner, heads = config.hidden, 4 * config.hidden, config.heads
+    # 2·layers outputs add up in the residual stream: scaled so that their sum keeps its size (GPT-2).
+    residual_std = 0.02 / (2 * config.layers) ** 0.5
+    return BlockSpecs(
+        norm=final_norm(config),
+        qkv=LinearSpec(h, h, num_fused=3, heads=heads),
+        output=LinearSpec(h, h, transposed=True, std=residual_std, heads=heads),
+        up=LinearSpec(h, inner, bias_gradient=False),
+        down=LinearSpec(inner, h, transposed=True, std=residual_std),
+    )
+
+
+def final_norm(config: GPT2Config) -> LayerNormSpec:
+    """Return the spec of the norm before the head."""
+    return LayerNormSpec(config.hidden, config.norm_epsilon)
 
 
 def describe(config: GPT2Config) -> Description:
     """Return the description of a GPT-2."""
-    h, inner = config.hidden, 4 * config.hidden
-    attention_norm, mlp_norm = LayerNormCost("attention_norm", h), LayerNormCost("mlp_norm", h)
-    activation, norm = ActivationCost(inner, inner, biased=True), LayerNormCost("norm", h, branch=False)
+    h, inner, specs = config.hidden, 4 * config.hidden, block_specs(config)
+    attention_norm, mlp_norm = LayerNormCost("attention_norm", specs.norm), LayerNormCost("mlp_norm", specs.norm)
+    activation, norm = ActivationCost(inner, inner, biased=True), LayerNormCost("norm", final_norm(config), False)
     block = ResidualBlock(
         branches=(
             (
                 attention_norm,
-                LinearCost("attention.qkv", h, h, num_fused=3, heads=config.heads, source=attention_norm),
+                LinearCost("attention.qkv", specs.qkv, source=attention_norm),
                 AttentionCost(config.heads, h, dropout=config.attention_dropout > 0),
-                LinearCost("attention.output", h, h, transposed=True, heads=config.heads),
+                LinearCost("attention.output", specs.output),
             ),
             (
                 mlp_norm,
-                LinearCost("mlp.up", h, inner, source=mlp_norm, activated=True),
+                LinearCost("mlp.up", specs.up, source=mlp_norm),
                 activation,
-                LinearCost("mlp.down", inner, h, transposed=True, source=activation),
+                LinearCost("mlp.down", specs.down, source=activation),
             ),
         ),
         features=h,
@@ -44,7 +78,7 @@ def describe(config: GPT2Config) -> Description:
             Unit("", PositionEmbeddingCost("positions", config.max_positions, h)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
             Unit("", norm),
-            Unit("", LinearCost("head", h, vocabulary, bias=False, tied="tokens.weight", source=norm)),
+            Unit("", LinearCost("head", head(config), tied="tokens.weight", source=norm)),
             Unit("", CrossEntropyCost(vocabulary)),
         ),
         rules=(

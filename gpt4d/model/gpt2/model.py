@@ -9,26 +9,24 @@ import torch
 from torch import nn
 
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2.description import BlockSpecs, block_specs, final_norm
 from gpt4d.model.text import TextModel
 from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbedding
-from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.recomputation import Recomputable, recomputable
 from gpt4d.parallel.weights import WeightStream
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
+    def __init__(self, config: GPT2Config, specs: BlockSpecs, weights: WeightStream):
         super().__init__()
-        hidden, axes = config.hidden, head_split(config.heads, weights)
-        self.qkv = Layer(LinearSpec(hidden, hidden, num_fused=3, heads=config.heads), weights)
-        self.core = AttentionCore(config.heads, config.attention_dropout, axes)
-        self.output = Layer(LinearSpec(hidden, hidden, transposed=True, std=residual_std, heads=config.heads), weights)
+        self.qkv = Layer(specs.qkv, weights)
+        self.core = AttentionCore(config.heads, config.attention_dropout, head_split(config.heads, weights))
+        self.output = Layer(specs.output, weights)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
         mixed_TN = self.core.of_fused(await self.qkv(x_TH), tokens)
@@ -36,11 +34,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPT2Config, weights: WeightStream, residual_std: float):
+    def __init__(self, specs: BlockSpecs, weights: WeightStream):
         super().__init__()
         self.weights = weights
-        self.up = Layer(LinearSpec(config.hidden, 4 * config.hidden, bias_gradient=False), weights)
-        self.down = Layer(LinearSpec(4 * config.hidden, config.hidden, transposed=True, std=residual_std), weights)
+        self.up, self.down = Layer(specs.up, weights), Layer(specs.down, weights)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
         activation = partial(gelu_of_biased, bias=self.up.get_parameter("bias"))
@@ -50,13 +47,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPT2Config, weights: WeightStream):
         super().__init__()
-        # 2·layers outputs add up in the residual stream: scaled so that their sum keeps its size (GPT-2).
-        residual_std = 0.02 / (2 * config.layers) ** 0.5
-        self.attention_norm = Layer(LayerNormSpec(config.hidden, config.norm_epsilon), weights)
-        self.attention = Attention(config, weights, residual_std)
+        specs = block_specs(config)
+        self.attention_norm = Layer(specs.norm, weights)
+        self.attention = Attention(config, specs, weights)
         self.attention_dropout = Layer(DropoutSpec(config.dropout), weights)
-        self.mlp_norm = Layer(LayerNormSpec(config.hidden, config.norm_epsilon), weights)
-        self.mlp = MLP(config, weights, residual_std)
+        self.mlp_norm = Layer(specs.norm, weights)
+        self.mlp = MLP(specs, weights)
         self.mlp_dropout = Layer(DropoutSpec(config.dropout), weights)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -79,7 +75,7 @@ class GPT(TextModel):
         return Block(self.config, self.weights)
 
     def _build_norm(self) -> Layer:
-        return Layer(LayerNormSpec(self.config.hidden, self.config.norm_epsilon), self.weights)
+        return Layer(final_norm(self.config), self.weights)
 
     def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.dropout(self.positions(self.tokens(ids_BS, tokens), tokens), tokens)

@@ -1,5 +1,7 @@
 """Llama, Qwen2 and Qwen3 without torch: layers in the order of execution, what the grid must divide, FLOPs."""
 
+from typing import NamedTuple
+
 from gpt4d.config import Divisibility
 from gpt4d.model.attention_costs import GroupedAttentionCost, RotaryCost
 from gpt4d.model.costs import CrossEntropyCost, GatedCost, RMSNormCost, TokenEmbeddingCost
@@ -7,41 +9,73 @@ from gpt4d.model.description import STREAM, Description, Unit, residual_stream
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
+from gpt4d.model.text_config import head
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.norm import HeadNormSpec, RMSNormSpec
+
+
+class BlockSpecs(NamedTuple):
+    """The layers of a block that have parameters."""
+
+    norm: RMSNormSpec  # before the attention, and before the MLP
+    qkv: LinearSpec
+    head_norm: HeadNormSpec | None  # of queries, and of keys
+    output: LinearSpec
+    up: LinearSpec
+    down: LinearSpec
+
+
+def block_specs(config: LlamaConfig) -> BlockSpecs:
+    """Return the specs of the layers of each block."""
+    h, parts, residual_std = config.hidden, config.head_parts, 0.02 / (2 * config.layers) ** 0.5  # as GPT-2's
+    attended = config.heads * config.head_size
+    return BlockSpecs(
+        norm=final_norm(config),
+        qkv=LinearSpec(h, sum(config.qkv_channels), bias=config.qkv_bias, heads=parts),
+        head_norm=HeadNormSpec(config.head_size, parts, config.norm_epsilon) if config.qk_norm else None,
+        output=LinearSpec(attended, h, transposed=True, bias=False, std=residual_std, heads=parts),
+        up=LinearSpec(h, config.inner, num_fused=2, bias=False),
+        down=LinearSpec(config.inner, h, transposed=True, bias=False, std=residual_std),
+    )
+
+
+def final_norm(config: LlamaConfig) -> RMSNormSpec:
+    """Return the spec of the norm before the head."""
+    return RMSNormSpec(config.hidden, config.norm_epsilon)
 
 
 def describe(config: LlamaConfig) -> Description:
     """Return the description of a Llama, a Qwen2 or a Qwen3."""
-    h, attended, parts = config.hidden, config.heads * config.head_size, config.head_parts
-    columns, vocabulary = sum(config.qkv_channels), config.padded_vocab_size
-    norms = ("attention.q_norm", "attention.k_norm") if config.qk_norm else ()
-    attention_norm, mlp_norm = RMSNormCost("attention_norm", h), RMSNormCost("mlp_norm", h)
-    gate, norm = GatedCost(config.inner), RMSNormCost("norm", h, branch=False)
+    h, attended, parts, specs = config.hidden, config.heads * config.head_size, config.head_parts, block_specs(config)
+    vocabulary = config.padded_vocab_size
+    norms = (("attention.q_norm", specs.head_norm), ("attention.k_norm", specs.head_norm)) if specs.head_norm else ()
+    attention_norm, mlp_norm = RMSNormCost("attention_norm", specs.norm), RMSNormCost("mlp_norm", specs.norm)
+    gate, norm = GatedCost(config.inner), RMSNormCost("norm", final_norm(config), branch=False)
     block = ResidualBlock(
         branches=(
             (
                 attention_norm,
-                LinearCost("attention.qkv", h, columns, bias=config.qkv_bias, heads=parts, source=attention_norm),
+                LinearCost("attention.qkv", specs.qkv, source=attention_norm),
                 GroupedAttentionCost(config.heads, config.key_value_heads, config.head_size, parts, norms),
-                LinearCost("attention.output", attended, h, transposed=True, bias=False, heads=parts),
+                LinearCost("attention.output", specs.output),
             ),
             (
                 mlp_norm,
-                LinearCost("mlp.up", h, config.inner, num_fused=2, bias=False, source=mlp_norm),
+                LinearCost("mlp.up", specs.up, source=mlp_norm),
                 gate,
-                LinearCost("mlp.down", config.inner, h, transposed=True, bias=False, source=gate),
+                LinearCost("mlp.down", specs.down, source=gate),
             ),
         ),
         features=h,
     )
     tied = "tokens.weight" if config.tied else None
-    head = LinearCost("head", h, vocabulary, bias=False, tied=tied, source=norm, used=config.vocab_size)
     return Description(
         units=(
             Unit("", TokenEmbeddingCost("tokens", vocabulary, h, config.vocab_size)),
             Unit("", RotaryCost(config.head_size)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
             Unit("", norm),
-            Unit("", head),
+            Unit("", LinearCost("head", head(config), tied=tied, source=norm)),
             Unit("", CrossEntropyCost(vocabulary)),
         ),
         rules=(

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama.description import BlockSpecs, block_specs, final_norm
 from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.text import TextModel
 from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import separate
 from gpt4d.parallel.layers.grouped_heads import KeyValueHeads
-from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.norm import HeadNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.rotary import Rotary
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.recomputation import Recomputable, recomputable
@@ -25,7 +24,7 @@ from gpt4d.parallel.weights import WeightStream
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary, residual_std: float):
+    def __init__(self, config: LlamaConfig, specs: BlockSpecs, weights: WeightStream, rotary: Rotary):
         super().__init__()
         self.channels, self.pieces, self.size, self.rotary = (
             config.qkv_channels,
@@ -33,21 +32,14 @@ class Attention(nn.Module):
             config.head_size,
             rotary,
         )
-        inner, axes = config.heads * config.head_size, head_split(config.head_parts, weights)
-        self.qkv = Layer(
-            LinearSpec(config.hidden, sum(self.channels), bias=config.qkv_bias, heads=config.head_parts), weights
-        )
+        axes = head_split(config.head_parts, weights)
+        self.qkv = Layer(specs.qkv, weights)
         self.key_value_heads = KeyValueHeads(config.heads, config.key_value_heads, axes)
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            names = tuple(axis.name for axis in axes)
-            self.q_norm = Layer(HeadNormSpec(config.head_size, names, config.norm_epsilon), weights)
-            self.k_norm = Layer(HeadNormSpec(config.head_size, names, config.norm_epsilon), weights)
+        if specs.head_norm:
+            self.q_norm, self.k_norm = Layer(specs.head_norm, weights), Layer(specs.head_norm, weights)
         self.core = AttentionCore(config.heads, 0.0, axes)
-        self.output = Layer(
-            LinearSpec(inner, config.hidden, transposed=True, bias=False, std=residual_std, heads=config.head_parts),
-            weights,
-        )
+        self.output = Layer(specs.output, weights)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
         qkv_BSN = (await self.qkv(x_TH)).unflatten(0, (-1, tokens.length))
@@ -61,13 +53,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig, weights: WeightStream, residual_std: float):
+    def __init__(self, specs: BlockSpecs, weights: WeightStream):
         super().__init__()
         self.weights = weights
-        self.up = Layer(LinearSpec(config.hidden, config.inner, num_fused=2, bias=False), weights)
-        self.down = Layer(
-            LinearSpec(config.inner, config.hidden, transposed=True, bias=False, std=residual_std), weights
-        )
+        self.up, self.down = Layer(specs.up, weights), Layer(specs.down, weights)
 
     async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
         return await self.down(recomputable(self.weights, SwigluFunction.apply, await self.up(x_TH)))
@@ -76,11 +65,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary):
         super().__init__()
-        residual_std = 0.02 / (2 * config.layers) ** 0.5  # as GPT-2's
-        self.attention_norm = Layer(RMSNormSpec(config.hidden, config.norm_epsilon), weights)
-        self.attention = Attention(config, weights, rotary, residual_std)
-        self.mlp_norm = Layer(RMSNormSpec(config.hidden, config.norm_epsilon), weights)
-        self.mlp = MLP(config, weights, residual_std)
+        specs = block_specs(config)
+        self.attention_norm = Layer(specs.norm, weights)
+        self.attention = Attention(config, specs, weights, rotary)
+        self.mlp_norm = Layer(specs.norm, weights)
+        self.mlp = MLP(specs, weights)
 
     async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         x_TH, normal_TH = self.attention_norm(x_TH)
@@ -101,4 +90,4 @@ class Llama(TextModel):
         return Block(self.config, self.weights, self._rotary)
 
     def _build_norm(self) -> Layer:
-        return Layer(RMSNormSpec(self.config.hidden, self.config.norm_epsilon), self.weights)
+        return Layer(final_norm(self.config), self.weights)

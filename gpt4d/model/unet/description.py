@@ -1,5 +1,7 @@
 """A U-Net without torch: its units in the order of execution, what they pass on, what the grid must divide."""
 
+from typing import NamedTuple
+
 from gpt4d.config import Divisibility
 from gpt4d.model.attention_costs import AttentionCost
 from gpt4d.model.conv_costs import (
@@ -19,10 +21,67 @@ from gpt4d.model.residual import ProductBlock, ResidualBlock
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, other_axis
+from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.specs import Axes, interleaved_pieces
 from gpt4d.parallel.layout import Layout
 
-_KERNEL, _PADDING = (3, 3), (1, 1)
+
+def input_spec(config: UNetConfig) -> Conv2dSpec:
+    """Return the spec of the first convolution, of pictures that every rank of x and y has."""
+    first = structure.first_tensor(config)
+    return Conv2dSpec(config.image_channels, first.channels, 3, Axes(None, first.axis), padding=1)
+
+
+def output_spec(config: UNetConfig) -> Conv2dSpec:
+    """Return the spec of the last convolution."""
+    last = structure.blocks(config)[-1].output
+    return Conv2dSpec(last.channels, config.image_channels, 3, Axes(last.axis, None), padding=1, std=0.0)
+
+
+class ResidualSpecs(NamedTuple):
+    """The convolutions of a residual block. ``shortcut``: None if the block does not change the number of channels."""
+
+    shortcut: Conv2dSpec | None
+    first: Conv2dSpec
+    second: Conv2dSpec
+
+
+def residual_specs(block: Block) -> ResidualSpecs:
+    """Return the convolutions of a residual block."""
+    wide, channels, outer, inner = sum(block.in_channels), block.output.channels, block.outer, block.inner
+    shortcut = Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True)
+    return ResidualSpecs(
+        shortcut=shortcut if wide != channels else None,
+        first=Conv2dSpec(wide, channels, 3, Axes(outer, inner), padding=1),
+        second=Conv2dSpec(channels, channels, 3, Axes(inner, outer), padding=1, std=0.0),
+    )
+
+
+def level_change(block: Block) -> Conv2dSpec:
+    """Return the spec of a convolution with stride 2, or of one of a picture enlarged by 2."""
+    stride, upsampling = (2, 1) if block.kind == "down" else (1, 2)
+    channels, axes = (block.stream.channels, block.output.channels), Axes(block.outer, block.inner)
+    return Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)
+
+
+class AttentionSpecs(NamedTuple):
+    """The linear layers before and after the attention of a block, and the number of its heads."""
+
+    heads: int
+    qkv: LinearSpec
+    output: LinearSpec
+
+
+def attention_specs(config: UNetConfig, stream: Tensor) -> AttentionSpecs:
+    """Return the linear layers of the attention on a stream."""
+    c, heads = stream.channels, stream.channels // config.head_size
+    outer, inner = stream.axis, other_axis(stream.axis)
+    return AttentionSpecs(
+        heads=heads,
+        qkv=LinearSpec(c, c, num_fused=3, axes=Axes(outer, inner), heads=heads),
+        output=LinearSpec(c, c, transposed=True, axes=Axes(inner, outer), std=0.0, heads=heads),
+    )
 
 
 def describe(config: UNetConfig) -> Description:
@@ -31,7 +90,6 @@ def describe(config: UNetConfig) -> Description:
     first, last = structure.first_tensor(config), blocks[-1].output
     skips = {block.skip.name for block in blocks if block.skip}
     picture = (config.image_size, config.image_size)
-    into, out_of = Axes(None, first.axis), Axes(last.axis, None)
     # Equal blocks share one cost.
     costs: dict[tuple, BlockCost] = {}
 
@@ -42,10 +100,8 @@ def describe(config: UNetConfig) -> Description:
             costs[key] = _block(config, block, fork=block.name in skips)
         return costs[key]
 
-    conv_in = Conv2dCost(
-        "input", config.image_channels, first.channels, _KERNEL, picture, into, padding=_PADDING, input_gradient=False
-    )
-    conv_out = Conv2dCost("output", last.channels, config.image_channels, _KERNEL, picture, out_of, padding=_PADDING)
+    conv_in = Conv2dCost("input", input_spec(config), picture, input_gradient=False)
+    conv_out = Conv2dCost("output", output_spec(config), picture)
     return Description(
         units=(
             Unit(
@@ -93,48 +149,38 @@ def _block(config: UNetConfig, block: Block, fork: bool) -> BlockCost:
     forked = ForkCost(out.channels, out.size**2, out.axis) if fork else None
     size = (block.stream.size, block.stream.size)
     if block.kind != "residual":
-        stride, upsampling = ((2, 2), 1) if block.kind == "down" else ((1, 1), 2)
-        conv = Conv2dCost(
-            "conv", block.stream.channels, out.channels, _KERNEL, size, Axes(outer, inner), stride, _PADDING, upsampling
-        )
-        return ProductBlock(conv, forked)
-    wide = sum(block.in_channels)
+        return ProductBlock(Conv2dCost("conv", level_change(block), size), forked)
+    wide, specs = sum(block.in_channels), residual_specs(block)
     within = out._replace(axis=inner)
     before, between = ActivationCost(wide, wide, outer, out.size**2), _silu(within)
     first = (
         GroupNormCost("first_norm", block.in_channels, config.groups, out.size**2, outer, branch=True),
         before,
-        Conv2dCost("first", wide, out.channels, _KERNEL, size, Axes(outer, inner), padding=_PADDING, source=before),
+        Conv2dCost("first", specs.first, size, source=before),
         _norm(config, "second_norm", within),
         ScaleShiftCost("time", structure.embedding_size(config), out.channels, out.size**2, inner),
         between,
-        Conv2dCost(
-            "second", out.channels, out.channels, _KERNEL, size, Axes(inner, outer), padding=_PADDING, source=between
-        ),
+        Conv2dCost("second", specs.second, size, source=between),
     )
-    shortcut = None
-    if wide != out.channels:
-        shortcut = Conv2dCost("shortcut", wide, out.channels, (1, 1), size, Axes(outer, None), scatter_output=True)
     return ResidualBlock(
         branches=(first, *([_attention(config, out)] if block.attention else [])),
         features=out.channels,
         axis=outer,
         positions=out.size**2,
         concatenation=ConcatenationCost(block.in_channels, out.size**2, outer) if block.skip else None,
-        shortcut=shortcut,
+        shortcut=Conv2dCost("shortcut", specs.shortcut, size) if specs.shortcut else None,
         in_features=wide,
         fork=forked,
     )
 
 
 def _attention(config: UNetConfig, stream: Tensor) -> tuple:
-    c, heads, positions = stream.channels, stream.channels // config.head_size, stream.size**2
-    outer, inner = stream.axis, other_axis(stream.axis)
+    positions, specs = stream.size**2, attention_specs(config, stream)
     return (
         _norm(config, "attention.norm", stream, branch=True),
-        LinearCost("attention.qkv", c, c, num_fused=3, heads=heads, axes=Axes(outer, inner), positions=positions),
-        AttentionCost(heads, c, dropout=False, stream=stream.axis, positions=positions),
-        LinearCost("attention.output", c, c, True, heads=heads, axes=Axes(inner, outer), positions=positions),
+        LinearCost("attention.qkv", specs.qkv, positions=positions),
+        AttentionCost(specs.heads, stream.channels, dropout=False, stream=stream.axis, positions=positions),
+        LinearCost("attention.output", specs.output, positions=positions),
     )
 
 

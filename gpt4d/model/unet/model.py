@@ -14,17 +14,15 @@ from torch import nn
 from gpt4d.model.description import Part
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, other_axis
+from gpt4d.model.unet.description import attention_specs, input_spec, level_change, output_spec, residual_specs
+from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor
 from gpt4d.parallel.chunks import Node, run_graph
 from gpt4d.parallel.layers.activations import SiluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
-from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.group_norm import GroupNorm
-from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
 from gpt4d.parallel.recomputation import recomputable
@@ -37,14 +35,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: UNetConfig, weights: WeightStream, stream: Tensor):
         super().__init__()
-        channels, heads = stream.channels, stream.channels // config.head_size
-        outer, inner = stream.axis, other_axis(stream.axis)
-        axes = head_split(heads, weights, stream.axis)
-        self.norm = GroupNorm(weights, config.groups, channels, stream.axis, config.norm_epsilon)
-        self.qkv = Layer(LinearSpec(channels, channels, num_fused=3, axes=Axes(outer, inner), heads=heads), weights)
-        self.core = AttentionCore(heads, 0.0, axes, causal=False)
-        after = Axes(inner, outer)
-        self.output = Layer(LinearSpec(channels, channels, axes=after, transposed=True, std=0.0, heads=heads), weights)
+        specs = attention_specs(config, stream)
+        self.norm = GroupNorm(weights, config.groups, stream.channels, stream.axis, config.norm_epsilon)
+        self.qkv = Layer(specs.qkv, weights)
+        self.core = AttentionCore(specs.heads, 0.0, head_split(specs.heads, weights, stream.axis), causal=False)
+        self.output = Layer(specs.output, weights)
 
     async def forward(self, x_BSSC: torch.Tensor, pixels: Tokens) -> torch.Tensor:
         normal_TC = self.norm(x_BSSC).flatten(0, 2)
@@ -58,17 +53,15 @@ class ResidualBlock(nn.Module):
     def __init__(self, config: UNetConfig, weights: WeightStream, block: Block):
         super().__init__()
         self.block, self.weights = block, weights
-        wide, channels, outer, inner = sum(block.in_channels), block.output.channels, block.outer, block.inner
+        specs, channels, outer, inner = residual_specs(block), block.output.channels, block.outer, block.inner
         norm = config.groups, config.norm_epsilon
-        self.shortcut = None
-        if wide != channels:
-            self.shortcut = Layer(Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True), weights)
+        self.shortcut = Layer(specs.shortcut, weights) if specs.shortcut else None
         self.first_norm = GroupNorm(weights, norm[0], block.in_channels, outer, norm[1])
-        self.first = Layer(Conv2dSpec(wide, channels, 3, Axes(outer, inner), padding=1), weights)
+        self.first = Layer(specs.first, weights)
         self.second_norm = GroupNorm(weights, norm[0], channels, inner, norm[1])
         self.time = ScaleShift(weights, structure.embedding_size(config), channels, inner)
         self.dropout = Layer(DropoutSpec(config.dropout, inner), weights)
-        self.second = Layer(Conv2dSpec(channels, channels, 3, Axes(inner, outer), padding=1, std=0.0), weights)
+        self.second = Layer(specs.second, weights)
         self.attention = Attention(config, weights, block.output) if block.attention else None
 
     async def forward(self, x_BSSC: torch.Tensor, *rest) -> torch.Tensor:
@@ -92,10 +85,7 @@ class LevelChange(nn.Module):
 
     def __init__(self, weights: WeightStream, block: Block):
         super().__init__()
-        stride, upsampling = (2, 1) if block.kind == "down" else (1, 2)
-        axes = Axes(block.outer, block.inner)
-        channels = block.stream.channels, block.output.channels
-        self.conv = Layer(Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling), weights)
+        self.conv = Layer(level_change(block), weights)
 
     async def forward(self, x_BSSC: torch.Tensor, samples: Tokens) -> torch.Tensor:
         return await self.conv(x_BSSC)
@@ -111,18 +101,16 @@ class UNet(nn.Module):
         super().__init__()
         self.config, self.weights, self.parts = config, weights, parts
         self.all_blocks = structure.blocks(config)
-        first, last = structure.first_tensor(config), self.all_blocks[-1].output
+        last = self.all_blocks[-1].output
         if any(part.begins for part in parts):
             self.time = TimeEmbedding(weights, config.channels, structure.embedding_size(config))
-            axes = Axes(None, first.axis)
-            self.input = Layer(Conv2dSpec(config.image_channels, first.channels, 3, axes, padding=1), weights)
+            self.input = Layer(input_spec(config), weights)
         self.blocks = nn.ModuleDict(
             {str(index): self._build(self.all_blocks[index]) for part in parts for index in part.blocks}
         )
         if any(part.ends for part in parts):
             self.norm = GroupNorm(weights, config.groups, last.channels, last.axis, config.norm_epsilon)
-            axes = Axes(last.axis, None)
-            self.output = Layer(Conv2dSpec(last.channels, config.image_channels, 3, axes, padding=1, std=0.0), weights)
+            self.output = Layer(output_spec(config), weights)
 
     def _build(self, block: Block) -> nn.Module:
         if block.kind == "residual":

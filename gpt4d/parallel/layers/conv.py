@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gpt4d.parallel.function import kernel
 from gpt4d.parallel.layers import specs
@@ -103,6 +103,7 @@ class Conv2dSpec(LayerSpec):
     bias: bool = True
     std: float | None = None
     scatter_output: bool = False
+    bias_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("kernel", "stride", "padding"):

@@ -91,6 +91,16 @@ class LinearSpec(LayerSpec):
     heads: int | None = None
 
     @property
+    def columns(self) -> int:
+        """Global number of output features of all fused matrices."""
+        return self.out_features * (self.num_fused or 1)
+
+    @property
+    def stream_axis(self) -> str | None:
+        """The axis that splits the features of the residual stream."""
+        return self.split.produced if self.transposed else self.split.contracted
+
+    @property
     def split(self) -> Axes:
         """The axes that split the features of the input and of the output."""
         return self.axes or specs.linear_axes(self.transposed)
@@ -108,8 +118,7 @@ class LinearSpec(LayerSpec):
 
     def prepare(self, layer: BoundLayer) -> None:
         context, (contracted, produced) = layer.context, self.split
-        stream = produced if self.transposed else contracted
-        splits_heads = self.heads is not None and stream in context.head_axes(self.heads, stream)
+        splits_heads = self.heads is not None and self.stream_axis in context.head_axes(self.heads, self.stream_axis)
         layer.product = ProductContext(
             context,
             Matmul(),

@@ -262,10 +262,13 @@ class RMSNormSpec(NormSpec):
 
 @dataclass(frozen=True)
 class HeadNormSpec(LayerSpec):
-    """RMSNorm of each head, ``[..., heads over axes, size]`` → the same. All heads share the weight [size]."""
+    """RMSNorm of each head, ``[..., heads of this rank, size]`` → the same. All heads share the weight [size].
+
+    ``heads``: number of parts that the heads can be split into.
+    """
 
     size: int
-    axes: tuple[str, ...]
+    heads: int
     epsilon: float = 1e-5
 
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -273,5 +276,5 @@ class HeadNormSpec(LayerSpec):
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:
         grid = layer.context.grid
-        summed = tuple(grid[axis] for axis in self.axes)
+        summed = tuple(grid[axis] for axis in layer.context.head_axes(self.heads))
         return RMSNormFunction.apply(x, None, layer.weight, grid.axis(None), summed, self.epsilon)[1]
