@@ -14,7 +14,7 @@ from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
 from gpt4d.parallel.layers.specs import Axes
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,20 @@ class Conv2dSpec(LayerSpec):
         return self.in_channels * self.out_channels * math.prod(self.kernel)
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return specs.conv2d(self.in_channels, self.out_channels, self.kernel, self.axes, bias=self.bias, std=self.std)
+        """Return weight [out, in, *kernel] and bias [out]; the weight is [in, out, *kernel] if no axis splits out.
+
+        So z, which splits the stored rows, splits the channels that there are many of: the last convolution of a U-Net
+        has three output channels.
+        """
+        std = (3 * self.in_channels * math.prod(self.kernel)) ** -0.5 if self.std is None else self.std
+        channels, split = (self.in_channels, self.out_channels), tuple(self.axes)
+        if self.axes.produced is not None:
+            channels, split = channels[::-1], split[::-1]
+        layout = Layout(specs.named(split[0], "z"), specs.named(split[1]), (), ())
+        parameters = {"weight": ParameterSpec((*channels, *self.kernel), layout, std=std, decay=True, streamed=True)}
+        if self.bias:
+            parameters["bias"] = ParameterSpec((self.out_channels,), Layout(specs.named(self.axes.produced)))
+        return parameters
 
     def prepare(self, layer: BoundLayer) -> None:
         contracted, produced = map(layer.context.grid.axis, self.axes)

@@ -14,7 +14,7 @@ from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
 from gpt4d.parallel.layers.specs import Axes
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
 
 
 @kernel
@@ -106,15 +106,18 @@ class LinearSpec(LayerSpec):
         return self.axes or specs.linear_axes(self.transposed)
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return specs.linear(
-            self.in_features,
-            self.out_features,
-            self.split,
-            num_fused=self.num_fused,
-            bias=self.bias,
-            std=self.std,
-            used=self.used,
-        )
+        """Return weight [in, out] and bias [out], or [in, num_fused, out] and [num_fused, out].
+
+        z splits the stored rows once more.
+        """
+        fused, columns = self.num_fused, specs.named(self.split.produced)
+        assert self.used is None or not (fused or self.bias), "only the columns of a plain weight can be padded"
+        shape = (self.out_features,) if fused is None else (fused, self.out_features)
+        out = (columns,) if fused is None else ((), columns)
+        layout = Layout(specs.named(self.split.contracted, "z"), *out)
+        unpadded = None if self.used is None else (self.in_features, self.used)
+        weight = ParameterSpec((self.in_features, *shape), layout, unpadded, std=self.std, decay=True, streamed=True)
+        return {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if self.bias else {"weight": weight}
 
     def prepare(self, layer: BoundLayer) -> None:
         context, (contracted, produced) = layer.context, self.split

@@ -26,61 +26,14 @@ class Axes(NamedTuple):
 NORMAL, TRANSPOSED = Axes("y", "x"), Axes("x", "y")
 
 
-def linear(
-    in_features: int,
-    out_features: int,
-    axes: Axes = NORMAL,
-    *,
-    num_fused: int | None = None,
-    bias: bool = True,
-    std: float = 0.02,
-    used: int | None = None,
-) -> dict[str, ParameterSpec]:
-    """Return weight [in, out] and bias [out] of a linear layer, or [in, num_fused, out] and [num_fused, out].
-
-    z splits the stored rows once more. ``used``: number of output features without padding, for a layer without bias.
-    """
-    assert used is None or (num_fused is None and not bias), "only the columns of a plain weight can be padded"
-    columns = _named(axes.produced)
-    shape, out = ((out_features,), (columns,)) if num_fused is None else ((num_fused, out_features), ((), columns))
-    layout = Layout(_named(axes.contracted, "z"), *out)
-    unpadded = None if used is None else (in_features, used)
-    weight = ParameterSpec((in_features, *shape), layout, unpadded, std=std, decay=True, streamed=True)
-    return {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if bias else {"weight": weight}
-
-
 def linear_axes(transposed: bool) -> Axes:
     """Return the axes of a linear layer on a stream that y splits."""
     return TRANSPOSED if transposed else NORMAL
 
 
-def _named(*axes: str | None) -> tuple[str, ...]:
+def named(*axes: str | None) -> tuple[str, ...]:
+    """Return the axes without None."""
     return tuple(axis for axis in axes if axis is not None)
-
-
-def conv2d(
-    in_channels: int,
-    out_channels: int,
-    kernel: tuple[int, int],
-    axes: Axes = NORMAL,
-    *,
-    bias: bool = True,
-    std: float | None = None,
-) -> dict[str, ParameterSpec]:
-    """Return weight [out, in, *kernel] and bias [out] of a convolution; [in, out, *kernel] if out is whole.
-
-    So z, which splits the stored rows, splits the channels that there are many of: the last convolution of a U-Net has
-    three output channels. ``std``: None for the standard deviation of torch's initial values.
-    """
-    std = (3 * in_channels * math.prod(kernel)) ** -0.5 if std is None else std
-    channels, split = (in_channels, out_channels), tuple(axes)
-    if axes.produced is not None:
-        channels, split = channels[::-1], split[::-1]
-    layout = Layout(_named(split[0], "z"), _named(split[1]), (), ())
-    specs = {"weight": ParameterSpec((*channels, *kernel), layout, std=std, decay=True, streamed=True)}
-    if bias:
-        specs["bias"] = ParameterSpec((out_channels,), Layout(_named(axes.produced)))
-    return specs
 
 
 def sides(stream: T, inner: T, transposed: bool) -> tuple[T, T]:
