@@ -18,7 +18,7 @@ from gpt4d.parallel.layers.attention import AttentionCore
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.dropout import DropoutSpec
-from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
@@ -105,7 +105,7 @@ def _linear(**options: Any) -> Case:
 
 
 def _embedding(values: Values):
-    layer = TokenEmbedding(values.weights, values.sizes.columns, values.sizes.hidden)
+    layer = Layer(TokenEmbeddingSpec(values.sizes.columns, values.sizes.hidden), values.weights)
     ids = values.ids(values.sizes.vocabulary)
     return layer, lambda: layer(ids, values.tokens())
 
@@ -113,7 +113,7 @@ def _embedding(values: Values):
 def _positions(with_documents: bool) -> Case:
     def case(values: Values):
         s = values.sizes
-        layer = PositionEmbedding(values.weights, s.length, s.hidden)
+        layer = Layer(PositionEmbeddingSpec(s.length, s.hidden), values.weights)
         x = values.input(s.batch * s.length, s.hidden)
         return layer, lambda: layer(x, values.tokens(with_documents))
 
@@ -148,7 +148,10 @@ def _convolution(**options: Any) -> Case:
 
 def _head(values: Values):
     s = values.sizes
-    embedding, head = TokenEmbedding(values.weights, s.columns, s.hidden), Layer(TiedHeadSpec(), values.weights)
+    embedding, head = (
+        Layer(TokenEmbeddingSpec(s.columns, s.hidden), values.weights),
+        Layer(TiedHeadSpec(), values.weights),
+    )
     x = values.input(s.batch, s.length, s.hidden)
     return embedding, lambda: run_alone(head(x, embedding.weight))
 

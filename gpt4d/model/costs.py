@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.parallel import limits
-from gpt4d.parallel.layers import activations, norm, specs
+from gpt4d.parallel.layers import activations, norm
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.order import LayerWeights
@@ -266,18 +267,16 @@ class TokenEmbeddingCost(SimpleCost):
     """Rows of a table whose vocabulary x splits, summed over x."""
 
     name: str
-    rows: int
-    hidden: int
-    used: int | None = None  # rows without padding
+    spec: TokenEmbeddingSpec
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, specs.token_embedding(self.rows, self.hidden, used=self.used))
+        return prefixed(self.name, self.spec.parameters())
 
     def weights(self) -> LayerWeights:
         return LayerWeights(forward=(f"{self.name}.weight",))
 
     async def forward(self, walk: Walk) -> None:
-        x = walk.tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
+        x = walk.tokens * (self.spec.hidden // walk.sizes.y) * walk.element_bytes
         walk.gather(f"{self.name}.weight")
         walk.hold(x)
         walk.compute(moved=2 * x, operations=6)
@@ -292,8 +291,8 @@ class TokenEmbeddingCost(SimpleCost):
             walk.release(x)
 
     async def backward(self, walk: Walk) -> None:
-        local_hidden, e = self.hidden // walk.sizes.y, walk.element_bytes
-        table = self.rows // walk.sizes.x * local_hidden * MASTER_BYTES
+        local_hidden, e = self.spec.hidden // walk.sizes.y, walk.element_bytes
+        table = self.spec.rows // walk.sizes.x * local_hidden * MASTER_BYTES
         x, wide = walk.tokens * local_hidden * e, walk.tokens * local_hidden * MASTER_BYTES
         if walk.stream_tokens != walk.tokens:
             walk.hold(x)
@@ -314,14 +313,13 @@ class PositionEmbeddingCost(SimpleCost):
     """Learned position vectors, added to the residual stream."""
 
     name: str
-    positions: int
-    hidden: int
+    spec: PositionEmbeddingSpec
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, specs.position_embedding(self.positions, self.hidden))
+        return prefixed(self.name, self.spec.parameters())
 
     def _bytes(self, walk: Walk) -> int:
-        return walk.stream_tokens * (self.hidden // walk.sizes.y) * walk.element_bytes
+        return walk.stream_tokens * (self.spec.hidden // walk.sizes.y) * walk.element_bytes
 
     async def forward(self, walk: Walk) -> None:
         x = self._bytes(walk)
@@ -330,7 +328,7 @@ class PositionEmbeddingCost(SimpleCost):
         walk.release(x)
 
     async def backward(self, walk: Walk) -> None:
-        gradient = self.positions * (self.hidden // walk.sizes.y) * MASTER_BYTES
+        gradient = self.spec.positions * (self.spec.hidden // walk.sizes.y) * MASTER_BYTES
         walk.hold(gradient)
         walk.compute(moved=self._bytes(walk) + 3 * gradient, operations=2)
         walk.release(gradient)

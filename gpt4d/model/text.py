@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from gpt4d.model.description import Part
-from gpt4d.model.text_config import TextConfig, head
+from gpt4d.model.text_config import TextConfig, head, token_embedding
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.layers.embedding import TokenEmbedding
 from gpt4d.parallel.layers.head_loss import head_loss
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.linear import TiedHeadSpec
@@ -38,7 +37,7 @@ class TextModel(nn.Module, ABC):
         self.config, self.weights, self.parts = config, weights, parts
         begins, ends = any(part.begins for part in parts), any(part.ends for part in parts)
         if begins or (ends and config.tied):
-            self.tokens = TokenEmbedding(weights, config.padded_vocab_size, config.hidden, used=config.vocab_size)
+            self.tokens = Layer(token_embedding(config), weights)
         if begins:
             self._build_positions()
         self.blocks = nn.ModuleDict({str(index): self._build_block() for part in parts for index in part.blocks})
@@ -119,7 +118,7 @@ class TextModel(nn.Module, ABC):
         if chunks == 1:
             return {"loss": cross_entropy_sum(self._logits(x_TH), targets_T, vocabulary, self.weights.grid.x)}
         layer: Any = self.head
-        weight = self.tokens.weight if self.config.tied else layer.weight
+        weight: Any = self.tokens.weight if self.config.tied else layer.weight
         _, normal_TH = self.norm(x_TH)
         normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss keeps no input
         return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, layer.product, chunks)}

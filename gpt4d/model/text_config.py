@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from gpt4d.config import Config, ConfigError, GridSizes, divisors
+from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 
 
@@ -26,6 +27,11 @@ class TextConfig(Protocol):
 def head(config: TextConfig) -> LinearSpec:
     """Return the spec of the layer from hidden features to logits, unless it is tied to the token embedding."""
     return LinearSpec(config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size)
+
+
+def token_embedding(config: TextConfig) -> TokenEmbeddingSpec:
+    """Return the spec of the token embedding."""
+    return TokenEmbeddingSpec(config.padded_vocab_size, config.hidden, used=config.vocab_size)
 
 
 class PaddedVocabulary:

@@ -21,7 +21,7 @@ EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that ar
 class Function:
     """A function with a gradient: a torch.autograd.Function, in a module that does not import torch.
 
-    ``forward`` and ``backward`` are static methods.
+    ``forward`` and ``backward`` are static methods. A second derivative is an error.
     """
 
     forward: Callable[..., Any]
@@ -40,8 +40,10 @@ _in_torch: dict[type[Function], Any] = {}  # the torch.autograd.Function of each
 
 def _torch_function(function: type[Function]) -> Any:
     from torch.autograd import Function as TorchFunction
+    from torch.autograd.function import once_differentiable
 
-    methods = {"forward": staticmethod(function.forward), "backward": staticmethod(function.backward)}
+    backward = once_differentiable(function.backward)
+    methods = {"forward": staticmethod(function.forward), "backward": staticmethod(backward)}
     return type(function.__name__, (TorchFunction,), {**methods, "__doc__": function.__doc__})
 
 

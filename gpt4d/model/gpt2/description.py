@@ -15,7 +15,8 @@ from gpt4d.model.description import STREAM, Description, Unit, residual_stream
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
-from gpt4d.model.text_config import head
+from gpt4d.model.text_config import head, token_embedding
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.norm import LayerNormSpec
 
@@ -42,6 +43,11 @@ def block_specs(config: GPT2Config) -> BlockSpecs:
         up=LinearSpec(h, inner, bias_gradient=False),
         down=LinearSpec(inner, h, transposed=True, std=residual_std),
     )
+
+
+def positions(config: GPT2Config) -> PositionEmbeddingSpec:
+    """Return the spec of the position embedding."""
+    return PositionEmbeddingSpec(config.max_positions, config.hidden)
 
 
 def final_norm(config: GPT2Config) -> LayerNormSpec:
@@ -74,8 +80,8 @@ def describe(config: GPT2Config) -> Description:
     vocabulary = config.padded_vocab_size
     return Description(
         units=(
-            Unit("", TokenEmbeddingCost("tokens", vocabulary, h, config.vocab_size)),
-            Unit("", PositionEmbeddingCost("positions", config.max_positions, h)),
+            Unit("", TokenEmbeddingCost("tokens", token_embedding(config))),
+            Unit("", PositionEmbeddingCost("positions", positions(config))),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
             Unit("", norm),
             Unit("", LinearCost("head", head(config), tied="tokens.weight", source=norm)),

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.description import BlockSpecs, block_specs, final_norm
+from gpt4d.model.gpt2.description import BlockSpecs, block_specs, final_norm, positions
 from gpt4d.model.text import TextModel
 from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.dropout import DropoutSpec
-from gpt4d.parallel.layers.embedding import PositionEmbedding
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.recomputation import Recomputable, recomputable
@@ -68,7 +67,7 @@ class GPT(TextModel):
     config: GPT2Config
 
     def _build_positions(self) -> None:
-        self.positions = PositionEmbedding(self.weights, self.config.max_positions, self.config.hidden)
+        self.positions = Layer(positions(self.config), self.weights)
         self.dropout = Layer(DropoutSpec(self.config.dropout), self.weights)
 
     def _build_block(self) -> nn.Module:

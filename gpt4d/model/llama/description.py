@@ -9,7 +9,7 @@ from gpt4d.model.description import STREAM, Description, Unit, residual_stream
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.product_costs import LinearCost
 from gpt4d.model.residual import ResidualBlock
-from gpt4d.model.text_config import head
+from gpt4d.model.text_config import head, token_embedding
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.norm import HeadNormSpec, RMSNormSpec
 
@@ -71,7 +71,7 @@ def describe(config: LlamaConfig) -> Description:
     tied = "tokens.weight" if config.tied else None
     return Description(
         units=(
-            Unit("", TokenEmbeddingCost("tokens", vocabulary, h, config.vocab_size)),
+            Unit("", TokenEmbeddingCost("tokens", token_embedding(config))),
             Unit("", RotaryCost(config.head_size)),
             *(Unit(f"blocks.{index}", block, block=True) for index in range(config.layers)),
             Unit("", norm),

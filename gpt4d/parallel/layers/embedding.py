@@ -1,28 +1,74 @@
-"""Token and position embeddings: vocabulary over x (and, as stored, over z), hidden over y."""
+"""Token and position embeddings: vocabulary over x (and, as stored, over z), hidden over y. No torch here."""
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from __future__ import annotations
 
-from gpt4d.parallel.layers import specs
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.weights import WeightStream
+from dataclasses import dataclass
+from typing import Any
+
+from gpt4d.parallel.function import Function, kernel
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
 
 
-class LookupFunction(torch.autograd.Function):
+@kernel
+def look_up(table, ids, first: int):
+    """Return the rows of a table that begins with row ``first``, their places in it, and which rows are elsewhere."""
+    return table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like()
+
+
+@kernel
+def clear_(rows, elsewhere):
+    """Set the rows that are elsewhere to zero, in place."""
+    return rows
+
+
+@kernel
+def cleared(d_rows, elsewhere, weight):
+    """Return the gradients of rows in the dtype of ``weight``, zero for rows that are elsewhere."""
+    return d_rows.like(dtype=weight.dtype)
+
+
+@kernel
+def table_gradient(d_rows, local, count: int, added_to):
+    """Return the gradient of a table of ``count`` rows, added to ``added_to`` if given."""
+    return added_to or d_rows.like((count, d_rows.shape[-1]))
+
+
+@kernel
+def add_positions(x, weight, length: int):
+    """Return ``x`` [tokens, hidden] with the first ``length`` rows of a table added to each sequence."""
+    return x.like()
+
+
+@kernel
+def positions_gradient(d_out, weight, length: int):
+    """Return the gradient of the table of ``add_positions``: a sum over sequences in the table's dtype."""
+    return weight.like()
+
+
+@kernel
+def add_rows_at(x, weight, positions):
+    """Return ``x`` [tokens, hidden] with the rows of a table at ``positions`` [tokens] added."""
+    return x.like()
+
+
+@kernel
+def rows_at_gradient(d_out, weight, positions):
+    """Return the gradient of the table of ``add_rows_at``."""
+    return weight.like()
+
+
+class LookupFunction(Function):
     """Rows of a table of which each rank of x holds a contiguous range; rows of other ranks are zero before the sum."""
 
     @staticmethod
-    def forward(ctx, weight, ids, weights: WeightStream, scatter: bool):
+    def forward(ctx, weight, ids, weights, scatter: bool):
         table, axis = weights.gather(weight), weights.grid.x
-        local = ids - axis.index * len(table)
-        elsewhere = (local < 0) | (local >= len(table))
-        local = local.masked_fill_(elsewhere, 0)
-        rows = F.embedding(local, table)
+        rows, local, elsewhere = look_up(table, ids, axis.index * table.shape[0])
         if axis.size > 1:
-            rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+            rows = clear_(rows, elsewhere)
         ctx.save_for_backward(local, elsewhere)
-        ctx.weight, ctx.weights, ctx.rows, ctx.scatter = weight, weights, len(table), scatter
+        ctx.weight, ctx.weights, ctx.rows, ctx.scatter = weight, weights, table.shape[0], scatter
         combine = axis.reduce_scatter if scatter else axis.all_reduce
         return combine(rows, parameter=weight)
 
@@ -33,58 +79,82 @@ class LookupFunction(torch.autograd.Function):
             d_rows = ctx.weights.grid.x.all_gather(d_rows, parameter=ctx.weight)
         # Each rank of x has the full gradient of the sum, including that of its own rows. It adds them up in the
         # master's dtype, since the row of a frequent token is a sum of thousands.
-        d_rows = d_rows.to(ctx.weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
-
-        def d_table(earlier: torch.Tensor | None) -> torch.Tensor:
-            table = d_rows.new_zeros(ctx.rows, d_rows.shape[-1]) if earlier is None else earlier
-            return table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
-
-        ctx.weights.scatter(ctx.weight, d_table)
+        d_rows = cleared(d_rows, elsewhere, ctx.weight)
+        ctx.weights.scatter(ctx.weight, lambda earlier: table_gradient(d_rows, local, ctx.rows, earlier))
         return None, None, None, None
 
 
-class TokenEmbedding(nn.Module):
+class PositionsFunction(Function):
+    """``x`` with the rows of a table for the positions 0 … length-1 of each sequence."""
+
+    @staticmethod
+    def forward(ctx, x, weight, length: int):
+        ctx.table, ctx.length = weight, length
+        return add_positions(x, weight, length)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out, positions_gradient(d_out, ctx.table, ctx.length), None
+
+
+class RowsAtFunction(Function):
+    """``x`` with the rows of a table at given positions."""
+
+    @staticmethod
+    def forward(ctx, x, weight, positions):
+        ctx.save_for_backward(positions)
+        ctx.table = weight
+        return add_rows_at(x, weight, positions)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out, rows_at_gradient(d_out, ctx.table, *ctx.saved_tensors), None
+
+
+@dataclass(frozen=True)
+class TokenEmbeddingSpec(LayerSpec):
     """Token ids [batch, sequence] → [tokens, hidden over y] of this rank's tokens, in the compute dtype.
 
-    ``rows`` is the padded vocabulary, ``used`` the vocabulary. Padding is never looked up, and the loss leaves it out.
+    Attributes:
+        rows: the padded vocabulary. Padding is never looked up, and the loss leaves it out.
+        hidden: global number of features.
+        used: the vocabulary; None: there is no padding.
+        std: standard deviation of the initial weight.
     """
 
-    def __init__(self, weights: WeightStream, rows: int, hidden: int, std: float = 0.02, used: int | None = None):
-        super().__init__()
-        self.weights = weights
-        self.weight = weights.parameter(specs.token_embedding(rows, hidden, std, used)["weight"])
+    rows: int
+    hidden: int
+    used: int | None = None
+    std: float = 0.02
 
-    def forward(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return LookupFunction.apply(self.weight, tokens.gathered(ids), self.weights, tokens.axis.size > 1)
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y."""
+        unpadded, layout = None if self.used is None else (self.used, self.hidden), Layout(("x", "z"), ("y",))
+        shape = (self.rows, self.hidden)
+        return {"weight": ParameterSpec(shape, layout, unpadded, std=self.std, decay=True, streamed=True)}
 
-
-class ExpandFunction(torch.autograd.Function):
-    """The first rows of a table for every sequence of a batch. Their gradients are summed in the table's dtype."""
-
-    @staticmethod
-    def forward(ctx, weight, batch: int, length: int, dtype: torch.dtype):
-        ctx.shape, ctx.dtype = weight.shape, weight.dtype
-        return weight[:length].to(dtype).expand(batch, -1, -1)
-
-    @staticmethod
-    def backward(ctx, d_rows):
-        d_weight = F.pad(d_rows.sum(0, dtype=ctx.dtype), (0, 0, 0, ctx.shape[0] - d_rows.shape[1]))
-        return d_weight, None, None, None
+    def forward(self, layer: BoundLayer, ids: Any, tokens: Any) -> Any:
+        return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.context, tokens.axis.size > 1)
 
 
-class PositionEmbedding(nn.Module):
+@dataclass(frozen=True)
+class PositionEmbeddingSpec(LayerSpec):
     """Adds learned vectors of positions to [tokens, hidden over y], in the compute dtype.
 
     The positions are 0 … length-1. With documents they restart at 0 in every document.
     """
 
-    def __init__(self, weights: WeightStream, positions: int, hidden: int, std: float = 0.02):
-        super().__init__()
-        self.dtype = weights.compute_dtype
-        self.weight = weights.parameter(specs.position_embedding(positions, hidden, std)["weight"])
+    positions: int
+    hidden: int
+    std: float = 0.02
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the table [positions, hidden], hidden over y."""
+        layout = Layout((), ("y",))
+        shape = (self.positions, self.hidden)
+        return {"weight": ParameterSpec(shape, layout, std=self.std, decay=True, between_layers=True)}
+
+    def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
         if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1:
-            return x + F.embedding(tokens.local(tokens.positions), self.weight).to(self.dtype)
-        rows = ExpandFunction.apply(self.weight, len(tokens.sample_ids), tokens.length, self.dtype)
-        return (x.unflatten(0, (-1, tokens.length)) + rows).flatten(0, 1)
+            return RowsAtFunction.apply(x, layer.weight, tokens.local(tokens.positions))
+        return PositionsFunction.apply(x, layer.weight, tokens.length)

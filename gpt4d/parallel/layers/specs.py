@@ -75,20 +75,6 @@ def serves_equally(heads: Sequence[int]) -> bool:
     )
 
 
-def token_embedding(rows: int, hidden: int, std: float = 0.02, used: int | None = None) -> dict[str, ParameterSpec]:
-    """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y.
-
-    ``used``: number of rows without padding; None for all.
-    """
-    unpadded, layout = None if used is None else (used, hidden), Layout(("x", "z"), ("y",))
-    return {"weight": ParameterSpec((rows, hidden), layout, unpadded, std=std, decay=True, streamed=True)}
-
-
-def position_embedding(positions: int, hidden: int, std: float = 0.02) -> dict[str, ParameterSpec]:
-    """Return the table [positions, hidden], hidden over y."""
-    return {"weight": ParameterSpec((positions, hidden), Layout((), ("y",)), std=std, decay=True, between_layers=True)}
-
-
 def group_norm(channels: int, axis: str) -> dict[str, ParameterSpec]:
     """Return weight and bias [channels], channels over ``axis``."""
     bias = ParameterSpec((channels,), Layout((axis,)))

@@ -12,7 +12,7 @@ from gpt4d.parallel import limits
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import gelu_of_biased
-from gpt4d.parallel.layers.embedding import TokenEmbedding
+from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
@@ -136,7 +136,7 @@ def test_gelu_computes_the_gradient_of_the_bias_in_its_input(tokens):
 
 def token_embedding(sizes):
     weights = stream(sizes)
-    layer = TokenEmbedding(weights, 24, 8)
+    layer = Layer(TokenEmbeddingSpec(24, 8), weights)
     table = normal(24, 8)
     ids = torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(0))
     upstream = normal(4, 6, 8, seed=1)

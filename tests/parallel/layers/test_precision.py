@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.layers.embedding import PositionEmbedding, TokenEmbedding
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.module import Layer
@@ -66,11 +66,11 @@ def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
 
 
 def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
-    table = TokenEmbedding(weights, FEATURES, FEATURES)
+    table = Layer(TokenEmbeddingSpec(FEATURES, FEATURES), weights)
     run_alone(Layer(TiedHeadSpec(), weights)(x, table.weight)).backward(upstream)
     weights.finish()
     close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
-    table = TokenEmbedding(weights, 20, FEATURES)
+    table = Layer(TokenEmbeddingSpec(20, FEATURES), weights)
     table(IDS, Tokens(torch.arange(TOKENS[0]), TOKENS[1])).backward(upstream.flatten(0, 1))
     weights.finish()
     close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
@@ -78,7 +78,7 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
 
 @pytest.mark.parametrize("documents", [None, Documents.ending_with(1, torch.zeros(TOKENS))], ids=["plain", "documents"])
 def test_a_position_table(weights, upstream, documents):
-    table = PositionEmbedding(weights, 40, FEATURES)
+    table = Layer(PositionEmbeddingSpec(40, FEATURES), weights)
     tokens, x = Tokens(torch.arange(TOKENS[0]), TOKENS[1], documents), upstream.flatten(0, 1)
     table(x, tokens).backward(x)
     close(table.weight.grad, F.pad(upstream.double().sum(0), (0, 0, 0, 8)))

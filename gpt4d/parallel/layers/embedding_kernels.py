@@ -1,0 +1,42 @@
+"""The kernels of embeddings."""
+
+import torch
+import torch.nn.functional as F
+
+
+def look_up(table, ids, first: int):
+    local = ids - first
+    elsewhere = (local < 0) | (local >= len(table))
+    local = local.masked_fill_(elsewhere, 0)
+    return F.embedding(local, table), local, elsewhere
+
+
+def clear_(rows, elsewhere):
+    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+def cleared(d_rows, elsewhere, weight):
+    return d_rows.to(weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def table_gradient(d_rows, local, count: int, added_to):
+    table = d_rows.new_zeros(count, d_rows.shape[-1]) if added_to is None else added_to
+    return table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
+
+
+def add_positions(x, weight, length: int):
+    rows = weight[:length].to(x.dtype).expand(len(x) // length, -1, -1)
+    return (x.unflatten(0, (-1, length)) + rows).flatten(0, 1)
+
+
+def positions_gradient(d_out, weight, length: int):
+    d_rows = d_out.unflatten(0, (-1, length)).sum(0, dtype=weight.dtype)
+    return F.pad(d_rows, (0, 0, 0, weight.shape[0] - length))
+
+
+def add_rows_at(x, weight, positions):
+    return x + F.embedding(positions, weight).to(x.dtype)
+
+
+def rows_at_gradient(d_out, weight, positions):
+    return torch.ops.aten.embedding_dense_backward(d_out.to(weight.dtype), positions, weight.shape[0], -1, False)
