@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpt4d.model.description import LayerCost, Walk
-from gpt4d.parallel import limits
-from gpt4d.parallel.layers import activations, norm
+from gpt4d.parallel.layers import activations, loss, norm
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layout import ParameterSpec
@@ -39,13 +38,6 @@ def cast(walk: Walk, narrow: int, wide: int) -> None:
     """Convert between an activation of ``narrow`` bytes and the same in float32, unless it is float32 itself."""
     if narrow != wide:
         walk.compute(moved=narrow + wide)
-
-
-def elementwise(walk: Walk, moved: float, operations: int, compiled: tuple[float, int]) -> None:
-    """Compute ``operations`` that move so many bytes, or, with train.compile, the bytes and kernels ``compiled``."""
-    if walk.compiled:
-        moved, operations = compiled
-    walk.compute(moved=moved, operations=operations)
 
 
 def casts(narrow: int, wide: int) -> int:
@@ -341,33 +333,26 @@ class CrossEntropyCost(SimpleCost):
 
     vocabulary: int
 
-    def _sizes(self, walk: Walk, tokens: int) -> tuple[int, int, int]:
-        """Return the bytes of the logits and of the same in float32, and the number of blocks."""
-        columns = self.vocabulary // walk.sizes.x
-        return tokens * columns * walk.element_bytes, tokens * columns * 4, -(-tokens // limits.block_rows(columns))
-
     async def forward(self, walk: Walk) -> None:
         self.forward_of(walk, walk.tokens)
 
     async def backward(self, walk: Walk) -> None:
         self.backward_of(walk, walk.tokens)
 
+    def _tensors(self, walk: Walk, tokens: int) -> tuple[SymbolicTensor, SymbolicTensor]:
+        """Return logits, and a number for each token."""
+        logits = SymbolicTensor(walk, (tokens, self.vocabulary // walk.sizes.x), walk.dtype)
+        return logits, logits.like((tokens,), FLOAT32)
+
     def forward_of(self, walk: Walk, tokens: int) -> None:
         """Compute the loss of some of the tokens."""
-        logits, wide, blocks = self._sizes(walk, tokens)
-        cast = casts(logits, wide)
-        walk.compute(moved=logits)
-        walk.do("all_reduce", "x", tokens * STATISTIC)
-        walk.scratch(wide // blocks)
-        elementwise(walk, logits + (4 + 2 * cast) * wide, (4 + cast) * blocks, compiled=(logits, blocks))
-        walk.do("all_reduce", "x", 2 * tokens * STATISTIC)
+        logits, row = self._tensors(walk, tokens)
+        loss.largest_logits(logits, 0)
+        walk.do("all_reduce", "x", row.nbytes)
+        loss.sums_of_exponentials(logits, row, 0)
+        walk.do("all_reduce", "x", 2 * row.nbytes)
 
     def backward_of(self, walk: Walk, tokens: int) -> None:
         """Compute the gradient of some of the tokens' logits."""
-        logits, wide, blocks = self._sizes(walk, tokens)
-        compiled = 2 * logits, blocks
-        if walk.element_bytes == 4:
-            elementwise(walk, 6 * wide, 3 * blocks, compiled)
-            return
-        walk.scratch(wide // blocks)
-        elementwise(walk, 2 * logits + 8 * wide, 5 * blocks, compiled)
+        logits, row = self._tensors(walk, tokens)
+        loss.softmax_(logits, row, row, 0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpt4d.parallel import limits, shared_memory
+from gpt4d.parallel.function import MAX, SUM
 from gpt4d.parallel.hosts import Hosts, Piece
 from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import InFlightCollective, Traffic, Works
@@ -22,7 +23,6 @@ from gpt4d.parallel.traffic import InFlightCollective, Traffic, Works
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SUM, MAX = "sum", "max"  # operations of an all-reduce
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {SUM: torch.add, MAX: torch.maximum}
 _OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
 _PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpt4d.parallel.symbolic import SymbolicTensor
 
+SUM, MAX = "sum", "max"  # operations of an all-reduce
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
 
@@ -57,14 +58,17 @@ class Kernel:
     Args:
         shapes: takes the arguments and returns the results, new tensors or arguments that are overwritten.
         fused: torch.compile makes one operation of it.
+        blocks: takes the arguments and returns into how many blocks the kernel cuts them. torch.compile makes one
+            operation of each.
     """
 
     def __init__(
         self,
         shapes: Callable[..., Any],
         fused: bool = False,
+        blocks: Callable[..., int] | None = None,
     ):
-        self.shapes, self.fused = shapes, fused
+        self.shapes, self.fused, self.blocks = shapes, fused, blocks
         self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
         self._run: Callable[..., Any] | None = None
         update_wrapper(self, shapes)
@@ -88,18 +92,19 @@ class Kernel:
         results = returned if isinstance(returned, tuple) else (returned,)
         tensors = [arg for arg in args if isinstance(arg, SymbolicTensor)]
         moved = sum(tensor.nbytes for tensor in (*tensors, *filter(None, results)))
-        if device.compiled or not self.fused:
-            device.compute(moved=moved)
+        blocks = self.blocks(*args) if self.blocks else 1
+        if device.compiled or not (self.fused or self.blocks):
+            device.compute(moved=moved, operations=blocks)
         else:
             factor, operations, temporary = _eager_costs()[f"{self.name} {args[0].dtype} {len(tensors)}"]
-            device.scratch(temporary * moved)
-            device.compute(moved=factor * moved, operations=operations)
+            device.scratch(temporary * moved / blocks)
+            device.compute(moved=factor * moved, operations=operations * blocks)
         return returned
 
 
-def kernel(shapes: Callable[..., Any] | None = None, fused: bool = False) -> Any:
-    """Declare a kernel by the shapes of its results. Arguments as for ``Kernel``."""
-    return Kernel(shapes) if shapes else lambda function: Kernel(function, fused)
+def kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Declare a kernel by the shapes of its results. Options as for ``Kernel``."""
+    return Kernel(shapes) if shapes else lambda function: Kernel(function, **options)
 
 
 @cache

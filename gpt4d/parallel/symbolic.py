@@ -20,6 +20,11 @@ class SymbolicDevice(Protocol):
         """Take memory for a moment."""
 
 
+def wide(tensor: SymbolicTensor) -> str:
+    """Return the dtype of statistics of a tensor: float32, or float64 for float64."""
+    return "float64" if tensor.dtype == "float64" else "float32"
+
+
 class SymbolicTensor:
     """A tensor without values. A dtype is a name in ``ITEMSIZE``."""
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.model.edges import edges, whole_batch
-from gpt4d.parallel.collectives import MAX
+from gpt4d.parallel.function import MAX
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.tokens import Tokens

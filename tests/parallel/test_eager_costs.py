@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.memory import allocated_peak
 from benchmarks.virtual_operations import Operations, has_kernel, nbytes, tensors_in
 from gpt4d.parallel.function import EAGER_COSTS, Kernel
-from gpt4d.parallel.layers import activations, norm, rotary
+from gpt4d.parallel.layers import activations, loss, norm, rotary
 
 ROWS, FEATURES = 2048, 512  # so many that statistics of rows and parameters do not count
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,6 +51,8 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         (activations.swiglu, (pair,)),
         (activations.swiglu_gradient, (d_out, pair)),
         (rotary.rotated, (heads, cos, sin, 1)),
+        (loss.sums_of_exponentials, (x, sums[0, :, 0], FEATURES)),
+        (loss.softmax_, (x.clone(), sums[0, :, 0], sums[1, :, 0], FEATURES)),
     ]
 
 

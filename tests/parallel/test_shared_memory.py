@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import collectives, limits, shared_memory
-from gpt4d.parallel.collectives import MAX, Axis
+from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.function import MAX
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.hosts import Hosts
 from gpt4d.parallel.shared_memory import SharedMemory

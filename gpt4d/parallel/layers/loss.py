@@ -1,80 +1,124 @@
-"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a full row.
+"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a full row. No torch here.
 
-Only one copy of the logits exists, in the precision in which they were computed. Forward and backward work on blocks of
-rows in float32, or float64 for float64 logits; the backward computes the softmax again from two numbers per token and
-writes the gradient in the place of the logits.
+Only one copy of the logits exists, in the precision in which they were computed. The backward computes the softmax
+again from two numbers per token and writes the gradient in the place of the logits.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
+from typing import Any, NamedTuple
 
 from gpt4d.parallel import limits
-from gpt4d.parallel.collectives import MAX, Axis
-from gpt4d.parallel.fusion import fused
+from gpt4d.parallel.function import MAX, Function, kernel
+from gpt4d.parallel.symbolic import wide
 
 
 class SavedLoss(NamedTuple):
     """Tensors that the gradient of a loss needs besides the logits, with one element per token each."""
 
-    largest: torch.Tensor  # logit
-    normalizer: torch.Tensor  # sum of exponentials relative to that of the largest logit
-    local: torch.Tensor  # column of the target on this rank; 0 where another rank has it
-    elsewhere: torch.Tensor
+    largest: Any  # logit
+    normalizer: Any  # sum of exponentials relative to that of the largest logit
+    local: Any  # column of the target on this rank; 0 where another rank has it
+    elsewhere: Any
 
 
-def forward_loss(
-    logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, axis: Axis
-) -> tuple[torch.Tensor, SavedLoss]:
+def _num_blocks(logits, *_: Any) -> int:
+    return -(-logits.shape[0] // limits.block_rows(logits.shape[1]))
+
+
+@kernel
+def largest_logits(logits, columns: int):
+    """Return the largest of the first ``columns`` logits of each row, at least in float32."""
+    return logits.like(logits.shape[:1], wide(logits))
+
+
+@kernel
+def local_targets(targets, first: int, columns: int):
+    """Return the columns of the targets on this rank, whose first column is ``first``, and which are elsewhere."""
+    return targets.like(), targets.like()
+
+
+@kernel
+def target_logits(logits, largest, local, elsewhere):
+    """Return the logits of the targets relative to the largest ones; 0 for targets that are elsewhere."""
+    return largest.like()
+
+
+@kernel(blocks=_num_blocks)
+def sums_of_exponentials(logits, largest, columns: int):
+    """Return the sum of the exponentials of the first ``columns`` logits, relative to those of the largest ones."""
+    return largest.like()
+
+
+@kernel
+def stacked(one, other):
+    """Return two tensors as one, [2, ...]."""
+    return one.like((2, *one.shape))
+
+
+@kernel
+def total_loss(sums):
+    """Return the sum of the losses, and the sums of exponentials, from those and the logits of targets, [2, tokens]."""
+    return sums.like(()), sums.like(sums.shape[1:])
+
+
+@kernel
+def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
+    """Return the factor of the softmax in the gradient of each row, and the gradient at its target."""
+    return largest.like(), largest.like()
+
+
+@kernel(blocks=_num_blocks)
+def softmax_(logits, largest, scale, columns: int):
+    """Replace the first ``columns`` logits by their exponentials, relative to the largest ones', times ``scale``."""
+    return logits
+
+
+@kernel
+def write_targets_(logits, at_target, local, columns: int):
+    """Write the gradients at the targets, and zeros from column ``columns`` on."""
+    return logits
+
+
+@kernel
+def zero_(logits):
+    """Set all elements to zero."""
+    return logits
+
+
+def forward_loss(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, SavedLoss]:
     """Return the sum of the losses of logits [tokens, vocabulary over ``axis``], and what its gradient needs.
 
     Columns from ``vocabulary`` on are padding.
     """
-    first, columns = axis.index * logits.shape[-1], _columns(logits, vocabulary, axis)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    largest = logits.new_full(targets.shape, -torch.inf, dtype=wide)
-    if columns:
-        largest.copy_(logits[:, :columns].amax(-1))
-    largest = axis.all_reduce(largest, MAX)
-    local = targets - first
-    elsewhere = (local < 0) | (local >= logits.shape[-1])
-    local = local.masked_fill_(elsewhere, 0)
-    sums = torch.stack((largest, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide) - largest))
-    sums[1].masked_fill_(elsewhere, 0)
-    for rows in _blocks(logits):
-        sums[0, rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
-    normalizer, target_logits = axis.all_reduce(sums)
-    return (normalizer.log() - target_logits).sum(), SavedLoss(largest, normalizer, local, elsewhere)
+    columns = _columns(logits, vocabulary, axis)
+    largest = axis.all_reduce(largest_logits(logits, columns), MAX)
+    local, elsewhere = local_targets(targets, axis.index * logits.shape[-1], logits.shape[-1])
+    at_target = target_logits(logits, largest, local, elsewhere)
+    sums = axis.all_reduce(stacked(sums_of_exponentials(logits, largest, columns), at_target))
+    loss, normalizer = total_loss(sums)
+    return loss, SavedLoss(largest, normalizer, local, elsewhere)
 
 
-def write_gradient(
-    logits: torch.Tensor, saved: SavedLoss, vocabulary: int, axis: Axis, d_loss: torch.Tensor
-) -> torch.Tensor:
+def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_loss: Any) -> Any:
     """Replace ``logits`` by their gradient and return them. ``d_loss``: the gradient of the loss, a scalar."""
     columns = _columns(logits, vocabulary, axis)
     if not columns:
-        return logits.zero_()
-    scale, target = d_loss / saved.normalizer, (torch.arange(len(logits), device=logits.device), saved.local)
-    at_target = (logits[target] - saved.largest).exp_().mul_(scale)
-    at_target.sub_(d_loss.expand_as(scale).masked_fill(saved.elsewhere, 0))
-    for rows in _blocks(logits):
-        _write_softmax(logits[rows, :columns], saved.largest[rows], scale[rows])
-    logits[:, columns:] = 0
-    logits[target] = at_target.to(logits.dtype)  # on a CPU, scatter_ would convert all logits to float32 and back
-    return logits
+        return zero_(logits)
+    scale, at_target = target_gradients(logits, d_loss, *saved)
+    return write_targets_(softmax_(logits, saved.largest, scale, columns), at_target, saved.local, columns)
 
 
-def _columns(logits: torch.Tensor, vocabulary: int, axis: Axis) -> int:
+def _columns(logits: Any, vocabulary: int, axis: Any) -> int:
     """Return the number of columns that this rank has of the vocabulary, without padding."""
     return max(0, min(logits.shape[-1], vocabulary - axis.index * logits.shape[-1]))
 
 
-class CrossEntropyFunction(torch.autograd.Function):
+class CrossEntropyFunction(Function):
     """Sum over the tokens of ``log Σ exp(logits) - logit of the target``, in float32, or float64 for float64 logits."""
 
     @staticmethod
-    def forward(ctx, logits, targets, vocabulary: int, axis: Axis):
+    def forward(ctx, logits, targets, vocabulary: int, axis):
         loss, saved = forward_loss(logits, targets, vocabulary, axis)
         ctx.save_for_backward(logits, *saved)
         ctx.vocabulary, ctx.axis = vocabulary, axis
@@ -87,35 +131,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return write_gradient(logits, SavedLoss(*saved), ctx.vocabulary, ctx.axis, d_loss), None, None, None
 
 
-def _shifted(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return logits, in the dtype of ``largest``, relative to those."""
-    if logits.dtype == largest.dtype:
-        return logits - largest[:, None]
-    return logits.to(largest.dtype).sub_(largest[:, None])  # a CPU subtracts two dtypes in twice the time
-
-
-@fused
-def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    return _shifted(logits, largest).exp_().sum(-1)
-
-
-@fused
-def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
-    """Replace logits by their exponentials, relative to those of the largest ones, times ``scale``."""
-    if logits.dtype == largest.dtype:
-        logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
-    else:
-        logits.copy_(_shifted(logits, largest).exp_().mul_(scale[:, None]))
-
-
-def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of consecutive rows, so that their parts of ``logits`` [rows, columns] are blocks."""
-    rows = limits.block_rows(logits.shape[-1])
-    for start in range(0, len(logits), rows):
-        yield slice(start, start + rows)
-
-
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, axis: Axis) -> torch.Tensor:
+def cross_entropy_sum(logits: Any, targets: Any, vocabulary: int, axis: Any) -> Any:
     """Return the loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
 
     ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are

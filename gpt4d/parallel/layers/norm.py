@@ -10,6 +10,7 @@ from gpt4d.parallel.function import Function, kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.recomputation import Recomputable
+from gpt4d.parallel.symbolic import wide
 
 
 def _added(x, branch):
@@ -18,11 +19,6 @@ def _added(x, branch):
 
 def _row_statistics(x, *dims: int):
     return x.like((*dims, *x.shape[:-1]), wide(x))
-
-
-def wide(x) -> str:
-    """Return the dtype of statistics: float32, or float64 for float64 tensors."""
-    return "float64" if x.dtype == "float64" else "float32"
 
 
 @kernel(fused=True)
