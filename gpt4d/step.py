@@ -56,8 +56,8 @@ def build_stage(
     train, whole = config.train, registry.describe_run(config)
     index, bounds = 0, {0: (0, len(whole.units))}
     if plan is not None:
-        index = next(index for index, stage in enumerate(plan.stages) if stage.ranks == grid.ranks)
-        bounds = {index + chunk * len(plan.stages): part for chunk, part in enumerate(plan.stages[index].parts)}
+        own = plan.stage_of(grid.world.index)
+        index, bounds = own.index, {own.index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
     description = whole.stage(bounds.values())
     recompute = train.activation_checkpointing == "full"
     fusion.enable(train.compile, device)

@@ -73,9 +73,7 @@ class Trainer:
             with self._connecting("connecting the pipeline's stages"):
                 connect_stages(plan, self.stage, self.hosts.count(self.hosts[0]), gpu.backend_timeout(timeout_s))
             self.hang_detector.axes = self.stage.axes
-            self.hang_detector.places = {
-                rank: f"stage {index}" for index, stage in enumerate(plan.stages) for rank in stage.ranks
-            }
+            self.hang_detector.places = {rank: f"stage {stage.index}" for stage in plan.stages for rank in stage.ranks}
         self.hang_detector.name_layers(self.stage.module)
         self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
         self.monitor = LossMonitor(config.train, config.optim.lr)

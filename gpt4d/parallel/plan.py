@@ -1,7 +1,8 @@
 """The parallel plan: the value that ``parallel.*`` resolves to. No torch here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from gpt4d.config import Config, GridSizes
@@ -32,18 +33,42 @@ def ranks_in_grid_order(sizes: GridSizes, innermost: str | None = None) -> tuple
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage.
+    """One pipeline stage, on consecutive ranks of the job.
 
     Attributes:
-        ranks: the job's ranks that form it, in grid order.
+        index: the position of the stage in the pipeline.
+        first_rank: the lowest rank of the stage.
         sizes: its grid.
         parts: for each of its model chunks, the indices of the first unit and of the one after the last
             (gpt4d.model.description).
+        innermost: the axis whose neighbors have consecutive ranks (``parallel.innermost``).
     """
 
-    ranks: tuple[int, ...]
+    index: int
+    first_rank: int
     sizes: GridSizes
     parts: tuple[tuple[int, int], ...]
+    innermost: str | None = None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The job's ranks that form the stage, in grid order."""
+        return tuple(self.first_rank + rank for rank in ranks_in_grid_order(self.sizes, self.innermost))
+
+    @property
+    def last_rank(self) -> int:
+        return self.first_rank + self.sizes.devices - 1
+
+
+def consecutive_stages(
+    sizes: Sequence[GridSizes], parts: Sequence[tuple[tuple[int, int], ...]], innermost: str | None = None
+) -> tuple[StagePlan, ...]:
+    """Return the stages with these grids and parts of the model, each on the ranks after those of the stage before."""
+    stages, first_rank = [], 0
+    for index, (grid, own) in enumerate(zip(sizes, parts, strict=True)):
+        stages.append(StagePlan(index, first_rank, grid, own, innermost))
+        first_rank += grid.devices
+    return tuple(stages)
 
 
 @dataclass(frozen=True)
@@ -69,7 +94,7 @@ class ParallelPlan:
 
     def stage_of(self, rank: int) -> StagePlan:
         """Return the plan of the stage that has ``rank``."""
-        return next(stage for stage in self.stages if rank in stage.ranks)
+        return next(stage for stage in self.stages if rank <= stage.last_rank)
 
     @property
     def virtual_stages(self) -> int:

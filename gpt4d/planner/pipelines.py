@@ -8,10 +8,11 @@ from functools import partial
 from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, shortened, with_stages
+from gpt4d.parallel.plan import consecutive_stages
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.options import Level, level, with_settings
-from gpt4d.planner.stages import PipelineEstimate, stage_layouts, stage_parts
+from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import usable_gib
 from gpt4d.planner.workload import compute_s, grids, training_state
 
@@ -187,8 +188,8 @@ class Search:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         description = self.level.descriptions.on(sizes)
-        layouts = stage_layouts(sizes, stage_parts(config, description))
-        return PipelineEstimate(config, description, layouts, microbatches, self._known[id(description)])
+        stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.innermost)
+        return PipelineEstimate(config, description, stages, microbatches, self._known[id(description)])
 
     def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
         """Return whether the pipeline fits with one of the numbers of microbatches that are tried."""

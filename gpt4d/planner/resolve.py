@@ -1,14 +1,15 @@
 """Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes, with_stages
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.parallel.plan import ParallelPlan, StagePlan, ranks_in_grid_order
+from gpt4d.parallel.plan import ParallelPlan, StagePlan, consecutive_stages
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, converts_weights, rank
-from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts
+from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import for_devices, total_gib
 
 _NUM_SHOWN = 3  # plans that a run's first line names
@@ -34,19 +35,15 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
         if problem := grid_problem(description.rules, config.train, config.parallel, grid):
             raise ConfigError(problem)
     microbatches = _microbatches(config, sizes)
-    layouts = stage_layouts(sizes, stage_parts(config, description))
-    config = _with_kept_weights(config, description, layouts, microbatches)
-    stages = []
-    for layout in layouts:
-        order = ranks_in_grid_order(layout.sizes, config.parallel.innermost)
-        stages.append(StagePlan(tuple(layout.first_rank + rank for rank in order), layout.sizes, layout.parts))
-    estimate = PipelineEstimate(config, description, layouts, microbatches)
+    stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.innermost)
+    config = _with_kept_weights(config, description, stages, microbatches)
+    estimate = PipelineEstimate(config, description, stages, microbatches)
     costs = estimate.costs if len(stages) > 1 else None
-    return ParallelPlan(config, tuple(stages), microbatches, estimate.crossing, costs, candidates)
+    return ParallelPlan(config, stages, microbatches, estimate.crossing, costs, candidates)
 
 
 def _with_kept_weights(
-    config: Config, description: Description, layouts: list[StageLayout], microbatches: int
+    config: Config, description: Description, stages: Sequence[StagePlan], microbatches: int
 ) -> Config:
     """Return the configuration with ``parallel.cache_layers``, if it leaves that open.
 
@@ -56,10 +53,10 @@ def _with_kept_weights(
     if parallel.cache_layers is not None:
         return config
     scopes = ["step", "microbatch"] if microbatches > 1 and parallel.cache_scope is None else ["microbatch"]
-    if all(converts_weights(config, stage.sizes) for stage in layouts):
+    if all(converts_weights(config, stage.sizes) for stage in stages):
         for scope in scopes:
             kept = replace(config, parallel=replace(parallel, cache_layers="all", cache_scope=scope))
-            if PipelineEstimate(kept, description, layouts, microbatches).needed_gib(limit) <= limit:
+            if PipelineEstimate(kept, description, stages, microbatches).needed_gib(limit) <= limit:
                 return kept
     return replace(config, parallel=replace(parallel, cache_layers=0))
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
 from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
@@ -18,29 +18,12 @@ from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.program import link_name
 from gpt4d.parallel.pipeline.schedule import peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
-from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.parallel.plan import ParallelPlan, StagePlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
 from gpt4d.planner.workload import compute_bytes, splits_backwards, utilization
 
 _SIMULATED = 4  # microbatches per stage; each further one adds what the slowest stage takes, and no memory
-
-
-class StageLayout(NamedTuple):
-    """A stage: its first rank, its grid and, for each of its parts of the model, the first unit and the end."""
-
-    first_rank: int
-    sizes: GridSizes
-    parts: tuple[tuple[int, int], ...]
-
-
-def stage_layouts(sizes: Sequence[GridSizes], parts: Sequence[tuple[tuple[int, int], ...]]) -> list[StageLayout]:
-    """Return the stages with these grids and parts, on consecutive ranks."""
-    layouts, first = [], 0
-    for grid, own in zip(sizes, parts, strict=True):
-        layouts.append(StageLayout(first, grid, own))
-        first += grid.devices
-    return layouts
 
 
 def stage_parts(config: Config, description: Description) -> list[tuple[tuple[int, int], ...]]:
@@ -95,7 +78,7 @@ class PipelineEstimate:
         self,
         config: Config,
         description: Description,
-        stages: Sequence[StageLayout],
+        stages: Sequence[StagePlan],
         microbatches: int,
         known: dict | None = None,
     ):
@@ -108,10 +91,9 @@ class PipelineEstimate:
     def of(cls, plan: ParallelPlan, config: Config | None = None) -> "PipelineEstimate":
         """Return the estimate of a plan, with other settings than its own if ``config`` is given."""
         config = config or plan.config
-        layouts = stage_layouts([stage.sizes for stage in plan.stages], [stage.parts for stage in plan.stages])
-        return cls(config, registry.describe_run(config), layouts, plan.microbatches)
+        return cls(config, registry.describe_run(config), plan.stages, plan.microbatches)
 
-    def estimate(self, stage: StageLayout, parts: tuple[tuple[int, int], ...]) -> Estimate:
+    def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...]) -> Estimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
         kinds, whole = self.description.kinds, self.description.whole
@@ -121,7 +103,7 @@ class PipelineEstimate:
             self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts), world=self.devices)
         return self._known[key]
 
-    def micro_batch(self, stage: StageLayout) -> int:
+    def micro_batch(self, stage: StagePlan) -> int:
         """Return the samples that a device of a stage takes at once."""
         return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
 
@@ -131,7 +113,7 @@ class PipelineEstimate:
         return sum(stage.sizes.devices for stage in self.stages)
 
     @cached_property
-    def _parts(self) -> list[tuple[StageLayout, tuple[int, int]]]:
+    def _parts(self) -> list[tuple[StagePlan, tuple[int, int]]]:
         """The part of the model on each virtual stage, and its stage."""
         count, chunks = len(self.stages), len(self.stages[0].parts)
         return [
@@ -212,23 +194,23 @@ class PipelineEstimate:
         Its microbatches follow each other. A schedule that interleaves them may gather a weight over z more or less
         often, because a weight that is used twice in succession is gathered once.
         """
-        layout = self.stages[stage]
-        return self.estimate(layout, layout.parts).plan(self.micro_batch(layout))
+        own = self.stages[stage]
+        return self.estimate(own, own.parts).plan(self.micro_batch(own))
 
     @cached_property
     def memory_gib(self) -> list[float]:
         """The peak of each stage in a step."""
         timeline, count, result = self._timeline, len(self.stages), []
-        for index, (layout, alone) in enumerate(zip(self.stages, self._alone_gib, strict=True)):
-            own = self._microbatches[index::count]
+        for stage, alone in zip(self.stages, self._alone_gib, strict=True):
+            own = self._microbatches[stage.index :: count]
             received = {
-                edge: sum(self._local_bytes(name, layout.sizes) for name in names)
+                edge: sum(self._local_bytes(name, stage.sizes) for name in names)
                 for edge, names in self.crossing.items()
             }
-            waiting = timeline.peak_waiting(index, received)
+            waiting = timeline.peak_waiting(stage.index, received)
             kept = sum(cost.kept_bytes for cost in own) / len(own)
             delayed = sum(cost.delayed_bytes for cost in own) / len(own)
-            others = peak_of_others((span.action for span in timeline.stages[index]), kept, delayed)
+            others = peak_of_others((span.action for span in timeline.stages[stage.index]), kept, delayed)
             others -= (len(own) - 1) * kept  # of the other parts of the same microbatch
             result.append(alone + (waiting + max(0.0, others)) / GIB)
         return result
@@ -236,7 +218,7 @@ class PipelineEstimate:
     @cached_property
     def _alone_gib(self) -> list[float]:
         """The peak of each stage with one microbatch in flight: no more than in a step, and quicker to estimate."""
-        return [self.estimate(layout, layout.parts).memory_gib(self.micro_batch(layout)) for layout in self.stages]
+        return [self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages]
 
     def needed_gib(self, limit: float) -> float:
         """Return the GiB that the fullest stage needs at least: exactly, unless one microbatch exceeds ``limit``.
@@ -284,7 +266,7 @@ class PipelineEstimate:
     @property
     def states(self) -> list[dict[str, int]]:
         """The bytes of weights, gradients and optimizer states on a device of each stage."""
-        return [self.estimate(layout, layout.parts).state for layout in self.stages]
+        return [self.estimate(stage, stage.parts).state for stage in self.stages]
 
     def plan(self) -> Plan:
         """Return the full estimate: bytes and waits are those of the slowest stage, memory is that of the fullest."""
@@ -318,7 +300,7 @@ def _tiles(layout: Layout, sizes: GridSizes) -> int:
     return math.prod(getattr(sizes, axis) for axis in layout.axes & {*GridSizes._fields})
 
 
-def transfer_seconds(cluster: ClusterConfig, source: StageLayout, target: StageLayout, nbytes: int) -> float:
+def transfer_seconds(cluster: ClusterConfig, source: StagePlan, target: StagePlan, nbytes: int) -> float:
     """Return the seconds in which a tensor of ``nbytes`` in all reaches another stage by broadcasts.
 
     Between nodes, the links of the nodes limit it (arXiv 2211.05322, §3): each node of the source sends its share, and
@@ -326,11 +308,8 @@ def transfer_seconds(cluster: ClusterConfig, source: StageLayout, target: StageL
     tile.
     """
     node = node_size(cluster)
-    nodes = [
-        {rank // node for rank in (stage.first_rank, stage.first_rank + stage.sizes.devices - 1)}
-        for stage in (source, target)
-    ]
-    if len(nodes[0] | nodes[1]) == 1:
+    ranks = source.first_rank, source.last_rank, target.first_rank, target.last_rank
+    if len({rank // node for rank in ranks}) == 1:
         return _seconds(cluster.levels[-1], nbytes / target.sizes.batch_shards)
     senders = min(-(-source.sizes.devices // node), source.sizes.batch_shards)
     per_node = min(node, target.sizes.devices)

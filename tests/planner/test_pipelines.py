@@ -14,9 +14,10 @@ from gpt4d.config import (
     with_stages,
 )
 from gpt4d.model import registry
+from gpt4d.parallel.plan import StagePlan, consecutive_stages
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.search import rank
-from gpt4d.planner.stages import PipelineEstimate, StageLayout, stage_layouts, stage_parts, transfer_seconds
+from gpt4d.planner.stages import PipelineEstimate, stage_parts, transfer_seconds
 from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.planner.workload import grids, training_state
 from gpt4d.step import TrainStep
@@ -161,7 +162,7 @@ def brute_force(config: Config, devices: int) -> float:
             if grid_problem(description.rules, config.train, staged.parallel, sizes):
                 continue
             for number in possible_microbatches(config.train, staged.parallel, (sizes,) * stages):
-                plan = PipelineEstimate(staged, description, stage_layouts([sizes] * stages, parts), number).plan()
+                plan = PipelineEstimate(staged, description, consecutive_stages([sizes] * stages, parts), number).plan()
                 if plan.memory_gib <= limit:
                     best = min(best, plan.step_time_s)
     return best
@@ -230,5 +231,5 @@ def test_a_step_is_what_its_stages_take_and_what_they_wait():
 def test_a_transfer_takes_what_the_busiest_link_carries(source, target, seconds):
     levels = "[{ranks: 4, group_gb_s: 1e-3, latency_us: 0}, {ranks: 2, group_gb_s: 1e-2, latency_us: 0}]"
     cluster = compose([f"cluster.levels={levels}"]).cluster
-    first, second = (StageLayout(rank, GridSizes(*sizes), ()) for rank, sizes in (source, target))
+    first, second = (StagePlan(0, rank, GridSizes(*sizes), ()) for rank, sizes in (source, target))
     assert transfer_seconds(cluster, first, second, 8_000_000) == pytest.approx(seconds)

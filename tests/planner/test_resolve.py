@@ -27,6 +27,13 @@ def test_each_rank_is_as_far_from_its_neighbors_as_the_planner_assumes(innermost
     assert planned[innermost].stride == 1
 
 
+def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
+    pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[2x2x1x1,1x2x1x1]"]
+    plan = validate(compose([*PAIRS, *pipeline, "parallel.innermost=y"]), 6)
+    assert [stage.ranks for stage in plan.stages] == [(0, 2, 1, 3), (4, 5)]
+    assert [plan.stage_of(member).index for member in range(6)] == [0, 0, 0, 0, 1, 1]
+
+
 def test_mode_atp_trains_on_the_given_mesh_in_the_faster_order():
     plan = validate(compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]), 8)
     assert plan.sizes == GridSizes(4, 2) and plan.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)

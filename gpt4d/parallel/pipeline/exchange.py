@@ -115,7 +115,7 @@ class Exchange:
 
         self._weights: dict[str, Resharding] = {}  # of copies, by name
         self._gradients: dict[str, Resharding] = {}
-        self._stage = next(index for index, stage in enumerate(stages) if rank in stage.ranks)
+        self._stage = next(stage.index for stage in stages if rank in stage.ranks)
         self.copies = [tied for tied in copies if self._stage in (tied.owner, tied.holder)]
         for tied in self.copies:
             weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder], strategy)
