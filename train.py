@@ -50,7 +50,7 @@ def train(config: Config) -> None:
             print(text)
         return
     lock.check_unused(Path(config.run.dir))
-    check_space(config)
+    check_space(plan)
     if plan.candidates and not launch.rank:
         mode, chosen = f"parallel.mode={config.parallel.mode} on {config.cluster.name}", ", then ".join(plan.candidates)
         print(f"{mode}: {chosen}", flush=True)

@@ -27,15 +27,14 @@ from benchmarks.settings import arguments_of, parse_sizes
 from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.config.pipeline import STRATEGIES
-from gpt4d.model import registry
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, simulate
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import ReshardingPlan, gradient_plan
 from gpt4d.parallel.resharding.planning import plan as plan_resharding
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.runtime.errors import one_line_errors
 
@@ -103,8 +102,6 @@ def parse_contenders(text: str) -> list[str]:
 
 def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, float], "CopySeconds"]:
     """Return the planned seconds of each edge, and those of copied weights and their gradients."""
-    description = registry.describe(config.model)
-    whole = registry.describe_run(plan.config)
     meshes = [StageMesh.of_grid(stage.ranks, stage.sizes, config.ranks) for stage in plan.stages]
     strategy, count = plan.config.parallel.pipeline.strategy, len(meshes)
 
@@ -116,7 +113,7 @@ def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, floa
         return 0.0 if strategy == "signal" else float(resharding.makespan) * nbytes * 8 / (config.mbit * 1e6)
 
     def crosses(name: str, source: int, target: int) -> float:
-        tensor = description.tensors[name]
+        tensor = plan.description.tensors[name]
         shape = tensor.shape(config.samples, config.seq_len)
         return seconds(planned(shape, tensor.layout, source % count, target % count))
 
@@ -124,7 +121,7 @@ def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, floa
         (source, target): sum(crosses(name, source, target) for name in names)
         for (source, target), names in plan.crossing.items()
     }
-    described = [whole.stage(stage.parts) for stage in plan.stages]
+    described = [plan.description.stage(stage.parts) for stage in plan.stages]
     copies_s = CopySeconds(0.0, 0.0)
     for holder, stage in enumerate(described):
         for name, spec in stage.copied.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from gpt4d.checkpoint.space import check_space, readable_size
 from gpt4d.config import Config, ConfigError, matching_files, tokenizer_file
 from gpt4d.model import registry
-from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner import tables
 from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.fitting import Fit, fit
@@ -30,7 +30,7 @@ def report(plan: ParallelPlan, config: Config) -> str:
     """
     answer = fit(plan, config.cluster)
     step, devices = answer.plan, sum(stage.sizes.devices for stage in plan.stages)
-    size = registry.describe(plan.config.model).num_parameters
+    size = plan.description.num_parameters
     lines = [
         ("run", f"{config.run.dir}: {config.model.name}, {size / 1e6:,.1f} M parameters, {batch_text(config)}"),
         ("data", "; ".join(_data(config))),
@@ -38,7 +38,7 @@ def report(plan: ParallelPlan, config: Config) -> str:
         ("memory", _memory(answer)),
         ("time", f"{tables.plan_line(step)}"),
         ("", str(duration(config, devices, step.step_time_s))),
-        ("disk", str(check_space(config))),
+        ("disk", str(check_space(plan))),
     ]
     text = "\n".join(f"{name:7} {value}" for name, value in lines)
     return f"{text}\nThis was a dry run: nothing was started or written. Remove --dry-run to train."

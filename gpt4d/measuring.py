@@ -7,10 +7,9 @@ import torch
 
 from gpt4d import metrics
 from gpt4d.checkpoint.checkpoint_dir import Progress
-from gpt4d.model import registry
 from gpt4d.monitor import StepMetrics, StragglerDetector
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
@@ -33,9 +32,8 @@ class StepMeter:
         self.devices = sum(stage_plan.sizes.devices for stage_plan in plan.stages)
         self.stragglers = StragglerDetector(hosts)
         train = plan.config.train
-        description = registry.describe_run(plan.config)
-        self.step_flops = description.training_flops(train.batch_size, train.seq_len)
-        own = description.stage(plan.stages[stage.index].parts)
+        self.step_flops = plan.description.training_flops(train.batch_size, train.seq_len)
+        own = plan.description.stage(plan.stages[stage.index].parts)
         state = training_state(own, stage.grid.sizes, plan.config.optim.shard_states)
         self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}
 
@@ -98,7 +96,7 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     config = replace(config, train=replace(config.train, precision=precision))
     estimate = PipelineEstimate.of(plan, config)
-    size = estimate.description.num_parameters
+    size = plan.description.num_parameters
     lines = [
         f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
         f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"

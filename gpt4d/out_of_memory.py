@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gpt4d import metrics
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import Fit, fit
 from gpt4d.planner.topology import total_gib
 from gpt4d.runtime.errors import OutOfMemory

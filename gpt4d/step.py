@@ -19,11 +19,10 @@ from gpt4d.parallel import fusion, gradients
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.exchange import Copy, Exchange
-from gpt4d.parallel.pipeline.planning import evaluation_program, training_program
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.weights import WeightStream, compute_dtype
+from gpt4d.plan import ParallelPlan
 
 
 class StepResult(NamedTuple):
@@ -53,7 +52,7 @@ def build_stage(
         initialized: set initial values; without it a checkpoint must be loaded.
         plan: the pipeline, of which ``grid`` is a stage; None: the stage has the whole model.
     """
-    train, whole = config.train, registry.describe_run(config)
+    train, whole = config.train, plan.description if plan else registry.describe_run(config)
     index, bounds = 0, {0: (0, len(whole.units))}
     if plan is not None:
         own = plan.stage_of(grid.world.index)
@@ -95,8 +94,8 @@ def build_stage(
     )
     if plan is not None and plan.virtual_stages > 1:
         stage.crossing = plan.crossing
-        stage.program = lru_cache(partial(training_program, plan, index))
-        stage.evaluation = lru_cache(partial(evaluation_program, plan, index))
+        stage.program = lru_cache(partial(plan.training_program, index))
+        stage.evaluation = lru_cache(partial(plan.evaluation_program, index))
     return stage
 
 
@@ -109,7 +108,7 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         ranks_per_host: consecutive ranks of the job on each host.
         timeout: of the links' process groups; None for torch's default.
     """
-    train, parallel, whole = plan.config.train, plan.config.parallel, registry.describe_run(plan.config)
+    train, parallel, whole = plan.config.train, plan.config.parallel, plan.description
     samples = train.batch_size // plan.microbatches
     edges_in = partial(edges, whole, plan.crossing, samples, train.seq_len, stage.weights.compute_dtype)
     described = [whole.stage(stage_plan.parts) for stage_plan in plan.stages]

@@ -18,7 +18,7 @@ from gpt4d.model import registry
 from gpt4d.monitor import LossMonitor, PendingMetrics, StepMetrics
 from gpt4d.parallel import collectives
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan
 from gpt4d.profiling import Profile
 from gpt4d.runs.history import History
 from gpt4d.runs.lock import DirectoryLock

@@ -2,7 +2,7 @@
 
 from gpt4d.config import Config, check_pipeline, check_unused, check_values
 from gpt4d.model import registry
-from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import check_memory
 from gpt4d.planner.resolve import resolve
 from gpt4d.task import registry as tasks

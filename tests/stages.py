@@ -9,8 +9,8 @@ from gpt4d.config import Config
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
 from gpt4d.step import build_stage, connect_stages, mask_replicas
 from gpt4d.validation import validate
 from tests.grids import fill_from_hf, to_hf

@@ -15,7 +15,7 @@ from benchmarks.workers.training import sequences
 from gpt4d.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
 
 _VOCABULARY = 512

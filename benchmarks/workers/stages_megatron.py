@@ -25,7 +25,6 @@ from benchmarks.workers.train_megatron import (
 )
 from benchmarks.workers.training import OPTIM, initial_weights
 from gpt4d.config import from_arguments
-from gpt4d.model import registry
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
@@ -103,7 +102,7 @@ class MegatronPipeline:
 
     def _check_cuts(self, index: int, layers: range) -> None:
         plan = self.config.plan("1f1b", "broadcast")
-        part = registry.describe_run(plan.config).part(*plan.stages[index].parts[0])
+        part = plan.description.part(*plan.stages[index].parts[0])
         assert [*part.blocks] == [*layers], f"stage {index} has the blocks {part.blocks}, megatron-core's {layers}"
 
     def step(self) -> Callable[[], dict]:

@@ -22,7 +22,6 @@ from benchmarks.workers.stages import StagesConfig
 from benchmarks.workers.torch_gpt import TorchGPT, adamw, build_torch_gpt
 from benchmarks.workers.training import OPTIM, initial_weights
 from gpt4d.config import from_arguments
-from gpt4d.model import registry
 from gpt4d.model.description import Part
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -64,8 +63,7 @@ class TorchPipeline:
         self.pipeline, self.tied = columns[replica], ends[replica]
         self.index, self.replicas, self.samples = index, size, config.samples // size
         model = build_torch_gpt(initial_weights(config.gpt), config.gpt)
-        whole = registry.describe_run(plan.config)
-        parts = [TorchPart(model, whole.part(*bounds)) for bounds in plan.stages[index].parts]
+        parts = [TorchPart(model, plan.description.part(*bounds)) for bounds in plan.stages[index].parts]
         self.parameters = list(chain.from_iterable(part.parameters() for part in parts))
         self.embedding = next((p.tokens.weight for p in parts if p.begins), None)
         self.head = next((p.head.weight for p in parts if p.ends), None)

@@ -18,7 +18,7 @@ from gpt4d.config import from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
-from gpt4d.parallel.plan import ranks_in_grid_order
+from gpt4d.parallel.stage_plan import ranks_in_grid_order
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep

@@ -11,7 +11,7 @@ from benchmarks.workers.unets import BATCH, MODEL, STEPS, pictures
 from gpt4d.config import Config, ParallelConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
-from gpt4d.parallel.plan import ranks_in_grid_order
+from gpt4d.parallel.stage_plan import ranks_in_grid_order
 from gpt4d.step import TrainStep, build_stage
 
 

@@ -17,8 +17,8 @@ from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.data import tokenizers
 from gpt4d.monitor import LossMonitor, all_finite
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_ranks_true, run_on_all_ranks, run_on_rank0
 from gpt4d.step import TrainStep

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
+from gpt4d.plan import ParallelPlan
 
 _STATES = 3  # tensors of a checkpoint per parameter: the weight and AdamW's two averages
 
@@ -27,10 +27,10 @@ class Space(NamedTuple):
         return f"{text}: TOO LITTLE, use a larger disk or lower checkpoint.keep" if self.most > self.free else text
 
 
-def check_space(config: Config) -> Space:
+def check_space(plan: ParallelPlan) -> Space:
     """Return the space that a run's checkpoints take. Raises ConfigError if there is none for the first one."""
-    parameters = registry.describe(config.model).num_parameters
-    needed = parameters * MASTER_BYTES * (_STATES + (config.optim.ema_decay > 0))
+    config = plan.config
+    needed = plan.description.num_parameters * MASTER_BYTES * (_STATES + (config.optim.ema_decay > 0))
     run_dir = Path(config.run.dir).resolve()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(existing, os.W_OK):

@@ -19,7 +19,7 @@ from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.linear import Matmul
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply, start_gather
-from gpt4d.parallel.plan import ranks_in_grid_order
+from gpt4d.parallel.stage_plan import ranks_in_grid_order
 from gpt4d.parallel.turns import run_alone
 
 COLUMN_FIRST, ROW_FIRST = (Shard(1), Shard(0)), (Shard(0), Shard(1))

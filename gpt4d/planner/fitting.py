@@ -14,7 +14,7 @@ from gpt4d.config import (
     possible_microbatches,
     read_cluster,
 )
-from gpt4d.parallel.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner import pipelines
 from gpt4d.planner.capacity import estimate_of, fewest_devices, with_larger_micro_batch
 from gpt4d.planner.estimate import Estimate, Plan
@@ -114,7 +114,7 @@ def fit(plan: ParallelPlan, cluster: ClusterConfig) -> Fit:
     """Return the planned memory of a run against its devices. ``cluster``: the machine as it is configured."""
     if len(plan.stages) > 1:
         return Fit(plan.config, PipelineEstimate.of(plan).plan(), cluster)
-    estimate = Estimate(plan.config, plan.sizes)
+    estimate = Estimate(plan.config, plan.sizes, plan.description)
     return Fit(plan.config, estimate.plan(estimate.share // plan.microbatches), cluster)
 
 

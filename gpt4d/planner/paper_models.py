@@ -16,7 +16,7 @@ from gpt4d.model.description import Description
 from gpt4d.model.product_costs import GlobalSizes, ProductCost
 from gpt4d.model.residual import ProductBlock, ResidualBlock
 from gpt4d.parallel.layers.specs import Axes
-from gpt4d.parallel.plan import strides
+from gpt4d.parallel.stage_plan import strides
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes, step_flops

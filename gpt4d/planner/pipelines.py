@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, shortened, with_stages
-from gpt4d.parallel.plan import consecutive_stages
+from gpt4d.parallel.stage_plan import consecutive_stages
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.options import Level, level, with_settings

@@ -6,7 +6,8 @@ from dataclasses import replace
 from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes, with_stages
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.parallel.plan import ParallelPlan, StagePlan, consecutive_stages
+from gpt4d.parallel.stage_plan import StagePlan, consecutive_stages
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner import atp
 from gpt4d.planner.search import check_open, converts_weights, rank
 from gpt4d.planner.stages import PipelineEstimate, stage_parts
@@ -39,7 +40,7 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
     config = _with_kept_weights(config, description, stages, microbatches)
     estimate = PipelineEstimate(config, description, stages, microbatches)
     costs = estimate.costs if len(stages) > 1 else None
-    return ParallelPlan(config, stages, microbatches, estimate.crossing, costs, candidates)
+    return ParallelPlan(config, description, stages, microbatches, estimate.crossing, costs, candidates)
 
 
 def _with_kept_weights(

@@ -9,7 +9,6 @@ from typing import Any
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
 from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
-from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, copied_parameters
 from gpt4d.parallel.layout import Layout
@@ -18,7 +17,8 @@ from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.program import link_name
 from gpt4d.parallel.pipeline.schedule import peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
-from gpt4d.parallel.plan import ParallelPlan, StagePlan
+from gpt4d.parallel.stage_plan import StagePlan
+from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
 from gpt4d.planner.workload import compute_bytes, splits_backwards, utilization
@@ -89,9 +89,8 @@ class PipelineEstimate:
 
     @classmethod
     def of(cls, plan: ParallelPlan, config: Config | None = None) -> "PipelineEstimate":
-        """Return the estimate of a plan, with other settings than its own if ``config`` is given."""
-        config = config or plan.config
-        return cls(config, registry.describe_run(config), plan.stages, plan.microbatches)
+        """Return the estimate of a plan. ``config``: settings for the same model, in place of those of the plan."""
+        return cls(config or plan.config, plan.description, plan.stages, plan.microbatches)
 
     def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...]) -> Estimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
-from gpt4d.parallel.plan import strides
+from gpt4d.parallel.stage_plan import strides
 
 _ALL = sys.maxsize  # devices of a node where there is one level of links
 

@@ -15,8 +15,8 @@ from gpt4d.data.batch import Batch
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.plan import ParallelPlan
 from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.task.diffusion import Diffusion
 from gpt4d.task.language import LanguageModeling

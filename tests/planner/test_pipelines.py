@@ -14,7 +14,7 @@ from gpt4d.config import (
     with_stages,
 )
 from gpt4d.model import registry
-from gpt4d.parallel.plan import StagePlan, consecutive_stages
+from gpt4d.parallel.stage_plan import StagePlan, consecutive_stages
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.search import rank
 from gpt4d.planner.stages import PipelineEstimate, stage_parts, transfer_seconds
@@ -53,7 +53,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 
     peak = memory_peak(run)
     stage.exchange.close()
-    description = registry.describe_run(config).stage(plan.stages[stage.index].parts)
+    description = plan.description.stage(plan.stages[stage.index].parts)
     state = training_state(description, stage.grid.sizes, config.optim.shard_states)
     return stage.index, peak + state["weights"] + state["optimizer"]
 

@@ -1,14 +1,19 @@
 """``parallel.*`` resolves to a DeviceMesh(d1, d2) and an order of ranks, or is rejected in one line."""
 
 import pytest
+import torch
 
 from gpt4d.config import ConfigError, GridSizes, compose
-from gpt4d.parallel.plan import ranks_in_grid_order
+from gpt4d.model import registry
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.stage_plan import ranks_in_grid_order
 from gpt4d.planner import atp
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.fitting import fit
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import spans
+from gpt4d.step import build_stage
 from gpt4d.validation import validate
 
 PAIRS = ("cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
@@ -32,6 +37,16 @@ def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
     plan = validate(compose([*PAIRS, *pipeline, "parallel.innermost=y"]), 6)
     assert [stage.ranks for stage in plan.stages] == [(0, 2, 1, 3), (4, 5)]
     assert [plan.stage_of(member).index for member in range(6)] == [0, 0, 0, 0, 1, 1]
+
+
+def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
+    pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x1x1,3x1x1x1]", "model.heads=6"]
+    plan = validate(compose([*pipeline, "model.hidden=96", "train.loss_chunks=2"]), 4)
+    assert plan.description.parameters == registry.describe_run(plan.config).parameters
+    monkeypatch.setattr(registry, "describe_run", None)
+    assert fit(plan, plan.config.cluster).plan.step_time_s > 0
+    stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), plan=plan)
+    assert {name for name, _ in stage.module.named_parameters()} < plan.description.parameters.keys()
 
 
 def test_mode_atp_trains_on_the_given_mesh_in_the_faster_order():

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from gpt4d.parallel.collectives import Axis
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.program import Transfer, link_name
-from gpt4d.parallel.plan import StagePlan
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.planning import gradient_plan, plan
 from gpt4d.parallel.resharding.transfer import Link, Resharding
 from gpt4d.parallel.resharding.transfer import Transfer as Resharded
+from gpt4d.parallel.stage_plan import StagePlan
 
 
 class Edge(NamedTuple):

@@ -3,10 +3,8 @@
 from gpt4d.config import ConfigError
 from gpt4d.config.pipeline import SCHEDULES as SCHEDULES
 from gpt4d.parallel.pipeline import schedule
-from gpt4d.parallel.pipeline.program import Program, programs
-from gpt4d.parallel.pipeline.schedule import Action, Order
+from gpt4d.parallel.pipeline.schedule import Order
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
-from gpt4d.parallel.plan import ParallelPlan
 
 _WITHOUT_COSTS = {
     "gpipe": schedule.gpipe,
@@ -53,21 +51,3 @@ def _with_fewest_delays(stages: int, microbatches: int, costs: Costs) -> list[Or
     """
     choices = [schedule.eager_1f1b(stages, microbatches, delayed) for delayed in range(min(stages, microbatches) + 1)]
     return min(choices, key=lambda orders: simulate(orders, costs).seconds)
-
-
-def training_program(plan: ParallelPlan, stage: int, microbatches: int) -> Program:
-    """Return what a stage does in a training step. Equal arguments give programs that fit together on all ranks."""
-    pipeline = plan.config.parallel.pipeline
-    assert plan.costs is not None and pipeline.schedule is not None
-    orders = orders_of(pipeline.schedule, len(plan.stages), microbatches, plan.costs, pipeline.chunks_per_stage)
-    problem = schedule.problem(orders, plan.virtual_stages, microbatches)
-    assert problem is None, problem
-    return programs(orders, plan.costs)[stage]
-
-
-def evaluation_program(plan: ParallelPlan, stage: int, microbatches: int) -> Program:
-    """Return what a stage does in an evaluation: forwards alone, one microbatch after another."""
-    own = [range(index, plan.virtual_stages, len(plan.stages)) for index in range(len(plan.stages))]
-    orders = [[Action("F", m, place) for m in range(microbatches) for place in places] for places in own]
-    assert plan.costs is not None
-    return programs(orders, plan.costs)[stage]

@@ -1,12 +1,11 @@
-"""The parallel plan: the value that ``parallel.*`` resolves to. No torch here."""
+"""The plan of one pipeline stage: its ranks, its grid and its parts of the model. No torch here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from gpt4d.config import Config, GridSizes
-from gpt4d.parallel.pipeline.simulation import Costs
+from gpt4d.config import GridSizes
 
 
 def strides(sizes: GridSizes, innermost: str | None = None) -> dict[str, int]:
@@ -69,42 +68,3 @@ def consecutive_stages(
         stages.append(StagePlan(index, first_rank, grid, own, innermost))
         first_rank += grid.devices
     return tuple(stages)
-
-
-@dataclass(frozen=True)
-class ParallelPlan:
-    """The stages and settings with which a configuration is trained on a number of devices.
-
-    Attributes:
-        config: the configuration with everything that the plan decides filled in.
-        stages: the pipeline's stages, first to last.
-        microbatches: microbatches of a step on each device.
-        crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
-        costs: estimated seconds of a microbatch on each virtual stage and edge, by which the stages' programs are
-            chosen; None if there is one stage.
-        candidates: one line for each plan that was considered, best first; empty if the grid was given.
-    """
-
-    config: Config
-    stages: tuple[StagePlan, ...]
-    microbatches: int
-    crossing: Mapping[tuple[int, int], tuple[str, ...]]
-    costs: Costs | None
-    candidates: tuple[str, ...] = ()
-
-    def stage_of(self, rank: int) -> StagePlan:
-        """Return the plan of the stage that has ``rank``."""
-        return next(stage for stage in self.stages if rank <= stage.last_rank)
-
-    @property
-    def virtual_stages(self) -> int:
-        return sum(len(stage.parts) for stage in self.stages)
-
-    @property
-    def sizes(self) -> GridSizes:
-        """The grid of the first stage, which reads the data."""
-        return self.stages[0].sizes
-
-    def micro_batch_size(self, stage: StagePlan) -> int:
-        """Return the samples that a device of a stage takes at once."""
-        return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards

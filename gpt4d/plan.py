@@ -1,0 +1,70 @@
+"""The plan of a run: the value that ``parallel.*`` resolves to. No torch here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpt4d.config import Config, GridSizes
+from gpt4d.model.description import Description
+from gpt4d.parallel.pipeline import schedule
+from gpt4d.parallel.pipeline.planning import orders_of
+from gpt4d.parallel.pipeline.program import Program, programs
+from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.pipeline.simulation import Costs
+from gpt4d.parallel.stage_plan import StagePlan
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """The settings, the model and the stages with which a number of devices train.
+
+    Attributes:
+        config: the configuration with everything that the plan decides filled in.
+        description: the whole model, padded for the grids of all stages.
+        stages: the pipeline's stages, first to last.
+        microbatches: microbatches of a step on each device.
+        crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
+        costs: estimated seconds of a microbatch on each virtual stage and edge, by which the stages' programs are
+            chosen; None if there is one stage.
+        candidates: one line for each plan that was considered, best first; empty if the grid was given.
+    """
+
+    config: Config
+    description: Description
+    stages: tuple[StagePlan, ...]
+    microbatches: int
+    crossing: Mapping[tuple[int, int], tuple[str, ...]]
+    costs: Costs | None
+    candidates: tuple[str, ...] = ()
+
+    def stage_of(self, rank: int) -> StagePlan:
+        """Return the plan of the stage that has ``rank``."""
+        return next(stage for stage in self.stages if rank <= stage.last_rank)
+
+    @property
+    def virtual_stages(self) -> int:
+        return sum(len(stage.parts) for stage in self.stages)
+
+    @property
+    def sizes(self) -> GridSizes:
+        """The grid of the first stage, which reads the data."""
+        return self.stages[0].sizes
+
+    def micro_batch_size(self, stage: StagePlan) -> int:
+        """Return the samples that a device of a stage takes at once."""
+        return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
+
+    def training_program(self, stage: int, microbatches: int) -> Program:
+        """Return what a stage does in a training step. Equal arguments give programs that fit together on all ranks."""
+        pipeline = self.config.parallel.pipeline
+        assert self.costs is not None and pipeline.schedule is not None
+        orders = orders_of(pipeline.schedule, len(self.stages), microbatches, self.costs, pipeline.chunks_per_stage)
+        problem = schedule.problem(orders, self.virtual_stages, microbatches)
+        assert problem is None, problem
+        return programs(orders, self.costs)[stage]
+
+    def evaluation_program(self, stage: int, microbatches: int) -> Program:
+        """Return what a stage does in an evaluation: forwards alone, one microbatch after another."""
+        own = [range(index, self.virtual_stages, len(self.stages)) for index in range(len(self.stages))]
+        orders = [[Action("F", m, place) for m in range(microbatches) for place in places] for places in own]
+        assert self.costs is not None
+        return programs(orders, self.costs)[stage]
