@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
-from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.capacity import check_machine, largest_micro_batch
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.paper_models import products
 from gpt4d.planner.topology import RankSpan, crossed_levels, for_devices, group_bandwidth, spans, total_gib
-from gpt4d.planner.workload import compute_bytes
+from gpt4d.planner.workload import Descriptions, compute_bytes
 
 
 class AtpMesh(NamedTuple):
@@ -141,7 +140,8 @@ def rank(config: Config, world_size: int) -> list[MeshPlan]:
         check_machine(config.cluster, world_size)
     config = replace(config, cluster=for_devices(config.cluster, world_size))
     chosen = [mesh for mesh in meshes(devices) if all(size in (None, g) for size, g in zip(given, mesh, strict=True))]
-    plans = (_plan(config, mesh, world_size) for mesh in chosen)
+    descriptions = Descriptions()
+    plans = (_plan(config, mesh, world_size, descriptions) for mesh in chosen)
     return sorted(plans, key=lambda plan: plan.t_comm_s)
 
 
@@ -176,9 +176,9 @@ def _sizes(devices: int) -> str:
     return ", ".join(map(str, divisors(devices)))
 
 
-def _plan(config: Config, mesh: AtpMesh, world_size: int) -> MeshPlan:
+def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descriptions) -> MeshPlan:
     parallel, train, cluster = config.parallel, config.train, config.cluster
-    description, element = registry.describe(config.model), compute_bytes(config)
+    description, element = descriptions.of(config), compute_bytes(config)
     copies = world_size // (mesh.d1 * mesh.d2)
     samples = train.batch_size // copies
     measured = str(mesh) in (cluster.atp_gb_s or {})
@@ -199,7 +199,7 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int) -> MeshPlan:
     sizes = GridSizes(*mesh, parallel.gz, copies // parallel.gz)
     problem, micro_batch, memory = grid_problem(description.rules, train, parallel, sizes), None, None
     if not problem:
-        micro_batch, memory = largest_micro_batch(Estimate(config, sizes))
+        micro_batch, memory = largest_micro_batch(Estimate(config, sizes, descriptions.of(config, [sizes])))
         if micro_batch is None:
             problem = f"it needs {memory:.1f} GiB of a device's {total_gib(cluster):.4g} GiB"
     return MeshPlan(

@@ -1,8 +1,9 @@
 """Memory of grids and pipelines: the largest microbatch that fits, minimum memory, minimum number of devices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, grid_problem
 from gpt4d.planner import pipelines
@@ -41,9 +42,9 @@ def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | N
     return choices[fits], least
 
 
-def estimate_of(level: Level, sizes: GridSizes) -> Estimate:
-    """Return the estimate of a level on a grid."""
-    return Estimate(level.config, sizes, level.descriptions.on([sizes]), options=level.options)
+def estimate_of(level: Level, sizes: GridSizes, choice: Mapping[str, Any] | None = None) -> Estimate:
+    """Return the estimate of a level on a grid. ``choice``: settings of ``parallel`` in place of those of the level."""
+    return Estimate(level.config, sizes, level.describe([sizes], choice), choice, level.options)
 
 
 def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Estimate, int | None]:

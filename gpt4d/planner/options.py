@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, value_of
+from gpt4d.config import Config, ConfigError, GridSizes, value_of
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.workload import Descriptions
@@ -20,27 +21,34 @@ KEYS = "optim.shard_states", "train.loss_chunks", "train.activation_checkpointin
 
 @dataclass(frozen=True)
 class Level:
-    """A configuration with some options, and its model. ``options`` are the settings that the planner has added."""
+    """A configuration with some options. ``options`` are the settings that the planner has added.
+
+    ``descriptions`` are those of the search, which all its levels share.
+    """
 
     config: Config
     descriptions: Descriptions
     options: Mapping[str, Any]
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model without the padding that a grid needs."""
-        return self.descriptions.on(())
+        return self.describe(())
+
+    def describe(self, grids: Collection[GridSizes], choice: Mapping[str, Any] | None = None) -> Description:
+        """Return the model with the padding that these grids need. ``choice``: replaces settings of ``parallel``."""
+        parallel = replace(self.config.parallel, **(choice or {}))
+        return self.descriptions.of(replace(self.config, parallel=parallel), grids)
+
+    def with_options(self, options: Mapping[str, Any]) -> "Level":
+        """Return this level, which has no options, with some."""
+        return replace(self, config=with_settings(self.config, options), options=options)
 
     def without(self, key: str) -> "Level":
         """Return the level without one of its options."""
         options = {name: value for name, value in self.options.items() if name != key}
         default = value_of(Config(), key)
-        return level(with_settings(self.config, {key: default}), options)
-
-
-def level(config: Config, options: Mapping[str, Any]) -> Level:
-    """Return ``config``, which has these options already, as a level."""
-    return Level(config, Descriptions(config), options)
+        return replace(self, config=with_settings(self.config, {key: default}), options=options)
 
 
 def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
@@ -50,14 +58,14 @@ def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
         config: the user's settings.
         keys: the keys in ``KEYS`` that the planner may choose. Values that the model does not allow are left out.
     """
-    found, options = [level(config, {})], dict[str, Any]()
+    found, options = [Level(config, Descriptions(), {})], dict[str, Any]()
     for savings in _SAVINGS:
         before = options
         for key, value in savings.items():
             if key in keys and _is_allowed(with_settings(config, {**options, key: value})):
                 options = {**options, key: value}
         if options != before:
-            found.append(level(with_settings(config, options), options))
+            found.append(found[0].with_options(options))
     return found
 
 

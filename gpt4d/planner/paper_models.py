@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import cast
 
 from gpt4d.config import Config, GridSizes
-from gpt4d.model import registry
 from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
 from gpt4d.model.product_costs import GlobalSizes, ProductCost
@@ -71,15 +70,15 @@ def product_bytes(
     }
 
 
-def busy_s(config: Config, sizes: GridSizes, description: Description) -> float:
+def busy_s(config: Config, description: Description, sizes: GridSizes) -> float:
     """Return the seconds of a step in which a grid computes and sums outputs, which nothing hides."""
-    comm = communication(config, sizes, aware=True)
+    comm = communication(config, description, sizes, aware=True)
     return (
         step_flops(config, description) / sizes.devices / (config.cluster.matmul_tflops * 1e12) + comm["x"] + comm["y"]
     )
 
 
-def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, float]:
+def communication(config: Config, description: Description, sizes: GridSizes, aware: bool) -> dict[str, float]:
     """Return the seconds of a step along each axis (Eq. 9, summed over layers), with Eq. 10's bandwidths if ``aware``.
 
     Activation checkpointing repeats the forward's collectives, except the all-gathers of cached weights.
@@ -87,7 +86,6 @@ def communication(config: Config, sizes: GridSizes, aware: bool) -> dict[str, fl
     e, cluster = compute_bytes(config), config.cluster
     samples, length = config.train.batch_size / sizes.data, config.train.seq_len
     recompute = config.train.activation_checkpointing == "full"
-    description = registry.describe(config.model)
     cached = description.cached_units(config.parallel.cache_layers)
     sent = dict.fromkeys(sizes._asdict(), 0.0)
     for product, blocks, kept in products(description, cached):

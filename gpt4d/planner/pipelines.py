@@ -11,7 +11,7 @@ from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_mic
 from gpt4d.parallel.stage_plan import consecutive_stages
 from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
-from gpt4d.planner.options import Level, level, with_settings
+from gpt4d.planner.options import Level
 from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import usable_gib
 from gpt4d.planner.workload import compute_s, grids, training_state
@@ -102,9 +102,9 @@ def _fastest(searches: Sequence["Search"], sizes: tuple[GridSizes, ...]) -> tupl
 def _with_fewer_options(plan: Plan, searches: Sequence["Search"]) -> Plan:
     """Return the plan without the options that it does not need to fit and that do not make its step faster."""
     assert plan.pipeline and plan.pipeline.microbatches
-    pipeline, known = plan.pipeline, searches[0].level.config
+    pipeline = plan.pipeline
     for key in plan.options:
-        search = Search(level(with_settings(known, plan.options), plan.options).without(key))
+        search = Search(searches[0].level.with_options(plan.options).without(key))
         arguments = plan.stages, plan.pipeline.microbatches, pipeline.schedule, pipeline.chunks_per_stage
         if other := search.faster([search.estimate(*arguments)], plan.step_time_s * (1 + _LEAST_GAIN / 10)):
             plan = search.plan(other)
@@ -139,14 +139,14 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
                 problem = problem or _no_numbers(staged)
                 ranking.problem = ranking.problem or problem
                 continue
-            state = training_state(level.descriptions.on([sizes]), sizes, config.optim.shard_states)
+            state = training_state(level.describe([sizes]), sizes, config.optim.shard_states)
             needed = config.cluster.reserved_gib + sum(state.values()) / stages / GIB
             if needed > usable_gib(config.cluster):
                 ranking.too_large[sizes] = needed
                 ranking.exact[sizes] = partial(search.least_gib, (sizes,) * stages)
                 continue
             idle = 1 + (stages - 1) / max(numbers)
-            yield _Candidate(idle * paper_models.busy_s(config, sizes, description) / stages, stages, sizes)
+            yield _Candidate(idle * paper_models.busy_s(config, description, sizes) / stages, stages, sizes)
 
 
 def _no_numbers(config: Config) -> str:
@@ -187,7 +187,7 @@ class Search:
         if schedule is not None:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
-        description = self.level.descriptions.on(sizes)
+        description = self.level.describe(sizes)
         stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.innermost)
         return PipelineEstimate(config, description, stages, microbatches, self._known[id(description)])
 

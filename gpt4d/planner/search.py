@@ -19,7 +19,7 @@ from gpt4d.planner.capacity import (
     with_larger_micro_batch,
 )
 from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.options import KEYS, Level, as_overrides, level, levels, with_settings
+from gpt4d.planner.options import KEYS, Level, as_overrides, levels
 from gpt4d.planner.topology import for_devices, total_gib, usable_gib
 from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes
 
@@ -153,7 +153,7 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
         else:
             possible.append(sizes)
     if cost == "ours" and len(possible) > _MAX_CONSIDERED:
-        possible.sort(key=lambda sizes: paper_models.busy_s(config, sizes, description))
+        possible.sort(key=lambda sizes: paper_models.busy_s(config, description, sizes))
     quick: dict[GridSizes, float] = {}
     candidates: dict[GridSizes, list[tuple[Estimate, int]]] = {}
     for considered, sizes in enumerate(possible):
@@ -168,7 +168,7 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
         if cost == "ours":
             quick[sizes] = min(estimate.quick_s(micro_batch) for estimate, micro_batch in candidates[sizes])
         else:
-            quick[sizes] = sum(paper_models.communication(config, sizes, aware=cost == "aware").values())
+            quick[sizes] = sum(paper_models.communication(config, description, sizes, cost == "aware").values())
     ranking.fitting = len(candidates)
     order = sorted(candidates, key=quick.__getitem__)
     top = len(order) if top is None else top
@@ -234,19 +234,12 @@ def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[t
 def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
     """Return the plan without the options that its microbatch does not need and that do not make its step faster."""
     for key in plan.options:
-        fewer = _level_of(plan, choices).without(key)
-        estimate = Estimate(fewer.config, plan.sizes, fewer.descriptions.on([plan.sizes]), plan.choice, fewer.options)
+        estimate = estimate_of(choices[0].with_options(plan.options).without(key), plan.sizes, plan.choice)
         if largest_micro_batch(estimate)[0] == plan.micro_batch:
             other = estimate.plan(plan.micro_batch)
             if other.step_time_s <= plan.step_time_s * (1 + _LEAST_GAIN / 10):
                 plan = other
     return plan
-
-
-def _level_of(plan: Plan, choices: list[Level]) -> Level:
-    """Return the level with a plan's options."""
-    known = next((choice for choice in choices if choice.options == plan.options), None)
-    return known or level(with_settings(choices[0].config, plan.options), plan.options)
 
 
 def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
@@ -261,17 +254,12 @@ def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
 
 def _improve(plan: Plan, choices: list[Level]) -> Plan:
     """Return the plan with settings, tried sequentially, that make its step faster and still fit."""
-    config = choices[0].config
     if plan.sizes.data > 1 and "optim.shard_states" in choices[-1].options and "optim.shard_states" not in plan.options:
         options = {"optim.shard_states": True, **plan.options}
-        plan = _fastest(plan, [Estimate(with_settings(config, options), plan.sizes, None, plan.choice, options)])
-    changed = with_settings(config, plan.options)
-    for alternatives in _settings(plan, changed, len(choices[0].description.blocks)):
-        estimates = [
-            Estimate(changed, plan.sizes, choice={**plan.choice, **setting}, options=plan.options)
-            for setting in alternatives
-        ]
-        plan = _fastest(plan, estimates)
+        plan = _fastest(plan, [estimate_of(choices[0].with_options(options), plan.sizes, plan.choice)])
+    level = choices[0].with_options(plan.options)
+    for alternatives in _settings(plan, level.config, len(level.description.blocks)):
+        plan = _fastest(plan, [estimate_of(level, plan.sizes, {**plan.choice, **new}) for new in alternatives])
     return plan
 
 

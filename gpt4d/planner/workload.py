@@ -28,18 +28,18 @@ def training_state(description: Description, sizes: GridSizes, shard_states: boo
 
 
 class Descriptions:
-    """The description of a run's model on the grids of its stages, which need different padding."""
+    """The descriptions that a search needs, each built once: grids, options and choices change few of them."""
 
-    def __init__(self, config: Config):
-        self._config = config
-        self._known: dict[str, Description] = {}
+    def __init__(self) -> None:
+        self._known: dict[tuple, Description] = {}
 
-    def on(self, grids: Collection[GridSizes]) -> Description:
-        """Return the description for these grids: the same object for equal padding."""
-        model = repr(self._config.model.on_grids(grids))
-        if model not in self._known:
-            self._known[model] = registry.describe_run(self._config, grids)
-        return self._known[model]
+    def of(self, config: Config, grids: Collection[GridSizes] = ()) -> Description:
+        """Return ``registry.describe_run`` of these arguments: the same object for equal descriptions."""
+        # The settings that describe_run reads.
+        key = repr(config.model.on_grids(grids)), config.parallel.whole_layers, config.train.loss_chunks
+        if key not in self._known:
+            self._known[key] = registry.describe_run(config, grids)
+        return self._known[key]
 
 
 def step_flops(config: Config, description: Description) -> float:

@@ -1,15 +1,17 @@
 """Recomputation, parts of the loss and sharded states: searched with the grid unless the user sets them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from gpt4d.config import ConfigError, GridSizes, compose, grid_problem
-from gpt4d.planner import options
+from gpt4d.model import registry
 from gpt4d.planner.capacity import estimate_of, fewest_devices, least_gib
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.launching import command
-from gpt4d.planner.options import KEYS, levels, open_keys
-from gpt4d.planner.search import rank
+from gpt4d.planner.options import KEYS, levels, open_keys, with_settings
+from gpt4d.planner.search import rank, with_fewer_options
 from gpt4d.planner.topology import usable_gib
 from gpt4d.planner.workload import grids, micro_batch_sizes
 from tests.planner.test_search import ask
@@ -39,9 +41,43 @@ def test_searched_options_make_a_step_faster_or_possible():
     assert free.memory_gib <= usable_gib(config.cluster) == 38
     assert fewest_devices(config, 64, KEYS) < fewest_devices(config, 64)
     chosen = compose([*LLAMA, *free.overrides])
-    repeated = estimate_of(options.level(chosen, {}), free.sizes).plan(free.micro_batch)
+    repeated = estimate_of(levels(chosen)[0], free.sizes).plan(free.micro_batch)
     assert repeated.step_time_s == pytest.approx(free.step_time_s)
     assert repeated.memory_gib == pytest.approx(free.memory_gib)
+
+
+def content(description) -> tuple:
+    return description.units, description.whole
+
+
+def test_a_search_describes_the_model_once_for_each_padding_and_option(monkeypatch):
+    describe, described = registry.describe_run, []
+
+    def record(*arguments):
+        described.append(content(describe(*arguments)))
+        return describe(*arguments)
+
+    monkeypatch.setattr(registry, "describe_run", record)
+    config = compose(["cluster=local", "model.layers=4", "train.batch_size=16", "cluster.memory_gib=0.5"])
+    assert rank(config, 4, keys=KEYS).plans
+    assert len(described) == len(set(described)) > 2
+
+
+def test_the_levels_of_a_search_share_equal_descriptions_only():
+    choices, grid = levels(compose(SMALL), KEYS), [GridSizes(3)]
+    assert len({id(level.description) for level in choices}) == 2, "only parts of the loss change the description"
+    for level in choices:
+        for choice in ({}, {"whole_layers": 1}, {"whole_layers": 2}):
+            config = replace(level.config, parallel=replace(level.config.parallel, **choice))
+            assert content(level.describe(grid, choice)) == content(registry.describe_run(config, grid))
+
+
+def test_a_plan_without_its_options_is_estimated_with_the_same_unsharded_blocks():
+    choices, sizes, choice = levels(compose(SMALL), KEYS), GridSizes(1, 1, 4, 1), {"whole_layers": 2}
+    plan = with_fewer_options(Estimate(choices[-1].config, sizes, None, choice, choices[-1].options).plan(4), choices)
+    assert plan.choice == choice and plan.options != choices[-1].options
+    chosen = with_settings(choices[0].config, plan.options)
+    assert plan.step_time_s == Estimate(chosen, sizes, None, choice).plan(4).step_time_s
 
 
 def test_a_plan_has_no_option_that_it_does_not_need():

@@ -57,8 +57,8 @@ def test_plans_are_ordered_by_step_time_and_limited_by_top():
 @pytest.mark.parametrize("cost", ["aware", "agnostic"])
 def test_the_papers_models_rank_by_seconds_of_communication(cost):
     config = compose(["cluster=perlmutter", "model=gpt_125m", "train.batch_size=64"])
-    plans = rank(config, 16, cost=cost).plans
-    seconds = [sum(paper_models.communication(config, plan.sizes, cost == "aware").values()) for plan in plans]
+    plans, model = rank(config, 16, cost=cost).plans, registry.describe(config.model)
+    seconds = [sum(paper_models.communication(config, model, plan.sizes, cost == "aware").values()) for plan in plans]
     assert seconds == sorted(seconds) == [plan.published_s for plan in plans]
     assert [plan.sizes for plan in plans] != [plan.sizes for plan in rank(config, 16).plans]
 

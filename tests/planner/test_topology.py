@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
+from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.product_costs import GlobalSizes
 from gpt4d.parallel import collectives
@@ -61,20 +62,20 @@ def test_a_layer_sends_the_bytes_of_equations_4_to_8():
 def test_communication_of_a_model_is_equation_9_summed_over_layers():
     """Two blocks of hidden 8, 32 tokens, only x=2: each rank sends 2·(1/2) of each float32 buffer along x."""
     train = TrainConfig(seq_len=4, batch_size=8, precision="fp32")
-    config = Config(model=TWO_LAYERS, train=train, cluster=NODES_OF_4)
+    config, model = Config(model=TWO_LAYERS, train=train, cluster=NODES_OF_4), registry.describe(TWO_LAYERS)
     # qkv and up reduce their input gradient over x, output and down their product: four times 32 rows of 8.
     sent = 2 * 4 * 32 * 8 * 4
-    seconds = paper_models.communication(config, GridSizes(2, 1, 1, 1), aware=True)
+    seconds = paper_models.communication(config, model, GridSizes(2, 1, 1, 1), aware=True)
     assert seconds == {"x": pytest.approx(sent / 100e9), "y": 0, "z": 0, "data": 0}
     config.train.activation_checkpointing = "full"  # repeats the two products
-    recomputed = paper_models.communication(config, GridSizes(2, 1, 1, 1), aware=True)
+    recomputed = paper_models.communication(config, model, GridSizes(2, 1, 1, 1), aware=True)
     assert recomputed["x"] == pytest.approx(1.5 * seconds["x"])
 
 
 def test_only_the_aware_model_depends_on_placement():
     config = Config(model=TWO_LAYERS, train=TrainConfig(seq_len=4, batch_size=8), cluster=NODES_OF_4)
-    sizes = GridSizes(2, 4, 1, 1)
-    aware, agnostic = (paper_models.communication(config, sizes, flag) for flag in (True, False))
+    sizes, model = GridSizes(2, 4, 1, 1), registry.describe(TWO_LAYERS)
+    aware, agnostic = (paper_models.communication(config, model, sizes, flag) for flag in (True, False))
     assert aware["x"] == agnostic["x"] and aware["y"] == pytest.approx(2 * agnostic["y"])
 
 
