@@ -10,7 +10,6 @@ from gpt4d.config.checks import (
     check_values,
     chunk_problem,
     grid_problem,
-    grid_sizes,
     matching_files,
     profiled_steps,
     tokenizer_file,

@@ -34,37 +34,6 @@ from gpt4d.config.values import (
 )
 
 
-def grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
-    """Return the sizes of the four axes, gdata filled in. Raises ConfigError unless their product is ``world_size``."""
-    _check_axes(parallel)
-    tensor = parallel.gx * parallel.gy * parallel.gz
-    setting = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
-    if world_size == 1 < tensor:
-        words = " ".join(f"parallel.{a}={getattr(parallel, a)}" for a in ("gx", "gy", "gz") if getattr(parallel, a) > 1)
-        raise ConfigError(
-            f"{setting}: does not divide the 1 process(es) of this job; start more of them: "
-            f"torchrun --nproc-per-node {tensor} train.py {words}"
-        )
-    if world_size % tensor:
-        raise ConfigError(
-            f"{setting}: does not divide the {world_size} process(es) of this job; "
-            f"start a multiple of {tensor}, or choose gx·gy·gz among {shortened(divisors(world_size))}"
-        )
-    if parallel.gdata not in (None, world_size // tensor):
-        raise ConfigError(
-            f"parallel.gdata={parallel.gdata}: with {setting} the grid has {tensor * parallel.gdata} devices, but this "
-            f"job has {world_size}; use parallel.gdata={world_size // tensor}, or null to use all"
-        )
-    return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
-
-
-def _check_axes(parallel: ParallelConfig) -> None:
-    for key in ("gx", "gy", "gz", "gdata", "d1", "d2"):
-        value = getattr(parallel, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"parallel.{key}={value}: every axis needs a device; use a value of at least 1")
-
-
 @dataclass(frozen=True)
 class Divisibility:
     """Rule of a model: the product of the sizes of some axes must divide an extent."""
@@ -321,7 +290,10 @@ def check_values(config: Config, family: ModelFamily) -> None:
 
 def _check_mode(parallel: ParallelConfig) -> None:
     check_choice("parallel.mode", parallel.mode, ("4d", "atp", "auto"))
-    _check_axes(parallel)
+    for key in ("gx", "gy", "gz", "gdata", "d1", "d2"):
+        value = getattr(parallel, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"parallel.{key}={value}: every axis needs a device; use a value of at least 1")
     if parallel.innermost is not None:
         check_choice("parallel.innermost", parallel.innermost, ("x", "y"))
     if parallel.mode == "atp":

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from gpt4d.config.checks import grid_sizes, share_multiple
+from gpt4d.config.checks import share_multiple
 from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import LARGEST_COUNT, check_at_least, check_choice, divisors, shortened
 
@@ -62,7 +62,7 @@ def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, .
                 f"parallel.pipeline.stages={stages}: does not divide the {world_size} process(es) of this job; "
                 f"use one of {shortened(divisors(world_size))}, or set parallel.pipeline.stage_grids"
             )
-        return (grid_sizes(parallel, world_size // stages),) * stages
+        return (_grid_sizes(parallel, world_size // stages),) * stages
     grids = tuple(map(_parse_grid, items(pipeline.stage_grids)))
     setting = f"parallel.pipeline.stage_grids=[{','.join(items(pipeline.stage_grids))}]"
     if None in grids:
@@ -77,6 +77,29 @@ def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, .
             f"start {devices}, or change the grids"
         )
     return known
+
+
+def _grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
+    """Return the sizes of the four axes, gdata filled in. Raises ConfigError unless their product is ``world_size``."""
+    tensor = parallel.gx * parallel.gy * parallel.gz
+    setting = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
+    if world_size == 1 < tensor:
+        words = " ".join(f"parallel.{a}={getattr(parallel, a)}" for a in ("gx", "gy", "gz") if getattr(parallel, a) > 1)
+        raise ConfigError(
+            f"{setting}: does not divide the 1 process(es) of this job; start more of them: "
+            f"torchrun --nproc-per-node {tensor} train.py {words}"
+        )
+    if world_size % tensor:
+        raise ConfigError(
+            f"{setting}: does not divide the {world_size} process(es) of this job; "
+            f"start a multiple of {tensor}, or choose gx·gy·gz among {shortened(divisors(world_size))}"
+        )
+    if parallel.gdata not in (None, world_size // tensor):
+        raise ConfigError(
+            f"parallel.gdata={parallel.gdata}: with {setting} the grid has {tensor * parallel.gdata} devices, but this "
+            f"job has {world_size}; use parallel.gdata={world_size // tensor}, or null to use all"
+        )
+    return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
 
 
 def items(value: Any) -> list[str]:
