@@ -9,7 +9,8 @@ torchrun --nproc-per-node 4 -m gpt4d.generate checkpoint=runs/NAME prompt="…" 
 import sys
 from pathlib import Path
 
-from gpt4d.checkpoint import checkpoint_dir, sharded
+from gpt4d.checkpoint import storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Meta
 from gpt4d.config import (
     Config,
     ConfigError,
@@ -39,24 +40,26 @@ def main(arguments: list[str]) -> None:
     for key, least in (("tokens", 0), ("temperature", 0), ("top_k", 0), ("images", 1), ("steps", 1)):
         if getattr(config, key) < least:
             raise ConfigError(f"{key}={getattr(config, key)}: use a value of at least {least}")
-    directory = checkpoint_dir.located(Path(config.checkpoint))
-    meta = checkpoint_dir.Meta.read(directory)
+    checkpoint = Checkpoint.open(Path(config.checkpoint))
+    meta = checkpoint.meta
     generate = tasks.get(meta.task).generate
     if generate is None:
-        raise ConfigError(f"checkpoint={directory}: its task {meta.task} has nothing to generate; use another one")
+        raise ConfigError(
+            f"checkpoint={checkpoint.path}: its task {meta.task} has nothing to generate; use another one"
+        )
     sizes = _grid(config, launch, meta)
     with process_group(launch) as job:
         grid = Grid(sizes, job.device.type)
         stage = build_stage(Config(model=meta.model.on_grids([sizes])), grid, job.device, initialized=False)
-        sharded.load(directory, stage.module, None, stage.grid)
-        sharded.load_averages(directory, stage.module, stage.grid)
-        files = checkpoint_dir.documents(directory, (tokenizers.FILE, *tokenizers.COMPANIONS))
+        storage.load(checkpoint, stage.module, None, stage.grid)
+        storage.load_averages(checkpoint, stage.module, stage.grid)
+        files = checkpoint.documents((tokenizers.FILE, *tokenizers.COMPANIONS))
         message = generate(config, files, stage)
         if launch.rank == 0:
             print(message)
 
 
-def _grid(config: GenerateConfig, launch: Launch, meta: checkpoint_dir.Meta) -> GridSizes:
+def _grid(config: GenerateConfig, launch: Launch, meta: Meta) -> GridSizes:
     """Return the grid, which all processes form. Raises ConfigError if they cannot, or the model cannot be split."""
     sizes = GridSizes(config.gx, config.gy, config.gz, 1)
     if min(sizes) < 1 or sizes.devices != launch.world_size:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.checkpoint.sharded import LocalShard
+from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid

@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from gpt4d.checkpoint import verifying
+from gpt4d.checkpoint import storage
 from gpt4d.checkpoint.__main__ import ReadConfig
 from gpt4d.config import (
     CONFIG_DIR,
@@ -297,4 +297,4 @@ def test_each_plan_pads_the_vocabulary_as_its_grids_need():
         config = validate(compose([*model, *grid]), world_size).config
         assert config.model.vocab_multiple == multiple
         assert config.model.padded_vocab_size == max(multiple, 384)
-        assert verifying.shapes(config.model)["tokens.weight"] == (259, 480)
+        assert storage.shapes(config.model)["tokens.weight"] == (259, 480)

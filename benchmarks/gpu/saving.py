@@ -9,7 +9,8 @@ from benchmarks.gpu.check import CheckContext, Outcome, Unavailable, largest_dif
 from benchmarks.gpu.ranks import in_process
 from benchmarks.gpu.speed import GPT_1B3
 from benchmarks.gpu.timing import device_of
-from gpt4d.checkpoint.verifying import verify
+from gpt4d.checkpoint import storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.planner.workload import training_state
@@ -64,9 +65,11 @@ def check(context: CheckContext) -> Outcome:
     return outcome
 
 
-def _count_tensors(checkpoint: Path) -> int:
+def _count_tensors(path: Path) -> int:
     """Return the number of tensors of a checkpoint. Raises Damaged if it is not intact."""
-    return len(verify(checkpoint).tensors)
+    checkpoint = Checkpoint(path)
+    storage.verify(checkpoint)
+    return len(checkpoint.files.tensors)
 
 
 def require_space(context: CheckContext, overrides: list[str]) -> None:

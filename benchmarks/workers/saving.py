@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve
-from gpt4d.checkpoint import checkpoint_dir, sharded, verifying
+from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.saving import Saver
-from gpt4d.checkpoint.sharded import LocalShard
+from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import CheckpointConfig, GridSizes, from_arguments
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
@@ -129,9 +129,10 @@ class Saving:
         return self.verify_and_fill(self.columns, self.columns_grid)
 
     def verify_and_fill(self, shards: dict[str, LocalShard], grid: Grid) -> Callable[[], dict]:
-        files = verifying.verify_files(self.source, self.rank, RANKS)
+        checkpoint = checkpoint_dir.Checkpoint(self.source)
+        storage.verify_files(checkpoint, self.rank, RANKS)
         dist.barrier()  # Loading starts once every rank has verified its share.
-        sharded.fill(shards, files, grid)
+        storage.fill(shards, checkpoint.files, grid)
         return dict
 
     def contenders(self) -> dict[str, ContenderStep]:

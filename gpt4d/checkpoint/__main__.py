@@ -21,8 +21,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gpt4d.checkpoint import checkpoint_dir, manifest
-from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, committed
 from gpt4d.config import ConfigError, asks_for_help, from_arguments
 from gpt4d.model import registry
 from gpt4d.runtime.errors import one_line_errors
@@ -53,13 +52,15 @@ class ImportConfig:
 
 def verify(config: ReadConfig) -> None:
     """Print one line for each checkpoint. Raises ConfigError at the end if one is damaged or unreadable."""
-    from gpt4d.checkpoint import verifying
+    from gpt4d.checkpoint import storage
 
     path = Path(config.checkpoint)
-    checkpoints, failed = checkpoint_dir.committed(path) or [checkpoint_dir.located(path)], []
+    checkpoints, failed = committed(path) or [Checkpoint.open(path).path], []
     for directory in checkpoints:
+        checkpoint = Checkpoint(directory)
         try:
-            tensors, entries = verifying.verify(directory).tensors, manifest.read(directory)
+            storage.verify(checkpoint)
+            tensors, entries = checkpoint.files.tensors, checkpoint.manifest
             size = _size(sum(entry.bytes for entry in entries.values()))
             print(f"{directory}: intact, {len(entries)} files, {size}, {len(tensors)} tensors", flush=True)
         except ConfigError as error:
@@ -75,12 +76,12 @@ def inspect(config: ReadConfig) -> None:
     """Print a checkpoint's metadata and tensors, with one line for the equal tensors of all blocks."""
     from gpt4d.checkpoint import storage
 
-    directory = checkpoint_dir.located(Path(config.checkpoint))
-    meta, files, entries = checkpoint_dir.Meta.read(directory), storage.Files(directory), manifest.read(directory)
+    checkpoint = Checkpoint.open(Path(config.checkpoint))
+    meta, files, entries = checkpoint.meta, checkpoint.files, checkpoint.manifest
     family = registry.of(meta.model)
     grids = ", ".join("x".join(map(str, grid.values())) for grid in meta.grids)
     print(
-        f"{directory}\n"
+        f"{checkpoint.path}\n"
         f"  progress  {', '.join(f'{key} {value:,}' for key, value in asdict(meta.progress).items())}\n"
         f"  task      {meta.task}: {_key_values(meta.identity)}\n"
         f"  model     {meta.model.name}, {family.name}: "
@@ -108,10 +109,10 @@ def export(config: ExportConfig) -> None:
     from gpt4d.checkpoint import exporter
     from gpt4d.checkpoint.model_directory import adapter_of
 
-    directory, out = checkpoint_dir.located(Path(config.checkpoint)), Path(config.out)
-    weights = exporter.export(directory, out, config.dtype, config.weights)
-    adapter = adapter_of(registry.of(checkpoint_dir.Meta.read(directory).model))
-    print(f'{out}: exported from {directory}, {weights}; load it with {adapter.CLASS}.from_pretrained("{out}")')
+    checkpoint, out = Checkpoint.open(Path(config.checkpoint)), Path(config.out)
+    weights = exporter.export(checkpoint, out, config.dtype, config.weights)
+    adapter = adapter_of(registry.of(checkpoint.meta.model))
+    print(f'{out}: exported from {checkpoint.path}, {weights}; load it with {adapter.CLASS}.from_pretrained("{out}")')
 
 
 def import_(config: ImportConfig) -> None:

@@ -1,22 +1,25 @@
-"""The checkpoints of a run directory: listing, metadata, compatibility, commit and removal.
+"""The checkpoints of a run directory: selection, metadata, manifest, and the checks whether a run fits them.
 
 A checkpoint is written as ``checkpoints/step_00000100.partial``. Once every byte is on disk, it is committed by a
-rename that removes the suffix. Directories with a suffix are not checkpoints. This module does not import torch.
+rename that removes the suffix (``gpt4d.checkpoint.lifecycle``). Directories with a suffix are not checkpoints.
+``manifest.json`` lists the size and checksum of each file. This module does not import torch.
 """
 
+import errno
 import json
 import os
 import re
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import stat
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import xxhash
 
 from gpt4d import starts
-from gpt4d.checkpoint import manifest
-from gpt4d.checkpoint.manifest import Damaged
 from gpt4d.config import (
     Change,
     Config,
@@ -27,15 +30,23 @@ from gpt4d.config import (
     is_allowed,
     recorded_settings,
 )
-from gpt4d.files import counts, sync
+from gpt4d.files import FileEntry, checksum, counts, sync, write_file
 from gpt4d.model import registry
 from gpt4d.model.family import Family
-from gpt4d.writing import warn
 
-META = "meta.json"
+if TYPE_CHECKING:
+    from gpt4d.checkpoint.storage import Files
+
+T = TypeVar("T")
+
+META, MANIFEST = "meta.json", "manifest.json"
 MODEL_FILES = "config.json", "generation_config.json"  # files of an imported model that its export needs
 _FORMAT = 6
-_PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
+_NEW_RUN, OTHER_INIT = "set another run.name", "set another checkpoint.init"  # remedies
+
+
+class Damaged(ConfigError):
+    """Raised if a checkpoint's files differ from what was written. The message names the file."""
 
 
 @dataclass
@@ -105,7 +116,7 @@ class Meta:
                 raise ValueError(f"settings={meta.settings} is not a dictionary")
             return meta
 
-        return manifest.parse_json(directory / META, convert)
+        return parse_json(directory / META, convert)
 
 
 def _to_model(family: Family, values: dict) -> ModelConfig:
@@ -120,23 +131,136 @@ def _to_model(family: Family, values: dict) -> ModelConfig:
     return model
 
 
-def documents(directory: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of the named files that a checkpoint has. It has no file that its manifest does not list."""
-    listed = manifest.read(directory)
-    return {name: (directory / name).read_bytes() for name in names if name in listed}
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, whose files are read and validated once, on first access.
+
+    The first access to ``meta``, ``manifest`` or ``files`` raises Damaged if the file is missing or invalid, and
+    ConfigError if the file cannot be read.
+
+    Attributes:
+        path: the directory of the checkpoint.
+    """
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> "Checkpoint":
+        """Return the checkpoint at ``path``, or the newest one if it is a run directory.
+
+        Raises ConfigError if ``path`` is neither.
+        """
+        if (path / META).exists() or (path / MANIFEST).exists():
+            return cls(path)
+        checkpoints = committed(path)
+        if not checkpoints and any((path / name).exists() for name in ("config.json", "model_index.json")):
+            raise ConfigError(
+                f"{path}: a model of transformers or diffusers; import it first with python -m gpt4d.checkpoint import "
+                f"source={path} out=runs/NAME"
+            )
+        if not checkpoints:
+            raise ConfigError(f"{path}: neither a checkpoint nor a run with checkpoints; pass an existing one")
+        return cls(checkpoints[-1])
+
+    @cached_property
+    def meta(self) -> Meta:
+        """The metadata. Raises ConfigError also for an unknown format or model family."""
+        return Meta.read(self.path)
+
+    @cached_property
+    def manifest(self) -> dict[str, FileEntry]:
+        """The size and checksum of each file, by file name."""
+        return read_manifest(self.path)
+
+    @cached_property
+    def files(self) -> "Files":
+        """The stored tensors; their index is read here, their values on access."""
+        from gpt4d.checkpoint.storage import Files  # That module imports torch, which takes seconds.
+
+        return Files(self.path)
+
+    def documents(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the content of the named files that the manifest lists."""
+        return {name: (self.path / name).read_bytes() for name in names if name in self.manifest}
+
+    def check_fits(self, model: ModelConfig, remedy: str = _NEW_RUN) -> None:
+        """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
+
+        ``remedy``: another way out than the value of the checkpoint, for the message.
+        """
+        stored, family = self.meta.model, registry.of(model)
+        if type(stored) is not family.config:
+            raise ConfigError(
+                f"model={family.name}: the checkpoint {self.path} is of family {registry.of(stored).name}; use a model "
+                f"of that family or {remedy}"
+            )
+        for key in family.structure:
+            if getattr(stored, key) != getattr(model, key):
+                raise ConfigError(
+                    f"model.{key}={getattr(model, key)}: the checkpoint {self.path} has {getattr(stored, key)}; use "
+                    f"that value or {remedy}"
+                )
+
+    def check_task(
+        self, task: str, identity: Mapping[str, str], allowed: Collection[str] = (), remedy: str = _NEW_RUN
+    ) -> None:
+        """Raise ConfigError unless the checkpoint is of ``task`` and its data has the same identity, whatever its name.
+
+        Args:
+            task: the task of this run.
+            identity: the identity of its data. All entries must equal the checkpoint's except ``data``, the name.
+            allowed: ``checkpoint.allow_changes``. It can allow other samples (``data``), but not another tokenizer,
+                which gives token ids another meaning.
+            remedy: another way out than data and task of the checkpoint, for the message.
+        """
+        meta = self.meta
+        if meta.task != task:
+            raise ConfigError(
+                f"task={task}: {self.path} was trained for {meta.task}; use a model for that task or {remedy}"
+            )
+        may_differ = {"data", "samples"} if is_allowed("data.path", allowed) else {"data"}
+        # An imported model has been trained on no samples of a run, and may have been imported without a tokenizer.
+        compared = meta.identity.keys() | (identity.keys() if meta.grids else set())
+        for key in sorted(compared - may_differ, key=lambda key: key == "samples"):
+            if meta.identity.get(key) != identity.get(key):
+                tokenizer = self.path / "tokenizer.json"
+                others = f", such as data.tokenizer={tokenizer}," if key == "tokenizer" and tokenizer.exists() else ""
+                other, permission = "another", ""
+                if key == "samples":
+                    other, permission = "other", ", or add checkpoint.allow_changes=[data]"
+                raise ConfigError(
+                    f"data={identity.get('data')}: {self.path} was trained with {other} {key}; use data with the same "
+                    f"{key}{others} or {remedy}{permission}"
+                )
+
+    def check_settings(self, config: Config) -> dict[str, Change]:
+        """Return the settings that differ from those with which the checkpoint was trained.
+
+        Raises ConfigError if the checkpoint does not fit the model, or if a difference changes results and
+        ``checkpoint.allow_changes`` does not list it.
+        """
+        self.check_fits(config.model)
+        found = changes(self.meta.settings, recorded_settings(asdict(config)))
+        check_changes(found, config.checkpoint.allow_changes, str(self.path))
+        return found
 
 
 def name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("step_"))
+
+
 def committed(run_dir: Path) -> list[Path]:
     """Return the committed checkpoints of a run, oldest first. Raises ConfigError if its directory is not readable."""
-    paths = (path for path in _entries(run_dir) if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
-    return sorted(paths, key=_step)
+    paths = (path for path in listing(run_dir) if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
+    return sorted(paths, key=step_of)
 
 
-def _entries(run_dir: Path) -> list[Path]:
+def listing(run_dir: Path) -> list[Path]:
+    """Return everything in a run's directory of checkpoints. Raises ConfigError if it is not readable."""
     try:
         return list((run_dir / "checkpoints").iterdir())
     except FileNotFoundError:
@@ -145,105 +269,22 @@ def _entries(run_dir: Path) -> list[Path]:
         raise ConfigError(f"run.dir={run_dir}: {error.filename} cannot be read ({error.strerror})") from None
 
 
-def resume_candidates(resume: str, run_dir: Path) -> list[Path]:
+def resume_candidates(resume: str, run_dir: Path) -> list[Checkpoint]:
     """Return the checkpoints that ``checkpoint.resume`` selects, in the order in which to try them.
 
     auto: those of ``run_dir``, newest first; never: none; a path: the checkpoint there. Raises ConfigError if
     ``run_dir`` has checkpoints and another than its newest is selected: two runs would mix in one directory.
     """
-    own = committed(run_dir)[::-1]
+    own = [Checkpoint(path) for path in reversed(committed(run_dir))]
     if resume == "auto":
         return own
-    chosen = [] if resume == "never" else [located(Path(resume))]
-    if own and [path.resolve() for path in chosen] != [own[0].resolve()]:
+    chosen = [] if resume == "never" else [Checkpoint.open(Path(resume))]
+    if own and [checkpoint.path.resolve() for checkpoint in chosen] != [own[0].path.resolve()]:
         raise ConfigError(
-            f"checkpoint.resume={resume}: {run_dir} holds another run's checkpoints, up to {own[0].name}; "
+            f"checkpoint.resume={resume}: {run_dir} holds another run's checkpoints, up to {own[0].path.name}; "
             "set another run.name or remove them"
         )
     return chosen
-
-
-def located(path: Path) -> Path:
-    """Return the checkpoint at ``path``, or the newest one if it is a run directory. Raises ConfigError if none is."""
-    if (path / META).exists() or (path / manifest.MANIFEST).exists():
-        return path
-    checkpoints = committed(path)
-    if not checkpoints and any((path / name).exists() for name in ("config.json", "model_index.json")):
-        raise ConfigError(
-            f"{path}: a model of transformers or diffusers; import it first with python -m gpt4d.checkpoint import "
-            f"source={path} out=runs/NAME"
-        )
-    if not checkpoints:
-        raise ConfigError(f"{path}: neither a checkpoint nor a run with checkpoints; pass an existing one")
-    return checkpoints[-1]
-
-
-_NEW_RUN, OTHER_INIT = "set another run.name", "set another checkpoint.init"  # remedies
-
-
-def check_fits(directory: Path, model: ModelConfig, remedy: str = _NEW_RUN) -> None:
-    """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
-
-    ``remedy``: another way out than the value of the checkpoint, for the message.
-    """
-    stored, family = Meta.read(directory).model, registry.of(model)
-    if type(stored) is not family.config:
-        raise ConfigError(
-            f"model={family.name}: the checkpoint {directory} is of family {registry.of(stored).name}; use a model of "
-            f"that family or {remedy}"
-        )
-    for key in family.structure:
-        if getattr(stored, key) != getattr(model, key):
-            raise ConfigError(
-                f"model.{key}={getattr(model, key)}: the checkpoint {directory} has {getattr(stored, key)}; use that "
-                f"value or {remedy}"
-            )
-
-
-def check_task(
-    directory: Path, task: str, identity: Mapping[str, str], allowed: Collection[str] = (), remedy: str = _NEW_RUN
-) -> None:
-    """Raise ConfigError unless the checkpoint is of ``task`` and its data has the same identity, whatever its name.
-
-    Args:
-        directory: the checkpoint.
-        task: the task of this run.
-        identity: the identity of its data. All entries must equal the checkpoint's except ``data``, the name.
-        allowed: ``checkpoint.allow_changes``. It can allow other samples (``data``), but not another tokenizer, which
-            gives token ids another meaning.
-        remedy: another way out than data and task of the checkpoint, for the message.
-    """
-    meta = Meta.read(directory)
-    if meta.task != task:
-        raise ConfigError(
-            f"task={task}: {directory} was trained for {meta.task}; use a model for that task or {remedy}"
-        )
-    may_differ = {"data", "samples"} if is_allowed("data.path", allowed) else {"data"}
-    # An imported model has been trained on no samples of a run, and may have been imported without a tokenizer.
-    compared = meta.identity.keys() | (identity.keys() if meta.grids else set())
-    for key in sorted(compared - may_differ, key=lambda key: key == "samples"):
-        if meta.identity.get(key) != identity.get(key):
-            tokenizer = directory / "tokenizer.json"
-            others = f", such as data.tokenizer={tokenizer}," if key == "tokenizer" and tokenizer.exists() else ""
-            other, permission = "another", ""
-            if key == "samples":
-                other, permission = "other", ", or add checkpoint.allow_changes=[data]"
-            raise ConfigError(
-                f"data={identity.get('data')}: {directory} was trained with {other} {key}; use data with the same "
-                f"{key}{others} or {remedy}{permission}"
-            )
-
-
-def check_settings(directory: Path, config: Config) -> dict[str, Change]:
-    """Return the settings that differ from those with which a checkpoint was trained.
-
-    Raises ConfigError if the checkpoint does not fit the model, or if a difference changes results and
-    ``checkpoint.allow_changes`` does not list it.
-    """
-    check_fits(directory, config.model)
-    found = changes(Meta.read(directory).settings, recorded_settings(asdict(config)))
-    check_changes(found, config.checkpoint.allow_changes, str(directory))
-    return found
 
 
 def check_run(config: Config) -> dict[str, Change]:
@@ -252,116 +293,101 @@ def check_run(config: Config) -> dict[str, Change]:
     The first readable checkpoint that ``checkpoint.resume`` selects decides, without one the last start. Raises
     ConfigError as ``check_settings`` does.
     """
-    for directory in resume_candidates(config.checkpoint.resume, Path(config.run.dir)):
+    for checkpoint in resume_candidates(config.checkpoint.resume, Path(config.run.dir)):
         with suppress(Damaged):
-            return check_settings(directory, config)
+            return checkpoint.check_settings(config)
     initial(config)
     return starts.check_last(config)
 
 
-def initial(config: Config) -> Path | None:
+def initial(config: Config) -> Checkpoint | None:
     """Return the checkpoint of ``checkpoint.init``, whose weights a new run starts from; None if the key is not set.
 
     Raises ConfigError if it does not fit the model.
     """
     if config.checkpoint.init is None:
         return None
-    directory = located(Path(os.path.expanduser(config.checkpoint.init)))
-    check_fits(directory, config.model, OTHER_INIT)
-    return directory
+    checkpoint = Checkpoint.open(Path(os.path.expanduser(config.checkpoint.init)))
+    checkpoint.check_fits(config.model, OTHER_INIT)
+    return checkpoint
 
 
-def begin(run_dir: Path, step: int) -> Path:
-    """Remove leftovers and return the path at which to create and write the checkpoint of a step.
+def write_manifest(directory: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write and sync the manifest of a directory whose files are on disk, then sync the directory."""
+    files = {name: entry._asdict() for name, entry in sorted(entries.items())}
+    document = {"files": files, "xxh3_128": _checksum(files)}
+    write_file(directory / MANIFEST, json.dumps(document, indent=1).encode())
+    sync(directory)
 
-    Raises OSError if that path has a leftover that cannot be removed.
+
+def read_manifest(directory: Path) -> dict[str, FileEntry]:
+    """Return the entries by file name. Raises Damaged if the manifest is missing or differs from what was written."""
+
+    def entries(document: dict) -> dict[str, FileEntry]:
+        if document["xxh3_128"] != _checksum(document["files"]):
+            raise ValueError("checksum mismatch")
+        if odd := [name for name in document["files"] if Path(name).name != name or not name.isprintable()]:
+            raise ValueError(f"{odd[0]!r} is not a file name in this directory")
+        return {
+            name: FileEntry(counts([entry["bytes"]])[0], str(entry["xxh3_128"]))
+            for name, entry in document["files"].items()
+        }
+
+    return parse_json(directory / MANIFEST, entries)
+
+
+def check_files(directory: Path, entries: Mapping[str, FileEntry], names: Iterable[str]) -> None:
+    """Check the named files against the sizes and checksums of their entries.
+
+    Raises Damaged on a mismatch or a missing file, ConfigError if a file cannot be read.
     """
-    partial = run_dir / "checkpoints" / (name(step) + _PARTIAL)
-    if partial.exists():
-        _remove(partial)
-    remove_leftovers(run_dir)
-    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for directory in (run_dir, run_dir.resolve().parent):
-        sync(directory)
-    return partial
+    for name in names:
+        path, expected = directory / name, entries[name]
+        if Path(name).name != name:
+            raise Damaged(f"{directory / MANIFEST}: {name!r} is not a file name in this directory")
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected.bytes:
+                    raise Damaged(f"{path}: {size:,} bytes long, but {expected.bytes:,} were written")
+                if checksum(file) != expected.xxh3_128:
+                    raise Damaged(f"{path}: damaged, checksum mismatch")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def commit(partial: Path) -> Path:
-    """Rename a finished checkpoint to its final name. Raises OSError if that name exists."""
-    final = partial.with_suffix("")
-    os.rename(partial, final)
-    sync(final.parent)
-    return final
+def parse_json(path: Path, convert: Callable[[Any], T]) -> T:
+    """Read a checkpoint's JSON file and ``convert`` its value.
 
-
-def retain(newest: Path, keep: int, keep_every: int | None) -> None:
-    """Remove all checkpoints except ``newest``, the ``keep`` - 1 before it, and multiples of ``keep_every``.
-
-    Print a warning for a checkpoint that cannot be removed: the newest one is complete nevertheless.
+    Raises Damaged if the file is missing or cannot be converted, ConfigError if it cannot be read: an unreachable disk
+    is not damage.
     """
-    run_dir = newest.parent.parent
-    older = [path for path in committed(run_dir) if path != newest]
-    for path in older[: len(older) - (keep - 1)]:
-        if not keep_every or _step(path) % keep_every:
-            with _warning(path):
-                # Renamed first, so that a partly removed checkpoint is not taken for a complete one.
-                _remove(_add_suffix(path, _REMOVED))
-    for path in _entries(run_dir):
-        if path.name.endswith(_DAMAGED):
-            with _warning(path):
-                _remove(path)
-
-
-def quarantine(directory: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not loaded. It is kept for inspection until the next commit.
-
-    Raises ConfigError if it cannot be renamed.
-    """
-    quarantined = directory.with_name(directory.name + _DAMAGED)
     try:
-        if quarantined.exists():
-            _remove(quarantined)
-        return _add_suffix(directory, _DAMAGED)
+        with open_regular(path) as file:
+            return convert(json.loads(file.read()))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path}: damaged ({type(error).__name__}: {error})") from None
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{directory}: damaged, and cannot be renamed ({reason}); move it elsewhere") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def remove_leftovers(run_dir: Path) -> None:
-    """Remove what an interrupted save or removal left behind. Print a warning for what cannot be removed."""
-    for path in _entries(run_dir):
-        if path.name.startswith("step_") and path.name.endswith((_PARTIAL, _REMOVED)):
-            with _warning(path):
-                _remove(path)
-
-
-@contextmanager
-def _warning(path: Path) -> Iterator[None]:
-    """Print a warning if the body cannot remove ``path``. On NFS, a process that reads a checkpoint prevents that."""
+def open_regular(path: Path):
+    """Open a checkpoint's file unbuffered. Raises Damaged if it is missing, a link or a device: it may be untrusted."""
     try:
-        yield
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{path}: missing") from None
     except OSError as error:
-        warn(f"{path} cannot be removed ({error.strerror or error}) and takes disk space; a later save tries again")
+        if error.errno == errno.ELOOP:
+            raise Damaged(f"{path}: a link; replace it with the file itself") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{path}: not a regular file")
+    return open(descriptor, "rb", buffering=0)
 
 
-def _remove(path: Path) -> None:
-    """Remove a file or directory. Raises OSError if something remains; everything else is removed nevertheless."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
-    try:
-        shutil.rmtree(path)
-    except OSError:
-        shutil.rmtree(path, ignore_errors=True)
-        if path.exists():
-            raise
-
-
-def _add_suffix(directory: Path, suffix: str) -> Path:
-    renamed = directory.with_name(directory.name + suffix)
-    os.rename(directory, renamed)
-    return renamed
-
-
-def _step(directory: Path) -> int:
-    return int(directory.name.removeprefix("step_"))
+def _checksum(files: Mapping) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())

@@ -13,7 +13,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import checkpoint_dir, model_card, storage, verifying
+from gpt4d.checkpoint import checkpoint_dir, model_card, storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory
 from gpt4d.config import ConfigError, ModelConfig, check_choice
 from gpt4d.data import tokenizers
@@ -27,12 +28,16 @@ _MODEL_SETTINGS, _GENERATION_SETTINGS = checkpoint_dir.MODEL_FILES
 
 
 def export(
-    checkpoint: Path, out: Path, dtype: str | None = None, weights: str | None = None, max_file_size: str | None = None
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: str | None = None,
+    weights: str | None = None,
+    max_file_size: str | None = None,
 ) -> str:
     """Write a checkpoint's model, and its tokenizer if present, for transformers or diffusers.
 
     Args:
-        checkpoint: directory of the checkpoint.
+        checkpoint: the checkpoint, which is verified first.
         out: directory to create.
         dtype: float32, bfloat16 or float16; None for the dtype of the model that was imported, otherwise float32.
         weights: ``average`` or ``raw``; None for the averages that samples are drawn with, if the checkpoint has some.
@@ -41,16 +46,15 @@ def export(
     Returns a description of the exported weights. Raises ConfigError if ``out`` exists, the weights do not fit the
     dtype, or neither library has such models.
     """
-    files, meta = verifying.verify(checkpoint), checkpoint_dir.Meta.read(checkpoint)
+    storage.verify(checkpoint)
+    files, meta, path = checkpoint.files, checkpoint.meta, checkpoint.path
     adapter = adapter_of(registry.of(meta.model))
-    stored = checkpoint_dir.documents(
-        checkpoint, (*checkpoint_dir.MODEL_FILES, tokenizers.FILE, *tokenizers.COMPANIONS)
-    )
-    source = _parse_json(stored, _MODEL_SETTINGS, checkpoint)
-    tokenizer = _tokenizer(stored, checkpoint, meta.model)
+    stored = checkpoint.documents((*checkpoint_dir.MODEL_FILES, tokenizers.FILE, *tokenizers.COMPANIONS))
+    source = _parse_json(stored, _MODEL_SETTINGS, path)
+    tokenizer = _tokenizer(stored, path, meta.model)
     dtype = dtype or source.get("dtype") or source.get("torch_dtype") or "float32"
     check_choice("dtype", dtype, tuple(DTYPES))
-    prefix = _weights_prefix(checkpoint, files, weights)
+    prefix = _weights_prefix(files, weights)
     with new_directory(out) as directory:
         documents = adapter.documents(meta.model, source)
         if tokenizer:
@@ -67,21 +71,21 @@ def export(
         folder = directory / adapter.FOLDER
         _export_weights(files, prefix, folder, meta.model, adapter, dtype, max_file_size or _MAX_FILE_SIZE)
         description = f"{'averaged' if prefix.startswith('extra.') else 'raw'} weights, {dtype}"
-        card = model_card.model_card(checkpoint, meta, adapter, description)
+        card = model_card.model_card(checkpoint, adapter, description)
         (directory / "README.md").write_text(card, encoding="utf-8")
         for file in directory.rglob("*.safetensors"):  # which safetensors creates unreadable for others
             file.chmod((directory / "README.md").stat().st_mode)
     return description
 
 
-def _weights_prefix(checkpoint: Path, files: storage.Files, weights: str | None) -> str:
+def _weights_prefix(files: storage.Files, weights: str | None) -> str:
     """Return the prefix of the names of the weights to export."""
     averages = f"extra.{PREFIX}"
     has_averages = any(name.startswith(averages) for name in files.tensors)
     weights = weights or ("average" if has_averages else "raw")
     check_choice("weights", weights, ("average", "raw"))
     if weights == "average" and not has_averages:
-        raise ConfigError(f"weights=average: {checkpoint} has no averages of weights; use weights=raw")
+        raise ConfigError(f"weights=average: {files.directory} has no averages of weights; use weights=raw")
     return averages if weights == "average" else "model."
 
 
@@ -94,7 +98,7 @@ def _export_weights(
     dtype: str,
     max_file_size: str,
 ) -> None:
-    shapes = verifying.shapes(model)
+    shapes = storage.shapes(model)
     names = {ours: adapter.names(ours, model) for ours in shapes}
     empty: dict[str, torch.Tensor] = {}
     for ours, shape in shapes.items():

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes, ModelConfig, compose
 from gpt4d.model import registry
 from gpt4d.planner.capacity import largest_micro_batch
@@ -27,7 +27,7 @@ def command(imported: Path, model: ModelConfig) -> str:
         settings.append(f"train.seq_len={min(most, _MAX_LENGTH)}")
     settings += _fitting(settings)
     data = tasks.get(family.task).own_data.partition(": ")[2]
-    tokenizer = checkpoint_dir.located(imported) / "tokenizer.json"
+    tokenizer = Checkpoint.open(imported).path / "tokenizer.json"
     if tokenizer.exists():
         data += f" data.tokenizer={tokenizer}"
     return f"python train.py checkpoint.init={imported} run.dir={imported}-finetuned {' '.join(settings)} {data}"

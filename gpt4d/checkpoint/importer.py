@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import checkpoint_dir, storage, verifying
+from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage, writer
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory
 from gpt4d.checkpoint.source_weights import SourceWeights
 from gpt4d.config import ConfigError, ModelConfig
@@ -44,7 +44,7 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     family = registry.family_of_hf(values.get("model_type") or values.get("_class_name"))
     adapter = adapter_of(family)
     model = _model(source, values, adapter)
-    shapes = verifying.shapes(model)
+    shapes = storage.shapes(model)
     weights = SourceWeights(directory, values, model, adapter, shapes)
     identity, documents = {"data": source}, dict[str, bytes]()
     if adapter.HAS_TOKENIZER:
@@ -57,17 +57,17 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     if tokenizers.FILE in documents:
         identity["tokenizer"] = hashlib.sha256(documents[tokenizers.FILE]).hexdigest()
     with new_directory(run_dir) as temporary:
-        partial = checkpoint_dir.begin(temporary, step=0)
+        partial = lifecycle.begin(temporary, step=0)
         partial.mkdir()
-        entry, starts = storage.write_values(partial / "imported.bin", _read_tensors(weights, shapes, model, adapter))
+        entry, starts = writer.write_values(partial / "imported.bin", _read_tensors(weights, shapes, model, adapter))
         tensors = {}
         for (name, shape), start in zip(shapes.items(), starts, strict=True):
             chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
             tensors[f"model.{name}"] = storage.StoredTensor(torch.float32, shape, [chunk])
         meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, [], family.task, identity)
         documents[checkpoint_dir.META] = meta.to_json()
-        storage.complete_directory(partial, tensors, documents, {"imported.bin": entry})
-        checkpoint_dir.commit(partial)
+        writer.complete_directory(partial, tensors, documents, {"imported.bin": entry})
+        lifecycle.commit(partial)
     return model
 
 

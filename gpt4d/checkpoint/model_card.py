@@ -8,19 +8,20 @@ from huggingface_hub import ModelCardData
 
 import gpt4d
 from gpt4d import starts
-from gpt4d.checkpoint.checkpoint_dir import Meta
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.files import read_json_lines
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
 
 
-def model_card(checkpoint: Path, meta: Meta, adapter: HuggingFaceAdapter, weights: str) -> str:
+def model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str) -> str:
     """Return the model card of a checkpoint's model in Markdown.
 
     Losses and commit come from the run directory that contains the checkpoint; without one they are left out.
     ``weights`` describes the exported weights.
     """
-    run_dir, family = checkpoint.resolve().parents[1], registry.of(meta.model)
+    meta, run_dir = checkpoint.meta, checkpoint.path.resolve().parents[1]
+    family = registry.of(meta.model)
     library = adapter.CLASS.partition(".")[0]
     data = ModelCardData(library_name=library, pipeline_tag=adapter.PIPELINE_TAG, tags=["gpt4d"])
     facts: dict[str, Any] = {"parameters": f"{registry.describe(meta.model).num_parameters:,}", "weights": weights}

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from gpt4d import optim, starts
-from gpt4d.checkpoint import checkpoint_dir, sharded
-from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
-from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, Meta, Progress
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.data import tokenizers
@@ -62,20 +60,19 @@ class RunCheckpoints:
         Raises ConfigError on all ranks if the run was trained with other settings or other data.
         """
         self.log, config = log, self.plan.config
-        run_on_rank0(lambda: checkpoint_dir.remove_leftovers(self.run_dir), "removing unfinished checkpoints")
-        resume = config.checkpoint.resume
+        run_on_rank0(lambda: lifecycle.remove_leftovers(self.run_dir), "removing unfinished checkpoints")
         damaged: list[Path] = []
         progress = Progress()
-        candidates = run_on_rank0(partial(_candidates, resume, self.run_dir), "looking for checkpoints")
-        for checkpoint in map(Path, candidates):
+        # Another job may have saved here since ``check_run``, which runs before run.dir is locked.
+        for path in map(Path, run_on_rank0(self._candidates, "looking for checkpoints")):
             try:
-                progress = self._load(checkpoint, self.stage.module, step.optimizer)
+                progress = self._load(Checkpoint(path), step.optimizer)
                 break
             except Damaged as damage:
-                if resume != "auto":
+                if config.checkpoint.resume != "auto":
                     raise
-                damaged.append(checkpoint)
-                log.event("damaged", f"DAMAGED: {damage}", path=str(checkpoint), problem=str(damage))
+                damaged.append(path)
+                log.event("damaged", f"DAMAGED: {damage}", path=str(path), problem=str(damage))
         else:
             if damaged:
                 raise ConfigError(
@@ -85,27 +82,32 @@ class RunCheckpoints:
             changes = run_on_rank0(lambda: starts.check_last(config), "comparing the settings with the last start")
             self.changes = {key: Change(*change) for key, change in changes.items()}
             self._initialize()
-        for checkpoint in damaged:
-            aside = run_on_rank0(partial(_quarantine, checkpoint), f"renaming {checkpoint.name}")
+        for path in damaged:
+            aside = run_on_rank0(partial(_quarantine, path), f"renaming {path.name}")
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=aside)
         if progress.step >= config.train.steps:
             message = f"{self.run_dir} is complete; raise {length_key(config.train)} or set another run.name"
             log.event("complete", message, **progress.values(self.task.unit))
         return progress
 
-    def _load(self, checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    def _candidates(self) -> list[str]:
+        selected = checkpoint_dir.resume_candidates(self.plan.config.checkpoint.resume, self.run_dir)
+        return [str(checkpoint.path) for checkpoint in selected]
+
+    def _load(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> Progress:
         config = self.plan.config
-        name = f"reading the settings of {checkpoint.name}"
-        self.changes = run_on_all_ranks(lambda: checkpoint_dir.check_settings(checkpoint, config), name)
+        name = f"reading the settings of {checkpoint.path.name}"
+        self.changes = run_on_all_ranks(lambda: checkpoint.check_settings(config), name)
         identity, allowed = self.task.identity(), config.checkpoint.allow_changes
-        run_on_all_ranks(lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, allowed), name)
-        progress = sharded.load(checkpoint, module, optimizer, self.stage.grid, self.task.extra_state())
-        meta = Meta.read(checkpoint)
+        run_on_all_ranks(lambda: checkpoint.check_task(self.task_name, identity, allowed), name)
+        storage.load(checkpoint, self.stage.module, optimizer, self.stage.grid, self.task.extra_state())
+        meta, path = checkpoint.meta, checkpoint.path
+        progress = replace(meta.progress)  # The trainer advances it.
         if not meta.grids:  # an imported model, which has no state of a task
             self.task.after_init()
         self.monitor.restore(meta.monitor)
         self._inherit(checkpoint)
-        self.log.event("resume", f"resuming from {checkpoint}", **progress.values(self.task.unit), path=str(checkpoint))
+        self.log.event("resume", f"resuming from {path}", **progress.values(self.task.unit), path=str(path))
         self._report_changes(progress)
         return progress
 
@@ -117,20 +119,19 @@ class RunCheckpoints:
             return
         identity, remedy = self.task.identity(), checkpoint_dir.OTHER_INIT
         run_on_all_ranks(
-            lambda: checkpoint_dir.check_task(checkpoint, self.task_name, identity, ("data",), remedy),
-            f"reading the settings of {checkpoint.name}",
+            lambda: checkpoint.check_task(self.task_name, identity, ("data",), remedy),
+            f"reading the settings of {checkpoint.path.name}",
         )
-        sharded.load(checkpoint, module, None, grid)
-        averaged = sharded.load_averages(checkpoint, module, grid)
+        storage.load(checkpoint, module, None, grid)
+        averaged = storage.load_averages(checkpoint, module, grid)
         self.task.after_init()
         self._inherit(checkpoint)
-        self.initial = checkpoint
-        message = f"starting from the {'averaged ' if averaged else ''}weights of {checkpoint}"
-        self.log.event("init", message, path=str(checkpoint), averaged=averaged)
+        self.initial = checkpoint.path
+        message = f"starting from the {'averaged ' if averaged else ''}weights of {checkpoint.path}"
+        self.log.event("init", message, path=str(checkpoint.path), averaged=averaged)
 
-    def _inherit(self, checkpoint: Path) -> None:
-        names = (*checkpoint_dir.MODEL_FILES, *tokenizers.COMPANIONS)
-        self._inherited = checkpoint_dir.documents(checkpoint, names)
+    def _inherit(self, checkpoint: Checkpoint) -> None:
+        self._inherited = checkpoint.documents((*checkpoint_dir.MODEL_FILES, *tokenizers.COMPANIONS))
 
     def _report_changes(self, progress: Progress) -> None:
         """Report the settings that differ, and what another length of the run does to the learning rate."""
@@ -152,7 +153,7 @@ class RunCheckpoints:
         """Start to save. Raises ConfigError if a weight or an optimizer state is not finite."""
         self.report_saved(wait=True)
         step.reducer.wait_params()
-        shards = sharded.parts(self.stage.module, step.optimizer, self.task.extra_state(), self.stage.copies)
+        shards = storage.parts(self.stage.module, step.optimizer, self.task.extra_state(), self.stage.copies)
         finite = all_finite([shard.local for shard in shards.values()])
         if not all_ranks_true(finite, f"checking the weights of step {progress.step}"):
             raise ConfigError(
@@ -175,9 +176,5 @@ class RunCheckpoints:
             self.log.event("checkpoint", message, **values, path=str(saved.path), **times)
 
 
-def _candidates(resume: str, run_dir: Path) -> list[str]:
-    return [str(path) for path in checkpoint_dir.resume_candidates(resume, run_dir)]
-
-
-def _quarantine(checkpoint: Path) -> str:
-    return str(checkpoint_dir.quarantine(checkpoint))
+def _quarantine(directory: Path) -> str:
+    return str(lifecycle.quarantine(directory))

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gpt4d.activity import MAIN, SAVE
-from gpt4d.checkpoint import checkpoint_dir, storage
-from gpt4d.checkpoint.sharded import LocalShard
+from gpt4d.checkpoint import checkpoint_dir, lifecycle
+from gpt4d.checkpoint.storage import LocalShard
+from gpt4d.checkpoint.writer import SavePlanner, Writer
 from gpt4d.config import CheckpointConfig, ConfigError
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
@@ -62,7 +63,7 @@ class Saver:
     def start(
         self, meta: checkpoint_dir.Meta, shards: Mapping[str, LocalShard], documents: Mapping[str, bytes]
     ) -> None:
-        """Start to save ``shards`` (``sharded.parts``) and ``documents``, further files as contents by name.
+        """Start to save ``shards`` (``storage.parts``) and ``documents``, further files as contents by name.
 
         Call ``before_change`` before ``shards`` change, and ``finished`` to learn whether the save has ended.
         """
@@ -79,9 +80,9 @@ class Saver:
         partial = Path(run_on_rank0(lambda: str(self._begin(step)), f"beginning to save step {step}"))
         extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
         documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}
-        writer = storage.Writer(partial, documents, lambda: self._commit(partial))
+        writer = Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
-        planner = storage.SavePlanner(values, *([copied.synchronize] if copied else []))
+        planner = SavePlanner(values, *([copied.synchronize] if copied else []))
         written = self._thread.submit(self._write, planner, writer, saved, started)
         self._pending = _PendingSave(written, copied, saved)
         if not self.config.async_save:
@@ -141,23 +142,23 @@ class Saver:
 
     def _begin(self, step: int) -> Path:
         try:
-            return checkpoint_dir.begin(self.run_dir, step)
+            return lifecycle.begin(self.run_dir, step)
         except OSError as error:
             raise self._save_error(checkpoint_dir.name(step), error) from None
 
-    def _write(self, planner: storage.SavePlanner, writer: storage.Writer, saved: Saved, started: float) -> None:
+    def _write(self, planner: SavePlanner, writer: Writer, saved: Saved, started: float) -> None:
         with SAVE.begin(f"saving {saved.path.name}"):
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
     def _commit(self, partial: Path) -> None:
-        checkpoint_dir.retain(checkpoint_dir.commit(partial), self.config.keep, self.config.keep_every)
+        lifecycle.retain(lifecycle.commit(partial), self.config.keep, self.config.keep_every)
 
     def _to_user_error(self, failure: BaseException, saved: Saved) -> BaseException:
         """Return the error to raise for a failed save. Its files are removed, since they may fill the disk."""
         if self.grid.world.index == 0:
             with suppress(ConfigError):  # The user needs to see the first failure.
-                checkpoint_dir.remove_leftovers(self.run_dir)
+                lifecycle.remove_leftovers(self.run_dir)
         if not isinstance(failure, CheckpointException):
             return failure
         rank, (error, stack) = min(failure.failures.items())

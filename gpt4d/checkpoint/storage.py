@@ -1,35 +1,38 @@
-"""The file format of tensors, and the writer and planner with which torch.distributed.checkpoint produces it.
+"""The stored tensors of a checkpoint: their file format, their verification, and how any grid loads them.
 
 Each rank writes one file of raw values, ``rank_00003.bin``. The index ``tensors.json`` lists for each global tensor its
 dtype, shape and chunks, each with its file and byte offset. The index contains no ranks or grids, so a rank of any grid
 reads the region it needs without further planning. There are no pickles.
 """
 
-import itertools
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import default_planner, storage
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint import planner as planning
-from torch.futures import Future
+from torch import nn
 
 from gpt4d import activity
-from gpt4d.checkpoint import manifest
-from gpt4d.checkpoint.manifest import Damaged
-from gpt4d.files import FileEntry, NewFile, counts, write_file
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
+from gpt4d.config import ConfigError, ModelConfig
+from gpt4d.data import tokenizers
+from gpt4d.files import FileEntry, counts
+from gpt4d.model import registry
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.runtime.consensus import run_on_all_ranks
+from gpt4d.task.averages import PREFIX
 
 TENSORS = "tensors.json"
-_ALIGNMENT = 64  # bytes, so that any dtype can be read in place
 Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a global tensor
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+_STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its counter is the run's number of updates
 
 
 class Chunk(NamedTuple):
@@ -101,7 +104,7 @@ class Files:
     def __init__(self, directory: Path):
         self.directory = directory
         self._mapped: dict[str, torch.Tensor] = {}
-        self.tensors = manifest.parse_json(
+        self.tensors = checkpoint_dir.parse_json(
             directory / TENSORS, lambda values: {name: StoredTensor.from_json(t) for name, t in values.items()}
         )
 
@@ -152,132 +155,144 @@ class Files:
             path = self.directory / name
             if path.parent != self.directory:
                 raise Damaged(f"{self.directory / TENSORS}: {name!r} is not a file name in this directory")
-            with manifest.open_regular(path) as file:
+            with checkpoint_dir.open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
             self._mapped[name] = torch.from_file(str(path), size=size, dtype=torch.uint8)
         return self._mapped[name]
 
 
-def write_values(path: Path, tensors: Iterable[torch.Tensor]) -> tuple[FileEntry, list[int]]:
-    """Write the tensors' values to a new file. Returns its manifest entry and the byte offset of each tensor."""
-    starts = []
-    with NewFile(path) as file:
-        for tensor in tensors:
-            file.write(bytes(-file.size % _ALIGNMENT))
-            starts.append(file.size)
-            values = tensor.detach().cpu().contiguous().view(-1)
-            file.write(values.view(torch.uint8).numpy().data)
-    return file.entry, starts
+class LocalShard(NamedTuple):
+    """This rank's part of a global tensor, padding included, and that tensor's shape and layout."""
+
+    local: torch.Tensor
+    spec: ParameterSpec
+
+    def region(self, grid: Grid) -> Region:
+        """Return the region of the stored tensor that ``local`` holds."""
+        return self.spec.stored_region(grid.sizes._asdict(), grid.indices)
+
+    def slices(self, grid: Grid) -> tuple[slice, ...]:
+        """Return ``region`` as an index of the stored tensor."""
+        return tuple(slice(*ends) for ends in self.region(grid))
+
+    def stored(self, grid: Grid) -> torch.Tensor:
+        """Return ``local`` without padding."""
+        return self.local[tuple(slice(stop - start) for start, stop in self.region(grid))]
 
 
-def complete_directory(
-    directory: Path, tensors: Mapping[str, StoredTensor], documents: Mapping[str, bytes], entries: dict[str, FileEntry]
-) -> None:
-    """Add the index of ``tensors``, the ``documents`` and the manifest to a directory with the files of ``entries``."""
-    index = json.dumps({name: tensor.to_json() for name, tensor in tensors.items()}).encode()
-    for name, content in {**documents, TENSORS: index}.items():
-        entries[name] = write_file(directory / name, content)
-    manifest.write(directory, entries)
+def parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
+    without: Collection[str] = (),
+) -> dict[str, LocalShard]:
+    """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
 
-
-class _Item(planning.WriteItem):
-    """A region to write. Torch balances ranks by its size instead of the whole tensor's."""
-
-    def tensor_storage_size(self) -> int:
-        assert self.tensor_data is not None
-        return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
-
-
-class SavePlanner(default_planner.DefaultSavePlanner):
-    """Plans a save of sharded tensors: replicas are written by one rank, and all ranks write about as much."""
-
-    def __init__(
-        self,
-        shards: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Region]],
-        wait: Callable[[], None] = lambda: None,
-    ):
-        """Takes this rank's values (valid after ``wait``), the global shape and the values' region, by tensor name."""
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shards, self.wait = shards, wait
-
-    def create_local_plan(self) -> planning.SavePlan:
-        self.wait()
-        items: list[planning.WriteItem] = []
-        for name, (local, shape, region) in self.shards.items():
-            if local.numel():
-                offsets = torch.Size(start for start, _ in region)
-                chunk = dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in region))
-                data = planning.TensorWriteData(chunk, dcp.TensorProperties(local.dtype), torch.Size(shape))
-                kind = planning.WriteItemType.SHARD
-                items.append(_Item(dcp.MetadataIndex(name, offsets), kind, tensor_data=data))
-        self.plan = planning.SavePlan(items)
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[planning.SavePlan]) -> tuple[list[planning.SavePlan], dcp.Metadata]:
-        activity.set_waiting(False)
-        return super().create_global_plan(all_plans)
-
-    def finish_plan(self, new_plan: planning.SavePlan) -> planning.SavePlan:
-        activity.set_waiting(False)
-        return super().finish_plan(new_plan)
-
-    def lookup_object(self, index: dcp.MetadataIndex) -> torch.Tensor:
-        return self.shards[index.fqn][0]
-
-
-class Writer(storage.StorageWriter):
-    """Writes tensors and ``documents`` (contents by file name) into a new ``directory``.
-
-    Rank 0 calls ``done`` when everything is on disk. A failure on any rank is raised on all. Torch communicates
-    between the calls of these methods and the planner's: the watchdog learns when this rank works and when it waits.
+    ``extra`` is further state by name, such as averaged weights: this rank's part and its spec. ``without``: names of
+    parameters that other ranks save.
     """
+    parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
+    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in parameters.items() if n not in without}
+    if optimizer is not None:
+        # The optimizer may hold slices of the model's parameters, with layouts of their own.
+        for group in optimizer.param_groups:
+            for n, p in zip(group["param_names"], group["params"], strict=True):
+                shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
+    return shards | {f"extra.{n}": LocalShard(*shard) for n, shard in (extra or {}).items()}
 
-    def __init__(self, directory: Path, documents: Mapping[str, bytes], done: Callable[[], None] = lambda: None):
-        self.directory, self.documents, self.done = directory, documents, done
 
-    def reset(self, checkpoint_id=None) -> None: ...
+def load(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    grid: Grid,
+    extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
+) -> None:
+    """Load the model, and the optimizer and ``extra`` if given, in place from a checkpoint written on any grid.
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False  # torch must not choose this writer by itself
+    A checkpoint without optimizer states, such as an imported model, leaves these two unchanged. Each rank first
+    verifies a share of the files. All ranks must call this function; an error on one is raised on all. Raises Damaged,
+    before anything is loaded, if the checkpoint is not intact, ConfigError if its tensors are not the model's.
+    """
+    name = checkpoint.path.name
+    run_on_all_ranks(lambda: verify(checkpoint, grid.world.index, grid.world.size), f"verifying {name}")
+    files, progress = checkpoint.files, checkpoint.meta.progress
+    if not any(name.startswith("optim.") for name in files.tensors):
+        optimizer = extra = None
+    run_on_all_ranks(lambda: fill(parts(model, optimizer, extra), files, grid), f"loading {name}")
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            state["step"].fill_(progress.step - progress.skipped)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *_, **__) -> None:
-        if is_coordinator:
-            self.directory.mkdir()
 
-    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
-        activity.set_waiting(True)
-        return plan
+def load_averages(checkpoint: Checkpoint, model: nn.Module, grid: Grid) -> bool:
+    """Load averages of weights (``gpt4d.task.averages``) into a model, if the checkpoint has them; return whether.
 
-    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        activity.set_waiting(True)
-        return [replace(plan, storage_data=f"rank_{rank:05}.bin") for rank, plan in enumerate(plans)]
+    All ranks must call this function after ``load``, which verifies the checkpoint.
+    """
+    files = checkpoint.files
+    if not any(name.startswith(f"extra.{PREFIX}") for name in files.tensors):
+        return False
+    named: dict[str, Any] = dict(model.named_parameters())
+    shards = {f"extra.{PREFIX}{name}": LocalShard(p.detach(), p.spec) for name, p in named.items()}
+    run_on_all_ranks(lambda: fill(shards, files, grid), f"loading averages of {checkpoint.path.name}")
+    return True
 
-    def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[storage.WriteResult]]:
-        future: Future[list[storage.WriteResult]] = Future()
-        items = cast(list[_Item], plan.items)
-        results: list[storage.WriteResult] = []
-        if items:
-            tensors = (cast(torch.Tensor, planner.resolve_data(item)) for item in items)
-            entry, starts = write_values(self.directory / plan.storage_data, tensors)
-            results = [
-                storage.WriteResult(item.index, item.tensor_storage_size(), (plan.storage_data, entry, start))
-                for item, start in zip(items, starts, strict=True)
-            ]
-        future.set_result(results)
-        activity.set_waiting(True)
-        return future
 
-    def finish(self, metadata: dcp.Metadata, results: list[list[storage.WriteResult]]) -> None:
-        activity.set_waiting(False)
-        saved = cast(dict[str, dcp.TensorStorageMetadata], metadata.state_dict_metadata)
-        tensors = {name: StoredTensor(t.properties.dtype, tuple(t.size), []) for name, t in saved.items()}
-        entries: dict[str, FileEntry] = {}
-        sizes = {(name, tuple(c.offsets)): tuple(c.sizes) for name, tensor in saved.items() for c in tensor.chunks}
-        for result in itertools.chain.from_iterable(results):
-            file, entries[file], start = result.storage_data
-            name, offsets = result.index.fqn, tuple(result.index.offset or ())
-            tensors[name].chunks.append(Chunk(offsets, sizes[name, offsets], file, start))
-        complete_directory(self.directory, tensors, self.documents, entries)
-        self.done()
-        activity.set_waiting(True)
+def fill(shards: Mapping[str, LocalShard], files: Files, grid: Grid) -> None:
+    """Read ``shards`` in place. Raises ConfigError if the files lack a tensor of the same name, shape and dtype."""
+    for name, shard in shards.items():
+        stored, expected = files.tensors.get(name), (shard.spec.stored_shape, shard.local.dtype)
+        if stored is None or (stored.shape, stored.dtype) != expected:
+            actual = "missing" if stored is None else f"of shape {list(stored.shape)}, {stored.dtype}"
+            raise ConfigError(
+                f"{files.directory}: {name} is {actual}, but this run needs shape {list(shard.spec.stored_shape)}, "
+                f"{shard.local.dtype}; use a checkpoint of the same model or set run.name"
+            )
+        into = shard.stored(grid)
+        if into.shape != shard.local.shape:
+            shard.local.zero_()  # the padding
+        files.read(name, shard.region(grid), into)
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters in a checkpoint, by name."""
+    return {name: spec.stored_shape for name, spec in registry.describe(config).parameters.items()}
+
+
+def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
+    """Verify that files match the manifest, and that every tensor of the model is stored exactly once.
+
+    Ranks share the work that grows with the checkpoint: this call does share ``index`` of ``of``. Raises Damaged,
+    naming the file, if the checkpoint is not intact.
+    """
+    verify_files(checkpoint, index, of)
+    directory, meta, tensors = checkpoint.path, checkpoint.meta, checkpoint.files.tensors
+    if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
+        raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
+    states = {name.rpartition(".")[2] for name in tensors if name.startswith("optim.")}
+    unknown = {name for name in tensors if not name.startswith("extra.")}  # ``meta`` has those of rank 0
+    for parameter, shape in shapes(meta.model).items():
+        for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
+            if name not in tensors or tensors[name].shape != shape:
+                raise Damaged(f"{directory / TENSORS}: {name} of shape {list(shape)} is missing")
+            unknown.remove(name)
+    for name in meta.extra:
+        if f"extra.{name}" not in tensors:
+            raise Damaged(f"{directory / TENSORS}: extra.{name} is missing")
+    if unknown:
+        raise Damaged(f"{directory / TENSORS}: {min(unknown)} is no tensor of this model")
+    if "tokenizer" in meta.identity and tokenizers.FILE not in checkpoint.manifest:
+        raise Damaged(f"{directory / checkpoint_dir.MANIFEST}: {tokenizers.FILE} is not listed")
+
+
+def verify_files(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
+    """Verify the files of a checkpoint like ``verify``, without comparing its tensors with a model's."""
+    entries = checkpoint.manifest
+    for name in (checkpoint_dir.META, TENSORS):
+        if name not in entries:
+            raise Damaged(f"{checkpoint.path / checkpoint_dir.MANIFEST}: {name} is not listed")
+    checkpoint_dir.check_files(checkpoint.path, entries, sorted(entries)[index::of])
+    files = checkpoint.files
+    for name in sorted(files.tensors)[index::of]:
+        files.check(name, entries)

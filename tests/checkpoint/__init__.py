@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from gpt4d import optim
-from gpt4d.checkpoint import checkpoint_dir, sharded
+from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.saving import Saver
-from gpt4d.config import CheckpointConfig, OptimConfig
+from gpt4d.config import CheckpointConfig, GridSizes, OptimConfig
 from gpt4d.parallel.gradients import GradientReducer
 from tests.grids import TINY_MODEL, build_model
 
@@ -40,8 +40,20 @@ def save_state(sizes, shard, run_dir: Path, steps=(3,), **config):
     saver = Saver(CheckpointConfig(**config), run_dir, model.weights.grid)
     try:
         for step in steps:
-            saver.start(meta(step), sharded.parts(model, optimizer), DOCUMENTS)
+            saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)
             saved = saver.finished(wait=True)
     finally:
         saver.close()
     return saved
+
+
+def save_steps(ranks, run_dir, steps, keep=2, keep_every=None):
+    """Save the same state at each of ``steps``. Returns the names in the directory of checkpoints."""
+    for step in steps:
+        config = {"keep": keep, "keep_every": keep_every}
+        ranks.run(1, save_with, run_dir, step, config)
+    return [path.name for path in sorted((run_dir / "checkpoints").iterdir())]
+
+
+def save_with(run_dir, step, config):
+    save_state(GridSizes(), False, run_dir, (step,), **config)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.checkpoint import checkpoint_dir, verifying
+from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes
 from tests.checkpoint import save_state
 from tests.grids import metric_lines, train_in_rank
@@ -26,7 +27,7 @@ def run_rank(config, rank, store, messages, hold):
     """
     import torch.distributed as dist
 
-    begin, retain = checkpoint_dir.begin, checkpoint_dir.retain
+    begin, retain = lifecycle.begin, lifecycle.retain
 
     def begin_and_report(*args):
         if not hold:
@@ -39,7 +40,7 @@ def run_rank(config, rank, store, messages, hold):
             messages.send_bytes(b"begun")
             threading.Event().wait()
 
-    checkpoint_dir.begin, checkpoint_dir.retain = begin_and_report, retain_and_hold
+    lifecycle.begin, lifecycle.retain = begin_and_report, retain_and_hold
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     train_in_rank(config)
@@ -93,11 +94,11 @@ def test_run_killed_during_saves_resumes_from_newest_committed(ranks, tiny, tmp_
         run_until_killed(ranks.context, config, str(tmp_path / f"store{number}"), delay, hold)
         midway += any(path.suffix for path in (run_dir / "checkpoints").iterdir())
         for directory in checkpoint_dir.committed(run_dir):
-            verifying.verify(directory)
+            storage.verify(Checkpoint(directory))
     assert checkpoint_dir.committed(run_dir) and 0 < midway < KILLS[async_save], (
         "kills must fall both inside and outside of saves"
     )
-    steps = checkpoint_dir.Meta.read(checkpoint_dir.committed(run_dir)[-1]).progress.step
+    steps = Checkpoint.open(run_dir).meta.progress.step
     end = tiny(*options, f"train.steps={steps + 2}", "checkpoint.every=1")
     assert run_until_killed(ranks.context, end, str(tmp_path / "last"), None)
 
@@ -157,7 +158,7 @@ def test_save_killed_at_any_operation_keeps_the_newest_committed(ranks, tmp_path
         process.join()
         committed = checkpoint_dir.committed(run_dir)
         for directory in committed:
-            verifying.verify(directory)
+            storage.verify(Checkpoint(directory))
         newest = int(committed[-1].name[-1]) if committed else 0
         assert newest >= max(seen, default=0), "a committed checkpoint is lost"
         seen.add(newest)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import checkpoint_dir, manifest, storage, verifying
+from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.__main__ import main
-from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.files import FileEntry, write_file
 from tests.checkpoint import save_state
@@ -63,11 +63,11 @@ def rewrite_index(pristine, directory, change):
     shutil.copytree(pristine, directory)
     index = json.loads((directory / "tensors.json").read_text())
     change(index)
-    entries = manifest.read(directory)
+    entries = checkpoint_dir.read_manifest(directory)
     for name in ("tensors.json", "manifest.json"):
         (directory / name).unlink()
     entries["tensors.json"] = write_file(directory / "tensors.json", json.dumps(index).encode())
-    manifest.write(directory, entries)
+    checkpoint_dir.write_manifest(directory, entries)
     return directory
 
 
@@ -134,10 +134,10 @@ def test_forged_index_is_rejected(pristine, tmp_path, capsys, change, message):
 def with_entries(pristine, directory, change):
     """Copy a checkpoint and change its manifest, as an attacker could."""
     shutil.copytree(pristine, directory)
-    entries = manifest.read(directory)
+    entries = checkpoint_dir.read_manifest(directory)
     change(entries)
     (directory / "manifest.json").unlink()
-    manifest.write(directory, entries)
+    checkpoint_dir.write_manifest(directory, entries)
     return directory
 
 
@@ -145,14 +145,14 @@ def with_entries(pristine, directory, change):
 def test_a_manifest_with_a_name_that_no_file_has_is_damaged(pristine, tmp_path, name):
     directory = with_entries(pristine, tmp_path / "copy", lambda entries: entries.update({name: FileEntry(0, "")}))
     with pytest.raises(Damaged, match=r"manifest\.json: damaged .* is not a file name in this directory"):
-        verifying.verify(directory)
+        storage.verify(Checkpoint(directory))
 
 
 def test_a_tokenizer_that_the_manifest_does_not_list_is_damage(pristine, tmp_path):
     directory = with_entries(pristine, tmp_path / "copy", lambda entries: entries.pop("tokenizer.json"))
     assert (directory / "tokenizer.json").exists()
     with pytest.raises(Damaged, match=r"manifest\.json: tokenizer\.json is not listed"):
-        verifying.verify(directory)
+        storage.verify(Checkpoint(directory))
 
 
 def test_chunks_cover_a_tensor_once_whatever_their_order():
@@ -170,9 +170,10 @@ def test_checkpoints_contain_no_pickles_and_none_is_opened(pristine, monkeypatch
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads")):
         monkeypatch.setattr(module, name, refuse)
     monkeypatch.setattr(pickle, "Unpickler", refuse)
-    files = verifying.verify(pristine)
-    for name in files.tensors:
-        files.global_tensor(name)
+    checkpoint = Checkpoint(pristine)
+    storage.verify(checkpoint)
+    for name in checkpoint.files.tensors:
+        checkpoint.files.global_tensor(name)
     for path in pristine.iterdir():
         assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path.name} is a pickle or a zip archive"
 
@@ -180,7 +181,7 @@ def test_checkpoints_contain_no_pickles_and_none_is_opened(pristine, monkeypatch
 def test_manifest_with_paths_outside_the_directory_is_rejected(tmp_path):
     entry = FileEntry(0, "")
     with pytest.raises(Damaged, match="not a file name in this directory"):
-        manifest.check(tmp_path, {"../other": entry}, ["../other"])
+        checkpoint_dir.check_files(tmp_path, {"../other": entry}, ["../other"])
 
 
 def test_run_resumes_from_the_newest_intact_checkpoint_and_reports_it(ranks, tiny, capfd):
@@ -224,7 +225,7 @@ def test_unreadable_disk_is_not_reported_as_damage(pristine, monkeypatch, name):
 
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(ConfigError, match=f"{name}: Input/output error") as raised:
-        verifying.verify(pristine)
+        storage.verify(Checkpoint(pristine))
     assert not isinstance(raised.value, Damaged)
 
 
@@ -245,13 +246,13 @@ def test_links_and_pipes_are_rejected(pristine, tmp_path, name, damage):
     shutil.copytree(pristine, directory)
     damage(directory / name)
     with pytest.raises(Damaged, match=rf"{name}: (a link|not a regular file)"):
-        verifying.verify(directory)
+        storage.verify(Checkpoint(directory))
 
 
 def test_checkpoint_renamed_to_another_step_is_damaged(pristine, tmp_path):
     shutil.copytree(pristine, tmp_path / "step_00000009")
     with pytest.raises(Damaged, match=r"renamed, meta\.json is of step 3"):
-        verifying.verify(tmp_path / "step_00000009")
+        storage.verify(Checkpoint(tmp_path / "step_00000009"))
 
 
 @pytest.mark.parametrize(

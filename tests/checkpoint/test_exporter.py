@@ -10,8 +10,9 @@ import torch
 
 import gpt4d
 from gpt4d import starts
-from gpt4d.checkpoint import checkpoint_dir, exporter, finetuning, storage
+from gpt4d.checkpoint import exporter, finetuning, storage
 from gpt4d.checkpoint.__main__ import main
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes, compose
 from tests.data import batch
 from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, to_hf, train_in_rank
@@ -45,7 +46,7 @@ def trained(ranks, corpus, directory, *model):
 
 def our_logits(config, ids):
     """Return the logits of a run's newest checkpoint, computed on one device."""
-    files = storage.Files(checkpoint_dir.located(Path(config.run.dir)))
+    files = Checkpoint.open(Path(config.run.dir)).files
     model = build_model(config.model, GridSizes(), torch.float32)
     fill_from_hf(model, to_hf({n: files.global_tensor(f"model.{n}") for n in names(model)}, config.model))
     model.eval()
@@ -62,14 +63,14 @@ def test_exported_model_computes_the_same_in_transformers(any_run, tmp_path, max
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "exported"
-    exporter.export(checkpoint_dir.located(Path(any_run.run.dir)), out, max_file_size=max_file_size)
+    exporter.export(Checkpoint.open(Path(any_run.run.dir)), out, max_file_size=max_file_size)
     assert (len(list(out.glob("*.safetensors"))) == 1) == (max_file_size is None)
     exported = AutoModelForCausalLM.from_pretrained(out).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = torch.tensor([tokenizer.encode("alpha beta gamma delta epsilon zeta")[:12]])
     with torch.no_grad():
         assert torch.allclose(exported(ids).logits, our_logits(any_run, ids), rtol=0, atol=1e-5)
-    own = checkpoint_dir.located(Path(any_run.run.dir)) / "tokenizer.json"
+    own = Checkpoint.open(Path(any_run.run.dir)).path / "tokenizer.json"
     from tokenizers import Tokenizer
 
     text = "alpha beta, and other words\n"
@@ -151,7 +152,7 @@ def test_import_of_an_export_has_equal_weights_and_can_be_trained(ranks, any_run
     main(["import", f"source={out}", f"out={imported}"])
     command = capsys.readouterr().out.splitlines()[-1]
     main(["verify", f"checkpoint={imported}"])
-    before, after = (storage.Files(checkpoint_dir.located(Path(d))) for d in (any_run.run.dir, imported))
+    before, after = (Checkpoint.open(Path(d)).files for d in (any_run.run.dir, imported))
     vocabulary = any_run.model.vocab_size
     for name in after.tensors:
         exported, reimported = before.global_tensor(name), after.global_tensor(name)
@@ -168,7 +169,7 @@ def test_import_of_an_export_has_equal_weights_and_can_be_trained(ranks, any_run
     assert first["step"] == 1 and config.run.dir == f"{imported}-finetuned"
     assert (config.optim.lr, config.train.seq_len, config.checkpoint.init) == (2e-5, 32, str(imported))
     for name in ("config.json", "tokenizer_config.json"):  # for the next export
-        before, after = (checkpoint_dir.located(Path(run)) / name for run in (imported, config.run.dir))
+        before, after = (Checkpoint.open(Path(run)).path / name for run in (imported, config.run.dir))
         assert before.read_bytes() == after.read_bytes()
     assert first["loss"] == pytest.approx(first_loss_by_transformers(config, out), rel=1e-5)
 
@@ -216,7 +217,7 @@ def test_a_path_is_never_looked_up_on_the_hub(tmp_path, source, message):
 @pytest.fixture
 def exported_dir(run, tmp_path):
     directory = tmp_path / "exported"
-    exporter.export(checkpoint_dir.located(Path(run.run.dir)), directory)
+    exporter.export(Checkpoint.open(Path(run.run.dir)), directory)
     return directory
 
 

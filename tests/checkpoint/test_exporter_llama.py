@@ -9,7 +9,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models
 
 from gpt4d import generate
-from gpt4d.checkpoint import checkpoint_dir, exporter, importer, manifest
+from gpt4d.checkpoint import checkpoint_dir, exporter, importer
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
 from gpt4d.files import write_file
 from gpt4d.model.llama import hugging_face as hf
@@ -67,7 +68,7 @@ def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
     save(source, config, "20KB")
     assert (source / "model.safetensors.index.json").exists()
     assert importer.import_model(str(source), run) == replace(config, name=str(source))
-    exporter.export(checkpoint_dir.located(run), out)
+    exporter.export(Checkpoint.open(run), out)
     before, after = tensors(source), tensors(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -88,7 +89,7 @@ def test_files_that_transformers_5_has_written_are_exported_for_transformers_4(t
     settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["w2"], "eos_token": "</s>"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     importer.import_model(str(source), run)
-    exporter.export(checkpoint_dir.located(run), out)
+    exporter.export(Checkpoint.open(run), out)
     assert json.loads((out / "tokenizer_config.json").read_text()) == {
         "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["w2"], "eos_token": "</s>",
     }  # fmt: skip
@@ -98,7 +99,7 @@ def test_the_dtype_of_an_imported_model_is_kept(tmp_path):
     source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
     save(source, MODEL, dtype=torch.bfloat16)
     importer.import_model(str(source), run)
-    assert exporter.export(checkpoint_dir.located(run), out) == "raw weights, bfloat16"
+    assert exporter.export(Checkpoint.open(run), out) == "raw weights, bfloat16"
     before, after = tensors(source), tensors(out)
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.bfloat16 for name in before)
 
@@ -114,10 +115,10 @@ def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):
     with pytest.raises(ConfigError, match="tokenizer=gpt2: its 50257 tokens are more than the model's 50; use"):
         importer.import_model(str(source), tmp_path / "run", "gpt2")
     importer.import_model(str(source), tmp_path / "without", "none")
-    assert checkpoint_dir.Meta.read(checkpoint_dir.located(tmp_path / "without")).identity == {"data": str(source)}
+    assert Checkpoint.open(tmp_path / "without").meta.identity == {"data": str(source)}
     importer.import_model(str(source), tmp_path / "with", str(elsewhere))
     for run, files in (("without", set()), ("with", {"tokenizer.json", *TOKENIZER_FILES})):
-        exporter.export(checkpoint_dir.located(tmp_path / run), tmp_path / f"{run}_exported")
+        exporter.export(Checkpoint.open(tmp_path / run), tmp_path / f"{run}_exported")
         names = {path.name for path in (tmp_path / f"{run}_exported").iterdir()}
         assert names == files | {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     with pytest.raises(ConfigError, match="it was imported without a tokenizer; import the model again with tokenizer"):
@@ -127,9 +128,9 @@ def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):
 def test_a_tokenizer_that_the_manifest_does_not_list_is_not_used(tmp_path):
     save(tmp_path / "source", MODEL)
     importer.import_model(str(tmp_path / "source"), tmp_path / "run", "none")
-    checkpoint = checkpoint_dir.located(tmp_path / "run")
+    checkpoint = Checkpoint.open(tmp_path / "run")
     for name in ("tokenizer.json", *TOKENIZER_FILES):
-        (checkpoint / name).write_bytes((tmp_path / "source" / name).read_bytes())
+        (checkpoint.path / name).write_bytes((tmp_path / "source" / name).read_bytes())
     exporter.export(checkpoint, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
@@ -148,17 +149,17 @@ def test_a_tokenizer_that_the_manifest_does_not_list_is_not_used(tmp_path):
 def test_an_export_of_a_damaged_file_that_the_manifest_lists_is_one_line(tmp_path, name, content, message):
     save(tmp_path / "source", MODEL)
     importer.import_model(str(tmp_path / "source"), tmp_path / "run")
-    checkpoint = checkpoint_dir.located(tmp_path / "run")
+    directory = Checkpoint.open(tmp_path / "run").path
     if content is None:
-        values = json.loads((checkpoint / name).read_bytes())
+        values = json.loads((directory / name).read_bytes())
         values["model"]["vocab"]["far"] = 2**31
         content = json.dumps(values).encode()
-    entries = manifest.read(checkpoint)
+    entries = checkpoint_dir.read_manifest(directory)
     for file in (name, "manifest.json"):
-        (checkpoint / file).unlink()
-    manifest.write(checkpoint, entries | {name: write_file(checkpoint / name, content)})
+        (directory / file).unlink()
+    checkpoint_dir.write_manifest(directory, entries | {name: write_file(directory / name, content)})
     with pytest.raises(ConfigError, match=message):
-        exporter.export(checkpoint, tmp_path / "out")
+        exporter.export(Checkpoint(directory), tmp_path / "out")
 
 
 def test_settings_of_older_files_are_read(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gpt4d import generate, starts
-from gpt4d.checkpoint import checkpoint_dir, storage
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
 from tests.grids import metric_lines, train_in_rank
 from tests.rank_pool import RankFailure
@@ -22,7 +23,7 @@ def source(ranks, tiny):
 
 
 def tensors(run_dir, prefix):
-    files = storage.Files(checkpoint_dir.located(Path(run_dir)))
+    files = Checkpoint.open(Path(run_dir)).files
     return {name.removeprefix(prefix): files.global_tensor(name) for name in files.tensors if name.startswith(prefix)}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.checkpoint import checkpoint_dir, saving, sharded, storage
+from gpt4d.checkpoint import checkpoint_dir, saving, storage, writer
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
@@ -25,16 +25,16 @@ GRID = GridSizes(1, 1, 2)
 def change_while_writing(run_dir):
     """Change the parameters on a rank after the save has started and before it writes."""
     model, optimizer = build(GRID)
-    changed, write = threading.Event(), storage.write_values
+    changed, write = threading.Event(), writer.write_values
 
     def write_late(path, tensors):
         assert changed.wait(60)
         return write(path, tensors)
 
-    storage.write_values = write_late
+    writer.write_values = write_late
     saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.weights.grid)
     try:
-        saver.start(meta(1), sharded.parts(model, optimizer), DOCUMENTS)
+        saver.start(meta(1), storage.parts(model, optimizer), DOCUMENTS)
         assert saver.finished() is None
         saver.before_change()
         for parameter in model.parameters():
@@ -42,7 +42,7 @@ def change_while_writing(run_dir):
         changed.set()
         return saver.finished(wait=True)
     finally:
-        storage.write_values = write
+        writer.write_values = write
         saver.close()
 
 
@@ -59,7 +59,7 @@ def staging_addresses(run_dir):
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
     addresses = []
     for step in (1, 2, 3):
-        saver.start(meta(step), sharded.parts(model, optimizer), DOCUMENTS)
+        saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)
         saver.finished(wait=True)
         addresses.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
     saver.close()
@@ -74,7 +74,7 @@ def test_staging_buffers_are_reused_by_every_save(ranks, tmp_path):
 def fail_on_the_second_rank(run_dir, async_save):
     """Save twice; the second time, the disk of rank 1 is full. Returns this rank's error message."""
     model, optimizer = build(GRID)
-    write = storage.write_values
+    write = writer.write_values
 
     def fail_if_full(path, tensors):
         if path.parent.name.startswith("step_00000002") and path.name == "rank_00001.bin":
@@ -82,17 +82,17 @@ def fail_on_the_second_rank(run_dir, async_save):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, tensors)
 
-    storage.write_values = fail_if_full
+    writer.write_values = fail_if_full
     saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.weights.grid)
     try:
         for step in (1, 2):
-            saver.start(meta(step), sharded.parts(model, optimizer), DOCUMENTS)
+            saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)
             while saver.finished() is None:
                 pass
     except ConfigError as error:
         return str(error)
     finally:
-        storage.write_values = write
+        writer.write_values = write
         saver.close()
 
 
@@ -154,7 +154,7 @@ def save_and_fail(run_dir):
     model, optimizer = build(GRID)
     saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
     try:
-        saver.start(meta(1), sharded.parts(model, optimizer), DOCUMENTS)
+        saver.start(meta(1), storage.parts(model, optimizer), DOCUMENTS)
         raise ConfigError("something else")
     finally:
         saver.close()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gpt4d.checkpoint.sharded import LocalShard
+from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config, ConfigError
 from gpt4d.data.batch import Batch
 from gpt4d.model import registry

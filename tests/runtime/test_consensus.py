@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch.distributed as dist
 
-from gpt4d.checkpoint.manifest import Damaged
+from gpt4d.checkpoint.checkpoint_dir import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.runtime import consensus
 from gpt4d.runtime.consensus import all_gather_json, gather_in_group, run_on_all_ranks, run_on_rank0

@@ -105,7 +105,7 @@ def kill_itself(phase, target, rank, step=5):
     if rank != target:
         return
     from gpt4d import optim
-    from gpt4d.checkpoint import storage
+    from gpt4d.checkpoint import writer
     from gpt4d.checkpoint.run import RunCheckpoints
     from gpt4d.model.gpt2.model import GPT
     from gpt4d.parallel.gradients import GradientReducer
@@ -115,7 +115,7 @@ def kill_itself(phase, target, rank, step=5):
         "forward": (GPT, "compute"),
         "backward": (GradientReducer, "_on_gradient"),
         "optimizer": (optim, "update"),
-        "save": (storage.Writer, "write_data"),
+        "save": (writer.Writer, "write_data"),
     }[phase]
 
     def arm(_=None):
@@ -160,7 +160,7 @@ def test_an_exception_on_one_rank_ends_all_and_rank_0_prints_it(ranks, tiny):
 
 def fail_during_a_save(ends, run_dir, rank):
     """Rank 1 fails in step 4 while rank 0 saves step 3, until the error is recorded or, unless it ``ends``, forever."""
-    from gpt4d.checkpoint.storage import Writer
+    from gpt4d.checkpoint.writer import Writer
     from gpt4d.runtime import rendezvous
 
     shorten_timeouts()
@@ -195,13 +195,13 @@ def test_an_error_during_a_slow_save_is_reported_first_and_then_the_save_may_end
 
 
 def fail_in_commit(rank):
-    from gpt4d.checkpoint import checkpoint_dir
+    from gpt4d.checkpoint import lifecycle
 
     def commit(partial):
         raise ValueError("the dog ate it")
 
     shorten_timeouts()
-    checkpoint_dir.commit = commit
+    lifecycle.commit = commit
 
 
 def test_an_exception_in_the_commit_of_a_checkpoint_names_rank_0(ranks, tiny):
@@ -370,7 +370,7 @@ def test_a_rank_that_does_not_connect_is_named(ranks, tiny):
 
 
 def fill_disk(rank):
-    from gpt4d.checkpoint.storage import Writer
+    from gpt4d.checkpoint.writer import Writer
     from gpt4d.runtime import errors
 
     def full(self, plan, planner):

@@ -20,9 +20,9 @@ from tests.runtime.test_faults import at_step, shorten_timeouts
 PHASES = {
     "update": ("gpt4d.optim", "update", "step.py", "reading the metrics of step 5"),
     "pending save": ("gpt4d.optim", "update", "step.py", "asking whether step_00000003 is saved"),
-    "save": ("gpt4d.checkpoint.storage", "Writer.write_data", "saving.py", "saving step_00000003"),
-    "begin": ("gpt4d.checkpoint.checkpoint_dir", "begin", "saving.py", "beginning to save step 3"),
-    "load": ("gpt4d.checkpoint.sharded", "fill", "sharded.py", "loading step_00000003"),
+    "save": ("gpt4d.checkpoint.writer", "Writer.write_data", "saving.py", "saving step_00000003"),
+    "begin": ("gpt4d.checkpoint.lifecycle", "begin", "saving.py", "beginning to save step 3"),
+    "load": ("gpt4d.checkpoint.storage", "fill", "storage.py", "loading step_00000003"),
     "finish": ("gpt4d.trainer", "Trainer._finish", "trainer.py", "(reporting the end of the run|closing the log)"),
     "preflight": ("gpt4d.runtime.preflight", "_compute", "preflight.py", "comparing the speeds of the ranks"),
 }
@@ -43,7 +43,7 @@ def hang(phase: str, target: int, rank: int) -> None:
     shorten_timeouts()
     module, function, *_ = PHASES[phase]
     if phase == "pending save" and rank != target:
-        replace_function("gpt4d.checkpoint.storage", "Writer.write_data", save_forever)
+        replace_function("gpt4d.checkpoint.writer", "Writer.write_data", save_forever)
     if rank == target:
         arm = functools.partial(replace_function, module, function, lambda *_, **__: threading.Event().wait())
         at_step(5, lambda _: arm()) if module == "gpt4d.optim" else arm()
@@ -76,7 +76,7 @@ def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_
 def work_slowly(function: str, rank: int) -> None:
     shorten_timeouts()
     activity_watch.MIN_LIMIT_S = 3.0
-    module = "gpt4d.checkpoint.storage"
+    module = "gpt4d.checkpoint.writer"
     original = getattr(importlib.import_module(module).Writer, function)
 
     def slow(*arguments, **options):

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt4d import optim
-from gpt4d.checkpoint import checkpoint_dir, storage
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import Config, ConfigError, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.parallel.gradients import GradientReducer
@@ -162,7 +163,7 @@ def test_toy_with_recomputation_trains_alike_and_sends_the_planned_bytes(straigh
 
 
 def extra_state(checkpoint: Path) -> torch.Tensor:
-    return storage.Files(checkpoint).global_tensor("extra.output_average")
+    return Checkpoint(checkpoint).files.global_tensor("extra.output_average")
 
 
 def test_toy_saved_on_one_grid_resumes_on_another(ranks, tmp_path, straight):
@@ -182,11 +183,11 @@ def test_toy_saved_on_one_grid_resumes_on_another(ranks, tmp_path, straight):
 def test_a_checkpoint_of_another_toy_or_of_gpt2_is_rejected(tmp_path, straight):
     saved, _ = checkpoint_dir.committed(Path(straight.run.dir))
     with pytest.raises(ConfigError, match=r"model\.wide=64: the checkpoint .* has 32"):
-        checkpoint_dir.check_fits(saved, replace(straight.model, wide=64))
+        Checkpoint(saved).check_fits(replace(straight.model, wide=64))
     with pytest.raises(ConfigError, match=r"model=gpt2: the checkpoint .* is of family toy"):
-        checkpoint_dir.check_fits(saved, compose([]).model)
+        Checkpoint(saved).check_fits(compose([]).model)
     with pytest.raises(ConfigError, match=r"task=language_modeling: .* was trained for regression"):
-        checkpoint_dir.check_task(saved, "language_modeling", {})
+        Checkpoint(saved).check_task("language_modeling", {})
 
 
 def gradients_on_grid(config: Config, sizes: GridSizes) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from tests.soak.plans import SoakPlan, phases_of
 _START = {
     "preflight": "gpt4d.runtime.preflight:_compute",
     "resume": "gpt4d.checkpoint.run:RunCheckpoints.resume",
-    "load": "gpt4d.checkpoint.sharded:fill",
+    "load": "gpt4d.checkpoint.storage:fill",
 }
 _STEP = {
     "forward": "gpt4d.parallel.pipeline.runtime:_Step._forward",
@@ -37,13 +37,13 @@ _SOME_PLANS = {
     "weight_gradients": "gpt4d.parallel.pipeline.runtime:_Step._weight_gradients",
 }
 _SAVE = {
-    "save": "gpt4d.checkpoint.storage:Writer.write_data",
+    "save": "gpt4d.checkpoint.writer:Writer.write_data",
     "copy to host": "gpt4d.checkpoint.saving:Saver.start",
 }
 _RANK_0 = {
-    "begin save": "gpt4d.checkpoint.checkpoint_dir:begin",
-    "commit": "gpt4d.checkpoint.checkpoint_dir:commit",
-    "prune": "gpt4d.checkpoint.checkpoint_dir:_remove",
+    "begin save": "gpt4d.checkpoint.lifecycle:begin",
+    "commit": "gpt4d.checkpoint.lifecycle:commit",
+    "prune": "gpt4d.checkpoint.lifecycle:_remove",
     "log": "gpt4d.writing:LineLog._open",
 }
 _END = {"finish": "gpt4d.trainer:Trainer._finish", "plot": "gpt4d.trainer:plot_losses"}

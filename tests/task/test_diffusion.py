@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from gpt4d import generate
-from gpt4d.checkpoint import checkpoint_dir, exporter, importer, storage
+from gpt4d.checkpoint import exporter, importer
 from gpt4d.checkpoint.__main__ import main
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.model.unet import scheduler
 from gpt4d.model.unet.config import UNetConfig
@@ -108,7 +109,7 @@ def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, devices):
 
 
 def tensors(run_dir, prefix):
-    files = storage.Files(checkpoint_dir.located(Path(run_dir)))
+    files = Checkpoint.open(Path(run_dir)).files
     return {name: files.global_tensor(name) for name in files.tensors if name.startswith(prefix)}
 
 
@@ -137,7 +138,7 @@ def test_generate_writes_the_pictures_that_the_run_ended_with(serial, tmp_path, 
 def test_an_exported_model_predicts_the_same_in_diffusers_and_comes_back_unchanged(serial, tmp_path):
     from diffusers import UNet2DModel
 
-    checkpoint = checkpoint_dir.located(Path(serial.run.dir))
+    checkpoint = Checkpoint.open(Path(serial.run.dir))
     exporter.export(checkpoint, tmp_path / "exported", weights="raw")
     theirs = UNet2DModel.from_pretrained(tmp_path / "exported" / "unet").eval()
     ours, weights = build_model(serial.model, GridSizes(), torch.float32), tensors(serial.run.dir, "model.")

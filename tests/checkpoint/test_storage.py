@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt4d.checkpoint import checkpoint_dir, sharded, storage
+from gpt4d.checkpoint import checkpoint_dir, storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
@@ -28,10 +29,12 @@ def load(sizes, directory, shard):
     """Load a checkpoint into a model with other weights. Returns progress, step counters and global tensors."""
     model, optimizer = build(sizes, shard, seed=8)
     grid = model.weights.grid
-    progress = sharded.load(directory, model, optimizer, grid)
+    checkpoint = Checkpoint(directory)
+    storage.load(checkpoint, model, optimizer, grid)
     steps = {int(state["step"]) for state in optimizer.state.values()}
-    shards = sharded.parts(model, optimizer)
-    return progress, steps, {name: global_tensor(shard.local, shard.spec, grid) for name, shard in shards.items()}
+    shards = storage.parts(model, optimizer)
+    tensors = {name: global_tensor(shard.local, shard.spec, grid) for name, shard in shards.items()}
+    return checkpoint.meta.progress, steps, tensors
 
 
 # 12 heads and hidden 24 are divisible by axes of up to 4. Each grid pads the vocabulary of 37 as it needs.
@@ -62,7 +65,7 @@ def test_any_grid_reads_bit_by_bit_what_another_wrote(ranks, tmp_path):
 @pytest.mark.parametrize("writer", [GridSizes(2, 2, 2), GridSizes(1, 1, 1, 4)], ids=grid_name)
 def test_files_hold_each_value_of_each_tensor_once(ranks, tmp_path, writer):
     ranks.run(writer.devices, save_state, writer, False, tmp_path)
-    files = storage.Files(checkpoint_dir.committed(tmp_path)[0])
+    files = Checkpoint.open(tmp_path).files
     parameters = {n for n, _ in build_model(MODEL, GridSizes()).named_parameters()}
     expected = {f"model.{n}" for n in parameters}
     expected |= {f"optim.{n}.{k}" for n in parameters for k in STATES}
@@ -77,7 +80,7 @@ def test_files_hold_each_value_of_each_tensor_once(ranks, tmp_path, writer):
 
 def load_as(model, directory):
     other = build_model(model, GridSizes(), torch.float32)
-    sharded.load(directory, other, None, other.weights.grid)
+    storage.load(Checkpoint(directory), other, None, other.weights.grid)
 
 
 def test_tensors_of_another_shape_are_rejected_by_name(ranks, tmp_path):
@@ -88,8 +91,8 @@ def test_tensors_of_another_shape_are_rejected_by_name(ranks, tmp_path):
     with pytest.raises(RankFailure, match=r"model\.blocks\.1\S* is missing, but this run needs"):
         ranks.run(1, load_as, replace(MODEL, layers=2), directory)
     with pytest.raises(ConfigError, match=r"model\.hidden=48: the checkpoint .* has 24"):
-        checkpoint_dir.check_fits(directory, replace(MODEL, hidden=48))
-    checkpoint_dir.check_fits(directory, replace(MODEL, dropout=0.5))
+        Checkpoint(directory).check_fits(replace(MODEL, hidden=48))
+    Checkpoint(directory).check_fits(replace(MODEL, dropout=0.5))
 
 
 def write_or_read_uneven(sizes, run_dir, read_by=None):
@@ -101,11 +104,11 @@ def write_or_read_uneven(sizes, run_dir, read_by=None):
     local = full[grid.local_slices(spec.shape, layout)].clone()
     if read_by is None:
         saver = Saver(CheckpointConfig(), run_dir, grid)
-        saver.start(meta(3), {"model.w": sharded.LocalShard(local, spec)}, {})
+        saver.start(meta(3), {"model.w": storage.LocalShard(local, spec)}, {})
         saver.finished(wait=True)
         return saver.close()
     loaded = torch.full_like(local, torch.nan)
-    sharded.fill({"model.w": sharded.LocalShard(loaded, spec)}, storage.Files(run_dir), grid)
+    storage.fill({"model.w": storage.LocalShard(loaded, spec)}, Checkpoint(run_dir).files, grid)
     return torch.equal(loaded, local)
 
 
@@ -114,7 +117,7 @@ def test_uneven_extents_are_split_as_the_layout_says(ranks, tmp_path):
     for number, writer in enumerate(grids):
         ranks.run(writer.devices, write_or_read_uneven, writer, tmp_path / str(number))
         (directory,) = checkpoint_dir.committed(tmp_path / str(number))
-        assert storage.Files(directory).tensors["model.w"].problem() is None
+        assert Checkpoint(directory).files.tensors["model.w"].problem() is None
         for reader in grids:
             assert all(ranks.run(reader.devices, write_or_read_uneven, reader, directory, True))
 
@@ -127,12 +130,12 @@ def save_or_load_extra(sizes, run_dir, load_from=None, name="ema.w"):
     local = torch.arange(105.0).view(spec.shape)[grid.local_slices(spec.shape, spec.layout)].clone()
     if load_from is None:
         saver = Saver(CheckpointConfig(), run_dir, grid)
-        shards = sharded.parts(model, optimizer, {name: (local, spec)})
+        shards = storage.parts(model, optimizer, {name: (local, spec)})
         saver.start(meta(3), shards, {"notes.txt": b"kept", "tokenizer.json": b"{}"})
         saver.finished(wait=True)
         return saver.close()
     loaded = torch.full_like(local, torch.nan)
-    sharded.load(load_from, model, optimizer, grid, {name: (loaded, spec)})
+    storage.load(Checkpoint(load_from), model, optimizer, grid, {name: (loaded, spec)})
     return torch.equal(loaded, local)
 
 
@@ -140,7 +143,7 @@ def test_extra_tensors_and_documents_are_saved_and_loaded_on_any_grid(ranks, tmp
     writer, reader = GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)
     ranks.run(4, save_or_load_extra, writer, tmp_path)
     (directory,) = checkpoint_dir.committed(tmp_path)
-    assert checkpoint_dir.Meta.read(directory).extra == ["ema.w"]
+    assert Checkpoint(directory).meta.extra == ["ema.w"]
     assert (directory / "notes.txt").read_bytes() == b"kept"
     assert all(ranks.run(4, save_or_load_extra, reader, tmp_path, directory))
     assert ranks.run(1, load, GridSizes(), directory, False)  # The extra tensor is optional for readers.

@@ -1,0 +1,106 @@
+"""The life of a checkpoint's directory: it is begun, committed by a rename, and renamed before it is removed."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.config import ConfigError
+from gpt4d.files import sync
+from gpt4d.writing import warn
+
+_PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """Remove leftovers and return the path at which to create and write the checkpoint of a step.
+
+    Raises OSError if that path has a leftover that cannot be removed.
+    """
+    partial = run_dir / "checkpoints" / (checkpoint_dir.name(step) + _PARTIAL)
+    if partial.exists():
+        _remove(partial)
+    remove_leftovers(run_dir)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for directory in (run_dir, run_dir.resolve().parent):
+        sync(directory)
+    return partial
+
+
+def commit(partial: Path) -> Path:
+    """Rename a finished checkpoint to its final name. Raises OSError if that name exists."""
+    final = partial.with_suffix("")
+    os.rename(partial, final)
+    sync(final.parent)
+    return final
+
+
+def retain(newest: Path, keep: int, keep_every: int | None) -> None:
+    """Remove all checkpoints except ``newest``, the ``keep`` - 1 before it, and multiples of ``keep_every``.
+
+    Print a warning for a checkpoint that cannot be removed: the newest one is complete nevertheless.
+    """
+    run_dir = newest.parent.parent
+    older = [path for path in checkpoint_dir.committed(run_dir) if path != newest]
+    for path in older[: len(older) - (keep - 1)]:
+        if not keep_every or checkpoint_dir.step_of(path) % keep_every:
+            with _warning(path):
+                # Renamed first, so that a partly removed checkpoint is not taken for a complete one.
+                _remove(_add_suffix(path, _REMOVED))
+    for path in checkpoint_dir.listing(run_dir):
+        if path.name.endswith(_DAMAGED):
+            with _warning(path):
+                _remove(path)
+
+
+def quarantine(directory: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is not loaded. It is kept for inspection until the next commit.
+
+    Raises ConfigError if it cannot be renamed.
+    """
+    quarantined = directory.with_name(directory.name + _DAMAGED)
+    try:
+        if quarantined.exists():
+            _remove(quarantined)
+        return _add_suffix(directory, _DAMAGED)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{directory}: damaged, and cannot be renamed ({reason}); move it elsewhere") from None
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what an interrupted save or removal left behind. Print a warning for what cannot be removed."""
+    for path in checkpoint_dir.listing(run_dir):
+        if path.name.startswith("step_") and path.name.endswith((_PARTIAL, _REMOVED)):
+            with _warning(path):
+                _remove(path)
+
+
+@contextmanager
+def _warning(path: Path) -> Iterator[None]:
+    """Print a warning if the body cannot remove ``path``. On NFS, a process that reads a checkpoint prevents that."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"{path} cannot be removed ({error.strerror or error}) and takes disk space; a later save tries again")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or directory. Raises OSError if something remains; everything else is removed nevertheless."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            raise
+
+
+def _add_suffix(directory: Path, suffix: str) -> Path:
+    renamed = directory.with_name(directory.name + suffix)
+    os.rename(directory, renamed)
+    return renamed
