@@ -39,21 +39,21 @@ _PRODUCTS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
 _ATTENTION = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward}
 # Of other operations: parts of the name of the file and function of gpt4d, or of the operation, and their kind.
 _KINDS = {
-    "loss.py": "loss",
-    "norm.py": "norms",
     "optim.py": "norm, clipping and AdamW",
     "gradients.py": "norm, clipping and AdamW",
-    "dropout.py": "dropout",
+    "loss": "loss",
+    "norm": "norms",
+    "dropout": "dropout",
     "random.py": "dropout",
+    "activations": "activations",
     "gelu": "activations",
-    "gated.py": "activations",
-    "product.py": "gradients of biases",
+    "product": "gradients of biases",
     "weights.py": "conversion of weights",
-    "attention.py": "queries, keys and values",
-    "rotary.py": "queries, keys and values",
+    "attention": "queries, keys and values",
+    "rotary": "queries, keys and values",
     "aten.stack": "queries, keys and values",
     "aten.cat": "queries, keys and values",
-    "embedding.py": "embedding",
+    "embedding": "embedding",
     "aten.add": "residual sums",
 }
 
