@@ -19,7 +19,7 @@ from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
-from gpt4d.parallel.layers.group_norm import GroupNorm
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
@@ -133,7 +133,7 @@ def _rms_norm(values: Values):
 
 
 def _group_norm(values: Values):
-    layer, x = GroupNorm(values.weights, 8, values.sizes.hidden), values.pictures()
+    layer, x = Layer(GroupNormSpec(8, (values.sizes.hidden,)), values.weights), values.pictures()
     return layer, lambda: layer(x)
 
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SequenceCost, SimpleCost, cast, prefixed
 from gpt4d.model.description import LayerCost, Walk
 from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes, Recomputed
-from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import ParameterSpec
@@ -88,28 +88,26 @@ class PicturesCost(SimpleCost):
 
 @dataclass(frozen=True)
 class GroupNormCost(NormCost):
-    """GroupNorm over the channels of an activation, or of a concatenation, that ``axis`` splits."""
+    """GroupNorm over the channels of an activation, or of a concatenation."""
 
     name: str
-    channels: tuple[int, ...]
-    groups: int
+    spec: GroupNormSpec
     positions: int
-    axis: str = "y"
     branch: bool = False
     adds: ClassVar[bool] = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return prefixed(self.name, specs.group_norm(sum(self.channels), self.axis))
+        return prefixed(self.name, self.spec.parameters())
 
     def _bytes(self, walk: Walk) -> tuple[int, int, int]:
         """Return the bytes of the activation, of the same in float32, and of two statistics of each channel."""
-        local = walk.samples * (sum(self.channels) // walk.size(self.axis))
+        local = walk.samples * (sum(self.spec.channels) // walk.size(self.spec.axis))
         return local * self.positions * walk.element_bytes, local * self.positions * 4, 2 * local * STATISTIC
 
     def _exchange(self, walk: Walk, kind: str, count: int) -> None:
         """Exchange ``count`` statistics of each group, if the axis cuts groups."""
-        if specs.cuts_groups(self.channels, self.groups, walk.size(self.axis)):
-            walk.do(kind, self.axis, count * walk.samples * self.groups * STATISTIC)
+        if self.spec.is_cut(walk.size(self.spec.axis)):
+            walk.do(kind, self.spec.axis, count * walk.samples * self.spec.groups * STATISTIC)
 
     async def forward(self, walk: Walk) -> None:
         x, wide, statistics = self._bytes(walk)

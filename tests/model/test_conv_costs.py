@@ -29,7 +29,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec
-from gpt4d.parallel.layers.group_norm import GroupNorm
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
@@ -57,7 +57,7 @@ class Lower(nn.Module):
 
     def __init__(self, weights):
         super().__init__()
-        self.norm = GroupNorm(weights, CUT, C)
+        self.norm = Layer(GroupNormSpec(CUT, (C,)), weights)
         self.widen = Layer(Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1), weights)
         self.scale = ScaleShift(weights, T, 2 * C, "x")
         self.narrow = Layer(Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True), weights)
@@ -69,7 +69,7 @@ class Lower(nn.Module):
 
 
 LOWER = (
-    GroupNormCost("norm", (C,), CUT, SIDE**2),
+    GroupNormCost("norm", GroupNormSpec(CUT, (C,)), SIDE**2),
     ActivationCost(C, C, "y", SIDE**2),
     Conv2dCost("widen", Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1), (SIDE, SIDE)),
     ScaleShiftCost("scale", T, 2 * C, SIDE**2, "x"),
@@ -84,7 +84,7 @@ class Raise(nn.Module):
     def __init__(self, weights):
         super().__init__()
         axes = head_split(HEADS, weights)
-        self.norm = GroupNorm(weights, CUT, C)
+        self.norm = Layer(GroupNormSpec(CUT, (C,)), weights)
         self.qkv = Layer(LinearSpec(C, C, num_fused=3, heads=HEADS), weights)
         self.core = AttentionCore(HEADS, 0.0, axes, causal=False)
         self.output = Layer(LinearSpec(C, C, transposed=True, heads=HEADS), weights)
@@ -98,7 +98,7 @@ class Raise(nn.Module):
 
 HALF = SIDE // 2
 RAISE = (
-    GroupNormCost("norm", (C,), CUT, HALF**2),
+    GroupNormCost("norm", GroupNormSpec(CUT, (C,)), HALF**2),
     LinearCost("qkv", LinearSpec(C, C, num_fused=3, heads=HEADS), positions=HALF**2),
     AttentionCost(HEADS, C, False, positions=HALF**2),
     LinearCost("output", LinearSpec(C, C, transposed=True, heads=HEADS), positions=HALF**2),
@@ -114,7 +114,7 @@ class Pictures(nn.Module):
         self.first = Layer(Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), weights)
         self.blocks = nn.ModuleList([Lower(weights), Raise(weights)])
         self.back = Layer(Conv2dSpec(2 * C, C, 1, TRANSPOSED), weights)
-        self.norm = GroupNorm(weights, CUT, (C, C))
+        self.norm = Layer(GroupNormSpec(CUT, (C, C)), weights)
         self.last = Layer(Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1), weights)
 
     def loss_sum(self, pictures, steps):
@@ -154,7 +154,7 @@ DESCRIPTION = Description(
         Unit("blocks.1", Sequence(*RAISE), block=True),
         Unit("", Conv2dCost("back", Conv2dSpec(2 * C, C, 1, TRANSPOSED), (SIDE, SIDE))),
         Unit("", ConcatenationCost((C, C), SIDE**2)),
-        Unit("", GroupNormCost("norm", (C, C), CUT, SIDE**2)),
+        Unit("", GroupNormCost("norm", GroupNormSpec(CUT, (C, C)), SIDE**2)),
         Unit("", Conv2dCost("last", Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1), (SIDE, SIDE))),
         Unit("", SquareCost(3 * SIDE**2 * 4)),
     ),

@@ -22,6 +22,7 @@ from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, other_axis
 from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.specs import Axes, interleaved_pieces
 from gpt4d.parallel.layout import Layout
@@ -40,20 +41,29 @@ def output_spec(config: UNetConfig) -> Conv2dSpec:
 
 
 class ResidualSpecs(NamedTuple):
-    """The convolutions of a residual block. ``shortcut``: None if the block does not change the number of channels."""
+    """The layers of a residual block. ``shortcut``: None if the block does not change the number of channels."""
 
     shortcut: Conv2dSpec | None
+    first_norm: GroupNormSpec
     first: Conv2dSpec
+    second_norm: GroupNormSpec
     second: Conv2dSpec
 
 
-def residual_specs(block: Block) -> ResidualSpecs:
-    """Return the convolutions of a residual block."""
+def norm_spec(config: UNetConfig, channels: tuple[int, ...], axis: str) -> GroupNormSpec:
+    """Return the spec of a norm of channels, or of those of a concatenation, that ``axis`` splits."""
+    return GroupNormSpec(config.groups, channels, axis, config.norm_epsilon)
+
+
+def residual_specs(config: UNetConfig, block: Block) -> ResidualSpecs:
+    """Return the layers of a residual block, without those of its attention."""
     wide, channels, outer, inner = sum(block.in_channels), block.output.channels, block.outer, block.inner
     shortcut = Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True)
     return ResidualSpecs(
         shortcut=shortcut if wide != channels else None,
+        first_norm=norm_spec(config, block.in_channels, outer),
         first=Conv2dSpec(wide, channels, 3, Axes(outer, inner), padding=1),
+        second_norm=norm_spec(config, (channels,), inner),
         second=Conv2dSpec(channels, channels, 3, Axes(inner, outer), padding=1, std=0.0),
     )
 
@@ -66,19 +76,21 @@ def level_change(block: Block) -> Conv2dSpec:
 
 
 class AttentionSpecs(NamedTuple):
-    """The linear layers before and after the attention of a block, and the number of its heads."""
+    """The layers before and after the attention of a block, and the number of its heads."""
 
     heads: int
+    norm: GroupNormSpec
     qkv: LinearSpec
     output: LinearSpec
 
 
 def attention_specs(config: UNetConfig, stream: Tensor) -> AttentionSpecs:
-    """Return the linear layers of the attention on a stream."""
+    """Return the layers before and after the attention on a stream."""
     c, heads = stream.channels, stream.channels // config.head_size
     outer, inner = stream.axis, other_axis(stream.axis)
     return AttentionSpecs(
         heads=heads,
+        norm=norm_spec(config, (c,), outer),
         qkv=LinearSpec(c, c, num_fused=3, axes=Axes(outer, inner), heads=heads),
         output=LinearSpec(c, c, transposed=True, axes=Axes(inner, outer), std=0.0, heads=heads),
     )
@@ -113,7 +125,11 @@ def describe(config: UNetConfig) -> Description:
             Unit("", conv_in, produces=(INPUT,)),
             Unit("", ForkCost(first.channels, first.size**2, first.axis)),
             *(Unit(block.name, cost(block), True, (block.name,), block.uses) for block in blocks),
-            Unit("", _norm(config, "norm", last), uses=(last.name,)),
+            Unit(
+                "",
+                GroupNormCost("norm", norm_spec(config, (last.channels,), last.axis), last.size**2),
+                uses=(last.name,),
+            ),
             Unit("", _silu(last)),
             Unit("", conv_out),
             Unit("", SquaredErrorCost(config.image_channels, last.size**2)),
@@ -135,10 +151,6 @@ def _edge(tensor: Tensor) -> EdgeTensor:
     return EdgeTensor(Layout(("data", "z"), (), (), (tensor.axis,)), shape)
 
 
-def _norm(config: UNetConfig, name: str, tensor: Tensor, branch: bool = False) -> GroupNormCost:
-    return GroupNormCost(name, (tensor.channels,), config.groups, tensor.size**2, tensor.axis, branch)
-
-
 def _silu(tensor: Tensor) -> ActivationCost:
     return ActivationCost(tensor.channels, tensor.channels, tensor.axis, tensor.size**2)
 
@@ -150,14 +162,14 @@ def _block(config: UNetConfig, block: Block, fork: bool) -> BlockCost:
     size = (block.stream.size, block.stream.size)
     if block.kind != "residual":
         return ProductBlock(Conv2dCost("conv", level_change(block), size), forked)
-    wide, specs = sum(block.in_channels), residual_specs(block)
+    wide, specs = sum(block.in_channels), residual_specs(config, block)
     within = out._replace(axis=inner)
     before, between = ActivationCost(wide, wide, outer, out.size**2), _silu(within)
     first = (
-        GroupNormCost("first_norm", block.in_channels, config.groups, out.size**2, outer, branch=True),
+        GroupNormCost("first_norm", specs.first_norm, out.size**2, branch=True),
         before,
         Conv2dCost("first", specs.first, size, source=before),
-        _norm(config, "second_norm", within),
+        GroupNormCost("second_norm", specs.second_norm, out.size**2),
         ScaleShiftCost("time", structure.embedding_size(config), out.channels, out.size**2, inner),
         between,
         Conv2dCost("second", specs.second, size, source=between),
@@ -177,7 +189,7 @@ def _block(config: UNetConfig, block: Block, fork: bool) -> BlockCost:
 def _attention(config: UNetConfig, stream: Tensor) -> tuple:
     positions, specs = stream.size**2, attention_specs(config, stream)
     return (
-        _norm(config, "attention.norm", stream, branch=True),
+        GroupNormCost("attention.norm", specs.norm, positions, branch=True),
         LinearCost("attention.qkv", specs.qkv, positions=positions),
         AttentionCost(specs.heads, stream.channels, dropout=False, stream=stream.axis, positions=positions),
         LinearCost("attention.output", specs.output, positions=positions),

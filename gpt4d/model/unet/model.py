@@ -14,14 +14,20 @@ from torch import nn
 from gpt4d.model.description import Part
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.description import attention_specs, input_spec, level_change, output_spec, residual_specs
+from gpt4d.model.unet.description import (
+    attention_specs,
+    input_spec,
+    level_change,
+    norm_spec,
+    output_spec,
+    residual_specs,
+)
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor
 from gpt4d.parallel.chunks import Node, run_graph
 from gpt4d.parallel.layers.activations import SiluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.dropout import DropoutSpec
-from gpt4d.parallel.layers.group_norm import GroupNorm
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
@@ -36,7 +42,7 @@ class Attention(nn.Module):
     def __init__(self, config: UNetConfig, weights: WeightStream, stream: Tensor):
         super().__init__()
         specs = attention_specs(config, stream)
-        self.norm = GroupNorm(weights, config.groups, stream.channels, stream.axis, config.norm_epsilon)
+        self.norm = Layer(specs.norm, weights)
         self.qkv = Layer(specs.qkv, weights)
         self.core = AttentionCore(specs.heads, 0.0, head_split(specs.heads, weights, stream.axis), causal=False)
         self.output = Layer(specs.output, weights)
@@ -53,12 +59,11 @@ class ResidualBlock(nn.Module):
     def __init__(self, config: UNetConfig, weights: WeightStream, block: Block):
         super().__init__()
         self.block, self.weights = block, weights
-        specs, channels, outer, inner = residual_specs(block), block.output.channels, block.outer, block.inner
-        norm = config.groups, config.norm_epsilon
+        specs, channels, inner = residual_specs(config, block), block.output.channels, block.inner
         self.shortcut = Layer(specs.shortcut, weights) if specs.shortcut else None
-        self.first_norm = GroupNorm(weights, norm[0], block.in_channels, outer, norm[1])
+        self.first_norm = Layer(specs.first_norm, weights)
         self.first = Layer(specs.first, weights)
-        self.second_norm = GroupNorm(weights, norm[0], channels, inner, norm[1])
+        self.second_norm = Layer(specs.second_norm, weights)
         self.time = ScaleShift(weights, structure.embedding_size(config), channels, inner)
         self.dropout = Layer(DropoutSpec(config.dropout, inner), weights)
         self.second = Layer(specs.second, weights)
@@ -109,7 +114,7 @@ class UNet(nn.Module):
             {str(index): self._build(self.all_blocks[index]) for part in parts for index in part.blocks}
         )
         if any(part.ends for part in parts):
-            self.norm = GroupNorm(weights, config.groups, last.channels, last.axis, config.norm_epsilon)
+            self.norm = Layer(norm_spec(config, (last.channels,), last.axis), weights)
             self.output = Layer(output_spec(config), weights)
 
     def _build(self, block: Block) -> nn.Module:

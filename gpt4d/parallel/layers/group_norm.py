@@ -1,132 +1,144 @@
-"""GroupNorm over channels that an axis splits: groups are those of all channels, on every grid.
+"""GroupNorm over channels that an axis splits: groups are those of all channels, on every grid. No torch here.
 
 Weight and bias are masters, and their gradients are summed in the masters' dtype, whatever the dtype of the channels.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from dataclasses import dataclass, replace
+from typing import Any
 
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.function import Function, kernel
 from gpt4d.parallel.layers import specs
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.symbolic import wide
 
-PLANE = (1, 2)  # height and width
+# Groups: gpt4d.parallel.layers.group_norm_kernels.Groups. Its statistics are [B, groups here] or [B, channels here].
 
 
-class Groups(nn.Module):
-    """The groups that a rank's channels belong to: of one activation, or of a concatenation as it is stored.
+@kernel
+def moments(x, groups):
+    """Return the mean of this rank's channels of each group and the sum of squared deviations from it, [B, groups].
 
-    Statistics of groups are [samples, groups here], those of channels [samples, channels here]. If the axis cuts a
-    group, its ranks exchange statistics of all groups; otherwise each rank has its own whole groups.
+    Deviations are those from the mean of a channel, and means are combined (Chan et al.): no difference of large
+    squares.
+    """
+    return x.like((x.shape[0], groups.count), wide(x)), x.like((x.shape[0], groups.count), wide(x))
+
+
+@kernel
+def with_counts(mean, squares, groups):
+    """Return the number of this rank's channels in each group with its moments, [1, 3, B, groups]."""
+    return mean.like((1, 3, *mean.shape))
+
+
+@kernel
+def combined_moments(parts, size: int, plane: int):
+    """Return mean and variance of groups of ``size`` channels from the moments of all ranks [ranks, 3, B, groups]."""
+    return parts.like(parts.shape[2:]), parts.like(parts.shape[2:])
+
+
+@kernel
+def variance_of(squares, count: int):
+    """Return sums of squared deviations divided by the ``count`` of values."""
+    return squares.like()
+
+
+@kernel
+def normalized_groups(x, mean, variance, weight, bias, groups, epsilon: float):
+    """Return the output, and mean and reciprocal of the standard deviation of each channel's group, [B, channels]."""
+    return x.like(), x.like((x.shape[0], x.shape[-1]), wide(x)), x.like((x.shape[0], x.shape[-1]), wide(x))
+
+
+@kernel
+def sums_of_channels(d_out, x, mean, rstd):
+    """Return the normalized input, the wide gradient of the output, and sums over pixels, [2, B, channels]."""
+    return x.like(dtype=rstd.dtype), x.like(dtype=rstd.dtype), rstd.like((2, *rstd.shape))
+
+
+@kernel
+def sums_of_groups(of_channels, weight, groups):
+    """Return the sums over this rank's channels of each group that the gradient of the input needs, [2, B, groups]."""
+    return of_channels.like((*of_channels.shape[:-1], groups.count))
+
+
+@kernel
+def group_norm_gradients(d_out, normal, x, weight, rstd, of_channels, sums, groups, count: int):
+    """Return the gradients of the input, of the weight and of the bias. ``count``: pixels times channels of a group."""
+    return x.like(), weight.like(), weight.like()
+
+
+class GroupNormFunction(Function):
+    """``(x - mean) / sqrt(variance + epsilon) · weight + bias`` over the pixels and channels of each group.
+
+    If ``axis`` cuts a group, its ranks exchange statistics of all groups; otherwise each rank has its own unsharded
+    groups, and ``axis`` is one of this device alone. ``size``: channels of a group.
     """
 
-    def __init__(self, channels: tuple[int, ...], groups: int, axis: Axis):
-        super().__init__()
-        group_of = specs.channel_groups(channels, groups)
-        local = len(group_of) // axis.size
-        self.size = len(group_of) // groups  # channels of a group
-        self.axis = axis if specs.cuts_groups(channels, groups, axis.size) else Axis(axis.name)
-        own = group_of[axis.index * local : (axis.index + 1) * local]
-        if self.axis.size == 1:  # count the groups that are here only
-            place = {group: number for number, group in enumerate(sorted(set(own)))}
-            own, groups = [place[group] for group in own], len(place)
-        members = [[channel for channel, group in enumerate(own) if group == wanted] for wanted in range(groups)]
-        most = max(map(len, members))
-        self.of_channel: torch.Tensor  # the group of each channel here
-        self.members: torch.Tensor  # the channels here of each group, behind them the number of channels: none
-        self.counts: torch.Tensor  # of the channels here of each group
-        self._buffer("of_channel", own)
-        self._buffer("members", [row + [local] * (most - len(row)) for row in members])
-        self._buffer("counts", [len(row) for row in members])
-
-    def _buffer(self, name: str, values: list) -> None:
-        self.register_buffer(name, torch.tensor(values), persistent=False)
-
-    def total(self, of_channels: torch.Tensor) -> torch.Tensor:
-        """Return the sums [..., groups] of [..., channels] over the channels here, always in the same order."""
-        return F.pad(of_channels, (0, 1))[..., self.members].sum(-1)
-
-    def spread(self, of_groups: torch.Tensor) -> torch.Tensor:
-        """Return for each channel the value of its group, [..., channels]."""
-        return of_groups[..., self.of_channel]
-
-    def moments(self, wide: torch.Tensor, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and variance [B, groups] of all channels of each group.
-
-        Deviations are those from the mean of a channel, and means are combined (Chan et al.), within a rank and over
-        the ranks: no difference of large squares.
-        """
-        plane = wide.shape[1] * wide.shape[2]
-        mean = wide.mean(PLANE)
-        squares = (wide - mean[:, None, None]).square_().sum(PLANE)
-        mean_here = self.total(mean) / self.counts.clamp(min=1)
-        squares = self.total(squares + (mean - self.spread(mean_here)).square_().mul_(plane))
-        if self.axis.size == 1:
-            return mean_here, squares / (self.size * plane)
-        counts = self.counts.to(wide.dtype).expand_as(mean_here)
-        parts = torch.stack((counts, mean_here, squares)).unsqueeze(0)
-        counts, means, squares = self.axis.all_gather(parts, parameter=parameter).unbind(1)
-        mean = (counts * means).sum(0) / self.size
-        between = (counts * (means - mean).square()).sum(0)
-        return mean, (squares.sum(0) / plane + between) / self.size
-
-
-class GroupNormFunction(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + epsilon) · weight + bias`` over the pixels and channels of each group."""
-
     @staticmethod
-    def forward(ctx, x, weight, bias, groups: Groups, epsilon: float):
-        wide = x if x.dtype == torch.float64 else x.float()
-        mean, variance = groups.moments(wide, weight)
-        mean, rstd = groups.spread(mean), groups.spread((variance + epsilon).rsqrt_())
+    def forward(ctx, x, weight, bias, groups, size: int, axis, epsilon: float):
+        plane = x.shape[1] * x.shape[2]
+        mean, squares = moments(x, groups)
+        if axis.size == 1:
+            variance = variance_of(squares, size * plane)
+        else:
+            parts = axis.all_gather(with_counts(mean, squares, groups), parameter=weight)
+            mean, variance = combined_moments(parts, size, plane)
+        out, mean, rstd = normalized_groups(x, mean, variance, weight, bias, groups, epsilon)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.groups, ctx.parameter = groups, weight
-        mean, scale = mean[:, None, None], (rstd * weight)[:, None, None]
-        return torch.addcmul(bias.to(wide.dtype), wide - mean, scale).to(x.dtype)
+        ctx.groups, ctx.axis, ctx.parameter, ctx.count = groups, axis, weight, size * plane
+        return out
 
     @staticmethod
     def backward(ctx, d_out):
         x, weight, mean, rstd = ctx.saved_tensors
-        groups = ctx.groups
-        normal = (x - mean[:, None, None]).mul_(rstd[:, None, None])
-        d_out = d_out.to(rstd.dtype)
-        of_channels = torch.stack((d_out.sum(PLANE), (d_out * normal).sum(PLANE)))  # [2, B, channels]
-        sums = groups.total(of_channels * weight)
-        sums = groups.axis.all_reduce(sums, parameter=ctx.parameter)
-        shift, slope = groups.spread(sums.div_(groups.size * x.shape[1] * x.shape[2]))[:, :, None, None].unbind()
-        d_x = (d_out * weight - shift - normal * slope).mul_(rstd[:, None, None])
-        d_bias, d_weight = of_channels.sum(1).to(weight.dtype)
-        return d_x.to(x.dtype), d_weight, d_bias, None, None
+        normal, d_out, of_channels = sums_of_channels(d_out, x, mean, rstd)
+        sums = ctx.axis.all_reduce(sums_of_groups(of_channels, weight, ctx.groups), parameter=ctx.parameter)
+        gradients = group_norm_gradients(d_out, normal, x, weight, rstd, of_channels, sums, ctx.groups, ctx.count)
+        return *gradients, None, None, None, None
 
 
-class GroupNorm(nn.Module):
+@dataclass(frozen=True)
+class GroupNormSpec(LayerSpec):
     """``[B, height, width, channels over axis]`` → the same; statistics are float32, or float64 for float64 inputs.
 
-    Args:
-        weights: the stage's weight stream.
+    Attributes:
         groups: number of groups of all channels.
-        channels: global number of channels, or those of the parts of a concatenation
-            (gpt4d.parallel.layers.concatenation): its groups are consecutive in the order of the parts.
+        channels: global number of channels of each part of a concatenation (gpt4d.parallel.layers.concatenation), or of
+            the only part. Groups are consecutive in the order of the parts.
         axis: splits the channels.
         epsilon: added to the variance.
     """
 
-    def __init__(
-        self,
-        weights: WeightStream,
-        groups: int,
-        channels: int | Sequence[int],
-        axis: str = "y",
-        epsilon: float = 1e-5,
-    ):
-        super().__init__()
-        parts = (channels,) if isinstance(channels, int) else tuple(channels)
-        self.groups, self.epsilon = Groups(parts, groups, weights.grid.axis(axis)).to(weights.device), epsilon
-        layer = specs.group_norm(sum(parts), axis)
-        self.weight, self.bias = weights.parameter(layer["weight"]), weights.parameter(layer["bias"])
+    groups: int
+    channels: tuple[int, ...]
+    axis: str = "y"
+    epsilon: float = 1e-5
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return GroupNormFunction.apply(x, self.weight, self.bias, self.groups, self.epsilon)
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return weight and bias [channels], channels over ``axis``."""
+        bias = ParameterSpec((sum(self.channels),), Layout((self.axis,)))
+        return {"weight": replace(bias, mean=1.0), "bias": bias}
+
+    def is_cut(self, ranks: int) -> bool:
+        """Return whether an axis of so many ranks puts channels of one group on different ranks."""
+        return specs.cuts_groups(self.channels, self.groups, ranks)
+
+    def prepare(self, layer: BoundLayer) -> None:
+        from gpt4d.parallel.layers.group_norm_kernels import Groups  # imports torch
+
+        grid = layer.context.grid
+        axis, group_of = grid.axis(self.axis), specs.channel_groups(self.channels, self.groups)
+        local = len(group_of) // axis.size
+        own, count = group_of[axis.index * local : (axis.index + 1) * local], self.groups
+        cut = self.is_cut(axis.size)
+        if not cut:  # count the groups that are here only
+            number = {group: number for number, group in enumerate(sorted(set(own)))}
+            own, count = [number[group] for group in own], len(number)
+        layer.groups = Groups(own, count).to(layer.context.device)
+        layer.axis = axis if cut else grid.axis(None)
+
+    def forward(self, layer: BoundLayer, x: Any) -> Any:
+        size = sum(self.channels) // self.groups
+        return GroupNormFunction.apply(x, layer.weight, layer.bias, layer.groups, size, layer.axis, self.epsilon)

@@ -5,11 +5,8 @@ This module does not import torch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
-
-from gpt4d.parallel.layout import Layout, ParameterSpec
 
 T = TypeVar("T")
 # Of a part of a concatenation: all usual sizes of an axis divide it, and long pieces are copied faster.
@@ -73,12 +70,6 @@ def serves_equally(heads: Sequence[int]) -> bool:
     return len(heads) % needed == 0 and all(
         head == first + index * needed // len(heads) for index, head in enumerate(heads)
     )
-
-
-def group_norm(channels: int, axis: str) -> dict[str, ParameterSpec]:
-    """Return weight and bias [channels], channels over ``axis``."""
-    bias = ParameterSpec((channels,), Layout((axis,)))
-    return {"weight": replace(bias, mean=1.0), "bias": bias}
 
 
 def interleaved_pieces(channels: Sequence[int]) -> int:

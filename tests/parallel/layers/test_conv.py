@@ -17,7 +17,7 @@ from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec, Convolution
-from gpt4d.parallel.layers.group_norm import GroupNorm
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
@@ -99,7 +99,7 @@ def test_a_convolution_is_algorithm_1(ranks, sizes, case):
 def group_norm(sizes, channels, groups, axis, offset):
     """On a rank: a norm of a concatenation, of which every rank has its channels of each part."""
     weights = stream(sizes)
-    layer = GroupNorm(weights, groups, channels, axis)
+    layer = Layer(GroupNormSpec(groups, channels, axis), weights)
     order = specs.interleaved_order(channels)
     count = sum(channels)
     parts = [normal(4, 3, 5, size, seed=seed) + offset for seed, size in enumerate(channels)]
@@ -265,9 +265,9 @@ class Residual(torch.nn.Module):
 
     def __init__(self, weights):
         super().__init__()
-        self.norm = GroupNorm(weights, 1, 8)
+        self.norm = Layer(GroupNormSpec(1, (8,)), weights)
         self.widen = Layer(Conv2dSpec(8, 16, 3, NORMAL, padding=1), weights)
-        self.inner = GroupNorm(weights, 4, 16, "x")
+        self.inner = Layer(GroupNormSpec(4, (16,), "x"), weights)
         self.scale = ScaleShift(weights, 16, 16, "x")
         self.narrow = Layer(Conv2dSpec(16, 8, 3, TRANSPOSED, padding=1), weights)
         self.shortcut = Layer(Conv2dSpec(8, 8, 1, Axes("y", None), scatter_output=True), weights)

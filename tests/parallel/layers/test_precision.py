@@ -8,7 +8,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
-from gpt4d.parallel.layers.group_norm import GroupNorm
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormFunction, LayerNormSpec
@@ -123,7 +123,7 @@ def test_weight_and_bias_of_a_convolution_and_of_a_group_norm(weights):
     (F.conv2d(wide.movedim(-1, 1), weight, padding=1) * d_out.movedim(-1, 1)).sum().backward()
     close(conv.weight.grad, weight.grad)
     close(conv.bias.grad, d_out.sum((0, 1, 2)))
-    norm = GroupNorm(weights, 4, FEATURES)
+    norm = Layer(GroupNormSpec(4, (FEATURES,)), weights)
     with torch.no_grad():
         norm.weight.fill_(1), norm.bias.zero_()
     norm(x).backward(upstream)
