@@ -52,8 +52,8 @@ class Kernel:
     """A function of tensors without a gradient or a collective.
 
     On torch's tensors it is the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
-    takes the time to read its arguments and to write its results. If it is not compiled, it takes what is recorded in
-    ``EAGER_COSTS``. The first argument is a tensor.
+    takes the time to read its arguments and to write its results. ``EAGER_COSTS`` records the costs of a kernel that is
+    not compiled. The first argument is a tensor.
 
     Args:
         shapes: takes the arguments and returns the results, new tensors or arguments that are overwritten.
@@ -109,9 +109,9 @@ def kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @cache
 def _eager_costs() -> dict[str, tuple[float, int, float]]:
-    """Return what each kernel costs without torch.compile, by its name, the dtype and the number of its tensors.
+    """Return the costs of kernels without torch.compile, by name, dtype and number of tensors.
 
-    That is the bytes that it moves, relative to the bytes of its arguments and results, its operations, and the bytes
-    of its temporary tensors, relative to the same.
+    Each cost has the bytes that the kernel moves, its operations and the bytes of its temporary tensors. Both numbers
+    of bytes are relative to the bytes of the arguments and results.
     """
     return json.loads(EAGER_COSTS.read_text())

@@ -22,7 +22,7 @@ class Convolution:
     """A convolution (gpt4d.parallel.layers.product.Operation) with a weight [out, in, kh, kw], or [in, out, kh, kw].
 
     With ``upsampling`` the pixels of the input are repeated first. The input is saved, and its gradient is summed over
-    an axis, as it was before. ``in_first``: the first dim of the weight is that of input channels.
+    an axis, as it was before. ``in_first``: input channels are the first dim of the weight.
     """
 
     stride: tuple[int, int]
@@ -31,7 +31,7 @@ class Convolution:
     in_first: bool
 
     def out_size(self, size: tuple[int, int], kernel_size: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width of the output for those of the input."""
+        """Return height and width of the output for an input of ``size``."""
         height, width = (
             (extent * self.upsampling + 2 * padding - kernel) // stride + 1
             for extent, padding, kernel, stride in zip(size, self.padding, kernel_size, self.stride, strict=True)
@@ -75,9 +75,9 @@ def convolution_weight_gradient(d_out, x, weight, added_to, settings: Convolutio
 class Conv2dSpec(LayerSpec):
     """``[B, height, width, in_channels] → [B, height, width, out_channels]``.
 
-    ``axes`` are those that split the channels: ``NORMAL``, y those of the input and x those of the output, or
-    ``TRANSPOSED``, so that its input is the output of a normal convolution, or the two in a U-Net's order. None stands
-    for channels that every rank has whole: those of pictures.
+    With ``NORMAL`` axes y splits the input channels and x the output channels. With ``TRANSPOSED`` axes x and y
+    exchange their roles, so that the input is the output of a normal convolution. No axis (None) splits the channels
+    of images.
 
     Attributes:
         in_channels: global number of input channels.
@@ -85,10 +85,10 @@ class Conv2dSpec(LayerSpec):
         kernel: height and width of the kernel; one number stands for both, also in ``stride`` and ``padding``.
         axes: axes that split the input's and the output's channels.
         stride: distance between the places of the kernel.
-        padding: zeros around the picture.
+        padding: zeros around the image.
         upsampling: repeat each pixel of the input so many times along height and width first.
         bias: add a bias after the sum over the contracted axis.
-        std: standard deviation of the initial weight; None for that of torch's initial values.
+        std: standard deviation of the initial weight; None for the standard deviation of torch's initial values.
         scatter_output: the contracted axis splits the output's channels too: a sum that is scattered, of a layer whose
             input and output have the same layout (``axes`` (a, None)).
     """

@@ -1,4 +1,4 @@
-"""GroupNorm over channels that an axis splits: groups are those of all channels, on every grid. No torch here.
+"""GroupNorm over channels that an axis splits: on every grid, a group consists of the same channels. No torch here.
 
 Weight and bias are masters, and their gradients are summed in the masters' dtype, whatever the dtype of the channels.
 """

@@ -12,7 +12,7 @@ PLANE = (1, 2)  # height and width
 class Groups(nn.Module):
     """The groups that a rank's channels belong to: of one activation, or of a concatenation as it is stored.
 
-    Statistics of groups are [samples, groups here], those of channels [samples, channels here].
+    Statistics of groups are [samples, groups here], statistics of channels [samples, channels here].
 
     Args:
         own: the group of each channel of this rank.
@@ -25,7 +25,7 @@ class Groups(nn.Module):
         most = max(map(len, members))
         self.of_channel: torch.Tensor  # the group of each channel here
         self.members: torch.Tensor  # the channels here of each group, behind them the number of channels: none
-        self.counts: torch.Tensor  # of the channels here of each group
+        self.counts: torch.Tensor  # number of channels here in each group
         self._buffer("of_channel", list(own))
         self._buffer("members", [row + [len(own)] * (most - len(row)) for row in members])
         self._buffer("counts", [len(row) for row in members])

@@ -1,4 +1,4 @@
-"""Linear layers on the 4-D grid (4D paper, Algorithm 1), and the output head, which is one too. No torch here.
+"""Linear layers on the 4-D grid (4D paper, Algorithm 1), the output head among them. No torch here.
 
 Shapes: B any number of batch dims, K input features, N output features, both this rank's part.
 """
@@ -66,8 +66,8 @@ class LinearSpec(LayerSpec):
         in_features: global number of input features.
         out_features: global number of output features.
         transposed: exchange the roles of x and y.
-        axes: the axes that split the features, where they are others: on a stream that x splits, or of a layer whose
-            input or output every rank has whole.
+        axes: the axes that split the features, if they are not the usual ones: x splits the residual stream, or no
+            axis splits the input or the output.
         num_fused: number of matrices of ``out_features`` each in the weight, all split the same way: queries, keys
             and values of the same heads are on the same rank.
         bias: add a bias after the sum over the contracted axis.

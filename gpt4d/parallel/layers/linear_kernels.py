@@ -15,7 +15,7 @@ import torch
 
 from gpt4d.parallel import limits
 
-_LEAST_FLOPS = 1 << 22  # of a product that oneDNN computes: it takes 15 us more to start than MKL
+_LEAST_FLOPS = 1 << 22  # oneDNN computes products of at least so many FLOPs: it takes 15 us more to start than MKL
 
 
 @functools.cache
@@ -43,8 +43,8 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
     """Return ``a @ b``, added up and returned in ``dtype``: the matrices may be bf16 and their product float32.
 
     With a matrix ``added_to`` of that dtype the product is added to it in place, on a GPU by the kernel of the product
-    itself, and the sum is returned. On ROCm, whose libraries lack a product of another dtype, that of bf16 matrices is
-    rounded to bf16 once.
+    itself, and the sum is returned. On ROCm, whose libraries lack a product of another dtype, the product of bf16
+    matrices is rounded to bf16 once.
     """
     if a.is_cpu:
         return _wide_product(a, b, dtype, added_to)

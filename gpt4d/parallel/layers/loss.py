@@ -17,7 +17,7 @@ class SavedLoss(NamedTuple):
     """Tensors that the gradient of a loss needs besides the logits, with one element per token each."""
 
     largest: Any  # logit
-    normalizer: Any  # sum of exponentials relative to that of the largest logit
+    normalizer: Any  # sum of the exponentials of logits relative to the largest one
     local: Any  # column of the target on this rank; 0 where another rank has it
     elsewhere: Any
 
@@ -46,7 +46,7 @@ def target_logits(logits, largest, local, elsewhere):
 
 @kernel(blocks=_num_blocks)
 def sums_of_exponentials(logits, largest, columns: int):
-    """Return the sum of the exponentials of the first ``columns`` logits, relative to those of the largest ones."""
+    """Return the sum of the exponentials of the first ``columns`` logits, relative to the largest logits."""
     return largest.like()
 
 
@@ -70,7 +70,7 @@ def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
 
 @kernel(blocks=_num_blocks)
 def softmax_(logits, largest, scale, columns: int):
-    """Replace the first ``columns`` logits by their exponentials, relative to the largest ones', times ``scale``."""
+    """Replace the first ``columns`` logits by their exponentials, relative to the largest logits, times ``scale``."""
     return logits
 
 

@@ -60,7 +60,7 @@ def softmax_(logits, largest, scale, columns: int):
 
 def write_targets_(logits, at_target, local, columns: int):
     logits[:, columns:] = 0
-    logits[_rows(logits), local] = at_target.to(logits.dtype)  # on a CPU, scatter_ would convert all logits to float32
+    logits[_rows(logits), local] = at_target.to(logits.dtype)  # scatter_ on a CPU converts all logits to float32
     return logits
 
 
@@ -93,7 +93,7 @@ def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.T
 
 @fused
 def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
-    """Replace logits by their exponentials, relative to those of the largest ones, times ``scale``."""
+    """Replace logits by their exponentials, relative to the largest logits, times ``scale``."""
     if logits.dtype == largest.dtype:
         logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
     else:

@@ -29,7 +29,7 @@ def layer_norm(x, branch, weight, bias, epsilon: float):
 
 @kernel(fused=True)
 def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
-    """Return the gradient of the input, with that of the stream unless it is None, and of weight and bias."""
+    """Return the gradients of input, weight and bias. The stream's gradient, if given, is added to the input's."""
     return x.like(), weight.like(), bias.like()
 
 
@@ -105,7 +105,7 @@ def sum_of_rms_gradient(d_out, x, rstd, weight):
 
 @kernel(fused=True)
 def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums):
-    """Return the gradient of the input, with that of the stream unless it is None, and of the weight.
+    """Return the gradients of input and weight. The stream's gradient, if given, is added to the input's.
 
     ``sums``: mean over all features of the products of the normalized input and its gradient.
     """

@@ -77,7 +77,7 @@ def split_layer_norm_gradients(d_out, d_stream, x, mean, rstd, weight, sums):
 
 
 def _summed(d_x: torch.Tensor, d_stream: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``x``, in its dtype, with that of the stream."""
+    """Return the gradient of ``x``, in its dtype, with the stream's gradient added."""
     d_x = d_x.to(x.dtype)
     return d_x if d_stream is None else d_x.add_(d_stream)
 

@@ -3,10 +3,10 @@
 Shapes: B any number of batch dims, K input features, N output features, both this rank's part. No torch here.
 
 A call has several nodes in the graph of gradients: one for the input, one for the product and, where the output is
-scattered, one for the output. Each collective starts in one of them and ends in another, and other chunks compute in
-between. The product's node is created when its sum is complete, that is after the products of the other chunks. Since
-the backward runs nodes in the reverse order, the sum of an input's gradient, which starts in the product's node and
-ends in the input's, overlaps with the other chunks' computation too.
+scattered, one for the output. Each collective starts in one node and ends in another; other chunks compute in between.
+The product's node is created when its all-reduce is complete, that is after the products of the other chunks. The
+backward runs nodes in the reverse order. The all-reduce of an input's gradient starts in the product's node and ends in
+the input's node, so it overlaps with the computation of other chunks too.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class InputFunction(Function):
     """Saves the input for the product's backward. Its own backward waits for the sum of the input's gradient.
 
     Under activation checkpointing a recomputation ends with the last tensor that was saved. Saved here, before the
-    product, the last layer's product and its sum over an axis are not computed again only to be discarded.
+    product, the last layer's product and its all-reduce are not recomputed only to be discarded.
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class InputFunction(Function):
 
 
 class GatheredInputFunction(Function):
-    """A part of the input → the whole, which it saves for the product's backward."""
+    """A shard of the input → the gathered input, which it saves for the product's backward."""
 
     @staticmethod
     def forward(ctx, part, whole):
@@ -199,7 +199,7 @@ class ProductFunction(Function):
     """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` began.
 
     W is not saved here: the weights decide whether it is gathered again. The node before saves I, if I has a gradient.
-    Of an output that is to be scattered only the shape is returned: ScatteredOutputFunction waits for it.
+    If the output is to be scattered, the result is a placeholder: ScatteredOutputFunction waits for the output.
     """
 
     @staticmethod
@@ -269,7 +269,7 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
     splits = context.splits()
-    # An input that is gathered is saved: it would have to be gathered again.
+    # A gathered input is saved: recomputing it takes a second all-gather.
     call = _Call(context, weight, bias, *splits, again if splits[0] is None else None)
     x_BK = InputFunction.apply(x_BK, call)
     if call.input_split is not None:
