@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpt4d.model.costs import FLOAT32, MASTER_BYTES, STATISTIC, SimpleCost, prefixed, rows
-from gpt4d.model.description import Walk
+from gpt4d.model.description import Walk, per_walk
 from gpt4d.parallel.layers import norm, specs
 from gpt4d.parallel.layers.norm import HeadNormSpec
 from gpt4d.parallel.layers.rotary import rotated
@@ -31,6 +31,7 @@ class AttentionCost(SimpleCost):
         length = length if self.positions is None else self.positions
         return 4 * length * length * self.hidden
 
+    @per_walk
     def _local(self, walk: Walk) -> tuple[int, int, int, float]:
         """Return the bytes of the output, of the attention weights and of all that is kept, and the FLOPs of a pass."""
         parts = math.prod(walk.size(axis) for axis in walk.head_axes(self.heads, self.stream))
@@ -110,6 +111,7 @@ class GroupedAttentionCost(SimpleCost):
         """Return the FLOPs of the core, counted as AttentionCost does."""
         return 4 * length * length * self.heads * self.size
 
+    @per_walk
     def _local(self, walk: Walk) -> _LocalHeads:
         axes = walk.head_axes(self.parts)
         sizes = [walk.size(axis) for axis in axes]
@@ -158,7 +160,7 @@ class GroupedAttentionCost(SimpleCost):
             walk.compute(moved=4 * local.kv, operations=2)
         if self.norms:
             for nbytes in (local.q, local.kv):
-                x, weight, _ = self._rows(walk, nbytes)
+                x, weight, *_ = self._rows(walk, nbytes)
                 norm.rms_norm(x, None, weight, 0.0)
         self._rotate(walk, local.q)
         self._rotate(walk, local.kv)
@@ -168,15 +170,16 @@ class GroupedAttentionCost(SimpleCost):
         walk.compute(4 * walk.length * local.q / e, 4 * local.q)
 
     def _rotate(self, walk: Walk, nbytes: int) -> None:
-        x, _, _ = self._rows(walk, nbytes)
-        angles = x.like((walk.tokens, self.size // 2), FLOAT32)
+        x, *_, angles = self._rows(walk, nbytes)
         rotated(x, angles, angles, 1)
 
+    @per_walk
     def _rows(self, walk: Walk, nbytes: int) -> tuple[SymbolicTensor, ...]:
-        """Return heads of so many bytes, the weight of their norm, and a statistic of each head."""
+        """Return heads of so many bytes, the weight of their norm, a statistic of each head, and angles of tokens."""
         count = nbytes // walk.element_bytes // self.size
         x = SymbolicTensor(walk, (count, self.size), walk.dtype)
-        return x, x.like((self.size,), FLOAT32), x.like((count,), FLOAT32)
+        shapes = (self.size,), (count,), (walk.tokens, self.size // 2)
+        return x, *(x.like(shape, FLOAT32) for shape in shapes)
 
     async def backward(self, walk: Walk) -> None:
         local, e = self._local(walk), walk.element_bytes
@@ -190,7 +193,7 @@ class GroupedAttentionCost(SimpleCost):
         self._rotate(walk, local.kv)
         self._rotate(walk, local.q)
         for (name, _), nbytes in zip(self.norms[::-1], (local.kv, local.q), strict=False):
-            x, weight, rstd = self._rows(walk, nbytes)
+            x, weight, rstd, _ = self._rows(walk, nbytes)
             norm.rms_norm_gradients(x, None, x, rstd, weight)
             for axis in walk.head_axes(self.parts):
                 walk.do("all_reduce", axis, self.size * MASTER_BYTES)

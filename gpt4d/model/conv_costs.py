@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from gpt4d.model.costs import STATISTIC, ActivationCost, NormCost, SequenceCost, SimpleCost, cast, prefixed
-from gpt4d.model.description import LayerCost, Walk
+from gpt4d.model.description import LayerCost, Walk, per_walk
 from gpt4d.model.product_costs import GlobalSizes, LinearCost, ProductCost, ProductSizes, Recomputed
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
@@ -47,6 +47,7 @@ class Conv2dCost(ProductCost):
             math.prod(self.size) * spec.in_channels, math.prod(self.out_size) * spec.out_channels, spec.weight_elements
         )
 
+    @per_walk
     def sizes(self, walk: Walk) -> ProductSizes:
         k = self.spec.in_channels // walk.size(self.split.contracted)
         n = self.spec.out_channels // walk.size(self.split.produced)

@@ -10,9 +10,9 @@ Tests compare them with what a run counts.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from gpt4d.model.description import LayerCost, Walk
+from gpt4d.model.description import LayerCost, Walk, per_walk
 from gpt4d.parallel.layers import activations, loss, norm
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
@@ -107,6 +107,15 @@ class NormCost(SimpleCost):
             walk.release(x)
 
 
+class NormTensors(NamedTuple):
+    """Tensors of a norm on one device."""
+
+    x: SymbolicTensor  # the input
+    weight: SymbolicTensor  # or the bias
+    row: SymbolicTensor  # a statistic of each row
+    parts: SymbolicTensor  # two statistics of each row from each rank of y
+
+
 @dataclass(frozen=True)
 class StreamNormCost(NormCost):
     """A norm over features of the residual stream, which y splits."""
@@ -118,11 +127,13 @@ class StreamNormCost(NormCost):
     def parameters(self) -> dict[str, ParameterSpec]:
         return prefixed(self.name, self.spec.parameters())
 
-    def tensors(self, walk: Walk) -> tuple[SymbolicTensor, ...]:
-        """Return the input, a parameter, and two statistics of each row."""
-        tokens, features = walk.stream_tokens, self.spec.features // walk.sizes.y
+    @per_walk
+    def tensors(self, walk: Walk) -> NormTensors:
+        """Return the tensors of the norm."""
+        tokens, features, y = walk.stream_tokens, self.spec.features // walk.sizes.y, walk.sizes.y
         x = SymbolicTensor(walk, (tokens, features), walk.dtype)
-        return x, x.like((features,), FLOAT32), x.like((tokens,), FLOAT32), x.like((tokens,), FLOAT32)
+        weight, row, parts = (x.like(shape, FLOAT32) for shape in ((features,), (tokens,), (y, 2, tokens)))
+        return NormTensors(x, weight, row, parts)
 
 
 @dataclass(frozen=True)
@@ -130,35 +141,35 @@ class LayerNormCost(StreamNormCost):
     """LayerNorm over features that y splits."""
 
     async def forward(self, walk: Walk, added: bool = False) -> None:
-        x, weight, mean, rstd = self.tensors(walk)
-        branch, statistics = x if added else None, mean.nbytes + rstd.nbytes
+        x, weight, row, parts = self.tensors(walk)
+        branch, statistics = x if added else None, 2 * row.nbytes
         walk.hold(x.nbytes + statistics)
         if walk.sizes.y == 1:
             norm.layer_norm(x, branch, weight, weight, 0.0)
             return
         norm.mean_and_variance(x, branch)
         walk.do("all_gather", "y", statistics)
-        norm.combined_statistics(x.like((walk.sizes.y, 2, walk.stream_tokens), FLOAT32), 0.0)
-        norm.normalized(x, mean, rstd, weight, weight)
+        norm.combined_statistics(parts, 0.0)
+        norm.normalized(x, row, row, weight, weight)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more, from the statistics if it takes a collective to find them."""
-        x, weight, mean, rstd = self.tensors(walk)
+        x, weight, row, _ = self.tensors(walk)
         if walk.sizes.y == 1:
             norm.layer_norm(x, None, weight, weight, 0.0)
         else:
-            norm.normalized(x, mean, rstd, weight, weight)
+            norm.normalized(x, row, row, weight, weight)
 
     async def backward(self, walk: Walk) -> None:
-        x, weight, mean, rstd = self.tensors(walk)
+        x, weight, row, _ = self.tensors(walk)
         d_stream = x if self.branch else None
         if walk.sizes.y == 1:
-            norm.layer_norm_gradients(x, d_stream, x, weight, weight, mean, rstd)
+            norm.layer_norm_gradients(x, d_stream, x, weight, weight, row, row)
         else:
-            sums = norm.sums_of_gradient(x, x, mean, rstd, weight)
+            sums = norm.sums_of_gradient(x, x, row, row, weight)
             walk.do("all_reduce", "y", sums.nbytes)
-            norm.split_layer_norm_gradients(x, d_stream, x, mean, rstd, weight, norm.mean_of(sums, 1))
-        self.end_backward(walk, x.nbytes, mean.nbytes + rstd.nbytes)
+            norm.split_layer_norm_gradients(x, d_stream, x, row, row, weight, norm.mean_of(sums, 1))
+        self.end_backward(walk, x.nbytes, 2 * row.nbytes)
 
 
 @dataclass(frozen=True)
@@ -166,32 +177,32 @@ class RMSNormCost(StreamNormCost):
     """RMSNorm over features that y splits."""
 
     async def forward(self, walk: Walk, added: bool = False) -> None:
-        x, weight, rstd, _ = self.tensors(walk)
+        x, weight, row, _ = self.tensors(walk)
         branch = x if added else None
-        walk.hold(x.nbytes + rstd.nbytes)
+        walk.hold(x.nbytes + row.nbytes)
         if walk.sizes.y == 1:
             norm.rms_norm(x, branch, weight, 0.0)
             return
         _, squares = norm.sum_of_squares(x, branch)
         walk.do("all_reduce", "y", squares.nbytes)
         norm.reciprocal_root(squares, 1, 0.0)
-        norm.scaled(x, rstd, weight)
+        norm.scaled(x, row, weight)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more, from the statistics."""
-        x, weight, rstd, _ = self.tensors(walk)
-        norm.scaled(x, rstd, weight)
+        x, weight, row, _ = self.tensors(walk)
+        norm.scaled(x, row, weight)
 
     async def backward(self, walk: Walk) -> None:
-        x, weight, rstd, _ = self.tensors(walk)
+        x, weight, row, _ = self.tensors(walk)
         d_stream = x if self.branch else None
         if walk.sizes.y == 1:
-            norm.rms_norm_gradients(x, d_stream, x, rstd, weight)
+            norm.rms_norm_gradients(x, d_stream, x, row, weight)
         else:
-            sums = norm.sum_of_rms_gradient(x, x, rstd, weight)
+            sums = norm.sum_of_rms_gradient(x, x, row, weight)
             walk.do("all_reduce", "y", sums.nbytes)
-            norm.split_rms_norm_gradients(x, d_stream, x, rstd, weight, norm.mean_of(sums, 1))
-        self.end_backward(walk, x.nbytes, rstd.nbytes)
+            norm.split_rms_norm_gradients(x, d_stream, x, row, weight, norm.mean_of(sums, 1))
+        self.end_backward(walk, x.nbytes, row.nbytes)
 
 
 @dataclass(frozen=True)
@@ -207,10 +218,12 @@ class ActivationCost(SimpleCost):
     positions: int | None = None  # rows of a sample; None: its tokens
     biased: bool = False
 
-    def _tensors(self, walk: Walk) -> tuple[SymbolicTensor, SymbolicTensor]:
+    @per_walk
+    def _tensors(self, walk: Walk) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
+        """Return the input, the output and the bias of the layer before."""
         count, size = rows(walk, self.positions), walk.size(self.axis)
         x = SymbolicTensor(walk, (count, self.in_features // size), walk.dtype)
-        return x, x.like((count, self.out_features // size))
+        return x, x.like((count, self.out_features // size)), x.like((self.in_features // size,), FLOAT32)
 
     async def forward(self, walk: Walk) -> None:
         walk.hold(self._tensors(walk)[1].nbytes)
@@ -218,13 +231,14 @@ class ActivationCost(SimpleCost):
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more."""
-        walk.compute(moved=sum(tensor.nbytes for tensor in self._tensors(walk)))
+        x, out, _ = self._tensors(walk)
+        walk.compute(moved=x.nbytes + out.nbytes)
 
     async def backward(self, walk: Walk) -> None:
-        x, out = self._tensors(walk)
+        x, out, bias = self._tensors(walk)
         walk.hold(x.nbytes)
         if self.biased:
-            activations.gelu_gradients(out, x, x.like((x.shape[-1],), FLOAT32))
+            activations.gelu_gradients(out, x, bias)
         else:
             walk.compute(moved=2 * x.nbytes + out.nbytes)
         walk.release(x.nbytes + out.nbytes)
@@ -236,22 +250,26 @@ class GatedCost(SimpleCost):
 
     features: int
 
-    def _input(self, walk: Walk) -> SymbolicTensor:
-        return SymbolicTensor(walk, (walk.tokens, 2, self.features // walk.sizes.x), walk.dtype)
+    @per_walk
+    def _tensors(self, walk: Walk) -> tuple[SymbolicTensor, SymbolicTensor]:
+        """Return the input and the output."""
+        features = self.features // walk.sizes.x
+        x = SymbolicTensor(walk, (walk.tokens, 2, features), walk.dtype)
+        return x, x.like((walk.tokens, features))
 
     async def forward(self, walk: Walk) -> None:
-        walk.hold(self._input(walk).nbytes // 2)
+        walk.hold(self._tensors(walk)[1].nbytes)
         self.again(walk)
 
     def again(self, walk: Walk) -> None:
         """Compute the output once more."""
-        activations.swiglu(self._input(walk))
+        activations.swiglu(self._tensors(walk)[0])
 
     async def backward(self, walk: Walk) -> None:
-        x = self._input(walk)
+        x, out = self._tensors(walk)
         walk.hold(x.nbytes)
-        activations.swiglu_gradient(x.like((walk.tokens, self.features // walk.sizes.x)), x)
-        walk.release(x.nbytes + x.nbytes // 2)
+        activations.swiglu_gradient(out, x)
+        walk.release(x.nbytes + out.nbytes)
 
 
 @dataclass(frozen=True)
@@ -339,6 +357,7 @@ class CrossEntropyCost(SimpleCost):
     async def backward(self, walk: Walk) -> None:
         self.backward_of(walk, walk.tokens)
 
+    @per_walk
     def _tensors(self, walk: Walk, tokens: int) -> tuple[SymbolicTensor, SymbolicTensor]:
         """Return logits, and a number for each token."""
         logits = SymbolicTensor(walk, (tokens, self.vocabulary // walk.sizes.x), walk.dtype)

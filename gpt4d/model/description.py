@@ -10,12 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from functools import cached_property, wraps
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from gpt4d.config import Divisibility, GridSizes, OverlapConfig
 from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
 from gpt4d.parallel.order import LayerWeights
+
+Method = TypeVar("Method", bound=Callable)
 
 
 class Walk(Protocol):
@@ -36,6 +38,8 @@ class Walk(Protocol):
     recomputes_inputs: bool  # products do not keep inputs that are easily computed again
     compiled: bool  # torch.compile fuses elementwise functions
     adds_products: bool  # a product is added to an earlier sum by its own kernel
+    memo: dict[tuple, Any]  # results of methods (``per_walk``)
+    plans: dict[tuple, Any]  # costs of calls of kernels (gpt4d.parallel.function)
 
     @property
     def tokens(self) -> int: ...
@@ -98,6 +102,22 @@ class Walk(Protocol):
 
     def add_gradient(self, parameter: str) -> None:
         """Hold a gradient of a parameter that is not streamed, in the master dtype, and hand it over."""
+
+
+def per_walk(method: Method) -> Method:
+    """Let a method of a cost, whose first argument is the walk, compute its result once for each walk.
+
+    A description shares one cost among equal blocks, whose results are equal. Further arguments are hashable.
+    """
+
+    @wraps(method)
+    def cached(self, walk: Walk, *rest):
+        key = method, id(self), *rest
+        if key not in walk.memo:
+            walk.memo[key] = method(self, walk, *rest)
+        return walk.memo[key]
+
+    return cast(Method, cached)
 
 
 class LayerCost(Protocol):

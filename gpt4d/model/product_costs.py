@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from gpt4d.model.costs import MASTER_BYTES, prefixed, rows
-from gpt4d.model.description import Walk
+from gpt4d.model.description import Walk, per_walk
 from gpt4d.parallel import limits
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.conv import Conv2dSpec
@@ -97,6 +97,7 @@ class ProductCost(ABC):
         """Return whether the product that the weight's gradient comes from adds it to an earlier sum."""
         return False
 
+    @per_walk
     def _splits(self, walk: Walk) -> tuple[str | None, str | None]:
         """Return what is split of the input, which is gathered, and of the output, which is scattered."""
         before, after = self._split_sides(walk)
@@ -244,6 +245,7 @@ class LinearCost(ProductCost):
         positions, columns = self.positions or length, self.spec.columns
         return GlobalSizes(positions * self.spec.in_features, positions * columns, self.spec.in_features * columns)
 
+    @per_walk
     def sizes(self, walk: Walk) -> ProductSizes:
         k = self.spec.in_features // walk.size(self.split.contracted)
         n = self.spec.columns // walk.size(self.split.produced)

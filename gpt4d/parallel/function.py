@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.symbolic import SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
@@ -86,20 +86,28 @@ class Kernel:
         self._run = fused(function) if self.fused else function
         return self._run
 
-    def _plan(self, args: Sequence[Any]) -> Any:
-        device = args[0].device
+    def _plan(self, args: tuple) -> Any:
+        """Take the time of a call on the device of its arguments. Equal arguments give the same results."""
+        device, call = args[0].device, (self, args)
+        if call not in device.plans:
+            device.plans[call] = self._cost(device, args)
+        temporary, moved, operations, returned = device.plans[call]
+        if temporary:
+            device.scratch(temporary)
+        device.compute(0.0, moved, operations)
+        return returned
+
+    def _cost(self, device: SymbolicDevice, args: tuple) -> tuple[float, float, int, Any]:
+        """Return the bytes of temporary tensors, the bytes moved, the number of operations, and the results."""
         returned = self.shapes(*args)
         results = returned if isinstance(returned, tuple) else (returned,)
         tensors = [arg for arg in args if isinstance(arg, SymbolicTensor)]
         moved = sum(tensor.nbytes for tensor in (*tensors, *filter(None, results)))
         blocks = self.blocks(*args) if self.blocks else 1
         if device.compiled or not (self.fused or self.blocks):
-            device.compute(moved=moved, operations=blocks)
-        else:
-            factor, operations, temporary = _eager_costs()[f"{self.name} {args[0].dtype} {len(tensors)}"]
-            device.scratch(temporary * moved / blocks)
-            device.compute(moved=factor * moved, operations=operations * blocks)
-        return returned
+            return 0.0, moved, blocks, returned
+        factor, operations, temporary = _eager_costs()[f"{self.name} {args[0].dtype} {len(tensors)}"]
+        return temporary * moved / blocks, factor * moved, operations * blocks, returned
 
 
 def kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:

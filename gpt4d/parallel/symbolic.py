@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}  # bytes of an element, by the name of a dtype
 
@@ -12,6 +12,7 @@ class SymbolicDevice(Protocol):
     """A device that counts. Sizes are in bytes."""
 
     compiled: bool  # torch.compile fuses elementwise functions
+    plans: dict[tuple, Any]  # the costs and results of calls of kernels
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
         """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""

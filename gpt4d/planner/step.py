@@ -5,7 +5,7 @@ The layers come from a description (gpt4d.model.description); tests compare the 
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.costs import MASTER_BYTES
@@ -41,6 +41,8 @@ class ChunkWalk:
         self.device = device = step.device
         self.compute, self.scratch = device.compute, device.scratch
         self.wait, self.do = device.wait, device.do
+        self.memo: dict[tuple, Any] = {}
+        self.plans: dict[tuple, Any] = {}
         self.held = 0  # by layers: not gathered weights, not gradients
         self.unit: Unit = step.description.units[0]  # where the walk is
         self.held_by_omitted: dict[str, int] = {}
@@ -186,11 +188,27 @@ class StepWalk:
         self.weights.schedule.finish()
         self.gradients.finish()
         self.gradients.update()
+        self._forget_walks()
         return self.device
 
+    def _forget_walks(self) -> None:
+        """Break reference cycles, since the garbage collector takes a third of a search to find them."""
+        whole, chunks = self.__dict__.pop("_walks")
+        for walk in (whole, *chunks):
+            walk.memo.clear()
+            walk.plans.clear()
+
+    @cached_property
+    def _walks(self) -> tuple[ChunkWalk, list[ChunkWalk]]:
+        """The walk through a microbatch outside of the blocks, and the walks through its chunks in the blocks."""
+        size = self.micro_batch // self.num_chunks
+        chunks = [ChunkWalk(self, size, first=index == 0) for index in range(self.num_chunks)]
+        return ChunkWalk(self, self.micro_batch), chunks
+
     def _microbatch(self) -> None:
-        whole, count = ChunkWalk(self, self.micro_batch), self.num_chunks
-        chunks = [ChunkWalk(self, self.micro_batch // count, first=index == 0) for index in range(count)]
+        whole, chunks = self._walks
+        for walk in (whole, *chunks):
+            walk.held = 0  # gradients that the layers have held belong to the step
         for units in self._together:
             run(self._forward(walk, units) for walk in (chunks if units[0].block else [whole]))
         self.after_forward.append((self.device.now, sum(walk.held for walk in (whole, *chunks))))

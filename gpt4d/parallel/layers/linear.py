@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gpt4d.parallel.function import kernel
@@ -90,17 +91,17 @@ class LinearSpec(LayerSpec):
     used: int | None = None
     heads: int | None = None
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Global number of output features of all fused matrices."""
         return self.out_features * (self.num_fused or 1)
 
-    @property
+    @cached_property
     def stream_axis(self) -> str | None:
         """The axis that splits the features of the residual stream."""
         return self.split.produced if self.transposed else self.split.contracted
 
-    @property
+    @cached_property
     def split(self) -> Axes:
         """The axes that split the features of the input and of the output."""
         return self.axes or specs.linear_axes(self.transposed)
