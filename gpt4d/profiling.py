@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
 from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.pipeline import plot, recording
 from gpt4d.parallel.traffic import now, seconds_between
 from gpt4d.parallel.turns import Turn
@@ -135,7 +136,7 @@ class _LayerRecorder:
 
     def __enter__(self) -> "_LayerRecorder":
         for name, layer in _layers(self.model):
-            if inspect.iscoroutinefunction(layer.forward):
+            if inspect.iscoroutinefunction(layer.spec.forward if isinstance(layer, Layer) else layer.forward):
                 in_turns = self.chunked and not any(layer.children())
                 self.handles.append(layer.register_forward_hook(partial(self._observe, name, in_turns)))
                 continue
