@@ -118,16 +118,22 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
 @pytest.mark.parametrize(
     "starts",
     [
-        {
-            10: ("DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
-            20: ("DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
-        },
-        {
-            10: ("grid 1x1x1x1 + 1x1x1x1 (", ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]),
-            20: ("grid 1x1x1x2 (", []),
-        },
+        pytest.param(
+            {
+                10: ("DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
+                20: ("DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
+            },
+            id="from an ATP mesh to another",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {
+                10: ("grid 1x1x1x1 + 1x1x1x1 (", ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]),
+                20: ("grid 1x1x1x2 (", []),
+            },
+            id="from two stages to one",
+        ),
     ],
-    ids=["from an ATP mesh to another", "from two stages to one"],
 )  # fmt: skip
 def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, starts):
     run, environment = tmp_path / "run", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}

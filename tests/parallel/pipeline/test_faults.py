@@ -103,7 +103,7 @@ def sleep_instead_of(action, rank):
 @pytest.mark.parametrize(
     ("action", "edge", "chunks"),
     [
-        ("0F3", "stream of microbatch 3, forward from stage 0 to stage 1", ()),
+        pytest.param("0F3", "stream of microbatch 3, forward from stage 0 to stage 1", (), marks=pytest.mark.full),
         (
             "2F1",
             "stream of microbatch 1, forward from chunk 1 of stage 0 to chunk 1 of stage 1",
