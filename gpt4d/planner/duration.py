@@ -57,6 +57,8 @@ def batch_text(config: Config) -> str:
 
 
 def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.3g} s"
     if hours < 1:
         return f"{hours * 60:.3g} min"
     return f"{hours:,.3g} h" if hours < 72 else f"{hours:,.0f} h ({hours / 24:,.1f} days)"
