@@ -40,11 +40,6 @@ def cast(walk: Walk, narrow: int, wide: int) -> None:
         walk.compute(moved=narrow + wide)
 
 
-def casts(narrow: int, wide: int) -> int:
-    """Return the number of conversions between an activation of ``narrow`` bytes and the same in float32."""
-    return int(narrow != wide)
-
-
 class SimpleCost:
     """Defaults of layers without parameters, streamed weights or noteworthy FLOPs."""
 

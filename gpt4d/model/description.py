@@ -114,8 +114,8 @@ def per_walk(method: Method) -> Method:
     def cached(self, walk: Walk, *rest):
         key = method, id(self), *rest
         if key not in walk.memo:
-            walk.memo[key] = method(self, walk, *rest)
-        return walk.memo[key]
+            walk.memo[key] = self, method(self, walk, *rest)  # no other cost takes the id of this one
+        return walk.memo[key][1]
 
     return cast(Method, cached)
 

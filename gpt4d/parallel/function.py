@@ -1,7 +1,7 @@
 """Kernels, and functions with a gradient, of which a layer consists. No torch here.
 
-A kernel is written twice: as torch code, and as the shapes of its results, from which the planner derives its time.
-Everything else, such as which kernels and collectives follow each other, is written once.
+A kernel is written twice: as torch code, and as the shapes of its results. The planner derives the time of a kernel
+from them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Kernel:
     """A function of tensors without a gradient or a collective.
 
     On torch's tensors it is the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
-    takes the time to read its arguments and to write its results. ``EAGER_COSTS`` records the costs of a kernel that is
-    not compiled. The first argument is a tensor.
+    takes the time to read its arguments and to write its results, or, if it is not compiled, the time that
+    ``EAGER_COSTS`` records. The first argument is a tensor.
 
     Args:
         shapes: takes the arguments and returns the results, new tensors or arguments that are overwritten.
@@ -104,9 +104,10 @@ class Kernel:
         tensors = [arg for arg in args if isinstance(arg, SymbolicTensor)]
         moved = sum(tensor.nbytes for tensor in (*tensors, *filter(None, results)))
         blocks = self.blocks(*args) if self.blocks else 1
-        if device.compiled or not (self.fused or self.blocks):
+        key, compiled = f"{self.name} {args[0].dtype} {len(tensors)}", self.fused or self.blocks
+        if (compiled and device.compiled) or (not compiled and key not in _eager_costs()):
             return 0.0, moved, blocks, returned
-        factor, operations, temporary = _eager_costs()[f"{self.name} {args[0].dtype} {len(tensors)}"]
+        factor, operations, temporary = _eager_costs()[key]
         return temporary * moved / blocks, factor * moved, operations * blocks, returned
 
 

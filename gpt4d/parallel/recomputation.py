@@ -20,7 +20,7 @@ def recomputable(context: Any, function: Callable[[Any], Any], x: Any) -> Any:
     """Return ``function(x)``, the input of a product; a product does not save an input that is recomputable.
 
     Args:
-        context: the context of the layers, which decides whether it is.
+        context: the context of the layers. It decides whether the input is recomputable.
         function: elementwise.
         x: its input, which its backward saves.
     """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}  # bytes of an element, by the name of a dtype
+# Bytes of an element, by the name of a dtype.
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
 class SymbolicDevice(Protocol):
@@ -21,7 +22,7 @@ class SymbolicDevice(Protocol):
         """Take memory for a moment."""
 
 
-def wide(tensor: SymbolicTensor) -> str:
+def wide_dtype(tensor: SymbolicTensor) -> str:
     """Return the dtype of statistics of a tensor: float32, or float64 for float64."""
     return "float64" if tensor.dtype == "float64" else "float32"
 

@@ -28,7 +28,8 @@ class Worker:
 
     Attributes:
         on_error: called on the thread with the error of a task, before ``Task.wait`` raises it: the task may be waited
-            for much later. None: nothing is called.
+            for much later. It is not called with an error of memory, which the main thread describes. None: nothing is
+            called.
     """
 
     def __init__(self, name: str):
@@ -60,9 +61,11 @@ def _execute(tasks: queue.SimpleQueue[_Submitted | None]) -> None:
                 result = function()
             except BaseException as error:  # ``Task.wait`` raises it
                 task.stopped = time.perf_counter()
-                if on_error:
-                    on_error(error)
-                task.set_exception(error)
+                try:
+                    if on_error and not isinstance(error, torch.OutOfMemoryError):
+                        on_error(error)
+                finally:
+                    task.set_exception(error)
             else:
                 task.stopped = time.perf_counter()
                 task.set_result(result)

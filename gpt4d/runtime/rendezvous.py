@@ -27,6 +27,7 @@ from gpt4d.runtime.watchdog import Failure, Watchdog
 _CONNECT_S = 300.0  # timeout for all ranks to connect
 _LEAVE_S = 60.0  # timeout for all ranks to finish
 _SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
+_RECORD_S = 3.0  # timeout for the run's files to be written
 _NOTICE_S = 3.0  # time for the other ranks to read why the job ends
 
 
@@ -124,6 +125,16 @@ class Rendezvous:
     def _print_and_exit(self, failure: Failure, is_first: bool) -> None:
         if not is_first:
             threading.Event().wait(_LEAVE_S + _SAVE_S)  # the other thread ends the process
+        try:
+            self._print(failure)
+            if self.watchdog.finish_save and failure.all_ranks_answer:
+                self.watchdog.finish_save(_SAVE_S)
+            self._keep_store_alive(failure.lost)
+        finally:  # on any thread: an error of the body would leave the main thread blocked
+            os._exit(1)
+
+    def _print(self, failure: Failure) -> None:
+        """Print why the job ends, and write it to the run's files."""
         rank, local_rank = self.launch.rank, self.launch.local_rank
         message = " ".join(str(failure).split())
         # The first rank of each node prints the failure, or the second if the first one is lost.
@@ -131,13 +142,9 @@ class Rendezvous:
             print_error(message)
         self._record(message)
         sys.stdout.flush()
-        if self.watchdog.finish_save and failure.all_ranks_answer:
-            self.watchdog.finish_save(_SAVE_S)
-        self._keep_store_alive(failure.lost)
-        os._exit(1)
 
     def _record(self, message: str) -> None:
-        """Write to the run's files why the job ends, unless that takes longer than ``_NOTICE_S``.
+        """Write to the run's files why the job ends, unless that takes longer than ``_RECORD_S``.
 
         A file system that does not answer may be the reason.
         """
@@ -149,7 +156,7 @@ class Rendezvous:
 
             thread = threading.Thread(target=write, name="record", daemon=True)
             thread.start()
-            thread.join(_NOTICE_S)
+            thread.join(_RECORD_S)
 
 
 def _claim_rank(store: JobStore, rank: int) -> None:

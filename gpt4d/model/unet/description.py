@@ -29,7 +29,7 @@ from gpt4d.parallel.layout import Layout
 
 
 def input_spec(config: UNetConfig) -> Conv2dSpec:
-    """Return the spec of the first convolution, of pictures that every rank of x and y has."""
+    """Return the spec of the first convolution, whose images are replicated over x and y."""
     first = structure.first_tensor(config)
     return Conv2dSpec(config.image_channels, first.channels, 3, Axes(None, first.axis), padding=1)
 
@@ -51,12 +51,12 @@ class ResidualSpecs(NamedTuple):
 
 
 def norm_spec(config: UNetConfig, channels: tuple[int, ...], axis: str) -> GroupNormSpec:
-    """Return the spec of a norm of channels, or of those of a concatenation, that ``axis`` splits."""
+    """Return the spec of a norm over the channels of one or several activations, which ``axis`` splits."""
     return GroupNormSpec(config.groups, channels, axis, config.norm_epsilon)
 
 
 def residual_specs(config: UNetConfig, block: Block) -> ResidualSpecs:
-    """Return the layers of a residual block, without those of its attention."""
+    """Return the layers of a residual block, except the layers of its attention."""
     wide, channels, outer, inner = sum(block.in_channels), block.output.channels, block.outer, block.inner
     shortcut = Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True)
     return ResidualSpecs(
@@ -69,7 +69,7 @@ def residual_specs(config: UNetConfig, block: Block) -> ResidualSpecs:
 
 
 def level_change(block: Block) -> Conv2dSpec:
-    """Return the spec of a convolution with stride 2, or of one of a picture enlarged by 2."""
+    """Return the spec of a convolution with stride 2, or of a convolution of an image that is enlarged by 2."""
     stride, upsampling = (2, 1) if block.kind == "down" else (1, 2)
     channels, axes = (block.stream.channels, block.output.channels), Axes(block.outer, block.inner)
     return Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gpt4d.model.description import Part
@@ -24,7 +25,6 @@ from gpt4d.model.unet.description import (
 )
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor
 from gpt4d.parallel.chunks import Node, run_graph
-from gpt4d.parallel.layers.activations import SiluFunction
 from gpt4d.parallel.layers.attention import AttentionCore, head_split
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.dropout import DropoutSpec
@@ -76,13 +76,13 @@ class ResidualBlock(nn.Module):
         if skip:
             x_BSSC = concatenate([x_BSSC, *skip], self.block.in_channels)
         shortcut_BSSC = x_BSSC if self.shortcut is None else await self.shortcut(x_BSSC)
-        h_BSSC = await self.first(recomputable(self.weights, SiluFunction.apply, self.first_norm(x_BSSC)))
+        h_BSSC = await self.first(recomputable(self.weights, F.silu, self.first_norm(x_BSSC)))
         h_BSSC = await self.time(self.second_norm(h_BSSC), embedding_BE)
         x_BSSC = shortcut_BSSC + await self.second(recomputable(self.weights, partial(self._activated, pixels), h_BSSC))
         return x_BSSC if self.attention is None else await self.attention(x_BSSC, pixels)
 
     def _activated(self, pixels: Tokens, h_BSSC: torch.Tensor) -> torch.Tensor:
-        return self.dropout(SiluFunction.apply(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
+        return self.dropout(F.silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
 
 
 class LevelChange(nn.Module):
@@ -164,7 +164,7 @@ class UNet(nn.Module):
         if not part.ends:
             return produced
         (x_BSSC,) = produced.values()
-        return {"prediction": run_alone(self.output(SiluFunction.apply(self.norm(x_BSSC))))}
+        return {"prediction": run_alone(self.output(F.silu(self.norm(x_BSSC))))}
 
     def _wanted(self, part: Part) -> list[str]:
         """Return the names of the tensors that exist after a part, its own or received, and that later units use."""

@@ -1,4 +1,4 @@
-"""Elementwise functions: GELU, SiLU and SwiGLU (Shazeer, 2020). No torch here."""
+"""Elementwise functions: GELU and SwiGLU (Shazeer, 2020). No torch here."""
 
 from typing import Any
 
@@ -15,18 +15,6 @@ def gelu(x):
 def gelu_gradients(d_out, x, bias):
     """Return the gradient of the input [tokens, features], and its sum over all tokens for ``bias``."""
     return x.like(), bias.like()
-
-
-@kernel
-def silu(x):
-    """Return ``x · sigmoid(x)``."""
-    return x.like()
-
-
-@kernel
-def silu_gradient(d_out, x):
-    """Return the gradient of the input of ``silu``."""
-    return x.like()
 
 
 @kernel(fused=True)
@@ -53,19 +41,6 @@ class GeluFunction(Function):
     @staticmethod
     def backward(ctx, d_out):
         return gelu_gradients(d_out, *ctx.saved_tensors, ctx.bias)
-
-
-class SiluFunction(Function):
-    """``silu(x)``. Only the input is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return silu(x)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        return silu_gradient(d_out, *ctx.saved_tensors)
 
 
 class SwigluFunction(Function):

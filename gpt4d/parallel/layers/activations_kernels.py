@@ -17,14 +17,6 @@ def gelu_gradients(d_out, x, bias):
     return d_x.flatten(0, 1), d_x.sum(1, dtype=bias.dtype).sum(0).view(bias.shape)
 
 
-def silu(x):
-    return F.silu(x)
-
-
-def silu_gradient(d_out, x):
-    return torch.ops.aten.silu_backward(d_out, x)
-
-
 def swiglu(gate_and_up):
     gate, up = gate_and_up.unbind(-2)
     return F.silu(gate).mul_(up)

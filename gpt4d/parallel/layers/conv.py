@@ -21,8 +21,8 @@ from gpt4d.parallel.layout import Layout, ParameterSpec
 class Convolution:
     """A convolution (gpt4d.parallel.layers.product.Operation) with a weight [out, in, kh, kw], or [in, out, kh, kw].
 
-    With ``upsampling`` the pixels of the input are repeated first. The input is saved, and its gradient is summed over
-    an axis, as it was before. ``in_first``: input channels are the first dim of the weight.
+    With ``upsampling`` the pixels of the input are repeated first. The saved input and its gradient have the shape
+    before the repetition. ``in_first``: input channels are the first dim of the weight.
     """
 
     stride: tuple[int, int]

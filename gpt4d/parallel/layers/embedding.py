@@ -13,7 +13,7 @@ from gpt4d.parallel.layout import Layout, ParameterSpec
 @kernel
 def look_up(table, ids, first: int):
     """Return the rows of a table that begins with row ``first``, their places in it, and which rows are elsewhere."""
-    return table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like()
+    return table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like(dtype="bool")
 
 
 @kernel

@@ -12,19 +12,25 @@ from gpt4d.parallel.function import Function, kernel
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.symbolic import wide
+from gpt4d.parallel.symbolic import wide_dtype
 
 # Groups: gpt4d.parallel.layers.group_norm_kernels.Groups. Its statistics are [B, groups here] or [B, channels here].
 
 
 @kernel
-def moments(x, groups):
+def widened(x):
+    """Return ``x`` in the dtype of its statistics."""
+    return x.like(dtype=wide_dtype(x))
+
+
+@kernel
+def moments(wide, groups):
     """Return the mean of this rank's channels of each group and the sum of squared deviations from it, [B, groups].
 
     Deviations are those from the mean of a channel, and means are combined (Chan et al.): no difference of large
     squares.
     """
-    return x.like((x.shape[0], groups.count), wide(x)), x.like((x.shape[0], groups.count), wide(x))
+    return wide.like((wide.shape[0], groups.count)), wide.like((wide.shape[0], groups.count))
 
 
 @kernel
@@ -46,9 +52,12 @@ def variance_of(squares, count: int):
 
 
 @kernel
-def normalized_groups(x, mean, variance, weight, bias, groups, epsilon: float):
-    """Return the output, and mean and reciprocal of the standard deviation of each channel's group, [B, channels]."""
-    return x.like(), x.like((x.shape[0], x.shape[-1]), wide(x)), x.like((x.shape[0], x.shape[-1]), wide(x))
+def normalized_groups(wide, x, mean, variance, weight, bias, groups, epsilon: float):
+    """Return the output in the dtype of ``x``, and two statistics of each channel's group, [B, channels].
+
+    These are the mean and the reciprocal of the standard deviation.
+    """
+    return x.like(), wide.like((x.shape[0], x.shape[-1])), wide.like((x.shape[0], x.shape[-1]))
 
 
 @kernel
@@ -79,13 +88,14 @@ class GroupNormFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, groups, size: int, axis, epsilon: float):
         plane = x.shape[1] * x.shape[2]
-        mean, squares = moments(x, groups)
+        wide = widened(x)
+        mean, squares = moments(wide, groups)
         if axis.size == 1:
             variance = variance_of(squares, size * plane)
         else:
             parts = axis.all_gather(with_counts(mean, squares, groups), parameter=weight)
             mean, variance = combined_moments(parts, size, plane)
-        out, mean, rstd = normalized_groups(x, mean, variance, weight, bias, groups, epsilon)
+        out, mean, rstd = normalized_groups(wide, x, mean, variance, weight, bias, groups, epsilon)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.groups, ctx.axis, ctx.parameter, ctx.count = groups, axis, weight, size * plane
         return out

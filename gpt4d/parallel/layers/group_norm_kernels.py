@@ -21,6 +21,7 @@ class Groups(nn.Module):
 
     def __init__(self, own: Sequence[int], count: int):
         super().__init__()
+        self.count = count
         members = [[channel for channel, group in enumerate(own) if group == wanted] for wanted in range(count)]
         most = max(map(len, members))
         self.of_channel: torch.Tensor  # the group of each channel here
@@ -42,8 +43,11 @@ class Groups(nn.Module):
         return of_groups[..., self.of_channel]
 
 
-def moments(x, groups: Groups):
-    wide = x if x.dtype == torch.float64 else x.float()
+def widened(x):
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def moments(wide, groups: Groups):
     plane = wide.shape[1] * wide.shape[2]
     mean = wide.mean(PLANE)
     squares = (wide - mean[:, None, None]).square_().sum(PLANE)
@@ -66,8 +70,7 @@ def variance_of(squares, count: int):
     return squares / count
 
 
-def normalized_groups(x, mean, variance, weight, bias, groups: Groups, epsilon: float):
-    wide = x if x.dtype == torch.float64 else x.float()
+def normalized_groups(wide, x, mean, variance, weight, bias, groups: Groups, epsilon: float):
     mean, rstd = groups.spread(mean), groups.spread((variance + epsilon).rsqrt_())
     scale = (rstd * weight)[:, None, None]
     return torch.addcmul(bias.to(wide.dtype), wide - mean[:, None, None], scale).to(x.dtype), mean, rstd

@@ -1,7 +1,7 @@
 """The spec of a layer: a frozen record that states its parameters and computes its forward. No torch here.
 
-A layer is built from its spec and a context: ``Layer(spec, context)`` in torch, and a planned layer in the planner.
-Both have the parameters as attributes, and both run the spec's ``forward``.
+``Layer(spec, context)`` is the layer of a spec in torch. It has the parameters as attributes and runs the spec's
+``forward``. The planner takes sizes and parameters from the spec.
 """
 
 from typing import Any, Protocol

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel import limits
 from gpt4d.parallel.function import MAX, Function, kernel
-from gpt4d.parallel.symbolic import wide
+from gpt4d.parallel.symbolic import wide_dtype
 
 
 class SavedLoss(NamedTuple):
@@ -29,13 +29,13 @@ def _num_blocks(logits, *_: Any) -> int:
 @kernel
 def largest_logits(logits, columns: int):
     """Return the largest of the first ``columns`` logits of each row, at least in float32."""
-    return logits.like(logits.shape[:1], wide(logits))
+    return logits.like(logits.shape[:1], wide_dtype(logits))
 
 
 @kernel
 def local_targets(targets, first: int, columns: int):
     """Return the columns of the targets on this rank, whose first column is ``first``, and which are elsewhere."""
-    return targets.like(), targets.like()
+    return targets.like(), targets.like(dtype="bool")
 
 
 @kernel

@@ -9,14 +9,10 @@ from gpt4d.parallel.fusion import fused
 
 
 def largest_logits(logits, columns: int):
-    largest = logits.new_full(logits.shape[:1], -torch.inf, dtype=_wide(logits))
-    if columns:
-        largest.copy_(logits[:, :columns].amax(-1))
-    return largest
-
-
-def _wide(logits: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if not columns:
+        return torch.full(logits.shape[:1], -torch.inf, dtype=wide, device=logits.device)
+    return logits[:, :columns].amax(-1).to(wide)
 
 
 def local_targets(targets, first: int, columns: int):

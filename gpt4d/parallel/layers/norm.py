@@ -10,7 +10,7 @@ from gpt4d.parallel.function import Function, kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.recomputation import Recomputable
-from gpt4d.parallel.symbolic import wide
+from gpt4d.parallel.symbolic import wide_dtype
 
 
 def _added(x, branch):
@@ -18,13 +18,17 @@ def _added(x, branch):
 
 
 def _row_statistics(x, *dims: int):
-    return x.like((*dims, *x.shape[:-1]), wide(x))
+    return x.like((*dims, *x.shape[:-1]), wide_dtype(x))
+
+
+def _column(x):
+    return x.like((*x.shape[:-1], 1), wide_dtype(x))
 
 
 @kernel(fused=True)
 def layer_norm(x, branch, weight, bias, epsilon: float):
     """Return ``x + branch``, None without one; its norm, mean and reciprocal of the standard deviation."""
-    return _added(x, branch), x.like(), _row_statistics(x), _row_statistics(x)
+    return _added(x, branch), x.like(), _column(x), _column(x)
 
 
 @kernel(fused=True)
@@ -63,8 +67,8 @@ def sums_of_gradient(d_out, x, mean, rstd, weight):
 
 @kernel
 def mean_of(sums, count: int):
-    """Return sums [...] divided by ``count``, [..., 1]."""
-    return sums
+    """Return sums [...] divided by ``count``, [..., 1], in place."""
+    return sums.like((*sums.shape, 1))
 
 
 @kernel(fused=True)
@@ -81,8 +85,8 @@ def sum_of_squares(x, branch):
 
 @kernel
 def reciprocal_root(squares, count: int, epsilon: float):
-    """Return ``1 / sqrt(squares / count + epsilon)``, [..., 1]."""
-    return squares
+    """Return ``1 / sqrt(squares / count + epsilon)``, [..., 1], in place."""
+    return squares.like((*squares.shape, 1))
 
 
 @kernel(fused=True)
@@ -94,7 +98,7 @@ def scaled(x, rstd, weight):
 @kernel(fused=True)
 def rms_norm(x, branch, weight, epsilon: float):
     """Return ``x + branch``, None without one; the reciprocal of the root mean square, and the norm."""
-    return _added(x, branch), _row_statistics(x), x.like()
+    return _added(x, branch), _column(x), x.like()
 
 
 @kernel(fused=True)

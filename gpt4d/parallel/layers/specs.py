@@ -1,7 +1,4 @@
-"""The parameters of each layer type: names, global shapes and layouts (4D paper, §III). Layers and descriptions use it.
-
-This module does not import torch.
-"""
+"""Axes that split the features and the heads of layers, and the stored order of a concatenation. No torch here."""
 
 import math
 from collections.abc import Sequence

@@ -6,9 +6,9 @@ No axis but z splits its weights: it is whole on every rank of x and y. Only a b
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.parallel.layers.activations import SiluFunction
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import Axes
@@ -38,7 +38,7 @@ class TimeEmbedding(nn.Module):
         self.down = Layer(LinearSpec(hidden, hidden, axes=WHOLE, std=std), weights)
 
     async def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
-        return await self.down(SiluFunction.apply(await self.up(sinusoids(timesteps, self.channels).to(self.dtype))))
+        return await self.down(F.silu(await self.up(sinusoids(timesteps, self.channels).to(self.dtype))))
 
 
 class ScaleShift(nn.Module):
@@ -49,5 +49,5 @@ class ScaleShift(nn.Module):
         self.linear = Layer(LinearSpec(hidden, channels, axes=Axes(None, axis), num_fused=2, std=std), weights)
 
     async def forward(self, x_BHWC: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        scale, shift = (await self.linear(SiluFunction.apply(embedding))).unbind(1)
+        scale, shift = (await self.linear(F.silu(embedding))).unbind(1)
         return torch.addcmul(shift[:, None, None], x_BHWC, (1 + scale)[:, None, None])
