@@ -222,6 +222,8 @@ class Watchdog:
         for name, watch in detector.activities.items():
             if (progressed := watch.progressed()) is not None:
                 watch.note(self.store.add(f"progress/{name}", int(progressed)))
+        if detector.peer_lost:  # another thread looks for the lost rank, which this one waits for
+            return None
         if not (waiting := detector.overdue(self._resumed_at)):
             return None
         limit_s, setting = detector.limit(waiting)
