@@ -42,7 +42,7 @@ def build_stage(
     initialized: bool = True,
     plan: ParallelPlan | None = None,
 ) -> Stage:
-    """Build what this rank computes of the model of ``config``.
+    """Build this rank's stage of the model that ``config`` describes.
 
     Args:
         config: model, precision, activation checkpointing and overlaps.
@@ -50,7 +50,7 @@ def build_stage(
         device: where its parameters live.
         dtype: of the master weights; float64 computes in float64 too.
         initialized: set initial values; without it a checkpoint must be loaded.
-        plan: the pipeline, of which ``grid`` is a stage; None: the stage has the whole model.
+        plan: the pipeline, of which ``grid`` is a stage; None: the stage is the full model.
     """
     train, whole = config.train, plan.description if plan else registry.describe_run(config)
     index, bounds = 0, {0: (0, len(whole.units))}

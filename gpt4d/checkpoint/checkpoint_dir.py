@@ -321,7 +321,7 @@ def write_manifest(directory: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, FileEntry]:
-    """Return the entries by file name. Raises Damaged if the manifest is missing or differs from what was written."""
+    """Return the entries by file name. Raises Damaged if the manifest is missing or its checksum does not match."""
 
     def entries(document: dict) -> dict[str, FileEntry]:
         if document["xxh3_128"] != _checksum(document["files"]):

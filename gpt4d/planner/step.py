@@ -192,7 +192,7 @@ class StepWalk:
         return self.device
 
     def _forget_walks(self) -> None:
-        """Break reference cycles, since the garbage collector takes a third of a search to find them."""
+        """Break the reference cycles of the walks, so that the garbage collector need not search for them."""
         whole, chunks = self.__dict__.pop("_walks")
         for walk in (whole, *chunks):
             walk.memo.clear()

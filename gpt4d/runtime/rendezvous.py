@@ -130,6 +130,8 @@ class Rendezvous:
             if self.watchdog.finish_save and failure.all_ranks_answer:
                 self.watchdog.finish_save(_SAVE_S)
             self._keep_store_alive(failure.lost)
+        except Exception:
+            traceback.print_exc()
         finally:  # on any thread: an error of the body would leave the main thread blocked
             os._exit(1)
 

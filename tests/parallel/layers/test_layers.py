@@ -46,7 +46,7 @@ def linear(sizes, transposed, parts):
     theirs.backward(upstream)
     close(ours, part(theirs.view(out_shape), weights, out_layout))
     close(mine.grad, part(inputs.grad, weights, Layout(batch, (), (into,))))
-    # The stream sums over z what is cut over z; the rest of the batch's axes comes with all gradients.
+    # The stream reduces over z the gradients of weights that z splits. The other axes follow with all gradients.
     total.finish()
     for parameter, whole in ((layer.weight, weight), (layer.bias, bias)):
         close(parameter.grad, part(whole.grad.view(parameter.spec.shape), weights, parameter.spec.layout))
