@@ -169,6 +169,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"model={soak.model}: no such model; use {' or '.join(MODELS)}")
     if soak.model == "unet":  # without an ATP mode and weight gradients of their own
         names = [name for name in names if name != ELASTIC and "atp" not in name]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets a program and its runs ignore it
     pool, record, started = RankPool(), Record(), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
