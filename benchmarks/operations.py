@@ -47,8 +47,8 @@ _KINDS = {
     "random.py": "dropout",
     "activations": "activations",
     "gelu": "activations",
+    "cast_to": "conversion of weights",
     "product": "gradients of biases",
-    "weights.py": "conversion of weights",
     "attention": "queries, keys and values",
     "rotary": "queries, keys and values",
     "aten.stack": "queries, keys and values",
@@ -119,10 +119,10 @@ def _kind(func, frame: FrameType | None) -> str:
     return next(found, "other")
 
 
-def _flash_attention(q, k, v, attn_mask=None, is_causal=False) -> torch.Tensor:
+def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None) -> torch.Tensor:
     """Attention by the operation that torch chooses on a GPU."""
     assert attn_mask is None, "documents are not counted"
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
 
 
 def count(config: Config, compiled: bool) -> KernelCounter:

@@ -12,8 +12,8 @@ from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config, GridSizes, ModelConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.model import GPT
 from gpt4d.model.init import initialize
+from gpt4d.model.module import Model
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
@@ -44,7 +44,7 @@ def build_model(
     compute_dtype: torch.dtype | None = None,
     seed: int = 1,
     loss_chunks: int = 1,
-) -> GPT:
+) -> Model:
     weights = WeightStream(
         Grid(sizes),
         compute_dtype or dtype,
@@ -111,21 +111,21 @@ def to_hf(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, to
     return {name: tensor for pairs in theirs for name, tensor in pairs}
 
 
-def hf_state(model: GPT) -> dict[str, torch.Tensor]:
+def hf_state(model: Model) -> dict[str, torch.Tensor]:
     """A serial model's weights as a state dict of GPT2LMHeadModel."""
-    grid = model.weights.grid
-    state = to_hf({n: unpadded(p, p.spec, grid).clone() for n, p in model.named_parameters()}, model.config)
+    grid = model.context.grid
+    state = to_hf({n: unpadded(p, p.spec, grid).clone() for n, p in model.named_parameters()}, model.spec.config)
     return {**state, "lm_head.weight": state["transformer.wte.weight"]}
 
 
 def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Copies this rank's part of every weight of a state dict of the family's Hugging Face model into ``model``."""
-    grid, adapter = model.weights.grid, registry.of(model.config).hugging_face()
+    grid, adapter = model.context.grid, registry.of(model.spec.config).hugging_face()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            theirs = [state[key] for key in adapter.names(name, model.config)]
+            theirs = [state[key] for key in adapter.names(name, model.spec.config)]
             shard = LocalShard(parameter, parameter.spec)
-            whole = adapter.from_hf(name, theirs, parameter.spec.stored_shape, model.config)
+            whole = adapter.from_hf(name, theirs, parameter.spec.stored_shape, model.spec.config)
             parameter.zero_()
             shard.stored(grid).copy_(whole[shard.slices(grid)])
 

@@ -14,7 +14,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.attention import AttentionCore
+from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.dropout import DropoutSpec
@@ -87,7 +87,7 @@ class Values:
         places = torch.arange(self.sizes.length, device=self.device)
         lengths = samples[:, None] + self.sizes.length // 3
         documents = Documents.ending_with(0, (places + 1) % lengths) if with_documents else None
-        return Tokens(samples + 7, self.sizes.length, documents)
+        return Tokens(samples + 7, self.sizes.length, self.weights.grid.axis(None), documents)
 
 
 Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
@@ -172,10 +172,10 @@ def _dropout(values: Values):
 def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
     def case(values: Values):
         s = values.sizes
-        layer = AttentionCore(s.heads, drop, [values.weights.grid.x])
+        layer = Layer(FusedAttentionSpec(s.heads, drop), values.weights)
         layer.key = _KEY
         qkv = values.input(s.batch * s.length, 3, s.hidden)
-        return layer, lambda: layer.of_fused(qkv, values.tokens(with_documents))
+        return layer, lambda: layer(qkv, values.tokens(with_documents))
 
     return case
 
@@ -185,7 +185,7 @@ def _grouped_attention(with_documents: bool = False) -> Case:
 
     def case(values: Values):
         s = values.sizes
-        layer, rotary = AttentionCore(s.heads, 0.0, [values.weights.grid.x]), Rotary(s.frequencies)
+        layer, rotary = Layer(AttentionSpec(s.heads), values.weights), Rotary(s.frequencies)
         q = values.input(s.batch, s.length, s.heads, s.hidden // s.heads)
         k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
 
@@ -264,7 +264,7 @@ def _check_bits(outcome: Outcome, device: torch.device) -> None:
     streams = [WeightStream(Grid.single_device(), device=place) for place in (torch.device("cpu"), device)]
     models = [registry.build(config, weights) for weights in streams]
     for model in models:
-        initialize(model, 1, model.weights.grid)
+        initialize(model, 1, model.context.grid)
     for (name, expected), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         outcome.require(torch.equal(expected, actual.cpu()), f"the initial values of {name} differ from the CPU's")
     rows = random.fold(_KEY, torch.arange(1000))

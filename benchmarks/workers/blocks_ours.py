@@ -53,10 +53,10 @@ class Gpt4dBlocks:
         self.weights, self.blocks, self.cached = stage.weights, stage.module.blocks, stage.cached
         # Embedding and head are not run, so the order of uses has the weights of the blocks only.
         model = registry.describe(work.model)
-        layer_weights = replace(model, units=model.blocks).layer_weights(recompute=True)
+        layer_weights = replace(model, parts=(model.blocks,)).layer_weights(recompute=True)
         self.order = weight_order(single_stage(microbatches=1), {0: layer_weights})
         self.inputs, self.upstream = blocks.inputs_and_upstream(work, grid.sizes, grid.z.index, grid.y.index)
-        self.tokens = Tokens(torch.arange(len(self.inputs)), work.model.max_positions)
+        self.tokens = Tokens(torch.arange(len(self.inputs)), work.model.max_positions, grid.axis(None))
 
     def step(self) -> Callable[[], dict]:
         self.weights.begin(self.order, self.cached)

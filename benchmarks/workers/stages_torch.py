@@ -22,7 +22,7 @@ from benchmarks.workers.stages import StagesConfig
 from benchmarks.workers.torch_gpt import TorchGPT, adamw, build_torch_gpt
 from benchmarks.workers.training import OPTIM, initial_weights
 from gpt4d.config import from_arguments
-from gpt4d.model.description import Part
+from gpt4d.model.parts import Part
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 

@@ -1,162 +1,28 @@
-"""Torch-free descriptions of models: parameters, layers in the order of execution, divisibility.
+"""Torch-free descriptions of models: layers in the order of execution, parameters, divisibility.
 
 Configuration checks, the planner (time, bytes, memory), checkpoints and the order in which weights are gathered are
-derived from a description.
+derived from a description. Weights, FLOPs and products of a unit are found by computing it on symbolic tensors
+(gpt4d.model.probe).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from gpt4d.config import Divisibility, GridSizes, OverlapConfig
+from gpt4d.config import Divisibility
+from gpt4d.model.parts import Part
+from gpt4d.model.probe import Probe
+from gpt4d.model.spec import ModelSpec
 from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
 from gpt4d.parallel.order import LayerWeights
 
-Method = TypeVar("Method", bound=Callable)
-
-
-class Walk(Protocol):
-    """One device as a layer's cost sees it while it walks through a microbatch. Sizes are those of this device.
-
-    Names of weights are relative to the layer that is being walked. Times pass in ``compute`` and ``wait``; memory
-    counts in bytes.
-    """
-
-    sizes: GridSizes
-    overlap: OverlapConfig
-    samples: int  # sequences or images of the microbatch
-    length: int  # tokens of a sample
-    element_bytes: int  # of an activation and a gathered weight
-    dtype: str  # of an activation (gpt4d.parallel.symbolic)
-    held: int  # bytes that layers hold now
-    sequence_parallel: bool  # x splits the tokens between the layers
-    recomputes_inputs: bool  # products do not keep inputs that are easily computed again
-    compiled: bool  # torch.compile fuses elementwise functions
-    adds_products: bool  # a product is added to an earlier sum by its own kernel
-    memo: dict[tuple, Any]  # results of methods (``per_walk``)
-    plans: dict[tuple, Any]  # costs of calls of kernels (gpt4d.parallel.function)
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def recomputed(self) -> bool:
-        """Return whether what the layer has kept comes from a recomputation."""
-
-    @property
-    def stream_tokens(self) -> int:
-        """Tokens of this device between the layers."""
-
-    def head_axes(self, heads: int, stream: str = "y") -> tuple[str, ...]:
-        """Return the axes that split the heads of an attention on a stream whose features ``stream`` splits."""
-
-    def size(self, axis: str | None) -> int:
-        """Return the devices along an axis; 1 for None, where no axis splits a dim."""
-
-    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""
-
-    def hold(self, nbytes: int) -> None:
-        """Take memory until it is released."""
-
-    def release(self, nbytes: int) -> None:
-        """Give memory back."""
-
-    def scratch(self, nbytes: float) -> None:
-        """Take memory for a moment."""
-
-    def start(self, kind: str, axis: str | None, nbytes: float) -> object:
-        """Start a collective beside the computation: ``all_reduce``, ``all_gather`` or ``reduce_scatter``."""
-
-    def wait(self, collective: object) -> None:
-        """Wait for a started collective, once; None: do nothing."""
-
-    def do(self, kind: str, axis: str, nbytes: float) -> None:
-        """Start a collective and wait for it."""
-
-    async def turn(self, collective: object = None) -> None:
-        """Let the other chunks compute, then wait for a collective; None: for nothing."""
-
-    def gather(self, weight: str) -> None:
-        """Wait for a whole weight. ``multiplied`` follows once the layer no longer needs it."""
-
-    def multiplied(self) -> None:
-        """Release the weight that was last gathered, unless it is kept."""
-
-    def compute_weight_gradient(self, compute: Callable[[], None], kept: int) -> None:
-        """Compute a weight's gradient: now, or, if the schedule splits backwards, after this one.
-
-        ``kept``: bytes of the tensors that it reads, which stay held until then.
-        """
-
-    def has_earlier_sum(self, weight: str) -> bool:
-        """Return whether the gradient of a whole weight has an earlier sum, which is held in float32."""
-
-    def scatter(self, weight: str, added: bool = False) -> None:
-        """Hand over the gradient of a whole weight, which is held in float32 or ``added`` to the earlier sum."""
-
-    def add_gradient(self, parameter: str) -> None:
-        """Hold a gradient of a parameter that is not streamed, in the master dtype, and hand it over."""
-
-
-def per_walk(method: Method) -> Method:
-    """Let a method of a cost, whose first argument is the walk, compute its result once for each walk.
-
-    A description shares one cost among equal blocks, whose results are equal. Further arguments are hashable.
-    """
-
-    @wraps(method)
-    def cached(self, walk: Walk, *rest):
-        key = method, id(self), *rest
-        if key not in walk.memo:
-            walk.memo[key] = self, method(self, walk, *rest)  # no other cost takes the id of this one
-        return walk.memo[key][1]
-
-    return cast(Method, cached)
-
-
-class LayerCost(Protocol):
-    """The cost of one layer.
-
-    ``forward`` begins with the input held and ends with the output held too, besides what the layer keeps for its
-    backward. ``backward`` begins with the gradient of the output held and ends with that of the input held instead;
-    everything the layer kept, its input included, is released. Both are coroutines, which take their turns where the
-    layer does.
-    """
-
-    def parameters(self) -> dict[str, ParameterSpec]:
-        """Return the parameters by their names in this layer."""
-
-    def weights(self) -> LayerWeights:
-        """Return the names of the streamed weights in their order of use, ``recomputation`` for a full one."""
-
-    def flops(self, length: int) -> float:
-        """Return the floating-point operations of one forward of one sample, over all devices."""
-
-    async def forward(self, walk: Walk) -> None: ...
-
-    async def backward(self, walk: Walk) -> None: ...
-
-
-class BlockCost(LayerCost, Protocol):
-    """A layer that may be recomputed. ``keep`` false: only the output stays held after the forward. ``recomputing``:
-    the forward stops where the backward has all it needs, and its output is not held."""
-
-    async def forward(self, walk: Walk, keep: bool = True, recomputing: bool = False) -> None: ...
-
-    def gather_gradient(self, walk: Walk) -> object:
-        """Start the collective with which the backward begins before it recomputes the block; None: there is none."""
-
-    async def backward(self, walk: Walk, gathering: object = None) -> None:
-        """``gathering``: what ``gather_gradient`` has started."""
-
-
 STREAM = "stream"
+BLOCKS = "blocks"  # the layer of a model that consists of its blocks
 
 
 @dataclass(frozen=True)
@@ -194,56 +60,96 @@ def residual_stream(hidden: int) -> EdgeTensor:
     )
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A layer in its place: ``name`` is the prefix of its parameters' names, such as ``blocks.3``, or empty.
+class Tensors(NamedTuple):
+    """The tensors other than the stream that a unit passes on to later units, and those that it takes from earlier."""
 
-    ``produces`` and ``uses`` name the tensors other than the stream that it passes on to later units and takes from
-    earlier ones (``Description.tensors``).
-    """
-
-    name: str
-    layer: LayerCost
-    block: bool = False  # may be recomputed, cached and cut off into a stage of its own
     produces: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
 
-    def qualified(self, name: str) -> str:
-        """Return the global name of one of the layer's parameters. A leading dot marks a name that is global."""
-        if name.startswith("."):
-            return name[1:]
-        return f"{self.name}.{name}" if self.name else name
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest part of a model that a stage can have: a block, all layers before the blocks, or all behind them.
+
+    Attributes:
+        name: the prefix of a block's parameters, such as ``blocks.3``; empty for the layers around the blocks.
+        part: the unit as a part of the model.
+        kind: equal blocks have the same one; None for the layers around the blocks.
+        tensors: that it passes on and takes.
+    """
+
+    name: str
+    part: Part
+    kind: Hashable
+    tensors: Tensors
+
+    @property
+    def block(self) -> bool:
+        """Whether it may be recomputed, cached and cut off into a stage of its own."""
+        return bool(self.part.blocks)
 
 
-class Part(NamedTuple):
-    """Consecutive units of a model, which a model chunk of a stage computes."""
+_STREAM_ALONE = Tensors()
 
-    begins: bool  # has the first unit, which takes the batch
-    blocks: range  # indices of its blocks among the model's
-    ends: bool  # has the last unit, which computes the loss
+
+def units_of(
+    kinds: Sequence[Hashable],
+    first: Tensors = _STREAM_ALONE,
+    blocks: Sequence[Tensors] = (),
+    last: Tensors = _STREAM_ALONE,
+) -> tuple[Unit, ...]:
+    """Return the units of a model.
+
+    Args:
+        kinds: of its blocks.
+        first: the tensors of the layers before the blocks.
+        blocks: the tensors of each block; empty: no block has any.
+        last: the tensors of the layers behind the blocks.
+    """
+    return (
+        Unit("", Part(True, (), False), None, first),
+        *(
+            Unit(f"{BLOCKS}.{index}", Part(False, (index,), False), kind, blocks[index] if blocks else _STREAM_ALONE)
+            for index, kind in enumerate(kinds)
+        ),
+        Unit("", Part(False, (), True), None, last),
+    )
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model without torch.
+    """A model without torch, or a stage of one.
 
     Attributes:
-        units: layers and blocks in the order of execution. Equal blocks should share one layer object.
+        model: returns the spec of some parts of the model.
+        parts: its units in the order of execution, by the parts that a stage computes; a whole model is one part.
         rules: what the grid has to divide, in the user's terms.
         tensors: what units pass on, by name. ``STREAM`` goes from each unit to the next one; other tensors go from the
             unit that produces them to those that use them. A model need not have a stream.
-        whole: names of the blocks whose weights are whole on every rank of z.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
+        loss_chunks: ``train.loss_chunks``.
+        whole: names of the blocks whose weights are whole on every rank of z.
         copied: parameters that units use and that belong to units of other stages.
     """
 
-    units: tuple[Unit, ...]
+    model: Callable[[Sequence[Part]], ModelSpec]
+    parts: tuple[tuple[Unit, ...], ...]
     rules: tuple[Divisibility, ...]
     tensors: Mapping[str, EdgeTensor]
     model_flops: Callable[[int, int], float] | None = None
+    loss_chunks: int = 1
     whole: frozenset[str] = frozenset()
     copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All units in the order of execution."""
+        return tuple(unit for part in self.parts for unit in part)
+
+    @cached_property
+    def blocks(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.block)
 
     def crossing(self, parts: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, ...]]:
         """Return the names of the tensors on each edge between parts of this whole model.
@@ -257,28 +163,44 @@ class Description:
         names = {(place, place + 1): [STREAM] for place in chain}
         part_of = {unit: place for place, (first, stop) in enumerate(parts) for unit in range(first, stop)}
         for name in [name for name in self.tensors if name != STREAM]:
-            (producer,) = (index for index, unit in enumerate(self.units) if name in unit.produces)
-            for user in (index for index, unit in enumerate(self.units) if name in unit.uses):
+            (producer,) = (index for index, unit in enumerate(self.units) if name in unit.tensors.produces)
+            for user in (index for index, unit in enumerate(self.units) if name in unit.tensors.uses):
                 assert producer < user, f"unit {user} uses {name}, which unit {producer} produces only later"
                 edge = part_of[producer], part_of[user]
                 if edge[0] != edge[1] and name not in names.setdefault(edge, []):
                     names[edge].append(name)
         return {edge: tuple(names[edge]) for edge in sorted(names)}
 
+    def received(self, part: Sequence[Unit]) -> tuple[str, ...]:
+        """Return the names of the tensors that a part takes from earlier parts."""
+        produced = {name for unit in part for name in unit.tensors.produces}
+        used = dict.fromkeys(name for unit in part for name in unit.tensors.uses if name not in produced)
+        streams = STREAM in self.tensors and not part[0].part.begins
+        return ((STREAM,) if streams else ()) + tuple(used)
+
+    # ---------------------------------------------------------------------------------------- parameters
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The spec of the layers of all units."""
+        return self.model([joined(part) for part in self.parts])
+
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Every parameter by its global name, in the model's order."""
-        specs: dict[str, ParameterSpec] = {}
-        per_kind: dict[tuple[int, bool], dict[str, ParameterSpec]] = {}
-        for unit in self.units:
-            # Equal blocks share their specs, so that counting them is fast.
-            kind = id(unit.layer), unit.name in self.whole
-            if kind not in per_kind:
-                own = unit.layer.parameters()
-                whole = {name: spec.whole() for name, spec in own.items() if spec.streamed and kind[1]}
-                per_kind[kind] = own | whole
-            specs |= {unit.qualified(name): spec for name, spec in per_kind[kind].items()}
-        return specs | dict(self.copied)
+        """Every parameter by its global name, in the model's order; copies of those of other stages are the last."""
+        replaced: dict[int, ParameterSpec] = {}  # equal blocks share their specs, so that counting them is fast
+        found: dict[str, ParameterSpec] = {}
+        for name, spec in self.spec.all_parameters.items():
+            if name in self.copied:
+                continue
+            if spec.streamed and self.whole and _unit_name(name) in self.whole:
+                spec = replaced.setdefault(id(spec), spec.whole())
+            found[name] = spec
+        return found | dict(self.copied)
+
+    def parameters_of(self, unit: Unit) -> list[str]:
+        """Return the names of the parameters of a unit of this description, with copies."""
+        return list(self.model([unit.part]).all_parameters)
 
     @cached_property
     def whole_weights(self) -> frozenset[str]:
@@ -306,9 +228,12 @@ class Description:
         """The number of elements of all parameters, without padding."""
         return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts)
 
+    # ------------------------------------------------------------------------------------ weights and FLOPs
+
     @cached_property
-    def blocks(self) -> tuple[Unit, ...]:
-        return tuple(unit for unit in self.units if unit.block)
+    def probe(self) -> Probe:
+        """What its units do."""
+        return Probe(self)
 
     def cached_units(self, cache_layers: int | str | None) -> frozenset[str]:
         """Return the names of the units that ``parallel.cache_layers`` keeps: the last blocks, or all units."""
@@ -319,7 +244,7 @@ class Description:
     def weights_of(self, units: Collection[str]) -> frozenset[str]:
         """Return the names of all weights that some units take from the stream."""
         chosen = [unit for unit in self.units if unit.name in units]
-        return frozenset(unit.qualified(name) for unit in chosen for name in unit.layer.weights().forward)
+        return frozenset(name for unit in chosen for name in self.probe.weights(unit).forward)
 
     def chunk_terms(self, count: int) -> dict[str, int]:
         """Return the number of chunks that use a weight, and add a term to its gradient, where there are several.
@@ -330,29 +255,17 @@ class Description:
 
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
         """Return the weights that each unit takes from the stream; with ``recompute``, blocks are recomputed."""
-        result: list[LayerWeights] = []
-        for unit in self.units:
-            phases = [tuple(map(unit.qualified, names)) for names in unit.layer.weights()]
-            if not (recompute and unit.block):
-                phases[1] = ()
-            result.append(LayerWeights(*phases))
-        return result
-
-    @cached_property
-    def kinds(self) -> dict[str, int]:
-        """A number for each unit by its name; equal layers have the same one."""
-        kinds: dict[LayerCost, int] = {}
-        return {unit.name: kinds.setdefault(unit.layer, len(kinds)) for unit in self.units}
+        return [self.probe.weights(unit, recompute) for unit in self.units]
 
     @cached_property
     def contributions(self) -> Counter[str]:
         """Number of terms that one microbatch adds to the gradient of each parameter: 2 for tied weights."""
         counts = Counter(self.parameters.keys())
-        own = {unit.qualified(name) for unit in self.units for name in unit.layer.parameters()}
         for unit in self.units:
-            for name in unit.layer.weights().forward:
-                if name.startswith(".") and unit.qualified(name) in own:
-                    counts[unit.qualified(name)] += 1
+            if not unit.block:
+                counts.update(name for name in self.probe.weights(unit).forward if self.parameters[name].streamed)
+        streamed = {name for unit in self.units if not unit.block for name in self.probe.weights(unit).forward}
+        counts.subtract(streamed)
         return counts
 
     def stage(self, parts: Iterable[tuple[int, int]]) -> Description:
@@ -360,23 +273,23 @@ class Description:
 
         It has a copy of each parameter that it uses and that another stage has: a tied weight.
         """
-        units = tuple(unit for first, stop in parts for unit in self.units[first:stop])
-        stage = replace(self, units=units, model_flops=None)
-        used = [unit.qualified(name) for unit in units for name in unit.layer.weights().forward]
-        return replace(stage, copied={name: self.parameters[name] for name in used if name not in stage.parameters})
+        chosen = tuple(self.units[first:stop] for first, stop in parts)
+        stage = replace(self, parts=chosen, model_flops=None)
+        begins = any(part[0].part.begins for part in chosen)
+        first = {} if begins else self.model([self.units[0].part]).all_parameters
+        copied = {name: self.parameters[name] for name in stage.spec.all_parameters if name in first}
+        return replace(stage, copied=copied)
 
     def part(self, first: int, stop: int) -> Part:
         """Return the part from unit ``first`` up to, not including, ``stop``."""
-        before = sum(unit.block for unit in self.units[:first])
-        inside = sum(unit.block for unit in self.units[first:stop])
-        return Part(first == 0, range(before, before + inside), stop == len(self.units))
+        return joined(self.units[first:stop])
 
     def with_blocks(self, names: Iterable[str]) -> Description:
         """Return the same model with only some of its blocks. The planner asks for the same ones on every grid."""
         wanted = frozenset(names)
         if wanted not in self._reduced:
-            units = tuple(unit for unit in self.units if not unit.block or unit.name in wanted)
-            self._reduced[wanted] = replace(self, units=units)
+            parts = (tuple(unit for unit in part if not unit.block or unit.name in wanted) for part in self.parts)
+            self._reduced[wanted] = replace(self, parts=tuple(part for part in parts if part))
         return self._reduced[wanted]
 
     @cached_property
@@ -387,11 +300,22 @@ class Description:
         """Return the FLOPs of one training step, forward and backward, without recomputation."""
         if self.model_flops is not None:
             return self.model_flops(samples, length)
-        return 3 * samples * sum(unit.layer.flops(length) for unit in self.units)
+        return 3 * samples * sum(self.probe.flops(unit, length) for unit in self.units)
 
     def hardware_flops(self, samples: int, length: int) -> float:
         """Return the FLOPs of a step whose blocks are computed once more in the backward (Narayanan et al.)."""
         return self.training_flops(samples, length) * 96 / 72
+
+
+def joined(units: Sequence[Unit]) -> Part:
+    """Return the part that consists of some units."""
+    blocks = tuple(index for unit in units for index in unit.part.blocks)
+    return Part(units[0].part.begins, blocks, units[-1].part.ends)
+
+
+def _unit_name(parameter: str) -> str:
+    """Return the name of the block that has a parameter, if one does."""
+    return ".".join(parameter.split(".")[:2])
 
 
 def copied_parameters(stages: Sequence[Description]) -> list[tuple[str, int, int, ParameterSpec]]:

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt4d.config import Config, ModelConfig
-from gpt4d.model.description import Description, Part
+from gpt4d.model.description import Description
 
 if TYPE_CHECKING:  # families are described without torch; only building a model needs it
     import torch
-    from torch import nn
-
-    from gpt4d.parallel.weights import WeightStream
 
 
 class HuggingFaceAdapter(Protocol):
@@ -77,8 +74,6 @@ class Family:
         unit: the unit of progress: tokens, or images.
         check: raises ConfigError for settings that are impossible on any grid.
         describe: returns the torch-free description for given settings.
-        build: returns parts of the model, whose parameters a weight stream creates, their values unset. It imports
-            torch.
         hugging_face: returns the adapter to transformers or diffusers, if there is one. It may import that library.
         hf_model_types: kinds of models that the adapter reads: ``model_type`` of transformers, ``_class_name`` of
             diffusers.
@@ -91,7 +86,6 @@ class Family:
     unit: str
     check: Callable[[Config], None]
     describe: Callable[[Any], Description]
-    build: Callable[[Any, "WeightStream", Sequence[Part]], "nn.Module"]
     hugging_face: Callable[[], HuggingFaceAdapter] | None = None
     hf_model_types: tuple[str, ...] = ()
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.attention import AttentionCore
+from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layout import spec_of
 
@@ -28,5 +28,5 @@ def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
             if spec.mean:
                 used.add_(spec.mean)
     for name, module in model.named_modules():
-        if isinstance(module, AttentionCore) or isinstance(getattr(module, "spec", None), DropoutSpec):
+        if isinstance(getattr(module, "spec", None), AttentionSpec | DropoutSpec):
             module.key = random.key(seed, name)

@@ -1,13 +1,14 @@
 """The registry of model families: the only place that knows them by name, and the only one that builds models."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, get_type_hints
 
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, register_model
 from gpt4d.model import gpt2, llama, unet
-from gpt4d.model.description import Description, Part
+from gpt4d.model.description import Description
 from gpt4d.model.family import Family
-from gpt4d.model.head_costs import with_loss_chunks
+from gpt4d.model.parts import Part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,8 +86,7 @@ def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description
     ``grids``: the grids of all stages, for which the model is padded. The configuration of a plan needs no grids.
     """
     description = describe(config.model.on_grids(grids)).with_whole_layers(config.parallel.whole_layers)
-    chunks = config.train.loss_chunks
-    return description if chunks == 1 else with_loss_chunks(description, chunks)
+    return replace(description, loss_chunks=config.train.loss_chunks)
 
 
 def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | None = None) -> "nn.Module":
@@ -94,11 +94,10 @@ def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | 
 
     Its values are unset until ``gpt4d.model.init.initialize``.
     """
-    family = of(config)
-    if parts is None:
-        description = family.describe(config)
-        parts = [description.part(0, len(description.units))]
-    model = family.build(config, weights, parts)
+    from gpt4d.model.module import Model  # imports torch
+
+    description = of(config).describe(config)
+    model = Model(description.model(parts or [description.part(0, len(description.units))]), weights)
     weights.bind(dict(model.named_parameters()))
     return model
 

@@ -2,35 +2,63 @@
 
 In the backward, autograd runs the nodes that are ready in the reverse of their order of creation, so the turns of the
 forward decide which chunk computes while the gradients of another are summed (gpt4d.parallel.layers.product).
+No torch here.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
+from gpt4d.parallel.function import TorchFunction, planned_kernel
 from gpt4d.parallel.turns import run
-from gpt4d.parallel.weights import WeightStream
+
+Tensors = dict[str, Any]
+
+
+@planned_kernel
+def joined(*chunks):
+    """Return chunks one after another, along dim 0."""
+    return chunks[0].like((sum(chunk.shape[0] for chunk in chunks), *chunks[0].shape[1:]))
+
+
+class JoinFunction(TorchFunction):
+    """Chunks one after another. The gradients of the chunks share the memory of the whole gradient."""
+
+    torch_name = "join"
+
+    @staticmethod
+    def forward(ctx, *chunks):
+        ctx.shapes = [chunk.shape for chunk in chunks]
+        return joined(*chunks)
+
+    @staticmethod
+    def backward(ctx, d_whole):
+        return tuple(d_whole.alias(shape=shape) for shape in ctx.shapes)
+
+
+def join(*chunks: Any) -> Any:
+    """Return chunks one after another, along dim 0."""
+    return JoinFunction.apply(*chunks)
 
 
 class Node(NamedTuple):
     """A block in a graph of blocks: the names of the tensors that it takes, and of the one that it returns.
 
-    Its ``forward`` is a coroutine from these tensors, in this order, and what all blocks take.
+    A call of it is a coroutine from these tensors, in this order, and what all blocks take.
     """
 
-    block: nn.Module
+    block: Any
     uses: tuple[str, ...]
     produces: str
 
 
-def run_blocks(weights: WeightStream, blocks: Iterable[nn.Module], x: torch.Tensor, *others) -> torch.Tensor:
+def run_blocks(weights: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
     """Call blocks one after another on the chunks of a microbatch and return the output of the last one.
 
     Args:
         weights: as for ``run_graph``.
-        blocks: modules whose ``forward`` is a coroutine from ``x`` and ``others`` to the next block's ``x``.
+        blocks: coroutine functions from ``x`` and ``others`` to the next block's ``x``.
         x: activations, cut along dim 0.
         others: as for ``run_graph``.
     """
@@ -38,18 +66,14 @@ def run_blocks(weights: WeightStream, blocks: Iterable[nn.Module], x: torch.Tens
 
 
 def run_graph(
-    weights: WeightStream,
-    nodes: Sequence[Node],
-    tensors: Mapping[str, torch.Tensor],
-    results: Collection[str],
-    *others,
-) -> dict[str, torch.Tensor]:
+    weights: Any, nodes: Sequence[Node], tensors: Mapping[str, Any], results: Collection[str], *others: Any
+) -> Tensors:
     """Call the blocks of a graph in their order on the chunks of a microbatch and return the tensors ``results``.
 
     Chunks may be in different blocks at the same time, unless blocks are recomputed: they are recomputed one by one.
 
     Args:
-        weights: the stream of the blocks, which decides the number of chunks and whether blocks are recomputed.
+        weights: the context of the blocks, which decides the number of chunks and whether blocks are recomputed.
         nodes: the blocks.
         tensors: what they use besides their own outputs, by name; cut along dim 0.
         results: names of tensors, given or produced.
@@ -70,10 +94,7 @@ def run_graph(
                 chunk |= output
     else:
         chunks = _run_chunks(nodes, alive, chunks, rest)
-    return {name: torch.cat([chunk[name] for chunk in chunks]) if count > 1 else chunks[0][name] for name in results}
-
-
-Tensors = dict[str, torch.Tensor]
+    return {name: join(*[chunk[name] for chunk in chunks]) if count > 1 else chunks[0][name] for name in results}
 
 
 def _alive_after(nodes: Sequence[Node], results: Collection[str]) -> list[set[str]]:

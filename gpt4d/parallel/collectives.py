@@ -16,6 +16,7 @@ from torch import nn
 from gpt4d.parallel import limits, shared_memory
 from gpt4d.parallel.function import MAX, SUM
 from gpt4d.parallel.hosts import Hosts, Piece
+from gpt4d.parallel.pending import Pending
 from gpt4d.parallel.shared_memory import SharedMemory
 from gpt4d.parallel.traffic import InFlightCollective, Traffic, Works
 
@@ -42,13 +43,13 @@ class Axis:
     transport: SharedMemory | Hosts | None = None  # between CPUs; None if that of the group serves all collectives
     traffic: Traffic = field(default_factory=Traffic)
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> "Pending":
+    def start_all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> Pending:
         return start_all_reduce(tensor, self, op, parameter=parameter)
 
-    def start_all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> "Pending":
+    def start_all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
         return start_all_gather(shard, self, parameter=parameter)
 
-    def start_reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> "Pending":
+    def start_reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
         return start_reduce_scatter(full, self, parameter=parameter)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
@@ -59,35 +60,6 @@ class Axis:
 
     def reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_reduce_scatter(full, parameter).wait()
-
-
-class Pending:
-    """A collective in flight. ``wait`` returns its result, the same at each call."""
-
-    def __init__(
-        self,
-        result: torch.Tensor,
-        run: InFlightCollective | None = None,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        source: torch.Tensor | None = None,
-    ):
-        self.result, self.run, self.finish = result, run, finish
-        self.source = source  # what is sent must stay in memory until then
-
-    def wait(self) -> torch.Tensor:
-        if self.run is not None:
-            self.run.wait()
-            if self.finish is not None:
-                self.result = self.finish(self.result)
-            self.run = self.finish = self.source = None
-        return self.result
-
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Pending":
-        """Return the same collective with ``change`` applied to its result."""
-        if self.run is None:
-            return Pending(change(self.result))
-        finish = self.finish or (lambda result: result)
-        return Pending(self.result, self.run, lambda result: change(finish(result)), self.source)
 
 
 def _trace(start: Callable[..., Pending]) -> Callable[..., Pending]:

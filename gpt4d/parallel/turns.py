@@ -1,8 +1,8 @@
 """Coroutines that take turns, one for each chunk of a microbatch (ATP paper, §4.1).
 
 Layers and blocks are coroutines that give their turn away, ``await Turn()``, between the start of a collective and the
-first use of its result, so that the other chunks compute meanwhile. No torch here: the planner runs the costs of layers
-in the same turns.
+first use of its result, so that the other chunks compute meanwhile. No torch here: the planner runs layers on
+symbolic tensors in the same turns.
 """
 
 from collections.abc import Coroutine, Generator, Iterable

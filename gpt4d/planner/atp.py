@@ -70,8 +70,8 @@ def all_reduced_elements(description: Description, samples: int, length: int) ->
     those of layers that return to it (2h). The paper counts as much for the backward; the layers send a little less.
     """
     summed = Counter[str | None]()
-    for product, blocks, _ in products(description):
-        summed[product.split.contracted] += blocks * product.global_sizes(length).output
+    for product, blocks, _ in products(description, length):
+        summed[product.split.contracted] += blocks * product.output
     return 2 * samples * summed["x"], 2 * samples * summed["y"]
 
 

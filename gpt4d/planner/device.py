@@ -5,8 +5,10 @@ another, overlapped with the computation as far as ``hidden`` allows. A short co
 norm, does not wait behind a long one of another axis: they share the channel.
 """
 
+import itertools
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.parallel import limits
@@ -50,8 +52,11 @@ class PendingCollective(NamedTuple):
 class Device:
     """Clock, traffic and memory of one device. Times in seconds, sizes in bytes."""
 
-    def __init__(self, cluster: ClusterConfig, links: Links):
-        self.links = links
+    def __init__(self, cluster: ClusterConfig, links: Links, compiled: bool = False):
+        self.links, self.compiled, self.is_cpu = links, compiled, cluster.device == "cpu"
+        self.plans: dict[tuple, Any] = {}  # gpt4d.parallel.symbolic.SymbolicDevice
+        self.numbers: Iterator[int] = itertools.count()
+        self.records, self.recomputation = True, None
         self.s_per_flop = 1e-12 / cluster.matmul_tflops
         self.s_per_byte = 1e-9 / cluster.memory_gb_s
         self.operation_s = cluster.operation_us / 1e6

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, PipelineConfig
 from gpt4d.model import registry
-from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, Unit
+from gpt4d.parallel.symbolic_context import MASTER_BYTES
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk
@@ -151,7 +151,7 @@ class Estimate:
     def _kind(self, block: Unit) -> tuple:
         """Return the kind of a block: blocks with the same cost that are cached and split alike are of one kind."""
         whole = block.name in self.description.whole
-        return self.description.kinds[block.name], block.name in self.cached, whole
+        return block.kind, block.name in self.cached, whole
 
     def _first_of_each_kind(self, limit: int) -> list[Unit]:
         counts: Counter[tuple] = Counter()
@@ -247,8 +247,9 @@ class Estimate:
 
         def added(blocks: Collection[Unit]) -> tuple[float, ...]:
             step = self._walk(micro_batch, blocks)
-            step.run(3, continued=True)  # gradients leave in the last of them; the first begins with idle links
-            first, second, _ = step.after_microbatch
+            # The first of three begins with idle links; gradients leave in the last one.
+            step.run(3, continued=True, last=2)
+            first, second = step.after_microbatch
             (forward_end_s, kept), (backward_end_s, delayed) = step.after_forward[1], step.after_backward[1]
             seconds = forward_end_s - first[0], backward_end_s - forward_end_s
             return *seconds, kept, delayed, *_sum(second, first, -1)

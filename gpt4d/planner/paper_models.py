@@ -7,28 +7,26 @@ has.
 
 from collections import Counter
 from collections.abc import Collection
-from typing import cast
 
 from gpt4d.config import Config, GridSizes
-from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description
-from gpt4d.model.product_costs import GlobalSizes, ProductCost
-from gpt4d.model.residual import ProductBlock, ResidualBlock
-from gpt4d.parallel.layers.specs import Axes
+from gpt4d.model.probe import Product
 from gpt4d.parallel.stage_plan import strides
+from gpt4d.parallel.symbolic_context import MASTER_BYTES
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes, step_flops
 
 
-def products(description: Description, cached: Collection[str] = ()) -> list[tuple[ProductCost, int, int]]:
+def products(description: Description, length: int, cached: Collection[str] = ()) -> list[tuple[Product, int, int]]:
     """Return the products of blocks, each with the number of blocks that have it and of those in ``cached``."""
-    blocks = Counter(block.layer for block in description.blocks)
-    kept = Counter(block.layer for block in description.blocks if block.name in cached)
+    blocks = Counter(block.kind for block in description.blocks)
+    kept = Counter(block.kind for block in description.blocks if block.name in cached)
+    first = {block.kind: block for block in reversed(description.blocks)}
     return [
-        (product, n, kept[block])
-        for block, n in blocks.items()
-        for product in cast(ResidualBlock | ProductBlock, block).products
+        (product, n, kept[kind])
+        for kind, n in blocks.items()
+        for product in description.probe.products(first[kind], length)
     ]
 
 
@@ -43,23 +41,22 @@ def bandwidths(
 
 
 def product_bytes(
-    whole: GlobalSizes, samples: float, split: Axes, sizes: GridSizes, element: int, gradient: int
+    product: Product, samples: float, sizes: GridSizes, element: int, gradient: int
 ) -> dict[str, dict[str, float]]:
     """Return the bytes a rank sends for one product, by axis and collective (Eq. 4-8).
 
     Args:
-        whole: the product of one sample over all devices: m·k, m·n and k·n elements in the paper's notation.
+        product: of m·k, m·n and k·n elements in the paper's notation.
         samples: per data-parallel group.
-        split: the axes of its input's and its output's features.
         sizes: the grid.
         element: bytes per element of activations and gathered weights.
         gradient: bytes per element of weight gradients.
     """
-    contracted, produced = (1 if axis is None else getattr(sizes, axis) for axis in split)
-    weight = whole.weight / (contracted * produced)
-    output = sent_bytes("all_reduce", contracted, samples * whole.output / (sizes.z * produced) * element)
-    of_input = sent_bytes("all_reduce", produced, samples * whole.input / (sizes.z * contracted) * element)
-    along = {split.contracted: {"forward": output}, split.produced: {"backward": of_input}}
+    contracted, produced = (1 if axis is None else getattr(sizes, axis) for axis in product.split)
+    weight = product.weight / (contracted * produced)
+    output = sent_bytes("all_reduce", contracted, samples * product.output / (sizes.z * produced) * element)
+    of_input = sent_bytes("all_reduce", produced, samples * product.input / (sizes.z * contracted) * element)
+    along = {product.split.contracted: {"forward": output}, product.split.produced: {"backward": of_input}}
     return {
         "z": {
             "all_gather": sent_bytes("all_gather", sizes.z, weight / sizes.z * element),
@@ -88,9 +85,8 @@ def communication(config: Config, description: Description, sizes: GridSizes, aw
     recompute = config.train.activation_checkpointing == "full"
     cached = description.cached_units(config.parallel.cache_layers)
     sent = dict.fromkeys(sizes._asdict(), 0.0)
-    for product, blocks, kept in products(description, cached):
-        whole = product.global_sizes(length)
-        for axis, kinds in product_bytes(whole, samples, product.split, sizes, e, MASTER_BYTES).items():
+    for product, blocks, kept in products(description, length, cached):
+        for axis, kinds in product_bytes(product, samples, sizes, e, MASTER_BYTES).items():
             for kind, nbytes in kinds.items():
                 sent[axis] += nbytes * blocks
                 if recompute and kind == "forward":

@@ -9,7 +9,6 @@ from typing import Any
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
 from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
-from gpt4d.model.costs import MASTER_BYTES
 from gpt4d.model.description import Description, copied_parameters
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.cuts import balanced
@@ -18,6 +17,7 @@ from gpt4d.parallel.pipeline.program import link_name
 from gpt4d.parallel.pipeline.schedule import peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.stage_plan import StagePlan
+from gpt4d.parallel.symbolic_context import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
@@ -42,7 +42,7 @@ def stage_parts(config: Config, description: Description) -> list[tuple[tuple[in
             f"{len(places) + 1} block(s), and each part needs one; use fewer"
         )
     if pipeline.cuts is None:
-        work = [unit.layer.flops(config.train.seq_len) for unit in units]
+        work = [description.probe.flops(unit, config.train.seq_len) for unit in units]
         begins = balanced(work, count, places)
     else:
         begins = [places[block - 1] for block in _cut_blocks(pipeline.cuts, count, len(places) + 1)]
@@ -95,8 +95,8 @@ class PipelineEstimate:
     def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...]) -> Estimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
-        kinds, whole = self.description.kinds, self.description.whole
-        layers = tuple((kinds[unit.name], unit.name in whole) for unit in units)
+        whole = self.description.whole
+        layers = tuple((unit.kind, unit.part.begins, unit.part.ends, unit.name in whole) for unit in units)
         key = stage.sizes, layers, splits_backwards(self.config), self.devices
         if key not in self._known:
             self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts), world=self.devices)

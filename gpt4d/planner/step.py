@@ -1,111 +1,23 @@
-"""A walk through a training step on one device: products, collectives and kept activations, layer by layer.
+"""A training step on one device: the model's own layers, on symbolic tensors.
 
-The layers come from a description (gpt4d.model.description); tests compare the walk with what a run counts.
+The layers come from a description (gpt4d.model.description); tests compare the step with what a run counts.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 from gpt4d.config import Config, GridSizes
-from gpt4d.model.costs import MASTER_BYTES
-from gpt4d.model.description import BlockCost, Description, Unit
-from gpt4d.parallel.layers.specs import head_axes
+from gpt4d.model.description import BLOCKS, Description, EdgeTensor, Unit, joined
+from gpt4d.parallel import tape
+from gpt4d.parallel.function import Function
+from gpt4d.parallel.layout import CHUNK
 from gpt4d.parallel.order import weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
-from gpt4d.parallel.turns import Turn, run
+from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.symbolic_context import MASTER_BYTES, MASTER_DTYPE, SymbolicContext, SymbolicLayer
 from gpt4d.planner.device import Device, Links
-from gpt4d.planner.parameters import PlannedGradients, PlannedWeights
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
-
-
-class ChunkWalk:
-    """A chunk of a microbatch, as gpt4d.model.description.Walk, the protocol that layers use.
-
-    Args:
-        step: the walk through the step, whose device computes the chunk.
-        samples: of the chunk.
-        first: whether it is the first chunk: the last in the backward, where gradients of vectors are complete.
-    """
-
-    def __init__(self, step: "StepWalk", samples: int, first: bool = True):
-        self.step, self.samples, self.first = step, samples, first
-        self.sizes, self.overlap, self.element_bytes = step.sizes, step.overlap, step.element_bytes
-        self.dtype = "float32" if self.element_bytes == MASTER_BYTES else "bfloat16"
-        self.length, self.tokens = step.length, samples * step.length
-        self.sequence_parallel = step.sequence_parallel
-        self.compiled = compiles(step.config)
-        self.adds_products = step.config.cluster.device == "cuda"
-        self.recomputes_inputs = step.config.train.activation_checkpointing == "selective"
-        self.stream_tokens = self.tokens // (self.sizes.x if self.sequence_parallel else 1)
-        self.device = device = step.device
-        self.compute, self.scratch = device.compute, device.scratch
-        self.wait, self.do = device.wait, device.do
-        self.memo: dict[tuple, Any] = {}
-        self.plans: dict[tuple, Any] = {}
-        self.held = 0  # by layers: not gathered weights, not gradients
-        self.unit: Unit = step.description.units[0]  # where the walk is
-        self.held_by_omitted: dict[str, int] = {}
-
-    @property
-    def recomputed(self) -> bool:
-        return self.step.recompute and self.unit.block
-
-    def size(self, axis: str | None) -> int:
-        return 1 if axis is None else getattr(self.sizes, axis)
-
-    def head_axes(self, heads: int, stream: str = "y") -> tuple[str, ...]:
-        return head_axes(heads, self.sizes.x, self.sizes.y, self.step.config.parallel.scatter_heads, stream)
-
-    def start(self, kind: str, axis: str | None, nbytes: float) -> object:
-        return None if axis is None else self.device.start(kind, axis, nbytes)
-
-    async def turn(self, collective: object = None) -> None:
-        if self.step.num_chunks > 1:
-            await Turn()
-        self.wait(collective)
-
-    def hold(self, nbytes: int) -> None:
-        self.held += nbytes
-        self.device.hold(nbytes)
-
-    def release(self, nbytes: int) -> None:
-        self.held -= nbytes
-        self.device.release(nbytes)
-
-    def gather(self, weight: str) -> None:
-        self.step.weights.schedule.gather(self.unit.qualified(weight))
-
-    def multiplied(self) -> None:
-        self.step.weights.multiplied()
-
-    def compute_weight_gradient(self, compute: Callable[[], None], kept: int) -> None:
-        if self.step.splits_backwards:
-            self.device.hold(kept)
-            self.step.delayed.append(_Delayed(self, self.unit, compute, kept))
-        else:
-            compute()
-
-    def has_earlier_sum(self, weight: str) -> bool:
-        return self.step.weights.has_earlier_sum(self.unit.qualified(weight))
-
-    def scatter(self, weight: str, added: bool = False) -> None:
-        self.step.weights.scatter(self.unit.qualified(weight), added)
-
-    def add_gradient(self, parameter: str) -> None:
-        if self.first:
-            name, gradients = self.unit.qualified(parameter), self.step.gradients
-            self.device.hold(gradients.elements[name] * MASTER_BYTES)
-            gradients.add(name)
-
-
-class _Delayed(NamedTuple):
-    """The gradient of a weight, which is computed after the backward."""
-
-    walk: ChunkWalk
-    unit: Unit
-    compute: Callable[[], None]
-    kept: int  # bytes, for it
 
 
 class StepWalk:
@@ -136,11 +48,8 @@ class StepWalk:
         continued_bytes: int = 0,
     ):
         self.config, self.description, self.sizes, self.omitted = config, description, sizes, omitted or {}
-        self.recompute = config.train.activation_checkpointing == "full"
-        self.overlap, self.num_chunks = config.parallel.overlap, config.parallel.chunks
-        self.sequence_parallel = config.parallel.sequence_parallel and sizes.x > 1
-        self.device = Device(config.cluster, links)
-        self.element_bytes = compute_bytes(config)
+        self.device = Device(config.cluster, links, compiles(config))
+        self.dtype = "float32" if compute_bytes(config) == MASTER_BYTES else "bfloat16"
         self.length, self.micro_batch = config.train.seq_len, micro_batch
         weights = description.weights_of(cached)
         for_step = config.parallel.cache_scope == "step"
@@ -150,143 +59,194 @@ class StepWalk:
             gradient_bytes = training_state(description, sizes, shard_states=False)["gradients"]
         self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
         self.splits_backwards = splits_backwards(config)
-        self.delayed: list[_Delayed] = []
 
-    def run(self, microbatches: int, continued: bool = False) -> Device:
-        """Walk through microbatches and the update that follows them; ``continued``: the step has had earlier ones."""
+    def run(self, microbatches: int, continued: bool = False, last: int | None = None) -> Device:
+        """Compute microbatches and the update that follows them.
+
+        Args:
+            microbatches: how many.
+            continued: the step has had earlier ones.
+            last: the number of the microbatch after which to end, without the update; None: compute all.
+        """
         self.continued = continued
         self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes that layers have kept for the backward
         # Seconds, and bytes kept for weight gradients that are computed later.
         self.after_backward: list[tuple[float, int]] = []
         self.after_microbatch: list[tuple[float, ...]] = []
-        expected = {name: count * microbatches for name, count in self.description.contributions.items()}
-        chunk_terms = self.description.chunk_terms(self.num_chunks)
-        added = {name: expected[name] * chunk_terms.get(name, 1) for name in self.cached_for_step}
-        self.device.hold(self.continued_bytes if continued else 0)
-        self.gradients = PlannedGradients(
-            self.device,
-            self.description.parameters,
+        config, description, device = self.config, self.description, self.device
+        parallel, train = config.parallel, config.train
+        self.context = context = SymbolicContext(
+            device,
             self.sizes,
-            self.overlap.data,
+            description.parameters,
+            parallel.overlap,
             self.gradient_bytes,
-            self.config.optim.shard_states,
-            self.sequence_parallel,
-            expected | dict.fromkeys(self.cached_for_step, 1),
-            self.description.parameters.keys() - self.cached_for_step if continued else (),
+            config.optim.shard_states,
+            compute_dtype=self.dtype,
+            recompute=train.activation_checkpointing == "full",
+            num_chunks=parallel.chunks,
+            scatter_heads=parallel.scatter_heads,
+            sequence_parallel=parallel.sequence_parallel,
+            recompute_inputs=train.activation_checkpointing == "selective",
+            loss_chunks=train.loss_chunks,
         )
-        specs = self.description.parameters
-        streamed = {name: self.gradients.elements[name] for name, spec in specs.items() if spec.streamed}
-        layers = {0: self.description.layer_weights(self.recompute)}
-        order = weight_order(single_stage(microbatches), layers, chunk_terms)
-        self.gradients.sums.start_row_gathers()  # of the step before
-        whole = self.description.whole_weights
-        self.weights = PlannedWeights(self.device, streamed, whole, self.overlap, self.element_bytes, self.gradients)
-        self.weights.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, continued)
-        for _ in range(microbatches):
-            self._microbatch()
-            self.after_microbatch.append(self.device.totals())
-        self.weights.schedule.finish()
-        self.gradients.finish()
-        self.gradients.update()
-        self._forget_walks()
-        return self.device
-
-    def _forget_walks(self) -> None:
-        """Break the reference cycles of the walks, so that the garbage collector need not search for them."""
-        whole, chunks = self.__dict__.pop("_walks")
-        for walk in (whole, *chunks):
-            walk.memo.clear()
-            walk.plans.clear()
-
-    @cached_property
-    def _walks(self) -> tuple[ChunkWalk, list[ChunkWalk]]:
-        """The walk through a microbatch outside of the blocks, and the walks through its chunks in the blocks."""
-        size = self.micro_batch // self.num_chunks
-        chunks = [ChunkWalk(self, size, first=index == 0) for index in range(self.num_chunks)]
-        return ChunkWalk(self, self.micro_batch), chunks
-
-    def _microbatch(self) -> None:
-        whole, chunks = self._walks
-        for walk in (whole, *chunks):
-            walk.held = 0  # gradients that the layers have held belong to the step
-        for units in self._together:
-            run(self._forward(walk, units) for walk in (chunks if units[0].block else [whole]))
-        self.after_forward.append((self.device.now, sum(walk.held for walk in (whole, *chunks))))
-        for units in reversed(self._together):
-            walks = chunks if units[0].block else [whole]
-            if self.recompute and units[0].block:
-                self._recompute_and_backward(walks, units[0])
-            else:
-                run(self._backward(walk, units) for walk in reversed(walks))
-        self.after_backward.append((self.device.now, sum(delayed.kept for delayed in self.delayed)))
-        for delayed in self.delayed:
-            self._at(delayed.walk, delayed.unit)
-            delayed.compute()
-            self.device.release(delayed.kept)
-        self.delayed.clear()
-
-    @cached_property
-    def _together(self) -> list[list[Unit]]:
-        """Units of which chunks may be in different ones at the same time, as gpt4d.parallel.chunks runs them."""
-        together: list[list[Unit]] = []
-        for unit in self.description.units:
-            if unit.block and not self.recompute and together and together[-1][0].block:
-                together[-1].append(unit)
-            else:
-                together.append([unit])
-        return together
-
-    @staticmethod
-    def _at(walk: ChunkWalk, unit: Unit) -> ChunkWalk:
-        walk.unit = unit
-        return walk
-
-    async def _forward(self, walk: ChunkWalk, units: list[Unit]) -> None:
-        for unit in units:
-            before = self._at(walk, unit).held
-            if self.recompute and unit.block:
-                await cast(BlockCost, unit.layer).forward(walk, keep=False)
-            else:
-                await unit.layer.forward(walk)
+        model: Any = SymbolicLayer(description.spec, context)
+        for unit in description.blocks:
             if more := self.omitted.get(unit.name):
-                kept = sum(map(self.weights.kept_bytes, self._weights(unit))) if walk.first else 0
-                walk.held_by_omitted[unit.name] = more * (walk.held - before + kept)
-                self.device.hold(walk.held_by_omitted[unit.name])
+                blocks, (index,) = getattr(model, BLOCKS), unit.part.blocks
+                setattr(blocks, str(index), _WithOmitted(getattr(blocks, str(index)), self, unit, more))
+        expected = {name: count * microbatches for name, count in description.contributions.items()}
+        chunk_terms = description.chunk_terms(parallel.chunks)
+        added = {name: expected[name] * chunk_terms.get(name, 1) for name in self.cached_for_step}
+        layers = {0: description.layer_weights(context.recompute)}
+        order = weight_order(single_stage(microbatches), layers, chunk_terms)
+        sums = context.reduction.sums
+        sums.begin(expected | dict.fromkeys(self.cached_for_step, 1))
+        sums.start_row_gathers()  # of the step before
+        earlier = self._continue() if continued else None
+        context.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, earlier)
+        for _ in range(last or microbatches):
+            self._microbatch(model)
+            self.after_microbatch.append(device.totals())
+        if last:
+            return device
+        context.schedule.finish()
+        context.reduction.finish()
+        context.reduction.update()
+        return device
 
-    def _recompute_and_backward(self, walks: list[ChunkWalk], unit: Unit) -> None:
-        block = cast(BlockCost, unit.layer)
-        gathering = {walk: block.gather_gradient(self._at(walk, unit)) for walk in reversed(walks)}
-        run(block.forward(walk, recomputing=True) for walk in walks)
-        for walk in reversed(walks):
-            self._release_omitted(walk, unit)
-        run(block.backward(walk, gathering[walk]) for walk in reversed(walks))
-        for walk in walks:
-            self._keep_for_omitted(walk, unit)
+    def _continue(self) -> dict[str, tuple[SymbolicTensor, SymbolicTensor]]:
+        """Hold what earlier microbatches have left. Return weights that stay gathered, with their gradients."""
+        context, earlier, before = self.context, {}, self.device.held
+        for name, spec in self.description.parameters.items():
+            shard = context.shard(name)
+            if name not in self.cached_for_step:
+                context.gradients[name] = shard.like().new()
+                continue
+            parts = context.grid.z.size if "z" in spec.layout.axes else 1
+            whole = shard.like((shard.shape[0] * parts, *shard.shape[1:]))
+            copied = parts > 1 or self.dtype != MASTER_DTYPE
+            gathered = whole.like(dtype=self.dtype)
+            earlier[name] = gathered.new() if copied else gathered, whole.new()
+        self.device.hold(self.continued_bytes - (self.device.held - before))  # of blocks that are not computed here
+        return earlier
 
-    async def _backward(self, walk: ChunkWalk, units: list[Unit]) -> None:
-        for unit in reversed(units):
-            self._release_omitted(walk, unit)
-            await unit.layer.backward(self._at(walk, unit))
-            self._keep_for_omitted(walk, unit)
+    def _microbatch(self, model: Any) -> None:
+        device, context = self.device, self.context
+        before = device.held - context.gathered_bytes
+        computed = []
+        for units in self.description.parts:
+            tensors, names = self.description.tensors, self.description.received(units)
+            received = {name: self._received(tensors[name]) for name in names}
+            part = joined(units)
+            batch = model.spec.planned_batch(self._new, self.micro_batch, self.length)
+            computed.append(model.spec.compute(model, part, received, *batch))
+            del received, batch
+        self.after_forward.append((device.now, device.held - context.gathered_bytes - before))
+        with context.delaying_weight_gradients() if self.splits_backwards else nullcontext():
+            while computed:
+                produced = computed.pop()
+                results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
+                del produced
+                tape.backward(results)
+                results.clear()
+        self.after_backward.append((device.now, device.held - context.gathered_bytes - before))
+        if self.splits_backwards:
+            context.compute_delayed_gradients()
 
-    def _release_omitted(self, walk: ChunkWalk, unit: Unit) -> None:
-        if unit.name in walk.held_by_omitted:
-            self.device.release(walk.held_by_omitted[unit.name])
-            if walk.first:
-                self._hold_gradients_of_omitted(unit)
+    def _new(self, shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
+        return SymbolicTensor(self.device, shape, dtype).new()
 
-    def _keep_for_omitted(self, walk: ChunkWalk, unit: Unit) -> None:
-        """Hold what the weight gradients of the blocks that are omitted after this one will read."""
-        if (more := self.omitted.get(unit.name)) and self.splits_backwards:
-            kept = more * sum(one.kept for one in self.delayed if one.walk is walk and one.unit is unit)
-            self.device.hold(kept)
-            self.delayed.append(_Delayed(walk, unit, lambda: None, kept))
+    def _received(self, tensor: EdgeTensor) -> SymbolicTensor:
+        """Return this device's part of a tensor of another part of the model."""
+        samples = self.micro_batch * self.sizes.batch_shards
+        layout = (self.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+        extents = {**self.sizes._asdict(), CHUNK: 1}
+        tile = layout.tile(tensor.shape(samples, self.length), extents, dict.fromkeys(extents, 0))
+        shape = tuple(stop - start for start, stop in tile)
+        if not tensor.has_gradient:
+            return self._new(shape, {"integer": "int64", "mask": "bool"}[tensor.kind])
+        new = self._new(shape, self.dtype)
+        kept: list[SymbolicTensor] = []  # the gradient, until it is sent
+        return new.alias(tape.leaf(self.device, shape, self.dtype, kept.append).edge)
+
+
+class _WithOmitted:
+    """A block in the place of several equal ones, of which the memory alone is counted."""
+
+    def __init__(self, block: SymbolicLayer, walk: StepWalk, unit: Unit, more: int):
+        self.block, self.walk, self.more = block, walk, more
+        context = walk.context
+        self.weights = walk.description.probe.weights(unit).forward
+        prefix = f"{unit.name}."
+        elements = sum(context.elements(name) for name in walk.description.parameters if name.startswith(prefix))
+        self.gradient_bytes = 0 if walk.continued else more * elements * MASTER_BYTES
+        self.entered = self.left = self.before = self.kept = 0
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.walk.context.recomputing:
+            return self.block(*inputs)
+        return self._counted(*inputs)
+
+    def _layer_bytes(self) -> int:
+        return self.walk.device.held - self.walk.context.gathered_bytes
+
+    async def _counted(self, x: Any, *rest: Any) -> Any:
+        context, device = self.walk.context, self.walk.device
+        if self.entered == 0:
+            self.before = self._layer_bytes()
+            if self.walk.splits_backwards:
+                x = _BeginFunction.apply(x, self)
+        self.entered += 1
+        out = await self.block(x, *rest)
+        del x
+        self.left += 1
+        if self.left < context.num_chunks:
+            return out
+        self.entered = self.left = 0
+        gathered = sum(context.schedule.ready[name].nbytes for name in self.weights if name in context.schedule.ready)
+        self.kept = self.more * (self._layer_bytes() - self.before + gathered)
+        device.hold(self.kept)
+        return _EndFunction.apply(out, self)
+
+    def begin_backward(self) -> None:
+        """Release what the omitted blocks have kept, and hold their gradients."""
+        device = self.walk.device
+        device.release(self.kept)
+        device.hold(self.gradient_bytes)
+        self.before = self._layer_bytes()
+
+    def end_backward(self) -> None:
+        """Hold what the weight gradients of the omitted blocks will read."""
+        device = self.walk.device
+        delayed = self.more * (self._layer_bytes() - self.before) + self.kept
+        device.hold(delayed)
+        self.walk.context.delay(lambda: device.release(delayed))
+
+
+class _EndFunction(Function):
+    """The end of a block, where its backward begins."""
 
     @staticmethod
-    def _weights(unit: Unit) -> Iterable[str]:
-        return map(unit.qualified, unit.layer.weights().forward)
+    def forward(ctx, out, block: _WithOmitted):
+        ctx.block = block
+        return out.view_as(out)
 
-    def _hold_gradients_of_omitted(self, unit: Unit) -> None:
-        elements = sum(self.gradients.elements[unit.qualified(name)] for name in unit.layer.parameters())
-        if not self.continued:
-            self.device.hold(self.omitted[unit.name] * elements * MASTER_BYTES)
+    @staticmethod
+    def backward(ctx, d_out):
+        ctx.block.begin_backward()
+        return d_out, None
+
+
+class _BeginFunction(Function):
+    """The begin of a block, where its backward ends."""
+
+    @staticmethod
+    def forward(ctx, x, block: _WithOmitted):
+        ctx.block = block
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d_x):
+        ctx.block.end_backward()
+        return d_x, None

@@ -1,6 +1,5 @@
 """Diffusion: the noise, or the velocity, in pictures to which noise was added (Ho et al.; Nichol & Dhariwal)."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from gpt4d.config import Config, ConfigError, DataConfig, check_picture
 from gpt4d.data.batch import Batch
 from gpt4d.data.pictures import PictureFiles, Pictures, picture_files
-from gpt4d.model.description import Part
+from gpt4d.model.parts import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.diffusion_process import DiffusionProcess
@@ -88,12 +87,7 @@ class Diffusion(ReadingTask):
     ) -> Mapping[str, torch.Tensor]:
         model: Any = module
         noisy, timesteps = batch.inputs.get("noisy"), batch.inputs.get("timesteps")
-        produced = model.compute(part, received, noisy, timesteps, batch.sample_ids)
-        if not part.ends:
-            return produced
-        assert batch.targets is not None
-        errors = produced["prediction"] - batch.targets  # float32: the dtype of the targets, or more
-        return {"loss": errors.square().sum() / math.prod(errors.shape[1:])}
+        return model.compute(part, received, noisy, timesteps, batch.sample_ids, batch.targets)
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging

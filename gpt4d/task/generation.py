@@ -49,7 +49,8 @@ def continuations(
         seed: of the draws.
     """
     model, grid, device = stage.module, stage.grid, stage.weights.device
-    settings: Any = model.config
+    spec: Any = model.spec
+    settings = spec.config
     texts = [tokenizer.encode(prompt, add_special_tokens=False).ids or [end] for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed + index) for index in range(len(texts))]
     capacity = min(settings.max_positions, max(map(len, texts)) + tokens)
@@ -95,7 +96,7 @@ class _Reader:
         ids = torch.tensor([text + [self.end] * (self.capacity - len(text)) for text in texts], device=device)
         places = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         sample_ids, documents = torch.arange(len(texts), device=device), self.documents(ids)
-        positions = Tokens(sample_ids, self.capacity, documents).positions.gather(1, places)
+        positions = Tokens(sample_ids, self.capacity, self.stage.grid.axis(None), documents).positions.gather(1, places)
         self._cache.begin(places, positions, documents)
         model, window, cache = self.stage.module, ids.gather(1, places), self._cache
 
@@ -118,7 +119,7 @@ def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:
     if stage.exchange is None:
         return None
     model: Any = stage.module
-    description, dtype = registry.describe(model.config), stage.weights.compute_dtype
+    description, dtype = registry.describe(model.spec.config), stage.weights.compute_dtype
     return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, whole_batch))
 
 

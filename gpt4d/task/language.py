@@ -15,7 +15,7 @@ from gpt4d.data.prepare import Corpus, corpus
 from gpt4d.data.sampler import Blend, Sequences
 from gpt4d.data.tokenizers import FILE, companions, end_of_text, parse
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.model.description import Part
+from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0

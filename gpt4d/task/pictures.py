@@ -18,7 +18,7 @@ def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> n
     Picture i depends on ``seed`` and i alone. ``steps``: of DDIM.
     """
     model: Any = stage.module
-    settings, grid, device = model.config, stage.grid, stage.weights.device
+    settings, grid, device = model.spec.config, stage.grid, stage.weights.device
     process = DiffusionProcess(settings.noise_schedule, settings.timesteps, settings.prediction, device)
     shape = settings.image_size, settings.image_size, settings.image_channels
     numbers = torch.arange(count, device=device)

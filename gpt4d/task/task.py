@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omegaconf import MISSING
 
-from gpt4d.model.description import Part
+from gpt4d.model.parts import Part
 from gpt4d.parallel.layout import ParameterSpec
 
 if TYPE_CHECKING:

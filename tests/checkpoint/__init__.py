@@ -26,7 +26,7 @@ def build(sizes, shard=False, seed=7):
     """Build the model and its optimizer on a rank."""
     model = build_model(MODEL, sizes, torch.float32, seed=seed)
     parameters = dict(model.named_parameters())
-    shards = GradientReducer(model.weights, parameters, shard=shard).optimizer_shards
+    shards = GradientReducer(model.context, parameters, shard=shard).optimizer_shards
     optimizer = optim.build_optimizer(zip(parameters, shards, strict=True), OptimConfig())
     for parameter in shards:
         for k, factor in STATES.items():
@@ -37,7 +37,7 @@ def build(sizes, shard=False, seed=7):
 def save_state(sizes, shard, run_dir: Path, steps=(3,), **config):
     """Save the same state at each of ``steps`` on a rank. Returns the last ``Saved``."""
     model, optimizer = build(sizes, shard)
-    saver = Saver(CheckpointConfig(**config), run_dir, model.weights.grid)
+    saver = Saver(CheckpointConfig(**config), run_dir, model.context.grid)
     try:
         for step in steps:
             saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)

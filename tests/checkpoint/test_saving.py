@@ -32,7 +32,7 @@ def change_while_writing(run_dir):
         return write(path, tensors)
 
     writer.write_values = write_late
-    saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.weights.grid)
+    saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.context.grid)
     try:
         saver.start(meta(1), storage.parts(model, optimizer), DOCUMENTS)
         assert saver.finished() is None
@@ -56,7 +56,7 @@ def test_saved_values_are_those_at_the_start_of_the_save(ranks, tmp_path):
 
 def staging_addresses(run_dir):
     model, optimizer = build(GRID)
-    saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
+    saver = saving.Saver(CheckpointConfig(), run_dir, model.context.grid)
     addresses = []
     for step in (1, 2, 3):
         saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)
@@ -83,7 +83,7 @@ def fail_on_the_second_rank(run_dir, async_save):
         return write(path, tensors)
 
     writer.write_values = fail_if_full
-    saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.weights.grid)
+    saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.context.grid)
     try:
         for step in (1, 2):
             saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)
@@ -152,7 +152,7 @@ def test_full_disk_leaves_only_committed_checkpoints(ranks, tiny, small_disk):
 
 def save_and_fail(run_dir):
     model, optimizer = build(GRID)
-    saver = saving.Saver(CheckpointConfig(), run_dir, model.weights.grid)
+    saver = saving.Saver(CheckpointConfig(), run_dir, model.context.grid)
     try:
         saver.start(meta(1), storage.parts(model, optimizer), DOCUMENTS)
         raise ConfigError("something else")

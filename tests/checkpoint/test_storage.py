@@ -28,7 +28,7 @@ def expected_tensors():
 def load(sizes, directory, shard):
     """Load a checkpoint into a model with other weights. Returns progress, step counters and global tensors."""
     model, optimizer = build(sizes, shard, seed=8)
-    grid = model.weights.grid
+    grid = model.context.grid
     checkpoint = Checkpoint(directory)
     storage.load(checkpoint, model, optimizer, grid)
     steps = {int(state["step"]) for state in optimizer.state.values()}
@@ -80,7 +80,7 @@ def test_files_hold_each_value_of_each_tensor_once(ranks, tmp_path, writer):
 
 def load_as(model, directory):
     other = build_model(model, GridSizes(), torch.float32)
-    storage.load(Checkpoint(directory), other, None, other.weights.grid)
+    storage.load(Checkpoint(directory), other, None, other.context.grid)
 
 
 def test_tensors_of_another_shape_are_rejected_by_name(ranks, tmp_path):
@@ -125,7 +125,7 @@ def test_uneven_extents_are_split_as_the_layout_says(ranks, tmp_path):
 def save_or_load_extra(sizes, run_dir, load_from=None, name="ema.w"):
     """Save a toy tensor beside the model, or load it on another grid. Returns whether the loaded values are right."""
     model, optimizer = build(sizes)
-    grid = model.weights.grid
+    grid = model.context.grid
     spec = ParameterSpec((7, 3, 5), Layout(("y", "z"), (), ("x", "data")))
     local = torch.arange(105.0).view(spec.shape)[grid.local_slices(spec.shape, spec.layout)].clone()
     if load_from is None:

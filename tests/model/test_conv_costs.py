@@ -3,38 +3,32 @@
 The model has each of these layers, on streams that y and x split in turn.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
-from gpt4d.model.attention_costs import AttentionCost
-from gpt4d.model.conv_costs import (
-    ConcatenationCost,
-    Conv2dCost,
-    GroupNormCost,
-    ScaleShiftCost,
-    TimeEmbeddingCost,
-)
-from gpt4d.model.costs import ActivationCost, SequenceCost, SimpleCost
-from gpt4d.model.description import STREAM, Description, EdgeTensor, LayerCost, Unit
+from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.init import initialize
-from gpt4d.model.product_costs import LinearCost
+from gpt4d.model.module import Model
+from gpt4d.model.parts import Part
 from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.activations import silu
+from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
+from gpt4d.parallel.layers.layer import LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec
-from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.loss import squared_error
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
-from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.layers.time_embedding import ScaleShiftSpec, TimeEmbeddingSpec
+from gpt4d.parallel.layers.tokens import tokens_of
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.stage import Stage
@@ -44,123 +38,109 @@ from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep
 from tests.fake_time import FakeTime
-from tests.grids import grid_name
+from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
 
 FLOPS, LAUNCH_US = 2e10, 0.1
 C, T, HEADS, SIDE, BATCH = 48, 32, 8, 8, 16
 CUT = 3  # groups: every grid cuts them
+EMBEDDING, STREAMS = "embedding", ("first", "lowered", "raised")
 
 
-class Lower(nn.Module):
-    """Halves the resolution, from a stream that y splits to one that x splits."""
+class LowerSpec(LayerSpec):
+    """Halves the resolution; y splits the channels of input and output, x those between them."""
 
-    def __init__(self, weights):
-        super().__init__()
-        self.norm = Layer(GroupNormSpec(CUT, (C,)), weights)
-        self.widen = Layer(Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1), weights)
-        self.scale = ScaleShift(weights, T, 2 * C, "x")
-        self.narrow = Layer(Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True), weights)
-        self.lower = Layer(Conv2dSpec(C, C, 3, TRANSPOSED, stride=2, padding=1), weights)
+    def layers(self):
+        return {
+            "norm": GroupNormSpec(CUT, (C,)),
+            "widen": Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1),
+            "scale": ScaleShiftSpec(T, 2 * C, "x"),
+            "narrow": Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True),
+            "lower": Conv2dSpec(C, C, 3, TRANSPOSED, stride=2, padding=1),
+        }
 
-    async def forward(self, x, embedding):
-        x = await self.scale(await self.widen(F.silu(self.norm(x))), embedding)
-        return await self.lower(await self.narrow(x))
-
-
-LOWER = (
-    GroupNormCost("norm", GroupNormSpec(CUT, (C,)), SIDE**2),
-    ActivationCost(C, C, "y", SIDE**2),
-    Conv2dCost("widen", Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1), (SIDE, SIDE)),
-    ScaleShiftCost("scale", T, 2 * C, SIDE**2, "x"),
-    Conv2dCost("narrow", Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True), (SIDE, SIDE)),
-    Conv2dCost("lower", Conv2dSpec(C, C, 3, TRANSPOSED, stride=2, padding=1), (SIDE, SIDE)),
-)
+    async def forward(self, layer, x, embedding, samples):
+        x = await layer.scale(await layer.widen(silu(layer.norm(x))), embedding)
+        return await layer.lower(await layer.narrow(x))
 
 
-class Raise(nn.Module):
+class RaiseSpec(LayerSpec):
     """Attends to the pixels of a stream that y splits, and doubles its resolution; x splits the result."""
 
-    def __init__(self, weights):
-        super().__init__()
-        axes = head_split(HEADS, weights)
-        self.norm = Layer(GroupNormSpec(CUT, (C,)), weights)
-        self.qkv = Layer(LinearSpec(C, C, num_fused=3, heads=HEADS), weights)
-        self.core = AttentionCore(HEADS, 0.0, axes, causal=False)
-        self.output = Layer(LinearSpec(C, C, transposed=True, heads=HEADS), weights)
-        self.higher = Layer(Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1, upsampling=2), weights)
+    def layers(self):
+        return {
+            "norm": GroupNormSpec(CUT, (C,)),
+            "qkv": LinearSpec(C, C, num_fused=3, heads=HEADS),
+            "core": FusedAttentionSpec(HEADS, causal=False),
+            "output": LinearSpec(C, C, transposed=True, heads=HEADS),
+            "higher": Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1, upsampling=2),
+        }
 
-    async def forward(self, x, embedding):
-        rows = self.norm(x).flatten(0, 2)
-        mixed = self.core.of_fused(await self.qkv(rows), Tokens(torch.arange(len(x)), x.shape[1] * x.shape[2]))
-        return await self.higher((await self.output(mixed)).view(x.shape))
-
-
-HALF = SIDE // 2
-RAISE = (
-    GroupNormCost("norm", GroupNormSpec(CUT, (C,)), HALF**2),
-    LinearCost("qkv", LinearSpec(C, C, num_fused=3, heads=HEADS), positions=HALF**2),
-    AttentionCost(HEADS, C, False, positions=HALF**2),
-    LinearCost("output", LinearSpec(C, C, transposed=True, heads=HEADS), positions=HALF**2),
-    Conv2dCost("higher", Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1, upsampling=2), (HALF, HALF)),
-)
-
-
-class Pictures(nn.Module):
-    def __init__(self, weights):
-        super().__init__()
-        self.weights = weights
-        self.time = TimeEmbedding(weights, 16, T)
-        self.first = Layer(Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), weights)
-        self.blocks = nn.ModuleList([Lower(weights), Raise(weights)])
-        self.back = Layer(Conv2dSpec(2 * C, C, 1, TRANSPOSED), weights)
-        self.norm = Layer(GroupNormSpec(CUT, (C, C)), weights)
-        self.last = Layer(Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1), weights)
-
-    def loss_sum(self, pictures, steps):
-        embedding = run_alone(self.time(steps))
-        first = run_alone(self.first(pictures))
-        x = run_blocks(self.weights, self.blocks, first, embedding)
-        whole = concatenate((run_alone(self.back(x)), first), (C, C))
-        return run_alone(self.last(self.norm(whole))).square().sum()
-
-
-class Sequence(SequenceCost):
-    layers: tuple[LayerCost, ...] = ()
-
-    def __init__(self, *layers: LayerCost):
-        self.layers = layers
+    async def forward(self, layer, x, embedding, samples):
+        pixels = replace(samples, length=x.shape[1] * x.shape[2])
+        mixed = layer.core(await layer.qkv(layer.norm(x).flatten(0, 2)), pixels)
+        return await layer.higher((await layer.output(mixed)).view_as(x))
 
 
 @dataclass(frozen=True)
-class SquareCost(SimpleCost):
-    nbytes_of_sample: int
+class PicturesSpec(LayerSpec):
+    """A model of pictures, or parts of one."""
 
-    async def forward(self, walk):
-        walk.compute(moved=3 * walk.samples * self.nbytes_of_sample, operations=2)
+    parts: tuple[Part, ...] = ()
 
-    async def backward(self, walk):
-        walk.compute(moved=5 * walk.samples * self.nbytes_of_sample, operations=3)
+    def of_parts(self, parts: Sequence[Part]) -> "PicturesSpec":
+        return PicturesSpec(tuple(parts))
+
+    def layers(self):
+        layers = {}
+        if any(part.begins for part in self.parts):
+            layers |= {"time": TimeEmbeddingSpec(16, T), "first": Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1)}
+        blocks = LowerSpec(), RaiseSpec()
+        layers["blocks"] = LayersSpec({str(index): blocks[index] for part in self.parts for index in part.blocks})
+        if any(part.ends for part in self.parts):
+            layers["back"] = Conv2dSpec(2 * C, C, 1, TRANSPOSED)
+            layers["norm"] = GroupNormSpec(CUT, (C, C))
+            layers["last"] = Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1)
+        return layers
+
+    def compute(self, model, part: Part, received: Mapping[str, Any], pictures, steps, sample_ids, targets):
+        tensors = dict(received)
+        if part.begins:
+            tensors[EMBEDDING], tensors[STREAMS[0]] = run_alone(model.time(steps)), run_alone(model.first(pictures))
+        if part.blocks:
+            blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
+            samples = tokens_of(model.context, sample_ids, length=1)
+            x, embedding = tensors[STREAMS[part.blocks[0]]], tensors[EMBEDDING]
+            tensors[STREAMS[part.blocks[-1] + 1]] = run_blocks(model.context, blocks, x, embedding, samples)
+        if not part.ends:
+            return {name: tensor for name, tensor in tensors.items() if name not in received}
+        whole = concatenate((run_alone(model.back(tensors[STREAMS[-1]])), tensors[STREAMS[0]]), (C, C))
+        return {"loss": squared_error(run_alone(model.last(model.norm(whole))), targets)}
+
+    def planned_batch(self, tensor, samples: int, length: int):
+        pictures, numbers = ((samples, SIDE, SIDE, 3), "float32"), ((samples,), "int64")
+        return tuple(tensor(*given) for given in (pictures, numbers, numbers, pictures))
 
 
-FIRST = Conv2dCost("first", Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), (SIDE, SIDE), input_gradient=False)
+def edge(axis: str, side: int, channels: int) -> EdgeTensor:
+    layout = Layout(("data", "z"), (), (), (axis,))
+    return EdgeTensor(layout, lambda samples, length: (samples, side, side, channels))
+
+
 DESCRIPTION = Description(
-    units=(
-        Unit("time", TimeEmbeddingCost(16, T)),
-        Unit(
-            "", Conv2dCost("first", Conv2dSpec(3, C, 3, Axes(None, "y"), padding=1), (SIDE, SIDE), input_gradient=False)
+    model=PicturesSpec().of_parts,
+    parts=(
+        units_of(
+            ["lower", "raise"],
+            first=Tensors(produces=(EMBEDDING, STREAMS[0])),
+            blocks=[Tensors((STREAMS[index + 1],), (STREAMS[index], EMBEDDING)) for index in range(2)],
+            last=Tensors(uses=(STREAMS[0], STREAMS[-1])),
         ),
-        Unit("blocks.0", Sequence(*LOWER), block=True),
-        Unit("blocks.1", Sequence(*RAISE), block=True),
-        Unit("", Conv2dCost("back", Conv2dSpec(2 * C, C, 1, TRANSPOSED), (SIDE, SIDE))),
-        Unit("", ConcatenationCost((C, C), SIDE**2)),
-        Unit("", GroupNormCost("norm", GroupNormSpec(CUT, (C, C)), SIDE**2)),
-        Unit("", Conv2dCost("last", Conv2dSpec(2 * C, 3, 3, Axes("y", None), padding=1), (SIDE, SIDE))),
-        Unit("", SquareCost(3 * SIDE**2 * 4)),
     ),
     rules=(),
     tensors={
-        STREAM: EdgeTensor(Layout(("data", "z"), (), (), ("y",)), lambda samples, length: (samples, SIDE, SIDE, C))
+        EMBEDDING: EdgeTensor(Layout(("data", "z"), ()), lambda samples, length: (samples, T)),
+        **dict(zip(STREAMS, (edge("y", SIDE, C), edge("y", SIDE // 2, C), edge("x", SIDE, 2 * C)), strict=True)),
     },
 )
 
@@ -172,7 +152,7 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
     weights = WeightStream(
         grid, overlap=parallel.overlap, num_chunks=parallel.chunks, scatter_heads=parallel.scatter_heads
     )
-    module = Pictures(weights)
+    module = Model(DESCRIPTION.spec, weights)
     weights.bind(dict(module.named_parameters()))
     initialize(module, 0, grid)
     cached = DESCRIPTION.weights_of(DESCRIPTION.cached_units(parallel.cache_layers))
@@ -181,14 +161,14 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
         grid,
         weights,
         module,
-        {0: None},
+        dict(enumerate(DESCRIPTION.spec.parts)),
         {0: DESCRIPTION.layer_weights(False)},
         dict(DESCRIPTION.contributions),
         cached,
         chunk_terms=DESCRIPTION.chunk_terms(parallel.chunks),
     )
-    step = TrainStep(stage, whole_model(lambda module, batch: module.loss_sum(*batch)), OptimConfig())
-    return step, (torch.zeros(samples, SIDE, SIDE, 3), torch.zeros(samples))
+    pictures, numbers = torch.zeros(samples, SIDE, SIDE, 3), torch.arange(samples)
+    return TrainStep(stage, whole_model(token_loss), OptimConfig()), (pictures, numbers, numbers, pictures)
 
 
 def config_of(**parallel) -> Config:
@@ -203,7 +183,7 @@ def walk_of(config: Config, sizes: GridSizes) -> StepWalk:
 
 
 def test_parameters_are_those_of_the_description():
-    module = Pictures(WeightStream(Grid.single_device()))
+    module = Model(DESCRIPTION.spec, WeightStream(Grid.single_device()))
     specs = {name: (p.spec.shape, p.spec.layout.dims) for name, p in module.named_parameters()}
     assert specs == {name: (spec.shape, spec.layout.dims) for name, spec in DESCRIPTION.parameters.items()}
 

@@ -52,8 +52,8 @@ def oracle():
 def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_MODEL):
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
     model = build_model(config, sizes, checkpointing=checkpointing, loss_chunks=3 if checkpointing == "full" else 1)
-    grid = model.weights.grid
-    total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
+    grid = model.context.grid
+    total = gradients.GradientReducer(model.context, dict(model.named_parameters()))
     if state is not None:
         fill_from_hf(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
@@ -118,8 +118,8 @@ def test_dropout_masks_are_equal_on_every_grid_and_in_recomputation(ranks, sizes
 def gradients_in_bf16(sizes):
     """On a rank: the global gradients of fp32 master weights under bf16 compute."""
     model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
-    grid = model.weights.grid
-    total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
+    grid = model.context.grid
+    total = gradients.GradientReducer(model.context, dict(model.named_parameters()))
     ids, targets, numbers = (batch_part(t, grid) for t in inputs())
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16
@@ -132,7 +132,7 @@ def gradients_in_bf16(sizes):
 def gradients_in_fp32():
     model = build_model(TINY_MODEL, BINARY_GRIDS[0], torch.float32)
     (model.loss_sum(*inputs()) / (BATCH * LENGTH)).backward()
-    return {n: unpadded(p.grad, p.spec, model.weights.grid) for n, p in model.named_parameters()}
+    return {n: unpadded(p.grad, p.spec, model.context.grid) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("sizes", [BINARY_GRIDS[0], BINARY_GRIDS[14]], ids=grid_name)
@@ -147,7 +147,7 @@ def logits_of_packed(sizes, state, ids, checkpointing):
     """On a rank: its logits of sequences in which a 0 ends a document, its shard and its place on x."""
     model = build_model(TINY_MODEL, sizes, checkpointing=checkpointing)
     fill_from_hf(model, state)
-    grid = model.weights.grid
+    grid = model.context.grid
     ids = batch_part(ids, grid)
     return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), Documents.ending_with(0, ids)).detach()
 

@@ -82,11 +82,14 @@ def exact_rotation(config):
     return rotation
 
 
-def library_model(config):
-    """Transformers' model in float64, with its casts to float32 replaced and weights large enough to matter."""
+def library_model(config, settings=None):
+    """Transformers' model in float64, with its casts to float32 replaced and weights large enough to matter.
+
+    ``settings``: transformers' configuration of another family's model with these rotary positions.
+    """
     from transformers import AutoModelForCausalLM
 
-    settings = hf.hf_config(config)
+    settings = settings or hf.hf_config(config)
     settings._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(settings).double().eval()
     generator = torch.Generator().manual_seed(1)
@@ -108,7 +111,11 @@ def library_model(config):
 @functools.cache
 def oracle(name):
     """The library's state dict, logits and gradients for one of MODELS."""
-    model = library_model(MODELS[name])
+    return results_of(library_model(MODELS[name]))
+
+
+def results_of(model):
+    """The state dict, logits and gradients of a model of the library."""
     ids, targets, _ = inputs()
     logits = model(ids).logits
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
@@ -139,7 +146,7 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
     stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
-    total = gradients.GradientReducer(model.weights, dict(model.named_parameters()))
+    total = gradients.GradientReducer(model.context, dict(model.named_parameters()))
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     model.eval()
@@ -168,7 +175,11 @@ def relative(ours, theirs):
 
 @pytest.mark.parametrize(("name", "sizes"), paired(GRIDS, [*PAIRWISE_GRIDS[1:], *GRIDS[-2:]]))
 def test_logits_and_gradients_equal_transformers(ranks, name, sizes):
-    config, (state, logits, grads) = MODELS[name], oracle(name)
+    check_on_grid(ranks, MODELS[name], sizes, *oracle(name))
+
+
+def check_on_grid(ranks, config, sizes, state, logits, grads):
+    """Compare logits, gradients and their norm on a grid with those of the library."""
     true_norm = sum(g.square().sum() for g in grads.values())
     for answers in zip(*ranks.run(sizes.devices, variants, config, sizes, state), strict=True):
         own, global_grads, norms = zip(*answers, strict=True)
@@ -200,11 +211,16 @@ STAGES = [
 
 @pytest.mark.parametrize(("name", "pipeline"), paired(STAGES, STAGES))
 def test_gradients_over_stages_equal_transformers(ranks, name, pipeline):
-    model, (state, logits, grads), (devices, changes) = MODELS[name], oracle(name), pipeline
+    devices, changes = pipeline
+    parallel = ParallelConfig(pipeline=PipelineConfig(**changes))
+    check_step(ranks, MODELS[name], devices, parallel, "full" if devices == 6 else "none", *oracle(name))
+
+
+def check_step(ranks, model, devices, parallel, checkpointing, state, logits, grads):
+    """Compare losses and gradients of a step of a plan with those of the library."""
     _, targets, _ = inputs()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
-    train = TrainConfig(seq_len=LENGTH, batch_size=BATCH, activation_checkpointing="full" if devices == 6 else "none")
-    parallel = ParallelConfig(pipeline=PipelineConfig(**changes))
+    train = TrainConfig(seq_len=LENGTH, batch_size=BATCH, activation_checkpointing=checkpointing)
     config = Config(model=model, data=DataConfig(tokenizer_vocab=300), train=train, parallel=parallel)
     check_float64_step(ranks.run(devices, step, config, devices, state), config, loss, grads)
 
@@ -213,7 +229,7 @@ def logits_of_packed(config, sizes, state, ids):
     """On a rank: its logits of sequences in which a 0 ends a document, its shard and its place on x."""
     model = build_model(config, sizes)
     fill_from_hf(model, state)
-    grid, ids = model.weights.grid, batch_part(ids, model.weights.grid)
+    grid, ids = model.context.grid, batch_part(ids, model.context.grid)
     with torch.no_grad():
         return grid.batch_shard, grid.x.index, model(ids, torch.arange(len(ids)), Documents.ending_with(0, ids))
 

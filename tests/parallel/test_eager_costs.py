@@ -4,6 +4,7 @@
 """
 
 import json
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -12,20 +13,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import allocated_peak
 from benchmarks.virtual_operations import Operations, has_kernel, nbytes, tensors_in
-from gpt4d.parallel.function import EAGER_COSTS, Kernel
+from gpt4d.parallel.function import EAGER_COSTS, Kernel, PlannedKernel
 from gpt4d.parallel.layers import (
     activations,
+    attention,
     conv,
     dropout,
     embedding,
     group_norm,
+    grouped_heads,
+    head_loss,
     linear,
     loss,
     norm,
     product,
     rotary,
+    time_embedding,
+    tokens,
 )
-from gpt4d.parallel.layers.group_norm_kernels import Groups
 from gpt4d.parallel.symbolic import SymbolicTensor
 
 ROWS, FEATURES = 2048, 512  # so many that statistics of rows and parameters do not count
@@ -67,32 +72,90 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         (activations.gelu_gradients, (d_out, x, bias)),
         (activations.swiglu, (pair,)),
         (activations.swiglu_gradient, (d_out, pair)),
+        (activations.geglu, (pair,)),
+        (activations.geglu_gradient, (d_out, pair)),
         (rotary.rotated, (heads, cos, sin, 1)),
         (loss.sums_of_exponentials, (x, sums[0, :, 0], FEATURES)),
         (loss.softmax_, (x.clone(), sums[0, :, 0], sums[1, :, 0], FEATURES)),
+        *examples_of_embeddings(x, d_out),
+        *examples_of_targets(x),
+        *examples_of_pictures(dtype),
+        (product.local_bias, (bias, x, 2, 1)),
+        (attention.weight_rows, (torch.arange(ROWS), 3, 4, 2, 5)),
+        (attention.window_mask, (heads, None, None, 64)),
+        (rotary.rotations, (torch.arange(ROWS)[None], x, (1.0, 0.5, 0.2), 1.0)),
+        (dropout.row_keys, (torch.arange(ROWS), torch.arange(ROWS), 3)),
+        (dropout.dropped, (x, torch.arange(ROWS), 0, 0.5)),
+    ]
+
+
+def examples_of_embeddings(x: torch.Tensor, d_out: torch.Tensor) -> list[tuple[Kernel, tuple]]:
+    table, ids, elsewhere = torch.randn(4 * ROWS, FEATURES), torch.arange(ROWS), torch.arange(ROWS) > ROWS // 2
+    return [
+        (embedding.look_up, (table.to(x.dtype), ids, 0)),
+        (embedding.clear_, (x.clone(), elsewhere)),
+        (embedding.cleared, (d_out, elsewhere, table)),
+        (embedding.table_gradient, (d_out.float(), ids, len(table), None)),
+        (embedding.table_gradient, (d_out.float(), ids, len(table), table.clone())),
+        (embedding.add_positions, (x, table, ROWS // 4)),
+        (embedding.positions_gradient, (d_out, table[: ROWS // 4], ROWS // 4)),
+        (embedding.add_rows_at, (x, table, ids)),
+        (embedding.rows_at_gradient, (d_out, table, ids)),
+    ]
+
+
+def examples_of_targets(logits: torch.Tensor) -> list[tuple[Kernel, tuple]]:
+    row, targets, elsewhere = torch.rand(ROWS), torch.arange(ROWS) % FEATURES, torch.arange(ROWS) > ROWS // 2
+    return [
+        (loss.local_targets, (targets, 0, FEATURES)),
+        (loss.target_logits, (logits, row, targets, elsewhere)),
+        (loss.total_loss, (torch.rand(2, ROWS),)),
+        (loss.target_gradients, (logits, torch.ones(()), row, row, targets, elsewhere)),
+        (loss.write_targets_, (logits.clone(), row, targets, FEATURES - 64)),
+    ]
+
+
+def examples_of_pictures(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
+    samples, side, channels, count = 8, 16, 64, 16
+    image, d_out = torch.randn(2, samples, side, side, channels).to(dtype)
+    wide = image.float()
+    groups, weight = group_norm.Groups(tuple(index // 4 for index in range(channels)), count), torch.rand(channels)
+    of_groups, of_channels = torch.rand(samples, count), torch.rand(samples, channels)
+    sums = torch.rand(2, samples, channels)
+    return [
+        (group_norm.moments, (wide, groups)),
+        (group_norm.with_counts, (of_groups, of_groups, groups)),
+        (group_norm.combined_moments, (torch.rand(4, 3, samples, count), 4, side * side)),
+        (group_norm.normalized_groups, (image, wide, of_groups, of_groups, weight, weight, groups, 1e-5)),
+        (group_norm.sums_of_channels, (d_out, image, of_channels, of_channels)),
+        (group_norm.sums_of_groups, (sums, weight, groups)),
+        (
+            group_norm.group_norm_gradients,
+            (image, d_out.float(), wide, weight, of_channels, sums, sums[..., :count].clone(), groups, side * side),
+        ),
+        (conv.enlarged, (image, 2)),
+        (conv.sums_of_repeated, (d_out, 2)),
+        (time_embedding.sinusoids, (torch.arange(ROWS), 128)),
     ]
 
 
 def further_examples() -> list[tuple[Kernel, tuple]]:
     """Return kernels with arguments whose costs the planner does not take from their shapes."""
     x, d_out, bias = torch.randn(6, 8), torch.randn(6, 4), torch.randn(2, 4)
-    table, ids, elsewhere = torch.randn(10, 8), torch.arange(6), torch.arange(6) > 3
-    image, channels = torch.randn(2, 6, 6, 3), torch.randn(4, 3, 3, 3)
+    ids, image, channels = torch.arange(6), torch.randn(2, 6, 6, 3), torch.randn(4, 3, 3, 3)
     settings = conv.Convolution((2, 2), (1, 1), 1, in_first=False)
+    in_first = replace(settings, in_first=True)
+    enlarging = replace(in_first, upsampling=2)
     halved = torch.randn(2, 3, 3, 4)
-    groups = Groups([0, 0, 1], 2)
-    of_groups, of_channels, parameter = torch.rand(2, 2), torch.rand(2, 3), torch.rand(3)
-    logits, row, targets = torch.randn(6, 8), torch.rand(6), torch.arange(6)
+    row, logits = torch.rand(6), torch.randn(6, 8)
     return [
         (activations.gelu, (x,)),
-        (dropout.row_keys, (ids, ids, 3)),
-        (dropout.dropped, (x, ids, 0, 0.5)),
-        (rotary.rotations, (ids.view(2, 3), x, (1.0, 0.5), 1.0)),
+        (embedding.multiplied, (x, 3.0)),
         (product.cast, (x, bias.bfloat16())),
+        (product.cast_to, (x, torch.bfloat16)),
         (product.add_bias_, (x.clone(), torch.randn(8))),
         (product.add_bias, (x, torch.randn(8))),
         (product.bias_gradient, (x, bias)),
-        (product.local_bias, (bias, x, 2, 1)),
         (product.parts_first, (x, 2)),
         (product.parts_last, (torch.randn(2, 6, 4),)),
         (product.placeholder, (x, (3, 5))),
@@ -101,38 +164,29 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (linear.linear_weight_gradient, (d_out, x, torch.randn(4, 4), None, False)),
         (conv.convolution, (image, channels, None, settings)),
         (conv.convolution_input_gradient, (halved, channels, image, settings)),
-        (conv.convolution_weight_gradient, (halved, image, channels, None, settings)),
-        (embedding.look_up, (table, ids, 0)),
-        (embedding.clear_, (x.clone(), elsewhere)),
-        (embedding.cleared, (x, elsewhere, table)),
-        (embedding.table_gradient, (x, ids, 10, None)),
-        (embedding.add_positions, (x, table, 3)),
-        (embedding.positions_gradient, (x, table, 3)),
-        (embedding.add_rows_at, (x, table, ids)),
-        (embedding.rows_at_gradient, (x, table, ids)),
+        (conv.convolution_input_gradient, (torch.randn(2, 6, 6, 4), channels.movedim(0, 1), image, enlarging)),
+        (conv.convolution_weight_gradient, (halved, image, channels, settings)),
+        (conv.convolution_weight_gradient, (halved, image, channels, in_first)),
+        (conv.as_stored, (channels.bfloat16(), channels)),
+        (conv.add_gradient_, (channels.clone(), channels)),
         (group_norm.widened, (image.bfloat16(),)),
-        (group_norm.moments, (image, groups)),
-        (group_norm.with_counts, (of_groups, of_groups, groups)),
-        (group_norm.combined_moments, (torch.rand(4, 3, 2, 2), 3, 36)),
-        (group_norm.variance_of, (of_groups, 3)),
-        (group_norm.normalized_groups, (image, image, of_groups, of_groups, parameter, parameter, groups, 1e-5)),
-        (group_norm.sums_of_channels, (image, image, of_channels, of_channels)),
-        (group_norm.sums_of_groups, (torch.rand(2, 2, 3), parameter, groups)),
-        (
-            group_norm.group_norm_gradients,
-            (image, image, image, parameter, of_channels, torch.rand(2, 2, 3), torch.rand(2, 2, 2), groups, 36),
-        ),
-        (loss.local_targets, (targets, 0, 8)),
-        (loss.target_logits, (logits, row, targets, elsewhere)),
+        (group_norm.variance_of, (row, 3)),
+        (head_loss.one_like, (torch.ones(()),)),
+        (head_loss.total, (torch.ones(()), torch.ones(()))),
+        (head_loss.scale_, (x.clone(), torch.ones(()))),
+        (head_loss.add_scaled_, (x.clone(), x, torch.ones(()))),
         (loss.stacked, (row, row)),
-        (loss.total_loss, (torch.rand(2, 6),)),
-        (loss.target_gradients, (logits, torch.ones(()), row, row, targets, elsewhere)),
-        (loss.write_targets_, (logits.clone(), row, targets, 8)),
         (loss.zero_, (logits.clone(),)),
+        (tokens.local_part, (ids.view(2, 3), 2, 3, 1)),
+        (tokens.in_gathered_order, (ids.view(2, 3), 2, 3)),
+        (tokens.places_of, (ids, 4)),
+        (tokens.samples_of, (ids, 4)),
     ]
 
 
 def symbolic(value):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if not isinstance(value, torch.Tensor):
         return value
     return SymbolicTensor(None, tuple(value.shape), str(value.dtype).removeprefix("torch."))
@@ -148,8 +202,10 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
             assert (one is None) == (other is None), kernel.name
             assert one is None or (one.shape, one.dtype) == (symbolic(other).shape, symbolic(other).dtype), kernel.name
         checked.add(kernel.name)
-    layers = [activations, conv, dropout, embedding, group_norm, linear, loss, norm, product, rotary]
-    assert checked == {value.name for layer in layers for value in vars(layer).values() if isinstance(value, Kernel)}
+    layers = [activations, attention, conv, dropout, embedding, group_norm, grouped_heads, head_loss]
+    layers += [linear, loss, norm, product]
+    found = [value for layer in (*layers, rotary, time_embedding, tokens) for value in vars(layer).values()]
+    assert checked == {one.name for one in found if isinstance(one, Kernel) and not isinstance(one, PlannedKernel)}
 
 
 def function_of(kernel: Kernel):
@@ -174,12 +230,13 @@ class Counter(TorchDispatchMode):
 
 
 def measure(kernel: Kernel, arguments: tuple) -> tuple[float, int, float]:
-    """Return the bytes moved, relative to those of arguments and results, the operations, and temporary bytes."""
+    """Return the bytes moved, relative to ``Kernel.least_bytes``, the operations, and temporary bytes."""
     function = function_of(kernel)
     with Counter() as counter:
         results = function(*arguments)
-    needed = sum(map(nbytes, tensors_in((arguments, results))))
-    new = sum(map(nbytes, tensors_in(results)))
+    needed = kernel.least_bytes(*map(symbolic, arguments))
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(arguments)}
+    new = sum(nbytes(one) for one in tensors_in(results) if one.untyped_storage().data_ptr() not in given)
     del results
     temporary = allocated_peak(lambda: function(*arguments)) - new
     return round(counter.moved / needed, 3), counter.operations, round(max(0, temporary) / needed, 3)

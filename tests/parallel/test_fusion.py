@@ -35,7 +35,7 @@ def loss_and_gradients(compute_dtype):
     ids = torch.arange(48).view(4, 12) % config.vocab_size
     loss = model.loss_sum(ids, ids.flip(0), torch.arange(4))
     loss.backward()
-    model.weights.finish()
+    model.context.finish()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -71,6 +71,8 @@ def test_compiled_norms_equal_eager_ones(compiled, dtype):
         (norm.sum_of_rms_gradient, (d_out, x, rstd, weight)),
         (norm.split_rms_norm_gradients, (d_out, d_stream, x, rstd, weight, sums[0])),
         (norm.rms_norm_gradients, (d_out, d_stream, x, rstd, weight)),
+        (norm.rms_norm, (x, branch, weight, 1e-5, True)),
+        (norm.rms_norm_gradients, (d_out, d_stream, x, rstd, weight, True)),
     ]
     for function, arguments in calls:
         compiled, expected = function(*arguments), eager(function)(*arguments)
@@ -93,6 +95,8 @@ def test_compiled_activations_and_rotation_equal_eager_ones(compiled, dtype):
     calls = [
         (activations.swiglu, (gate_and_up,)),
         (activations.swiglu_gradient, (d_out, gate_and_up)),
+        (activations.geglu, (gate_and_up,)),
+        (activations.geglu_gradient, (d_out, gate_and_up)),
         (activations.gelu_gradients, (d_rows, rows, torch.randn(2, 4))),
         (rotary.rotated, (x, cos, sin, 1)),
         (rotary.rotated, (x, cos, sin, -1)),

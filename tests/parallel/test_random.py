@@ -124,7 +124,7 @@ def test_any_columns_of_a_mask_equal_those_of_the_whole():
 
 def initial_weights(sizes):
     model = build_model(TINY_MODEL, sizes, torch.float32)
-    grid = model.weights.grid
+    grid = model.context.grid
     return {name: global_tensor(p, p.spec, grid) for name, p in model.named_parameters()}
 
 

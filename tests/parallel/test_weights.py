@@ -259,10 +259,11 @@ def test_short_messages_make_the_same_result(ranks, message_bytes, messages):
 def products_of_a_step():
     from gpt4d.parallel.layers.product import _Call
 
+    grid = Grid()
+    stage = build_tiny_stage(grid, recompute=True)
     products, start = [], _Call.start_product
     with patch.object(_Call, "start_product", lambda *args: products.append(1) or start(*args)):
-        grid = Grid()
-        build_tiny_stage(grid, recompute=True).module.loss_sum(*tiny_batch(grid)).backward()
+        stage.module.loss_sum(*tiny_batch(grid)).backward()
     return len(products)
 
 

@@ -224,7 +224,8 @@ def test_whole_layers_move_communication_from_the_forward_to_the_backward():
 )
 def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrides):
     machine = compose(["cluster=perlmutter"]).cluster
-    words = ("model.layers=12", "train.micro_batch_size=1", "train.batch_size=64", "model.hidden=512", *overrides)
+    model = "model.layers=12", "model.hidden=512", "model.heads=8"
+    words = (*model, "train.micro_batch_size=1", "train.batch_size=64", *overrides)
     drawn = plan(machine, sizes, *words)
     monkeypatch.setattr(estimate, "_MAX_WALKED", 1 << 30)
     walked = plan(machine, sizes, *words)

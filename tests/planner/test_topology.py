@@ -12,7 +12,7 @@ from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.product_costs import GlobalSizes
+from gpt4d.model.probe import Product
 from gpt4d.parallel import collectives
 from gpt4d.parallel.layers import specs
 from gpt4d.planner import paper_models
@@ -49,13 +49,14 @@ def test_collectives_send_the_bytes_of_equations_1_to_3():
 
 def test_a_layer_sends_the_bytes_of_equations_4_to_8():
     """m=64 rows per data group, k=16, n=48 on (2, 2, 4, 2), elements of one byte."""
-    whole = GlobalSizes(64 * 16, 64 * 48, 16 * 48)
-    sent = paper_models.product_bytes(whole, 1, specs.NORMAL, GridSizes(2, 2, 4, 2), 1, 1)
+    product = Product(specs.NORMAL, 64 * 16, 64 * 48, 16 * 48)
+    sent = paper_models.product_bytes(product, 1, GridSizes(2, 2, 4, 2), 1, 1)
     assert sent["z"] == {"all_gather": 3 * 16 * 48 / 16, "reduce_scatter": 3 / 4 * 16 * 48 / 4}
     assert sent["y"] == {"forward": 2 * 1 / 2 * 64 * 48 / (4 * 2)}
     assert sent["x"] == {"backward": 2 * 1 / 2 * 64 * 16 / (4 * 2)}
     assert sent["data"] == {"all_reduce": 2 * 1 / 2 * 16 * 48 / 16}
-    transposed = paper_models.product_bytes(whole, 1, specs.TRANSPOSED, GridSizes(4, 1, 1, 1), 1, 1)
+    product = product._replace(split=specs.TRANSPOSED)
+    transposed = paper_models.product_bytes(product, 1, GridSizes(4, 1, 1, 1), 1, 1)
     assert transposed["x"] == {"forward": 2 * 3 / 4 * 64 * 48} and transposed["y"] == {"backward": 0}
 
 

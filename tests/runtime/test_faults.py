@@ -107,12 +107,12 @@ def kill_itself(phase, target, rank, step=5):
     from gpt4d import optim
     from gpt4d.checkpoint import writer
     from gpt4d.checkpoint.run import RunCheckpoints
-    from gpt4d.model.gpt2.model import GPT
+    from gpt4d.model.module import Model
     from gpt4d.parallel.gradients import GradientReducer
 
     owner, name = {
         "start": (RunCheckpoints, "resume"),
-        "forward": (GPT, "compute"),
+        "forward": (Model, "compute"),
         "backward": (GradientReducer, "_on_gradient"),
         "optimizer": (optim, "update"),
         "save": (writer.Writer, "write_data"),

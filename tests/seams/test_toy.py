@@ -228,25 +228,31 @@ def test_a_planned_step_ends_with_only_gradients_held(model, checkpointing):
     overrides = f"model={model}", "optim=adamw", "train.seq_len=4", f"train.activation_checkpointing={checkpointing}"
     config = compose(list(overrides))
     description = registry.describe(config.model)
-    device = StepWalk(config, description, GRID, Links(config.cluster, GRID), 4).run(2)
-    assert device.held == training_state(description, GRID, shard_states=False)["gradients"]
+    step = StepWalk(config, description, GRID, Links(config.cluster, GRID), 4)
+    assert step.run(2).held == training_state(description, GRID, shard_states=False)["gradients"]
 
 
 def test_without_input_gradient_a_backward_plans_no_gather_and_no_sum(tmp_path):
+    """Data has no gradient, so the first layer's backward plans none; the last layer's does."""
     config = configure(tmp_path)
-    first = registry.describe(config.model).units[1]
-    assert first.layer.weights().forward == ("input.weight",) and first.layer.weights().backward == ()
-    walks = []
-    for input_gradient in (False, True):
-        unit = replace(first, layer=replace(first.layer, input_gradient=input_gradient))
-        description = replace(registry.describe(config.model), units=(unit,))
-        walks.append(StepWalk(config, description, GRID, Links(config.cluster, GRID), 4).run(1))
-    shard_bytes = 12 * 24 // GRID.devices * 4
-    input_bytes = 4 * 3 * 12 // GRID.x * 4
-    without, with_gradient = (walk.bytes for walk in walks)
-    assert with_gradient["y"] == without["y"] + input_bytes  # an all-reduce of two ranks sends its bytes once
-    assert with_gradient["z"] == without["z"] == 2 * shard_bytes  # a use right after the forward's gathers nothing
-    assert without["x"] == with_gradient["x"] > 0
+    description = registry.describe(config.model)
+    first, *_, last = description.units
+    weights = description.probe.weights(first), description.probe.weights(last)
+    assert [(used.forward, used.backward) for used in weights] == [
+        (("input.weight",), ()),
+        (("output.weight",), ("output.weight",)),
+    ]
+    walks = (
+        StepWalk(config, replace(description, parts=((unit,),)), GRID, Links(config.cluster, GRID), 4).run(1)
+        for unit in (first, last)
+    )
+    of_first, of_last = (walk.bytes for walk in walks)
+    rows = 4 * 3
+    # An all-reduce of two ranks sends its bytes once.
+    assert of_first["x"] == rows * 24 // GRID.y * 4 and of_first["y"] == 0
+    assert of_last["y"] == rows * 4 // GRID.x * 4 and of_last["x"] == rows * 24 // GRID.y * 4 + 4  # and the loss
+    # A gather and a scatter: a use right after the forward's gathers nothing.
+    assert of_first["z"] == 2 * (12 * 24 // GRID.devices * 4) and of_last["z"] == 2 * (24 * 4 // GRID.devices * 4)
 
 
 def test_toy_appears_in_the_planner_table_without_forbidden_grids(tmp_path):
@@ -267,7 +273,7 @@ def test_equal_toy_blocks_are_grouped_and_extrapolated(tmp_path):
     """Nine blocks of two kinds in turn, in eight microbatches, are too many to walk; a step's bytes stay exact."""
     config = configure(tmp_path, "model.blocks=9", "train.batch_size=16", "train.micro_batch_size=1")
     estimate = Estimate(config, GRID)
-    first, second, *others = [estimate.description.kinds[block.name] for block in estimate.description.blocks]
+    first, second, *others = [block.kind for block in estimate.description.blocks]
     assert first != second and others == [first, second, first, second, first, second, first]
     walked = estimate._walk(1, estimate.description.blocks).run(8)
     for axis, used in estimate.plan(1).comm.items():

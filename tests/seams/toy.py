@@ -1,24 +1,34 @@
-"""A toy model family and a toy task, registered from outside gpt4d. No torch here: toy_torch.py has the rest.
+"""A toy model family and a toy task, registered from outside gpt4d. No torch here.
 
 The family has blocks unlike GPT-2's: no attention, no norms, no biases, a gated MLP, two widths in turn.
+toy_kernels.py has its kernels, toy_torch.py the task.
+
+Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
-from gpt4d.model.costs import ActivationCost
-from gpt4d.model.description import STREAM, Description, EdgeTensor, Unit, Walk
+from gpt4d.model.description import STREAM, Description, EdgeTensor, units_of
 from gpt4d.model.family import Family
-from gpt4d.model.product_costs import LinearCost
-from gpt4d.model.residual import ResidualBlock
+from gpt4d.model.parts import Part
+from gpt4d.parallel.chunks import run_blocks
+from gpt4d.parallel.function import Function, kernel
+from gpt4d.parallel.layers.activations import SwigluFunction
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec
-from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.order import LayerWeights
+from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.symbolic import wide_dtype
+from gpt4d.parallel.turns import run_alone
 from gpt4d.task import registry as tasks
 
 STD = 0.15  # of initial weights
-_SUM_BYTES = 4  # of a float32 loss
 
 
 @dataclass
@@ -38,97 +48,123 @@ class ToyConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class FeatureSlice:
-    """The data, of which a rank takes the features that x assigns to it."""
+class GatedMLPSpec(LayerSpec):
+    hidden: int
+    inner: int
 
-    features: int
+    def layers(self) -> dict[str, LayerSpec]:
+        return {
+            "up": LinearSpec(self.hidden, self.inner, num_fused=2, bias=False, std=STD),
+            "down": LinearSpec(self.inner, self.hidden, transposed=True, bias=False, std=STD),
+        }
 
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {}
-
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
-
-    def flops(self, length: int) -> float:
-        return 0.0
-
-    async def forward(self, walk: Walk) -> None:
-        nbytes = walk.tokens * (self.features // walk.sizes.x) * walk.element_bytes
-        walk.hold(nbytes)
-        walk.compute(moved=2 * nbytes)
-
-    async def backward(self, walk: Walk) -> None:
-        """Data has no gradient, and the layer behind has released the slice."""
+    async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
+        return x_TH + await layer.down(SwigluFunction.apply(await layer.up(x_TH)))
 
 
 @dataclass(frozen=True)
-class SquaredError:
-    """The summed squared error of outputs that x splits."""
+class ToySpec(LayerSpec):
+    """A toy model from features that every rank has whole to outputs that x splits, or parts of one."""
 
-    outputs: int
+    config: ToyConfig
+    parts: tuple[Part, ...] = ()
 
-    def parameters(self) -> dict[str, ParameterSpec]:
-        return {}
+    def of_parts(self, parts: Sequence[Part]) -> ToySpec:
+        """Return the spec of some parts."""
+        return replace(self, parts=tuple(parts))
 
-    def weights(self) -> LayerWeights:
-        return LayerWeights()
+    def layers(self) -> dict[str, LayerSpec]:
+        config, layers = self.config, dict[str, LayerSpec]()
+        if any(part.begins for part in self.parts):
+            layers["input"] = LinearSpec(config.features, config.hidden, transposed=True, bias=False, std=STD)
+        layers["blocks"] = LayersSpec(
+            {str(i): GatedMLPSpec(config.hidden, config.inner(i)) for part in self.parts for i in part.blocks}
+        )
+        if any(part.ends for part in self.parts):
+            layers["output"] = LinearSpec(config.hidden, config.outputs, bias=False, std=STD)
+        return layers
 
-    def flops(self, length: int) -> float:
-        return 0.0
+    def compute(
+        self, model: BoundLayer, part: Part, received: Mapping[str, Any], x_BSF: Any, targets_BSO: Any
+    ) -> dict[str, Any]:
+        """Return the residual stream [T, H] after a part as ``stream``, or the ``loss`` of the last part.
 
-    def _bytes(self, walk: Walk) -> tuple[int, int]:
-        """Return the bytes of the outputs, and of their errors in float32."""
-        elements = walk.tokens * (self.outputs // walk.sizes.x)
-        return elements * walk.element_bytes, elements * 4
+        The loss is the squared error, summed over this rank's rows and over all outputs.
+        """
+        x_TH = self.embedded(model, x_BSF.flatten(0, 1)) if part.begins else received[STREAM]
+        x_TH = run_blocks(model.context, [getattr(model.blocks, str(index)) for index in part.blocks], x_TH)
+        return {"loss": self.loss(model, x_TH, targets_BSO)} if part.ends else {STREAM: x_TH}
 
-    async def forward(self, walk: Walk) -> None:
-        predicted, errors = self._bytes(walk)
-        walk.hold(errors)
-        walk.compute(moved=predicted + 2 * errors, operations=2)
-        walk.release(predicted)
-        walk.do("all_reduce", "x", _SUM_BYTES)
+    def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
+        """Return the batch that ``compute`` takes, of tensors ``tensor(shape, dtype)``."""
+        config = self.config
+        return tuple(tensor((samples, length, size), "float32") for size in (config.features, config.outputs))
 
-    async def backward(self, walk: Walk) -> None:
-        predicted, errors = self._bytes(walk)
-        walk.hold(predicted)
-        walk.compute(moved=predicted + errors)
-        walk.release(errors)
+    def embedded(self, model: BoundLayer, x_TF: Any) -> Any:
+        """Return the residual stream of rows before the blocks."""
+        return run_alone(model.input(cast_to(own_part(x_TF, model.context.grid.x), model.context.compute_dtype)))
 
-
-def gate_and_up(hidden: int, inner: int) -> LinearSpec:
-    return LinearSpec(hidden, inner, num_fused=2, bias=False, std=STD)
-
-
-def down(hidden: int, inner: int) -> LinearSpec:
-    return LinearSpec(inner, hidden, transposed=True, bias=False, std=STD)
-
-
-def first_layer(config: ToyConfig) -> LinearSpec:
-    return LinearSpec(config.features, config.hidden, transposed=True, bias=False, std=STD)
-
-
-def last_layer(config: ToyConfig) -> LinearSpec:
-    return LinearSpec(config.hidden, config.outputs, bias=False, std=STD)
+    def loss(self, model: BoundLayer, x_TH: Any, targets_BSO: Any) -> Any:
+        """Return the squared error of the outputs for the residual stream behind the blocks."""
+        axis = model.context.grid.x
+        return SquaredErrorFunction.apply(
+            run_alone(model.output(x_TH)), own_part(targets_BSO.flatten(0, 1), axis), axis
+        )
 
 
-def describe(config: ToyConfig) -> Description:
-    """Return the description of a toy model."""
+def own_part(tensor: Any, axis: Any) -> Any:
+    """Return this rank's part of a tensor whose last dim ``axis`` splits."""
+    return tensor.chunk(axis.size, -1)[axis.index]
 
-    def block(inner: int) -> ResidualBlock:
-        up = LinearCost("up", gate_and_up(config.hidden, inner))
-        back = LinearCost("down", down(config.hidden, inner))
-        return ResidualBlock(branches=((up, ActivationCost(2 * inner, inner), back),), features=config.hidden)
 
-    blocks = [block(config.inner(parity)) for parity in (0, 1)]
-    first = LinearCost("input", first_layer(config), input_gradient=False)
+@kernel
+def errors_of(predicted, targets):
+    """Return the differences, at least in float32."""
+    return predicted.like(dtype=wide_dtype(predicted))
+
+
+@kernel
+def squares_of(errors):
+    """Return the squares."""
+    return errors.like()
+
+
+@kernel
+def sum_of(squares):
+    """Return the sum, [1]."""
+    return squares.like((1,))
+
+
+@kernel
+def error_gradient(errors, d_loss):
+    """Return the gradient of the errors."""
+    return errors.like()
+
+
+class SquaredErrorFunction(Function):
+    """``Σ (predicted - target)²`` over all features of ``axis``, each rank of which has its part of them.
+
+    Every rank's loss is the whole sum, so its derivative by a rank's own features needs no collective.
+    """
+
+    @staticmethod
+    def forward(ctx, predicted, targets, axis):
+        errors = errors_of(predicted, targets)
+        ctx.save_for_backward(errors)
+        ctx.dtype = predicted.dtype
+        return axis.all_reduce(sum_of(squares_of(errors))).squeeze(0)
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        (errors,) = ctx.saved_tensors
+        return cast_to(error_gradient(errors, d_loss), ctx.dtype), None, None
+
+
+def describe(config: ToyConfig, model: type[ToySpec] = ToySpec) -> Description:
+    """Return the description of a toy model whose spec is a ``model``."""
     return Description(
-        units=(
-            Unit("", FeatureSlice(config.features)),
-            Unit("", first),
-            *(Unit(f"blocks.{index}", blocks[index % 2], block=True) for index in range(config.blocks)),
-            Unit("", LinearCost("output", last_layer(config))),
-            Unit("", SquaredError(config.outputs)),
-        ),
+        model=model(config).of_parts,
+        parts=(units_of([config.inner(index) for index in range(config.blocks)]),),
         rules=(
             Divisibility("model.features", config.features, ("x", "z")),
             Divisibility("model.hidden", config.hidden, ("y", "z")),
@@ -149,12 +185,6 @@ def describe(config: ToyConfig) -> Description:
 def _check_model(config: Config) -> None:
     for key in ("blocks", "features", "hidden", "wide", "narrow", "outputs"):
         check_at_least(f"model.{key}", getattr(config.model, key), 1)
-
-
-def _build(config: ToyConfig, weights, parts):
-    from tests.seams.toy_torch import Toy  # imports torch
-
-    return Toy(config, weights, parts)
 
 
 def _check_task(config: Config) -> None:
@@ -178,7 +208,6 @@ FAMILY = Family(
     unit="rows",
     check=_check_model,
     describe=describe,
-    build=_build,
 )
 registry.register(FAMILY)
 tasks.register(tasks.TaskEntry("regression", _check_task, _create_task))

@@ -3,7 +3,7 @@
 from gpt4d.config import LARGEST_COUNT, LARGEST_SIZE, Config, ConfigError, check_at_least, check_fraction, divisors
 from gpt4d.model.family import Family
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.description import describe
+from gpt4d.model.gpt2.model import describe
 from gpt4d.model.text_config import check_length
 
 
@@ -24,12 +24,6 @@ def _check(config: Config) -> None:
     check_length(config)
 
 
-def _build(config: GPT2Config, weights, parts):
-    from gpt4d.model.gpt2.model import GPT  # imports torch
-
-    return GPT(config, weights, parts)
-
-
 def _hugging_face():
     from gpt4d.model.gpt2 import hugging_face  # imports torch
 
@@ -44,7 +38,6 @@ FAMILY = Family(
     unit="tokens",
     check=_check,
     describe=describe,
-    build=_build,
     hugging_face=_hugging_face,
     hf_model_types=("gpt2",),
 )

@@ -1,80 +1,118 @@
 """GPT-2, readable as a serial model: its layers decide where tensors live, and ``await`` where chunks take turns.
 
-Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads.
+Shapes: T tokens, H hidden, N hidden within the heads. No torch here.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import torch
-from torch import nn
-
+from gpt4d.config import Divisibility
+from gpt4d.model.description import STREAM, Description, residual_stream, units_of
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.gpt2.description import BlockSpecs, block_specs, final_norm, positions
-from gpt4d.model.text import TextModel
+from gpt4d.model.text import TextModelSpec
 from gpt4d.parallel.layers.activations import gelu_of_biased
-from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.dropout import DropoutSpec
-from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.recomputation import Recomputable, recomputable
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.recomputation import recomputable
 
 
-class Attention(nn.Module):
-    def __init__(self, config: GPT2Config, specs: BlockSpecs, weights: WeightStream):
-        super().__init__()
-        self.qkv = Layer(specs.qkv, weights)
-        self.core = AttentionCore(config.heads, config.attention_dropout, head_split(config.heads, weights))
-        self.output = Layer(specs.output, weights)
-
-    async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
-        mixed_TN = self.core.of_fused(await self.qkv(x_TH), tokens)
-        return await self.output(mixed_TN)
-
-
-class MLP(nn.Module):
-    def __init__(self, specs: BlockSpecs, weights: WeightStream):
-        super().__init__()
-        self.weights = weights
-        self.up, self.down = Layer(specs.up, weights), Layer(specs.down, weights)
-
-    async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
-        activation = partial(gelu_of_biased, bias=self.up.get_parameter("bias"))
-        return await self.down(recomputable(self.weights, activation, await self.up(x_TH)))
-
-
-class Block(nn.Module):
-    def __init__(self, config: GPT2Config, weights: WeightStream):
-        super().__init__()
-        specs = block_specs(config)
-        self.attention_norm = Layer(specs.norm, weights)
-        self.attention = Attention(config, specs, weights)
-        self.attention_dropout = Layer(DropoutSpec(config.dropout), weights)
-        self.mlp_norm = Layer(specs.norm, weights)
-        self.mlp = MLP(specs, weights)
-        self.mlp_dropout = Layer(DropoutSpec(config.dropout), weights)
-
-    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        x_TH, normal_TH = self.attention_norm(x_TH)
-        attended_TH = self.attention_dropout(await self.attention(normal_TH, tokens), tokens)
-        x_TH, normal_TH = self.mlp_norm(x_TH, attended_TH)
-        return x_TH + self.mlp_dropout(await self.mlp(normal_TH), tokens)
-
-
-class GPT(TextModel):
-    """A GPT-2, or parts of one (gpt4d.model.text)."""
-
+@dataclass(frozen=True)
+class GPT2AttentionSpec(LayerSpec):
     config: GPT2Config
 
-    def _build_positions(self) -> None:
-        self.positions = Layer(positions(self.config), self.weights)
-        self.dropout = Layer(DropoutSpec(self.config.dropout), self.weights)
+    def layers(self) -> dict[str, LayerSpec]:
+        h, heads = self.config.hidden, self.config.heads
+        return {
+            "qkv": LinearSpec(h, h, num_fused=3, heads=heads),
+            "core": FusedAttentionSpec(heads, self.config.attention_dropout),
+            "output": LinearSpec(h, h, transposed=True, std=residual_std(self.config), heads=heads),
+        }
 
-    def _build_block(self) -> nn.Module:
-        return Block(self.config, self.weights)
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+        mixed_TN = layer.core(await layer.qkv(x_TH), tokens)
+        return await layer.output(mixed_TN)
 
-    def _build_norm(self) -> Layer:
-        return Layer(final_norm(self.config), self.weights)
 
-    def _embedded(self, ids_BS: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return self.dropout(self.positions(self.tokens(ids_BS, tokens), tokens), tokens)
+@dataclass(frozen=True)
+class GPT2MLPSpec(LayerSpec):
+    config: GPT2Config
+
+    def layers(self) -> dict[str, LayerSpec]:
+        h, inner = self.config.hidden, 4 * self.config.hidden
+        return {
+            "up": LinearSpec(h, inner, bias_gradient=False),
+            "down": LinearSpec(inner, h, transposed=True, std=residual_std(self.config)),
+        }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
+        activation = partial(gelu_of_biased, bias=layer.up.bias)
+        return await layer.down(recomputable(layer.context, activation, await layer.up(x_TH)))
+
+
+@dataclass(frozen=True)
+class GPT2BlockSpec(LayerSpec):
+    config: GPT2Config
+
+    def layers(self) -> dict[str, LayerSpec]:
+        return {
+            "attention_norm": norm(self.config),
+            "attention": GPT2AttentionSpec(self.config),
+            "attention_dropout": DropoutSpec(self.config.dropout),
+            "mlp_norm": norm(self.config),
+            "mlp": GPT2MLPSpec(self.config),
+            "mlp_dropout": DropoutSpec(self.config.dropout),
+        }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+        x_TH, normal_TH = layer.attention_norm(x_TH)
+        attended_TH = layer.attention_dropout(await layer.attention(normal_TH, tokens), tokens)
+        x_TH, normal_TH = layer.mlp_norm(x_TH, attended_TH)
+        return x_TH + layer.mlp_dropout(await layer.mlp(normal_TH), tokens)
+
+
+def norm(config: GPT2Config) -> LayerNormSpec:
+    """Return the norm before the attention, before the MLP and before the head."""
+    return LayerNormSpec(config.hidden, config.norm_epsilon)
+
+
+def residual_std(config: GPT2Config) -> float:
+    """Return the standard deviation of weights whose 2·layers outputs add up in the residual stream (GPT-2)."""
+    return 0.02 / (2 * config.layers) ** 0.5
+
+
+def model(config: GPT2Config) -> TextModelSpec:
+    """Return the spec of a GPT-2."""
+    embeddings = {
+        "positions": PositionEmbeddingSpec(config.max_positions, config.hidden),
+        "dropout": DropoutSpec(config.dropout),
+    }
+    return TextModelSpec(config, GPT2BlockSpec(config), norm(config), embeddings)
+
+
+def describe(config: GPT2Config) -> Description:
+    """Return the description of a GPT-2."""
+    h = config.hidden
+    return Description(
+        model=model(config).of_parts,
+        parts=(units_of([0] * config.layers),),
+        rules=(
+            Divisibility("model.heads", config.heads, ("x",)),
+            Divisibility("model.hidden", h, ("y", "z")),
+            Divisibility("model.hidden", h, ("x", "z")),
+        ),
+        tensors={STREAM: residual_stream(h)},
+        model_flops=lambda samples, length: _model_flops(config, samples, length),
+    )
+
+
+def _model_flops(config: GPT2Config, samples: int, length: int) -> float:
+    """Return the FLOPs of one training step, forward and backward, recomputation not counted (Narayanan et al.)."""
+    h, layers, vocabulary = config.hidden, config.layers, config.padded_vocab_size
+    attention_and_head = 1 + length / (6 * h) + vocabulary / (16 * layers * h)
+    return 72 * samples * length * layers * h**2 * attention_and_head

@@ -12,7 +12,7 @@ from gpt4d.config import (
 )
 from gpt4d.model.family import Family
 from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.llama.description import describe
+from gpt4d.model.llama.model import describe
 from gpt4d.model.text_config import check_length
 
 _SIZES = ("layers", "hidden", "heads", "key_value_heads", "head_size", "inner", "vocab_size", "vocab_multiple")
@@ -73,12 +73,6 @@ def _check_rope(model: LlamaConfig) -> None:
     check_at_most(f"model.rope_{high}", fast)
 
 
-def _build(config: LlamaConfig, weights, parts):
-    from gpt4d.model.llama.model import Llama  # imports torch
-
-    return Llama(config, weights, parts)
-
-
 def _hugging_face():
     from gpt4d.model.llama import hugging_face  # imports torch
 
@@ -93,7 +87,6 @@ FAMILY = Family(
     unit="tokens",
     check=_check,
     describe=describe,
-    build=_build,
     hugging_face=_hugging_face,
     hf_model_types=("llama", "qwen2", "qwen3"),
 )

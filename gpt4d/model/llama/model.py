@@ -1,93 +1,144 @@
-"""Llama, Qwen2 and Qwen3, readable as serial models: their layers decide where tensors live.
+"""Llama, Qwen2 and Qwen3, readable as serial models: their layers decide where tensors live. No torch here.
 
 Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads, h heads, s size of a head.
 """
 
-from functools import cached_property
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
+from gpt4d.config import Divisibility
+from gpt4d.model.description import STREAM, Description, residual_stream, units_of
 from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.llama.description import BlockSpecs, block_specs, final_norm
 from gpt4d.model.llama.frequencies import frequencies, scale
-from gpt4d.model.text import TextModel
-from gpt4d.parallel.layers.activations import SwigluFunction
-from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.model.text import TextModelSpec
+from gpt4d.parallel.layers.activations import GatedFunction, SwigluFunction
+from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.concatenation import separate
-from gpt4d.parallel.layers.grouped_heads import KeyValueHeads
-from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.grouped_heads import KeyValueHeadsSpec
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.norm import HeadNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.rotary import Rotary
 from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.recomputation import Recomputable, recomputable
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.recomputation import recomputable
 
 
-class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, specs: BlockSpecs, weights: WeightStream, rotary: Rotary):
-        super().__init__()
-        self.channels, self.pieces, self.size, self.rotary = (
-            config.qkv_channels,
-            config.head_parts,
-            config.head_size,
-            rotary,
-        )
-        axes = head_split(config.head_parts, weights)
-        self.qkv = Layer(specs.qkv, weights)
-        self.key_value_heads = KeyValueHeads(config.heads, config.key_value_heads, axes)
-        self.q_norm = self.k_norm = None
-        if specs.head_norm:
-            self.q_norm, self.k_norm = Layer(specs.head_norm, weights), Layer(specs.head_norm, weights)
-        self.core = AttentionCore(config.heads, 0.0, axes)
-        self.output = Layer(specs.output, weights)
-
-    async def forward(self, x_TH: torch.Tensor | Recomputable, tokens: Tokens) -> torch.Tensor:
-        qkv_BSN = (await self.qkv(x_TH)).unflatten(0, (-1, tokens.length))
-        q_BSN, k_BSN, v_BSN = separate(qkv_BSN, self.channels, self.pieces)
-        q_BShs = q_BSN.unflatten(-1, (-1, self.size))
-        k_BShs, v_BShs = await self.key_value_heads(k_BSN, v_BSN)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BShs, k_BShs = self.q_norm(q_BShs), self.k_norm(k_BShs)
-        mixed_TN = self.core(self.rotary(q_BShs, tokens), self.rotary(k_BShs, tokens), v_BShs, tokens)
-        return await self.output(mixed_TN)
-
-
-class MLP(nn.Module):
-    def __init__(self, specs: BlockSpecs, weights: WeightStream):
-        super().__init__()
-        self.weights = weights
-        self.up, self.down = Layer(specs.up, weights), Layer(specs.down, weights)
-
-    async def forward(self, x_TH: torch.Tensor | Recomputable) -> torch.Tensor:
-        return await self.down(recomputable(self.weights, SwigluFunction.apply, await self.up(x_TH)))
-
-
-class Block(nn.Module):
-    def __init__(self, config: LlamaConfig, weights: WeightStream, rotary: Rotary):
-        super().__init__()
-        specs = block_specs(config)
-        self.attention_norm = Layer(specs.norm, weights)
-        self.attention = Attention(config, specs, weights, rotary)
-        self.mlp_norm = Layer(specs.norm, weights)
-        self.mlp = MLP(specs, weights)
-
-    async def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        x_TH, normal_TH = self.attention_norm(x_TH)
-        x_TH, normal_TH = self.mlp_norm(x_TH, await self.attention(normal_TH, tokens))
-        return x_TH + await self.mlp(normal_TH)
-
-
-class Llama(TextModel):
-    """A Llama, or parts of one (gpt4d.model.text)."""
+@dataclass(frozen=True)
+class LlamaAttentionSpec(LayerSpec):
+    """Grouped-query attention. All blocks share ``rotary``."""
 
     config: LlamaConfig
+    rotary: Rotary
 
-    @cached_property
-    def _rotary(self) -> Rotary:
-        return Rotary(frequencies(self.config), scale(self.config))
+    def layers(self) -> dict[str, LayerSpec]:
+        config, h, parts = self.config, self.config.hidden, self.config.head_parts
+        norms: dict[str, LayerSpec] = {}
+        if config.qk_norm:
+            norm = HeadNormSpec(config.head_size, parts, config.norm_epsilon)
+            norms = {"q_norm": norm, "k_norm": norm}
+        return {
+            "qkv": LinearSpec(h, sum(config.qkv_channels), bias=config.qkv_bias, heads=parts),
+            "key_value_heads": KeyValueHeadsSpec(config.heads, config.key_value_heads, parts),
+            **norms,
+            "core": AttentionSpec(config.heads, parts=parts),
+            "output": LinearSpec(
+                config.heads * config.head_size,
+                h,
+                transposed=True,
+                bias=False,
+                std=residual_std(config),
+                heads=parts,
+            ),
+        }
 
-    def _build_block(self) -> nn.Module:
-        return Block(self.config, self.weights, self._rotary)
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+        config = self.config
+        qkv_BSN = (await layer.qkv(x_TH)).unflatten(0, (-1, tokens.length))
+        q_BSN, k_BSN, v_BSN = separate(qkv_BSN, config.qkv_channels, config.head_parts)
+        del qkv_BSN
+        q_BShs = q_BSN.unflatten(-1, (-1, config.head_size))
+        k_BShs, v_BShs = await layer.key_value_heads(k_BSN, v_BSN)
+        if config.qk_norm:
+            q_BShs, k_BShs = layer.q_norm(q_BShs), layer.k_norm(k_BShs)
+        mixed_TN = layer.core(self.rotary(q_BShs, tokens), self.rotary(k_BShs, tokens), v_BShs, tokens)
+        return await layer.output(mixed_TN)
 
-    def _build_norm(self) -> Layer:
-        return Layer(final_norm(self.config), self.weights)
+
+@dataclass(frozen=True)
+class LlamaMLPSpec(LayerSpec):
+    config: LlamaConfig
+    activation: ClassVar[type[GatedFunction]] = SwigluFunction
+
+    def layers(self) -> dict[str, LayerSpec]:
+        h, inner = self.config.hidden, self.config.inner
+        return {
+            "up": LinearSpec(h, inner, num_fused=2, bias=False),
+            "down": LinearSpec(inner, h, transposed=True, bias=False, std=residual_std(self.config)),
+        }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
+        return await layer.down(recomputable(layer.context, self.activation.apply, await layer.up(x_TH)))
+
+
+@dataclass(frozen=True)
+class LlamaBlockSpec(LayerSpec):
+    config: LlamaConfig
+    rotary: Rotary
+
+    def layers(self) -> dict[str, LayerSpec]:
+        return {
+            "attention_norm": norm(self.config),
+            "attention": LlamaAttentionSpec(self.config, self.rotary),
+            "mlp_norm": norm(self.config),
+            "mlp": LlamaMLPSpec(self.config),
+        }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+        x_TH, normal_TH = layer.attention_norm(x_TH)
+        x_TH, normal_TH = layer.mlp_norm(x_TH, await layer.attention(normal_TH, tokens))
+        return x_TH + await layer.mlp(normal_TH)
+
+
+def norm(config: LlamaConfig) -> RMSNormSpec:
+    """Return the norm before the attention, before the MLP and before the head."""
+    return RMSNormSpec(config.hidden, config.norm_epsilon)
+
+
+def residual_std(config: LlamaConfig) -> float:
+    """Return the standard deviation of weights whose 2·layers outputs add up in the residual stream (GPT-2)."""
+    return 0.02 / (2 * config.layers) ** 0.5
+
+
+def model(config: LlamaConfig) -> TextModelSpec:
+    """Return the spec of a Llama, a Qwen2 or a Qwen3."""
+    rotary = Rotary(frequencies(config), scale(config))
+    return TextModelSpec(config, LlamaBlockSpec(config, rotary), norm(config), {})
+
+
+def describe(config: LlamaConfig) -> Description:
+    """Return the description of a Llama, a Qwen2 or a Qwen3."""
+    h, attended = config.hidden, config.heads * config.head_size
+    return Description(
+        model=model(config).of_parts,
+        parts=(units_of([0] * config.layers),),
+        rules=(
+            Divisibility("model.heads", config.heads, ("x",)),
+            Divisibility("model.key_value_heads·head_size", config.key_value_heads * config.head_size, ("x",)),
+            Divisibility("model.hidden", h, ("y", "z")),
+            Divisibility("model.heads·head_size", attended, ("x", "z")),
+            Divisibility("model.inner", config.inner, ("x", "z")),
+        ),
+        tensors={STREAM: residual_stream(h)},
+        model_flops=lambda samples, length: _model_flops(config, samples, length),
+    )
+
+
+def _model_flops(config: LlamaConfig, samples: int, length: int) -> float:
+    """Return the FLOPs of one training step, forward and backward, recomputation not counted.
+
+    Six for each weight of a product and token, and those of attention to all positions, as for GPT-2.
+    """
+    attended = config.heads * config.head_size
+    weights = config.hidden * (sum(config.qkv_channels) + attended + 3 * config.inner)
+    per_token = config.layers * (6 * weights + 12 * length * attended) + 6 * config.hidden * config.padded_vocab_size
+    return samples * length * per_token

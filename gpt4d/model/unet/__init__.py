@@ -14,7 +14,7 @@ from gpt4d.config import (
 from gpt4d.model.family import Family
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.description import describe
+from gpt4d.model.unet.model import describe
 
 _LARGEST_IMAGE = 16_384  # height and width
 
@@ -83,12 +83,6 @@ def _hugging_face():
     return hugging_face
 
 
-def _build(config: UNetConfig, weights, parts):
-    from gpt4d.model.unet.model import UNet  # imports torch
-
-    return UNet(config, weights, parts)
-
-
 FAMILY = Family(
     name="unet",
     config=UNetConfig,
@@ -110,7 +104,6 @@ FAMILY = Family(
     unit="images",
     check=_check,
     describe=describe,
-    build=_build,
     hugging_face=_hugging_face,
     hf_model_types=("UNet2DModel",),
 )

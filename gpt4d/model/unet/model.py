@@ -1,176 +1,291 @@
-"""A U-Net for diffusion, readable as a serial model: its layers decide where tensors live.
+"""A U-Net for diffusion, readable as a serial model: its layers decide where tensors live. No torch here.
 
 Shapes: B pictures, S height and width, C channels of this rank, E features of the time embedding, T pixels of all
 pictures.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
-from gpt4d.model.description import Part
+from gpt4d.config import Divisibility
+from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
+from gpt4d.model.parts import Part
+from gpt4d.model.spec import ModelSpec
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.description import (
-    attention_specs,
-    input_spec,
-    level_change,
-    norm_spec,
-    output_spec,
-    residual_specs,
-)
-from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor
+from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, embedding_size, other_axis
 from gpt4d.parallel.chunks import Node, run_graph
-from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.activations import silu
+from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.concatenation import concatenate
+from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.dropout import DropoutSpec
-from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.loss import squared_error
+from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layers.specs import Axes, interleaved_pieces
+from gpt4d.parallel.layers.time_embedding import ScaleShiftSpec, TimeEmbeddingSpec
 from gpt4d.parallel.layers.tokens import Tokens, tokens_of
+from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.recomputation import recomputable
 from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
 
 
-class Attention(nn.Module):
+@dataclass(frozen=True)
+class PixelAttentionSpec(LayerSpec):
     """Attention of each pixel to all pixels of its picture, added to the stream."""
 
-    def __init__(self, config: UNetConfig, weights: WeightStream, stream: Tensor):
-        super().__init__()
-        specs = attention_specs(config, stream)
-        self.norm = Layer(specs.norm, weights)
-        self.qkv = Layer(specs.qkv, weights)
-        self.core = AttentionCore(specs.heads, 0.0, head_split(specs.heads, weights, stream.axis), causal=False)
-        self.output = Layer(specs.output, weights)
+    config: UNetConfig
+    stream: Tensor
 
-    async def forward(self, x_BSSC: torch.Tensor, pixels: Tokens) -> torch.Tensor:
-        normal_TC = self.norm(x_BSSC).flatten(0, 2)
-        attended_TC = await self.output(self.core.of_fused(await self.qkv(normal_TC), pixels))
+    def layers(self) -> dict[str, LayerSpec]:
+        c, heads = self.stream.channels, self.stream.channels // self.config.head_size
+        outer, inner = self.stream.axis, other_axis(self.stream.axis)
+        return {
+            "norm": norm(self.config, (c,), outer),
+            "qkv": LinearSpec(c, c, num_fused=3, axes=Axes(outer, inner), heads=heads),
+            "core": FusedAttentionSpec(heads, causal=False, stream=outer),
+            "output": LinearSpec(c, c, transposed=True, axes=Axes(inner, outer), std=0.0, heads=heads),
+        }
+
+    async def forward(self, layer: BoundLayer, x_BSSC: Any, pixels: Tokens) -> Any:
+        normal_TC = layer.norm(x_BSSC).flatten(0, 2)
+        attended_TC = await layer.output(layer.core(await layer.qkv(normal_TC), pixels))
         return x_BSSC + attended_TC.view_as(x_BSSC)
 
 
-class ResidualBlock(nn.Module):
+@dataclass(frozen=True)
+class ResidualBlockSpec(LayerSpec):
     """Two convolutions, the second one's input scaled and shifted by the time embedding; then attention, if any."""
 
-    def __init__(self, config: UNetConfig, weights: WeightStream, block: Block):
-        super().__init__()
-        self.block, self.weights = block, weights
-        specs, channels, inner = residual_specs(config, block), block.output.channels, block.inner
-        self.shortcut = Layer(specs.shortcut, weights) if specs.shortcut else None
-        self.first_norm = Layer(specs.first_norm, weights)
-        self.first = Layer(specs.first, weights)
-        self.second_norm = Layer(specs.second_norm, weights)
-        self.time = ScaleShift(weights, structure.embedding_size(config), channels, inner)
-        self.dropout = Layer(DropoutSpec(config.dropout, inner), weights)
-        self.second = Layer(specs.second, weights)
-        self.attention = Attention(config, weights, block.output) if block.attention else None
+    config: UNetConfig
+    block: Block
 
-    async def forward(self, x_BSSC: torch.Tensor, *rest) -> torch.Tensor:
+    def layers(self) -> dict[str, LayerSpec]:
+        config, block, output = self.config, self.block, self.block.output
+        wide, channels, outer, inner = sum(block.in_channels), output.channels, block.outer, block.inner
+        layers: dict[str, LayerSpec] = {}
+        if wide != channels:
+            layers["shortcut"] = Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True)
+        layers |= {
+            "first_norm": norm(config, block.in_channels, outer),
+            "first": Conv2dSpec(wide, channels, 3, Axes(outer, inner), padding=1),
+            "second_norm": norm(config, (channels,), inner),
+            "time": ScaleShiftSpec(embedding_size(config), channels, inner),
+            "dropout": DropoutSpec(config.dropout, inner),
+            "second": Conv2dSpec(channels, channels, 3, Axes(inner, outer), padding=1, std=0.0),
+        }
+        if block.attention:
+            layers["attention"] = PixelAttentionSpec(config, output)
+        return layers
+
+    async def forward(self, layer: BoundLayer, x_BSSC: Any, *rest: Any) -> Any:
         """Return the stream after the block. ``rest``: the skip, if it takes one, the embedding, and the samples."""
         *skip, embedding_BE, samples = rest
-        pixels = replace(samples, length=self.block.output.size**2)
+        block = self.block
+        pixels = replace(samples, length=block.output.size**2)
         if skip:
-            x_BSSC = concatenate([x_BSSC, *skip], self.block.in_channels)
-        shortcut_BSSC = x_BSSC if self.shortcut is None else await self.shortcut(x_BSSC)
-        h_BSSC = await self.first(recomputable(self.weights, F.silu, self.first_norm(x_BSSC)))
-        h_BSSC = await self.time(self.second_norm(h_BSSC), embedding_BE)
-        x_BSSC = shortcut_BSSC + await self.second(recomputable(self.weights, partial(self._activated, pixels), h_BSSC))
-        return x_BSSC if self.attention is None else await self.attention(x_BSSC, pixels)
+            x_BSSC = concatenate([x_BSSC, *skip], block.in_channels)
+        changes = sum(block.in_channels) != block.output.channels
+        shortcut_BSSC = await layer.shortcut(x_BSSC) if changes else x_BSSC
+        h_BSSC = await layer.first(recomputable(layer.context, silu, layer.first_norm(x_BSSC)))
+        h_BSSC = await layer.time(layer.second_norm(h_BSSC), embedding_BE)
+        activated = partial(_activated, layer, pixels)
+        x_BSSC = shortcut_BSSC + await layer.second(recomputable(layer.context, activated, h_BSSC))
+        return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
-    def _activated(self, pixels: Tokens, h_BSSC: torch.Tensor) -> torch.Tensor:
-        return self.dropout(F.silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
+
+def _activated(layer: BoundLayer, pixels: Tokens, h_BSSC: Any) -> Any:
+    return layer.dropout(silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
 
 
-class LevelChange(nn.Module):
+@dataclass(frozen=True)
+class LevelChangeSpec(LayerSpec):
     """A convolution with stride 2, or one of a picture enlarged by 2."""
 
-    def __init__(self, weights: WeightStream, block: Block):
-        super().__init__()
-        self.conv = Layer(level_change(block), weights)
+    block: Block
 
-    async def forward(self, x_BSSC: torch.Tensor, samples: Tokens) -> torch.Tensor:
-        return await self.conv(x_BSSC)
+    def layers(self) -> dict[str, LayerSpec]:
+        block, (stride, upsampling) = self.block, (2, 1) if self.block.kind == "down" else (1, 2)
+        channels, axes = (block.stream.channels, block.output.channels), Axes(block.outer, block.inner)
+        return {"conv": Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)}
+
+    async def forward(self, layer: BoundLayer, x_BSSC: Any, samples: Tokens) -> Any:
+        return await layer.conv(x_BSSC)
 
 
-class UNet(nn.Module):
-    """A U-Net, or parts of one, on the grid of ``weights``.
+def norm(config: UNetConfig, channels: tuple[int, ...], axis: str) -> GroupNormSpec:
+    """Return the norm over the channels of one or several activations, which ``axis`` splits."""
+    return GroupNormSpec(config.groups, channels, axis, config.norm_epsilon)
 
-    Its values are not set until ``gpt4d.model.init.initialize``.
-    """
 
-    def __init__(self, config: UNetConfig, weights: WeightStream, parts: Sequence[Part]):
-        super().__init__()
-        self.config, self.weights, self.parts = config, weights, parts
-        self.all_blocks = structure.blocks(config)
-        last = self.all_blocks[-1].output
-        if any(part.begins for part in parts):
-            self.time = TimeEmbedding(weights, config.channels, structure.embedding_size(config))
-            self.input = Layer(input_spec(config), weights)
-        self.blocks = nn.ModuleDict(
-            {str(index): self._build(self.all_blocks[index]) for part in parts for index in part.blocks}
-        )
-        if any(part.ends for part in parts):
-            self.norm = Layer(norm_spec(config, (last.channels,), last.axis), weights)
-            self.output = Layer(output_spec(config), weights)
+@dataclass(frozen=True)
+class UNetSpec(ModelSpec):
+    """A U-Net, or parts of one."""
 
-    def _build(self, block: Block) -> nn.Module:
-        if block.kind == "residual":
-            return ResidualBlock(self.config, self.weights, block)
-        return LevelChange(self.weights, block)
+    config: UNetConfig
+    parts: tuple[Part, ...] = ()
 
-    def forward(self, x_BSSC: torch.Tensor, timesteps_B: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks of the model."""
+        return structure.blocks(self.config)
+
+    def layers(self) -> dict[str, LayerSpec]:
+        config, first, last = self.config, structure.first_tensor(self.config), self.blocks[-1].output
+        layers: dict[str, LayerSpec] = {}
+        if any(part.begins for part in self.parts):
+            layers["time"] = TimeEmbeddingSpec(config.channels, embedding_size(config))
+            # The pictures are whole on every rank of x and y.
+            layers["input"] = Conv2dSpec(config.image_channels, first.channels, 3, Axes(None, first.axis), padding=1)
+        layers["blocks"] = LayersSpec({str(i): self.block(i) for part in self.parts for i in part.blocks})
+        if any(part.ends for part in self.parts):
+            layers["norm"] = norm(config, (last.channels,), last.axis)
+            axes = Axes(last.axis, None)
+            layers["output"] = Conv2dSpec(last.channels, config.image_channels, 3, axes, padding=1, std=0.0)
+        return layers
+
+    def block(self, index: int) -> LayerSpec:
+        """Return one of the blocks."""
+        block = self.blocks[index]
+        return ResidualBlockSpec(self.config, block) if block.kind == "residual" else LevelChangeSpec(block)
+
+    def forward(self, model: BoundLayer, x_BSSC: Any, timesteps_B: Any, sample_ids_B: Any) -> Any:
         """Return the prediction [B, S, S, image channels] of a whole model for noisy pictures ``x_BSSC``.
 
         Args:
+            model: the layer of this spec.
             x_BSSC: this rank's pictures, [B, S, S, image channels].
             timesteps_B: how noisy they are, [B].
             sample_ids_B: their indices in the whole run, which dropout depends on.
         """
         (part,) = self.parts
-        (prediction,) = self.compute(part, {}, x_BSSC, timesteps_B, sample_ids_B).values()
-        return prediction
+        return self.compute(model, part, {}, x_BSSC, timesteps_B, sample_ids_B)["prediction"]
 
     def compute(
         self,
+        model: BoundLayer,
         part: Part,
-        received: Mapping[str, torch.Tensor],
-        x_BSSC: torch.Tensor,
-        timesteps_B: torch.Tensor,
-        sample_ids_B: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors that a part produces for later parts, or the last part's ``prediction``.
+        received: Mapping[str, Any],
+        x_BSSC: Any,
+        timesteps_B: Any,
+        sample_ids_B: Any,
+        targets_BSSC: Any = None,
+    ) -> dict[str, Any]:
+        """Return the tensors that a part produces for later parts; from the last part ``loss`` or ``prediction``.
+
+        The loss of a picture is the mean squared error of its elements. It is summed over this rank's pictures.
 
         Args:
+            model: the layer of this spec.
             part: one of ``parts``.
             received: what earlier parts have produced for this one.
             x_BSSC: as for ``forward``; the first part uses it.
             timesteps_B: as for ``forward``; the first part uses it.
             sample_ids_B: as for ``forward``.
+            targets_BSSC: what to predict; the last part uses it. None: it returns the prediction.
         """
-        tensors, wanted = dict(received), self._wanted(part)
+        tensors, context = dict(received), model.context
         if part.begins:
-            tensors[EMBEDDING] = run_alone(self.time(timesteps_B))
-            tensors[INPUT] = run_alone(self.input(x_BSSC.to(self.weights.compute_dtype)))
-        nodes = [
-            Node(self.blocks[str(index)], self.all_blocks[index].uses, self.all_blocks[index].name)
-            for index in part.blocks
-        ]
-        samples = tokens_of(self.weights, sample_ids_B, length=1)
-        produced = run_graph(self.weights, nodes, tensors, wanted, samples)
+            tensors[EMBEDDING] = run_alone(model.time(timesteps_B))
+            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, context.compute_dtype)))
+        nodes, wanted = self._graph(model, part)
+        samples = tokens_of(context, sample_ids_B, length=1)
+        produced = run_graph(context, nodes, tensors, wanted, samples)
         if not part.ends:
             return produced
+        del tensors
         (x_BSSC,) = produced.values()
-        return {"prediction": run_alone(self.output(F.silu(self.norm(x_BSSC))))}
+        del produced
+        prediction = run_alone(model.output(silu(model.norm(x_BSSC))))
+        if targets_BSSC is None:
+            return {"prediction": prediction}
+        return {"loss": squared_error(prediction, targets_BSSC)}
 
-    def _wanted(self, part: Part) -> list[str]:
-        """Return the names of the tensors that exist after a part, its own or received, and that later units use."""
-        last = part.blocks.stop
-        exist = {INPUT, EMBEDDING, *(block.name for block in self.all_blocks[part.blocks.start : last])}
-        if not part.begins:
-            exist -= {INPUT, EMBEDDING}
-        later = [name for block in self.all_blocks[last:] for name in block.uses] + [self.all_blocks[-1].name]
-        return [name for name in dict.fromkeys(later) if name in exist]
+    def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
+        size, channels = self.config.image_size, self.config.image_channels
+        pictures = (samples, size, size, channels)
+        return (
+            tensor(pictures, "float32"),
+            tensor((samples,), "int64"),
+            tensor((samples,), "int64"),
+            tensor(pictures, "float32"),
+        )
+
+    def _graph(self, model: BoundLayer, part: Part) -> tuple[list[Node], list[str]]:
+        """Return the blocks of a part, and the names of the tensors that exist after it and that later units use.
+
+        Blocks that are left out between others pass their stream on: the planner computes a few of many equal blocks.
+        """
+        if not part.blocks:
+            return [], [self.blocks[-1].name] if part.ends else [INPUT, EMBEDDING]
+        first, stop = part.blocks[0], len(self.blocks) if part.ends else part.blocks[-1] + 1
+        passed = {name: name for name in (INPUT, EMBEDDING)} if part.begins else {}
+        nodes = []
+        for index in range(first, stop):
+            block = self.blocks[index]
+            if index in part.blocks:
+                uses = tuple(passed.get(name, name) for name in block.uses)
+                nodes.append(Node(getattr(model.blocks, str(index)), uses, block.name))
+            stream = passed.get(block.stream.name, block.stream.name)
+            passed[block.name] = block.name if index in part.blocks else stream
+        later = [name for block in self.blocks[stop:] for name in block.uses] + [self.blocks[-1].name]
+        return nodes, list(dict.fromkeys(passed[name] for name in later if name in passed))
+
+
+def describe(config: UNetConfig) -> Description:
+    """Return the description of a U-Net."""
+    blocks = structure.blocks(config)
+    first, last = structure.first_tensor(config), blocks[-1].output
+    skips = {block.skip.name for block in blocks if block.skip}
+
+    def kind(block: Block) -> tuple:
+        sizes = (tensor and tensor[1:] for tensor in (block.stream, block.skip, block.output))
+        return block.kind, *sizes, block.attention, block.name in skips
+
+    units = units_of(
+        [kind(block) for block in blocks],
+        Tensors(produces=(EMBEDDING, INPUT)),
+        [Tensors((block.name,), block.uses) for block in blocks],
+        Tensors(uses=(last.name,)),
+    )
+    embedding = Layout(("data", "z"), ())
+    return Description(
+        model=UNetSpec(config).of_parts,
+        parts=(units,),
+        rules=_rules(config, blocks),
+        tensors={
+            EMBEDDING: EdgeTensor(embedding, lambda samples, length: (samples, embedding_size(config))),
+            **{tensor.name: _edge(tensor) for tensor in (first, *(block.output for block in blocks))},
+        },
+    )
+
+
+def _edge(tensor: Tensor) -> EdgeTensor:
+    def shape(samples: int, length: int) -> tuple[int, ...]:
+        return samples, tensor.size, tensor.size, tensor.channels
+
+    return EdgeTensor(Layout(("data", "z"), (), (), (tensor.axis,)), shape)
+
+
+def _rules(config: UNetConfig, blocks: list[Block]) -> tuple[Divisibility, ...]:
+    """Return what the grid must divide. Both axes split the channels of each level, outside and within its blocks."""
+    rules = []
+    for width in sorted({config.channels * multiplier for multiplier in config.multipliers}):
+        rules += [Divisibility("the channels of a level", width, axes) for axes in (("x", "z"), ("y", "z"))]
+    for block in blocks:
+        if block.skip:
+            pieces = interleaved_pieces(block.in_channels)
+            name = f"the pieces of the concatenation in {block.name}"
+            rules.append(Divisibility(name, pieces, (block.stream.axis,), "or use channels with more common divisors"))
+        if block.attention:
+            heads = block.output.channels // config.head_size
+            name = f"the attention heads of {block.name}"
+            rules.append(Divisibility(name, heads, (other_axis(block.output.axis),), "or lower model.head_size"))
+    return tuple(dict.fromkeys(rules))

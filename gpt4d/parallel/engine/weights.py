@@ -67,7 +67,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         cached: Collection[str] = (),
         cached_for_step: Collection[str] = (),
         terms: Mapping[str, int] | None = None,
-        continued: Mapping[str, Tensor] | None = None,
+        continued: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
 
@@ -76,7 +76,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
             cached: weights that stay gathered until their backward.
             cached_for_step: weights that stay gathered until their last use.
             terms: number of terms of a weight's gradient that are accumulated before their sum over z, where not one.
-            continued: weights that earlier microbatches of the step have gathered and whose gradients they have
+            continued: weights that earlier microbatches of the step have gathered, with the gradients that they have
                 accumulated.
         """
         assert self.position == len(self.order) - 1, "the last order was not finished"
@@ -85,8 +85,8 @@ class WeightSchedule(Generic[Tensor, Pending]):
         prefetch = self.overlap.prefetch if self.overlap.all_gather else 0
         self._ahead = weights_ahead(order, prefetch, unsplit)
         self._terms = terms or {}
-        self.ready |= continued or {}
-        self._accumulated |= continued or {}
+        for name, (weight, gradient) in (continued or {}).items():
+            self.ready[name], self._accumulated[name] = weight, gradient
 
     @property
     def last_used(self) -> str | None:

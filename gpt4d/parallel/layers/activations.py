@@ -1,8 +1,8 @@
-"""Elementwise functions: GELU and SwiGLU (Shazeer, 2020). No torch here."""
+"""Elementwise functions: GELU, SiLU, SwiGLU and GeGLU (Shazeer, 2020). No torch here."""
 
-from typing import Any
+from typing import Any, ClassVar
 
-from gpt4d.parallel.function import Function, kernel
+from gpt4d.parallel.function import Function, Kernel, TorchFunction, kernel, planned_kernel
 
 
 @kernel
@@ -29,6 +29,30 @@ def swiglu_gradient(d_out, gate_and_up):
     return gate_and_up.like()
 
 
+@kernel(fused=True)
+def geglu(gate_and_up):
+    """Return ``gelu(gate) · up``, approximated by tanh. Shapes as for ``swiglu``."""
+    return gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1]))
+
+
+@kernel(fused=True)
+def geglu_gradient(d_out, gate_and_up):
+    """Return the gradient of the input of ``geglu``."""
+    return gate_and_up.like()
+
+
+@planned_kernel
+def activated(x):
+    """Return ``silu(x)``."""
+    return x.like()
+
+
+@planned_kernel
+def silu_gradient(d_out, x):
+    """Return the gradient of the input of ``silu``."""
+    return x.like()
+
+
 class GeluFunction(Function):
     """``gelu(x)`` of [tokens, features]. ``x`` contains a bias, whose gradient is returned."""
 
@@ -43,17 +67,52 @@ class GeluFunction(Function):
         return gelu_gradients(d_out, *ctx.saved_tensors, ctx.bias)
 
 
-class SwigluFunction(Function):
-    """``silu(gate) · up``. Only the input is saved."""
+class GatedFunction(Function):
+    """The activation of a gate times ``up``. Only the input is saved."""
+
+    output: ClassVar[Kernel]
+    gradient: ClassVar[Kernel]
+
+    @classmethod
+    def forward(cls, ctx, gate_and_up):
+        ctx.save_for_backward(gate_and_up)
+        return cls.output(gate_and_up)
+
+    @classmethod
+    def backward(cls, ctx, d_out):
+        return cls.gradient(d_out, *ctx.saved_tensors)
+
+
+class SwigluFunction(GatedFunction):
+    """``silu(gate) · up``."""
+
+    output, gradient = swiglu, swiglu_gradient
+
+
+class GegluFunction(GatedFunction):
+    """``gelu(gate) · up``."""
+
+    output, gradient = geglu, geglu_gradient
+
+
+class SiluFunction(TorchFunction):
+    """``silu(x)``. Only the input is saved."""
+
+    torch_name = "silu"
 
     @staticmethod
-    def forward(ctx, gate_and_up):
-        ctx.save_for_backward(gate_and_up)
-        return swiglu(gate_and_up)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return activated(x)
 
     @staticmethod
     def backward(ctx, d_out):
-        return swiglu_gradient(d_out, *ctx.saved_tensors)
+        return silu_gradient(d_out, *ctx.saved_tensors)
+
+
+def silu(x: Any) -> Any:
+    """Return ``x · sigmoid(x)``."""
+    return SiluFunction.apply(x)
 
 
 def gelu_of_biased(x: Any, bias: Any) -> Any:

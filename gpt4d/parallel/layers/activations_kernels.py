@@ -1,5 +1,8 @@
 """The kernels of elementwise functions."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -17,17 +20,39 @@ def gelu_gradients(d_out, x, bias):
     return d_x.flatten(0, 1), d_x.sum(1, dtype=bias.dtype).sum(0).view(bias.shape)
 
 
+def silu(x):
+    return F.silu(x)
+
+
 def swiglu(gate_and_up):
-    gate, up = gate_and_up.unbind(-2)
-    return F.silu(gate).mul_(up)
+    return _gated(gate_and_up, F.silu)
 
 
 def swiglu_gradient(d_out, gate_and_up):
+    return _gated_gradient(d_out, gate_and_up, F.silu, torch.ops.aten.silu_backward)
+
+
+def geglu(gate_and_up):
+    return _gated(gate_and_up, gelu)
+
+
+def geglu_gradient(d_out, gate_and_up):
+    return _gated_gradient(d_out, gate_and_up, gelu, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+
+
+def _gated(gate_and_up, activation: Callable):
+    """Return ``activation(gate) · up``."""
+    gate, up = gate_and_up.unbind(-2)
+    return activation(gate).mul_(up)
+
+
+def _gated_gradient(d_out, gate_and_up, activation: Callable, backward: Callable):
+    """Return the gradient of the input of ``_gated``. ``backward``: torch's function for that of ``activation``."""
     gate, up = gate_and_up.unbind(-2)
     if torch.compiler.is_compiling():  # torch.compile does not take results that are parts of a tensor
-        return torch.stack((torch.ops.aten.silu_backward(d_out * up, gate), F.silu(gate) * d_out), -2)
+        return torch.stack((backward(d_out * up, gate), activation(gate) * d_out), -2)
     d_input = torch.empty_like(gate_and_up)
     d_gate, d_up = d_input.unbind(-2)
-    torch.mul(F.silu(gate), d_out, out=d_up)
-    torch.ops.aten.silu_backward.grad_input(d_out * up, gate, grad_input=d_gate)
+    torch.mul(activation(gate), d_out, out=d_up)
+    backward(d_out * up, gate, grad_input=d_gate)
     return d_input

@@ -6,6 +6,7 @@ Activations are [samples, height, width, channels], channels last as features ar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,43 +33,95 @@ class Convolution:
 
     def out_size(self, size: tuple[int, int], kernel_size: tuple[int, int]) -> tuple[int, int]:
         """Return height and width of the output for an input of ``size``."""
+        return self.convolved_size([extent * self.upsampling for extent in size], kernel_size)
+
+    def convolved_size(self, size: Sequence[int], kernel_size: Sequence[int]) -> tuple[int, int]:
+        """Return height and width of the output for an enlarged input of ``size``."""
         height, width = (
-            (extent * self.upsampling + 2 * padding - kernel) // stride + 1
+            (extent + 2 * padding - kernel) // stride + 1
             for extent, padding, kernel, stride in zip(size, self.padding, kernel_size, self.stride, strict=True)
         )
         return height, width
 
     def forward(self, x, weight, bias):
-        return convolution(x, weight, bias, self)
+        return convolution(self._enlarged(x), weight, bias, self)
 
     def input_gradient(self, d_out, weight, x):
-        return convolution_input_gradient(d_out, weight, x, self)
+        d_x = convolution_input_gradient(d_out, weight, x, self)
+        return d_x if self.upsampling == 1 else sums_of_repeated(d_x, self.upsampling)
 
     def weight_gradient(self, d_out, x, weight, added_to=None):
-        return convolution_weight_gradient(d_out, x, weight, added_to, self)
+        gradient = convolution_weight_gradient(d_out, self._enlarged(x), weight, self)
+        return as_stored(gradient, weight) if added_to is None else add_gradient_(added_to, gradient)
+
+    def _enlarged(self, x):
+        return x if self.upsampling == 1 else enlarged(x, self.upsampling)
+
+
+def _enlarged_shape(x, factor: int) -> tuple[int, ...]:
+    return x.shape[0], x.shape[1] * factor, x.shape[2] * factor, x.shape[3]
+
+
+def _forward_flops(x, weight, bias, settings: Convolution) -> int:
+    size = settings.convolved_size(x.shape[1:3], weight.shape[2:])
+    return 2 * x.shape[0] * math.prod(size) * math.prod(weight.shape)
+
+
+def _input_gradient_flops(d_out, weight, *_: Any) -> int:
+    return 2 * math.prod(d_out.shape[:-1]) * math.prod(weight.shape)
+
+
+def _weight_gradient_flops(d_out, x, weight, *_: Any) -> int:
+    return 2 * math.prod(d_out.shape) * x.shape[-1] * math.prod(weight.shape[2:])
 
 
 @kernel
+def enlarged(x, factor: int):
+    """Return [B, height, width, channels] with each pixel repeated ``factor`` times along height and width."""
+    return x.like(_enlarged_shape(x, factor))
+
+
+@kernel
+def sums_of_repeated(d_large, factor: int):
+    """Return the gradient of the input of ``enlarged``, contiguous."""
+    batch, height, width, channels = d_large.shape
+    return d_large.like((batch, height // factor, width // factor, channels))
+
+
+@kernel(flops=_forward_flops)
 def convolution(x, weight, bias, settings: Convolution):
-    """Return the output, [B, height, width, out channels], contiguous."""
-    size = settings.out_size(x.shape[1:3], weight.shape[2:])
+    """Return the output for an enlarged input, [B, height, width, out channels], contiguous."""
+    size = settings.convolved_size(x.shape[1:3], weight.shape[2:])
     return x.like((x.shape[0], *size, weight.shape[1 if settings.in_first else 0]))
 
 
-@kernel
+@kernel(flops=_input_gradient_flops, unread=("x",))
 def convolution_input_gradient(d_out, weight, x, settings: Convolution):
-    """Return the gradient of the input, in the shape of ``x``, which is not read."""
-    return x.like()
+    """Return the gradient of the enlarged input ``x``, contiguous without upsampling."""
+    return x.like(_enlarged_shape(x, settings.upsampling))
 
 
-@kernel
-def convolution_weight_gradient(d_out, x, weight, added_to, settings: Convolution):
-    """Return the gradient of the gathered weight in the dtype of its shard ``weight``, added to ``added_to`` if given.
+@kernel(flops=_weight_gradient_flops, unread=("weight",))
+def convolution_weight_gradient(d_out, x, weight, settings: Convolution):
+    """Return the gradient of the gathered weight for an enlarged input.
 
-    On a GPU, the result of bf16 activations is rounded to bf16 once.
+    On a CPU it has the dtype of its shard ``weight``. On a GPU it is that of the activations: the result of bf16
+    activations is rounded to bf16 once.
     """
     channels = (x.shape[-1], d_out.shape[-1]) if settings.in_first else (d_out.shape[-1], x.shape[-1])
-    return added_to or weight.like((*channels, *weight.shape[2:]))
+    return weight.like((*channels, *weight.shape[2:]))
+
+
+@kernel(unread=("weight",))
+def as_stored(gradient, weight):
+    """Return a weight's gradient in the dtype of its shard, contiguous."""
+    return weight.like(gradient.shape)
+
+
+@kernel
+def add_gradient_(earlier, gradient):
+    """Add a weight's gradient to an earlier sum of such gradients in place."""
+    return earlier
 
 
 @dataclass(frozen=True)
@@ -109,6 +162,11 @@ class Conv2dSpec(LayerSpec):
         for name in ("kernel", "stride", "padding"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value, value) if isinstance(value, int) else value)
+
+    @property
+    def split(self) -> Axes:
+        """The axes that split the channels of the input and of the output."""
+        return self.axes
 
     @property
     def operation(self) -> Convolution:

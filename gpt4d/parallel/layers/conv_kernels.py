@@ -4,14 +4,14 @@ import torch
 import torch.nn.functional as F
 
 
-def enlarge(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return [B, H, W, C] with each pixel repeated: [B, H·factor, W·factor, C]."""
+def enlarged(x, factor: int):
     b, h, w, c = x.shape
     return x[:, :, None, :, None].expand(b, h, factor, w, factor, c).reshape(b, h * factor, w * factor, c)
 
 
-def _channels_first(x: torch.Tensor, upsampling: int) -> torch.Tensor:
-    return (x if upsampling == 1 else enlarge(x, upsampling)).movedim(-1, 1)
+def sums_of_repeated(d_large, factor: int):
+    b, h, w, c = d_large.shape
+    return d_large.reshape(b, h // factor, factor, w // factor, factor, c).sum((2, 4)).contiguous()
 
 
 def _out_first(weight: torch.Tensor, in_first: bool) -> torch.Tensor:
@@ -20,7 +20,7 @@ def _out_first(weight: torch.Tensor, in_first: bool) -> torch.Tensor:
 
 def convolution(x, weight, bias, settings):
     weight = _out_first(weight, settings.in_first)
-    out = F.conv2d(_channels_first(x, settings.upsampling), weight, bias, settings.stride, settings.padding)
+    out = F.conv2d(x.movedim(-1, 1), weight, bias, settings.stride, settings.padding)
     return out.movedim(1, -1).contiguous()
 
 
@@ -30,19 +30,22 @@ def convolution_input_gradient(d_out, weight, x, settings):
     if factor > 1:
         x = x.new_empty(b, h * factor, w * factor, c)
     d_x = _gradient(d_out, x.movedim(-1, 1), _out_first(weight, settings.in_first), settings, 0).movedim(1, -1)
-    if factor > 1:
-        d_x = d_x.reshape(b, h, factor, w, factor, c).sum((2, 4))
-    return d_x.contiguous()
+    return d_x if factor > 1 else d_x.contiguous()
 
 
-def convolution_weight_gradient(d_out, x, weight, added_to, settings):
+def convolution_weight_gradient(d_out, x, weight, settings):
     dtype = weight.dtype if x.is_cpu else x.dtype
-    d_out, x = d_out.to(dtype), _channels_first(x, settings.upsampling).to(dtype)
+    d_out, x = d_out.to(dtype), x.movedim(-1, 1).to(dtype)
     shape = (d_out.shape[-1], x.shape[1], *weight.shape[2:])
-    gradient = _out_first(_gradient(d_out, x, x.new_empty(1).expand(shape), settings, 1), settings.in_first)
-    if added_to is not None:
-        return added_to.add_(gradient)
+    return _out_first(_gradient(d_out, x, x.new_empty(1).expand(shape), settings, 1), settings.in_first)
+
+
+def as_stored(gradient, weight):
     return gradient.to(weight.dtype).contiguous()
+
+
+def add_gradient_(earlier, gradient):
+    return earlier.add_(gradient)
 
 
 def _gradient(d_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings, which: int) -> torch.Tensor:

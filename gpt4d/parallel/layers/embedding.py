@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,12 @@ from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
 
 
-@kernel
+def _rows_bytes(table, ids) -> int:
+    """Return the bytes of the rows of a table at ``ids``, which are read and written, and of the ids."""
+    return 2 * math.prod(ids.shape) * table.nbytes // table.shape[0] + ids.nbytes
+
+
+@kernel(moved=lambda table, ids, first: _rows_bytes(table, ids))
 def look_up(table, ids, first: int):
     """Return the rows of a table that begins with row ``first``, their places in it, and which rows are elsewhere."""
     return table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like(dtype="bool")
@@ -22,40 +28,50 @@ def clear_(rows, elsewhere):
     return rows
 
 
-@kernel
+@kernel(unread=("weight",))
 def cleared(d_rows, elsewhere, weight):
     """Return the gradients of rows in the dtype of ``weight``, zero for rows that are elsewhere."""
     return d_rows.like(dtype=weight.dtype)
 
 
-@kernel
+@kernel(
+    moved=lambda d_rows, local, count, added_to: (
+        3 * d_rows.nbytes + local.nbytes + (0 if added_to else count * d_rows.nbytes // d_rows.shape[0])
+    )
+)
 def table_gradient(d_rows, local, count: int, added_to):
     """Return the gradient of a table of ``count`` rows, added to ``added_to`` if given."""
     return added_to or d_rows.like((count, d_rows.shape[-1]))
 
 
-@kernel
+@kernel(moved=lambda x, weight, length: 2 * x.nbytes + length * weight.nbytes // weight.shape[0])
 def add_positions(x, weight, length: int):
     """Return ``x`` [tokens, hidden] with the first ``length`` rows of a table added to each sequence."""
     return x.like()
 
 
-@kernel
+@kernel(unread=("weight",))
 def positions_gradient(d_out, weight, length: int):
     """Return the gradient of the table of ``add_positions``: a sum over sequences in the table's dtype."""
     return weight.like()
 
 
-@kernel
+@kernel(moved=lambda x, weight, positions: 2 * x.nbytes + _rows_bytes(weight, positions))
 def add_rows_at(x, weight, positions):
     """Return ``x`` [tokens, hidden] with the rows of a table at ``positions`` [tokens] added."""
     return x.like()
 
 
-@kernel
+@kernel(unread=("weight",))
 def rows_at_gradient(d_out, weight, positions):
     """Return the gradient of the table of ``add_rows_at``."""
     return weight.like()
+
+
+@kernel
+def multiplied(x, factor: float):
+    """Return ``x`` times a factor that is rounded to its dtype."""
+    return x.like()
 
 
 class LookupFunction(Function):
@@ -111,6 +127,19 @@ class RowsAtFunction(Function):
         return d_out, rows_at_gradient(d_out, ctx.table, *ctx.saved_tensors), None
 
 
+class FactorFunction(Function):
+    """``x`` times a factor that is rounded to its dtype."""
+
+    @staticmethod
+    def forward(ctx, x, factor: float):
+        ctx.factor = factor
+        return multiplied(x, factor)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return multiplied(d_out, ctx.factor), None
+
+
 @dataclass(frozen=True)
 class TokenEmbeddingSpec(LayerSpec):
     """Token ids [batch, sequence] → [tokens, hidden over y] of this rank's tokens, in the compute dtype.
@@ -158,3 +187,13 @@ class PositionEmbeddingSpec(LayerSpec):
         if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1:
             return RowsAtFunction.apply(x, layer.weight, tokens.local(tokens.positions))
         return PositionsFunction.apply(x, layer.weight, tokens.length)
+
+
+@dataclass(frozen=True)
+class EmbeddingFactorSpec(LayerSpec):
+    """Multiplies embeddings [tokens, hidden over y] by a factor, which is rounded to the compute dtype."""
+
+    factor: float
+
+    def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+        return FactorFunction.apply(x, self.factor)

@@ -14,13 +14,22 @@ from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.symbolic import wide_dtype
 
-# Groups: gpt4d.parallel.layers.group_norm_kernels.Groups. Its statistics are [B, groups here] or [B, channels here].
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that a rank's channels belong to: of one activation, or of a concatenation as it is stored.
+
+    Statistics of groups are [B, groups here], statistics of channels [B, channels here].
+    """
+
+    own: tuple[int, ...]  # the group of each channel of this rank
+    count: int  # number of groups
 
 
-@kernel
+@kernel(converts=True)
 def widened(x):
     """Return ``x`` in the dtype of its statistics."""
-    return x.like(dtype=wide_dtype(x))
+    return x if x.dtype == wide_dtype(x) else x.like(dtype=wide_dtype(x))
 
 
 @kernel
@@ -51,11 +60,11 @@ def variance_of(squares, count: int):
     return squares.like()
 
 
-@kernel
-def normalized_groups(wide, x, mean, variance, weight, bias, groups, epsilon: float):
+@kernel(unread=("x",))
+def normalized_groups(x, wide, mean, variance, weight, bias, groups, epsilon: float):
     """Return the output in the dtype of ``x``, and two statistics of each channel's group, [B, channels].
 
-    These are the mean and the reciprocal of the standard deviation.
+    These are the mean and the reciprocal of the standard deviation. ``wide``: ``x`` in the dtype of its statistics.
     """
     return x.like(), wide.like((x.shape[0], x.shape[-1])), wide.like((x.shape[0], x.shape[-1]))
 
@@ -63,7 +72,8 @@ def normalized_groups(wide, x, mean, variance, weight, bias, groups, epsilon: fl
 @kernel
 def sums_of_channels(d_out, x, mean, rstd):
     """Return the normalized input, the wide gradient of the output, and sums over pixels, [2, B, channels]."""
-    return x.like(dtype=rstd.dtype), x.like(dtype=rstd.dtype), rstd.like((2, *rstd.shape))
+    wide = d_out if d_out.dtype == rstd.dtype else d_out.like(dtype=rstd.dtype)
+    return x.like(dtype=rstd.dtype), wide, rstd.like((2, *rstd.shape))
 
 
 @kernel
@@ -72,8 +82,8 @@ def sums_of_groups(of_channels, weight, groups):
     return of_channels.like((*of_channels.shape[:-1], groups.count))
 
 
-@kernel
-def group_norm_gradients(d_out, normal, x, weight, rstd, of_channels, sums, groups, count: int):
+@kernel(unread=("x",))
+def group_norm_gradients(x, d_out, normal, weight, rstd, of_channels, sums, groups, count: int):
     """Return the gradients of the input, of the weight and of the bias. ``count``: pixels times channels of a group."""
     return x.like(), weight.like(), weight.like()
 
@@ -95,7 +105,7 @@ class GroupNormFunction(Function):
         else:
             parts = axis.all_gather(with_counts(mean, squares, groups), parameter=weight)
             mean, variance = combined_moments(parts, size, plane)
-        out, mean, rstd = normalized_groups(wide, x, mean, variance, weight, bias, groups, epsilon)
+        out, mean, rstd = normalized_groups(x, wide, mean, variance, weight, bias, groups, epsilon)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.groups, ctx.axis, ctx.parameter, ctx.count = groups, axis, weight, size * plane
         return out
@@ -105,7 +115,7 @@ class GroupNormFunction(Function):
         x, weight, mean, rstd = ctx.saved_tensors
         normal, d_out, of_channels = sums_of_channels(d_out, x, mean, rstd)
         sums = ctx.axis.all_reduce(sums_of_groups(of_channels, weight, ctx.groups), parameter=ctx.parameter)
-        gradients = group_norm_gradients(d_out, normal, x, weight, rstd, of_channels, sums, ctx.groups, ctx.count)
+        gradients = group_norm_gradients(x, d_out, normal, weight, rstd, of_channels, sums, ctx.groups, ctx.count)
         return *gradients, None, None, None, None
 
 
@@ -136,8 +146,6 @@ class GroupNormSpec(LayerSpec):
         return specs.cuts_groups(self.channels, self.groups, ranks)
 
     def prepare(self, layer: BoundLayer) -> None:
-        from gpt4d.parallel.layers.group_norm_kernels import Groups  # imports torch
-
         grid = layer.context.grid
         axis, group_of = grid.axis(self.axis), specs.channel_groups(self.channels, self.groups)
         local = len(group_of) // axis.size
@@ -146,7 +154,7 @@ class GroupNormSpec(LayerSpec):
         if not cut:  # count the groups that are here only
             number = {group: number for number, group in enumerate(sorted(set(own)))}
             own, count = [number[group] for group in own], len(number)
-        layer.groups = Groups(own, count).to(layer.context.device)
+        layer.groups = Groups(tuple(own), count)
         layer.axis = axis if cut else grid.axis(None)
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:

@@ -1,38 +1,22 @@
 """The kernels of GroupNorm, and the indices of a rank's channels by group."""
 
-from collections.abc import Sequence
+import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+
+from gpt4d.parallel.layers.group_norm import Groups
 
 PLANE = (1, 2)  # height and width
 
 
-class Groups(nn.Module):
-    """The groups that a rank's channels belong to: of one activation, or of a concatenation as it is stored.
+class _Indices(NamedTuple):
+    """The channels and groups of ``gpt4d.parallel.layers.group_norm.Groups`` on a device."""
 
-    Statistics of groups are [samples, groups here], statistics of channels [samples, channels here].
-
-    Args:
-        own: the group of each channel of this rank.
-        count: number of groups.
-    """
-
-    def __init__(self, own: Sequence[int], count: int):
-        super().__init__()
-        self.count = count
-        members = [[channel for channel, group in enumerate(own) if group == wanted] for wanted in range(count)]
-        most = max(map(len, members))
-        self.of_channel: torch.Tensor  # the group of each channel here
-        self.members: torch.Tensor  # the channels here of each group, behind them the number of channels: none
-        self.counts: torch.Tensor  # number of channels here in each group
-        self._buffer("of_channel", list(own))
-        self._buffer("members", [row + [len(own)] * (most - len(row)) for row in members])
-        self._buffer("counts", [len(row) for row in members])
-
-    def _buffer(self, name: str, values: list) -> None:
-        self.register_buffer(name, torch.tensor(values), persistent=False)
+    of_channel: torch.Tensor  # the group of each channel here
+    members: torch.Tensor  # the channels here of each group, behind them the number of channels: none
+    counts: torch.Tensor  # number of channels here in each group
 
     def total(self, of_channels: torch.Tensor) -> torch.Tensor:
         """Return the sums [..., groups] of [..., channels] over the channels here, always in the same order."""
@@ -43,20 +27,31 @@ class Groups(nn.Module):
         return of_groups[..., self.of_channel]
 
 
+@functools.cache
+def _indices(groups: Groups, device: torch.device) -> _Indices:
+    own = groups.own
+    members = [[channel for channel, group in enumerate(own) if group == wanted] for wanted in range(groups.count)]
+    most = max(map(len, members))
+    padded = [row + [len(own)] * (most - len(row)) for row in members]
+    return _Indices(*(torch.tensor(v, device=device) for v in (list(own), padded, [len(row) for row in members])))
+
+
 def widened(x):
     return x if x.dtype == torch.float64 else x.float()
 
 
 def moments(wide, groups: Groups):
+    indices = _indices(groups, wide.device)
     plane = wide.shape[1] * wide.shape[2]
     mean = wide.mean(PLANE)
     squares = (wide - mean[:, None, None]).square_().sum(PLANE)
-    mean_here = groups.total(mean) / groups.counts.clamp(min=1)
-    return mean_here, groups.total(squares + (mean - groups.spread(mean_here)).square_().mul_(plane))
+    mean_here = indices.total(mean) / indices.counts.clamp(min=1)
+    return mean_here, indices.total(squares + (mean - indices.spread(mean_here)).square_().mul_(plane))
 
 
 def with_counts(mean, squares, groups: Groups):
-    return torch.stack((groups.counts.to(mean.dtype).expand_as(mean), mean, squares)).unsqueeze(0)
+    indices = _indices(groups, mean.device)
+    return torch.stack((indices.counts.to(mean.dtype).expand_as(mean), mean, squares)).unsqueeze(0)
 
 
 def combined_moments(parts, size: int, plane: int):
@@ -70,8 +65,9 @@ def variance_of(squares, count: int):
     return squares / count
 
 
-def normalized_groups(wide, x, mean, variance, weight, bias, groups: Groups, epsilon: float):
-    mean, rstd = groups.spread(mean), groups.spread((variance + epsilon).rsqrt_())
+def normalized_groups(x, wide, mean, variance, weight, bias, groups: Groups, epsilon: float):
+    indices = _indices(groups, wide.device)
+    mean, rstd = indices.spread(mean), indices.spread((variance + epsilon).rsqrt_())
     scale = (rstd * weight)[:, None, None]
     return torch.addcmul(bias.to(wide.dtype), wide - mean[:, None, None], scale).to(x.dtype), mean, rstd
 
@@ -83,11 +79,13 @@ def sums_of_channels(d_out, x, mean, rstd):
 
 
 def sums_of_groups(of_channels, weight, groups: Groups):
-    return groups.total(of_channels * weight)
+    indices = _indices(groups, of_channels.device)
+    return indices.total(of_channels * weight)
 
 
-def group_norm_gradients(d_out, normal, x, weight, rstd, of_channels, sums, groups: Groups, count: int):
-    shift, slope = groups.spread(sums.div_(count))[:, :, None, None].unbind()
+def group_norm_gradients(x, d_out, normal, weight, rstd, of_channels, sums, groups: Groups, count: int):
+    indices = _indices(groups, d_out.device)
+    shift, slope = indices.spread(sums.div_(count))[:, :, None, None].unbind()
     d_x = (d_out * weight - shift - normal * slope).mul_(rstd[:, None, None])
     d_bias, d_weight = of_channels.sum(1).to(weight.dtype)
     return d_x.to(x.dtype), d_weight, d_bias

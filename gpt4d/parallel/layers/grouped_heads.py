@@ -1,31 +1,101 @@
-"""Keys and values of grouped-query attention, which several queries share.
+"""Keys and values of grouped-query attention, which several queries share. No torch here.
 
 The axes that split the heads of queries split the columns of keys and values equally, even where there are more ranks
 than heads of keys and values: then a rank has a part of a head, and gathers the rest. No rank stores or computes a
 column that another rank has, and gradients need no further sum.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
-from torch import nn
+from dataclasses import dataclass
+from typing import Any
 
-from gpt4d.parallel.collectives import Axis, Pending
+from gpt4d.parallel.function import Function, TorchFunction, planned_kernel
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.attention import local_heads
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, placeholder, start_gather, start_scatter
 from gpt4d.parallel.turns import Turn
+
+
+@planned_kernel
+def stacked_columns(k, v):
+    """Return keys and values as one tensor, [2, ...]."""
+    return k.like((2, *k.shape))
+
+
+@planned_kernel(unread=("heads",))
+def head_indices(heads, numbers: tuple[int, ...]):
+    """Return the numbers of heads as a tensor."""
+    return heads.like((len(numbers),), "int64")
+
+
+@planned_kernel
+def copied_heads(heads, indices):
+    """Return copies of the heads [..., heads, size] with these indices."""
+    return heads.like((*heads.shape[:-2], *indices.shape, heads.shape[-1]))
+
+
+@planned_kernel
+def gradient_of_heads(d_heads, count: int):
+    """Return the gradient of all ``count`` heads here: that of some of them, and zeros."""
+    return d_heads.like((*d_heads.shape[:-2], count, d_heads.shape[-1]))
+
+
+class StackedFunction(TorchFunction):
+    """Columns of keys and of values as one tensor, [2, ...]."""
+
+    torch_name = "stacked"
+
+    @staticmethod
+    def forward(ctx, k, v):
+        return stacked_columns(k, v)
+
+    @staticmethod
+    def backward(ctx, d_columns):
+        return d_columns.unbind()
+
+
+class ConsecutiveHeadsFunction(TorchFunction):
+    """Heads ``first`` to ``stop`` of [..., heads, size], on the same memory."""
+
+    torch_name = "consecutive"
+
+    @staticmethod
+    def forward(ctx, heads, first: int, stop: int):
+        ctx.count = heads.shape[-2]
+        return heads.alias(shape=(*heads.shape[:-2], stop - first, heads.shape[-1]))
+
+    @staticmethod
+    def backward(ctx, d_heads):
+        return gradient_of_heads(d_heads, ctx.count), None, None
+
+
+class SelectedHeadsFunction(TorchFunction):
+    """Copies of the heads of [..., heads, size] with these ``numbers``, of which some are equal."""
+
+    torch_name = "selected"
+
+    @staticmethod
+    def forward(ctx, heads, numbers: tuple[int, ...]):
+        ctx.count, indices = heads.shape[-2], head_indices(heads, numbers)
+        ctx.save_for_backward(indices)
+        return copied_heads(heads, indices)
+
+    @staticmethod
+    def backward(ctx, d_heads):
+        return gradient_of_heads(d_heads, ctx.count), None
 
 
 class _Gathering:
     """The collectives of one gathering of features."""
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: Any):
         self.axis = axis
-        self.gradient: Pending | None = None  # of the part
+        self.gradient: Any = None  # of the part, in flight
 
 
-class PartFunction(torch.autograd.Function):
+class PartFunction(Function):
     """A rank's part of the features. Its backward waits for the gradient that WholeFunction's has started to sum."""
 
     @staticmethod
@@ -39,7 +109,7 @@ class PartFunction(torch.autograd.Function):
         return gradient.wait(), None
 
 
-class WholeFunction(torch.autograd.Function):
+class WholeFunction(Function):
     """The gathered features, each rank's gradient of which is a term of a sum."""
 
     @staticmethod
@@ -53,7 +123,7 @@ class WholeFunction(torch.autograd.Function):
         return placeholder(d_whole, ctx.shape), None, None
 
 
-async def gather_features(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+async def gather_features(x: Any, axis: Any) -> Any:
     """Return the features of all ranks of the axis; gradients are summed over it."""
     gathering = _Gathering(axis)
     part = PartFunction.apply(x, gathering)
@@ -62,38 +132,49 @@ async def gather_features(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return WholeFunction.apply(part, pending.wait(), gathering)
 
 
-class KeyValueHeads(nn.Module):
-    """Columns of keys and of values [..., columns over ``axes``] → the heads [..., heads, size] that this rank needs.
+@dataclass(frozen=True)
+class KeyValueHeadsSpec(LayerSpec):
+    """Columns of keys and of values [..., columns over axes] → the heads [..., heads, size] that this rank needs.
 
-    Args:
-        heads: global number of heads of queries, which ``axes`` divide.
+    The axes that split the heads of queries split these columns.
+
+    Attributes:
+        heads: global number of heads of queries, which the axes divide.
         key_value_heads: global number of heads of keys and values, which divides ``heads``. The axes divide their
             columns.
-        axes: the axes that split the heads of queries and these columns, outermost first.
+        parts: the number that the axes must divide.
     """
 
-    def __init__(self, heads: int, key_value_heads: int, axes: Sequence[Axis]):
-        super().__init__()
-        gathered = specs.axes_to_gather(key_value_heads, [axis.size for axis in axes])
-        splitting = axes[: len(axes) - gathered]
-        self.gathered = axes[::-1][:gathered]
-        first_here, self.heads = local_heads(key_value_heads, splitting)
-        first, count = local_heads(heads, axes)
-        # The head of each of this rank's queries, of those here.
-        self.head_of_query = [head - first_here for head in specs.head_of_query(heads, key_value_heads, first, count)]
+    heads: int
+    key_value_heads: int
+    parts: int
 
-    async def forward(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self, layer: BoundLayer) -> None:
+        context = layer.context
+        axes = [context.grid.axis(name) for name in context.head_axes(self.parts)]  # outermost first
+        gathered = specs.axes_to_gather(self.key_value_heads, [axis.size for axis in axes])
+        layer.gathered = axes[::-1][:gathered]
+        first_here, layer.heads = local_heads(self.key_value_heads, axes[: len(axes) - gathered])
+        served = specs.head_of_query(self.heads, self.key_value_heads, *local_heads(self.heads, axes))
+        # The head of each of this rank's queries, among the heads here.
+        layer.head_of_query = tuple(head - first_here for head in served)
+
+    async def forward(self, layer: BoundLayer, k: Any, v: Any) -> tuple[Any, Any]:
         """Return as many heads as serve equally many consecutive queries each, or one head for each query."""
-        if self.gathered:
-            columns = torch.stack((k, v))
-            for axis in self.gathered:
+        if layer.gathered:
+            columns = StackedFunction.apply(k, v)
+            for axis in layer.gathered:
                 columns = await gather_features(columns, axis)
             k, v = columns.unbind()
-        return self._needed(k), self._needed(v)
+        return _needed(k, layer), _needed(v, layer)
 
-    def _needed(self, columns: torch.Tensor) -> torch.Tensor:
-        heads = columns.unflatten(-1, (self.heads, -1))
-        first, stop = self.head_of_query[0], self.head_of_query[-1] + 1
-        if specs.serves_equally(self.head_of_query):
-            return heads[..., first:stop, :]
-        return heads[..., self.head_of_query, :]
+
+def _needed(columns: Any, layer: BoundLayer) -> Any:
+    """Return the heads that this rank's queries need, of [..., columns]."""
+    heads, numbers = columns.unflatten(-1, (layer.heads, -1)), layer.head_of_query
+    first, stop = numbers[0], numbers[-1] + 1
+    if not specs.serves_equally(numbers):
+        return SelectedHeadsFunction.apply(heads, numbers)
+    if stop - first == layer.heads:
+        return heads
+    return ConsecutiveHeadsFunction.apply(heads, first, stop)

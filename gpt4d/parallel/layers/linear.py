@@ -10,33 +10,57 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gpt4d.parallel import limits
 from gpt4d.parallel.function import kernel
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
 from gpt4d.parallel.layers.specs import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.symbolic import ITEMSIZE
 
 
-@kernel
+def _rows(x_BK) -> int:
+    return math.prod(x_BK.shape[:-1])
+
+
+@kernel(flops=lambda x_BK, weight, *_: 2 * _rows(x_BK) * math.prod(weight.shape))
 def linear(x_BK, weight, bias, transposed: bool):
     """Return ``x·W + b`` with a weight [K, *N], or [N, K] if it is ``transposed``, as an embedding is."""
     return x_BK.like((*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:])))
 
 
-@kernel
+@kernel(flops=lambda d_out_BN, weight, x_BK, _: 2 * _rows(x_BK) * math.prod(weight.shape), unread=("x_BK",))
 def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
-    """Return the gradient of the input, in the shape of ``x_BK``, which is not read."""
+    """Return the gradient of the input, in the shape of ``x_BK``."""
     return x_BK.like()
 
 
-@kernel
+def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
+    """Return the bytes of a CPU's converted factors, the first one block by block, and of the product of a block."""
+    if not weight.is_cpu:
+        return 0
+    count, converts = _rows(x_BK), x_BK.dtype != weight.dtype
+    first, second = (math.prod(tensor.shape) // count for tensor in (x_BK, d_out_BN))
+    if transposed:
+        first, second = second, first
+    rows = min(first, limits.block_rows(count)) if converts else first
+    converted = count * (second + rows) if converts else 0
+    product = 0 if added_to is None and rows == first else rows * second
+    return (converted + product) * ITEMSIZE[weight.dtype]
+
+
+@kernel(
+    flops=lambda d_out_BN, x_BK, *_: 2 * math.prod(d_out_BN.shape) * x_BK.shape[-1],
+    unread=("weight",),
+    temporary=_temporary_bytes,
+)
 def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
     """Return the gradient of the gathered weight in the dtype of its shard ``weight``, added to ``added_to`` if given.
 
     On a GPU the kernel of the product adds it. A CPU converts both factors to the dtype of the weight.
     """
-    rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // math.prod(x_BK.shape[:-1]) // math.prod(weight.shape[1:])
+    rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // _rows(x_BK) // math.prod(weight.shape[1:])
     return added_to or weight.like((rows, *weight.shape[1:]))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gpt4d.parallel import limits
-from gpt4d.parallel.function import MAX, Function, kernel
+from gpt4d.parallel.function import MAX, Function, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic import wide_dtype
 
 
@@ -38,7 +38,12 @@ def local_targets(targets, first: int, columns: int):
     return targets.like(), targets.like(dtype="bool")
 
 
-@kernel
+def _moved_at_targets(logits, *rows: Any) -> int:
+    """Return the bytes of one logit of each row, and of ``rows``, which are numbers for each row."""
+    return logits.nbytes // logits.shape[-1] + sum(row.nbytes for row in rows)
+
+
+@kernel(moved=lambda logits, largest, *targets: _moved_at_targets(logits, largest, largest, *targets))
 def target_logits(logits, largest, local, elsewhere):
     """Return the logits of the targets relative to the largest ones; 0 for targets that are elsewhere."""
     return largest.like()
@@ -62,7 +67,11 @@ def total_loss(sums):
     return sums.like(()), sums.like(sums.shape[1:])
 
 
-@kernel
+@kernel(
+    moved=lambda logits, d_loss, largest, normalizer, *targets: _moved_at_targets(
+        logits, largest, normalizer, largest, normalizer, *targets
+    )
+)
 def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
     """Return the factor of the softmax in the gradient of each row, and the gradient at its target."""
     return largest.like(), largest.like()
@@ -74,13 +83,17 @@ def softmax_(logits, largest, scale, columns: int):
     return logits
 
 
-@kernel
+@kernel(
+    moved=lambda logits, at_target, local, columns: (
+        _moved_at_targets(logits, at_target, local) + logits.nbytes * (logits.shape[-1] - columns) // logits.shape[-1]
+    )
+)
 def write_targets_(logits, at_target, local, columns: int):
     """Write the gradients at the targets, and zeros from column ``columns`` on."""
     return logits
 
 
-@kernel
+@kernel(unread=("logits",))
 def zero_(logits):
     """Set all elements to zero."""
     return logits
@@ -138,3 +151,59 @@ def cross_entropy_sum(logits: Any, targets: Any, vocabulary: int, axis: Any) -> 
     padding and are ignored. The backward overwrites ``logits`` with their gradient.
     """
     return CrossEntropyFunction.apply(logits.flatten(0, -2), targets.flatten(), vocabulary, axis)
+
+
+# ---------------------------------------------------------------------------------------------- squared error
+
+
+@planned_kernel
+def errors_of(prediction, targets):
+    """Return the differences in the dtype of the targets."""
+    return targets.like()
+
+
+@planned_kernel
+def squares_of(errors):
+    """Return the squares."""
+    return errors.like()
+
+
+@planned_kernel
+def sum_of(squares):
+    """Return the sum."""
+    return squares.like(())
+
+
+@planned_kernel
+def multiple_of(errors):
+    """Return a multiple."""
+    return errors.like()
+
+
+@planned_kernel(converts=True)
+def as_dtype(x, dtype: Any):
+    """Return ``x`` in a dtype."""
+    return x if x.dtype == dtype else x.like(dtype=dtype)
+
+
+class SquaredErrorFunction(TorchFunction):
+    """Sum over samples of the mean squared error of their elements, [B, ...] → a scalar in the dtype of the targets."""
+
+    torch_name = "squared_error"
+
+    @staticmethod
+    def forward(ctx, prediction, targets):
+        errors = errors_of(prediction, targets)
+        ctx.save_for_backward(errors)
+        ctx.dtype = prediction.dtype
+        return sum_of(squares_of(errors))
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        (errors,) = ctx.saved_tensors
+        return as_dtype(multiple_of(multiple_of(errors)), ctx.dtype), None
+
+
+def squared_error(prediction: Any, targets: Any) -> Any:
+    """Return the mean squared error of each sample's elements, summed over this rank's samples."""
+    return SquaredErrorFunction.apply(prediction, targets)

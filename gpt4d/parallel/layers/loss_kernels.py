@@ -1,5 +1,6 @@
 """The kernels of cross-entropy. They work on blocks of rows in float32, or float64 for float64 logits."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -94,3 +95,8 @@ def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Ten
         logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
     else:
         logits.copy_(_shifted(logits, largest).exp_().mul_(scale[:, None]))
+
+
+def squared_error(prediction, targets):
+    errors = prediction - targets  # float32: the dtype of the targets, or more
+    return errors.square().sum() / math.prod(errors.shape[1:])

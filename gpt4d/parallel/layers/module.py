@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from gpt4d.parallel.layers.layer import LayerSpec
+from gpt4d.parallel.layers.layer import LayerSpec, LayersSpec
 from gpt4d.parallel.weights import WeightStream
 
 
@@ -14,8 +14,10 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, context: WeightStream):
         super().__init__()
         self.spec, self.context = spec, context
-        for name, parameter in spec.parameters().items():
+        for name, parameter in spec.own_parameters.items():
             self.register_parameter(name, context.parameter(parameter))
+        for name, layer in spec.children.items():
+            self.add_module(name, _module(layer, context))
         spec.prepare(self)
 
     def forward(self, *inputs: Any) -> Any:
@@ -23,3 +25,9 @@ class Layer(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.spec)
+
+
+def _module(spec: LayerSpec, context: WeightStream) -> nn.Module:
+    if isinstance(spec, LayersSpec):
+        return nn.ModuleDict({name: Layer(layer, context) for name, layer in spec.children.items()})
+    return Layer(spec, context)

@@ -90,25 +90,25 @@ def reciprocal_root(squares, count: int, epsilon: float):
 
 
 @kernel(fused=True)
-def scaled(x, rstd, weight):
-    """Return ``x · rstd · weight``."""
+def scaled(x, rstd, weight, zero_centered: bool = False):
+    """Return ``x · rstd · weight``, or, if the weight is ``zero_centered``, ``x · rstd · (1 + weight)``."""
     return x.like()
 
 
 @kernel(fused=True)
-def rms_norm(x, branch, weight, epsilon: float):
+def rms_norm(x, branch, weight, epsilon: float, zero_centered: bool = False):
     """Return ``x + branch``, None without one; the reciprocal of the root mean square, and the norm."""
     return _added(x, branch), _column(x), x.like()
 
 
 @kernel(fused=True)
-def sum_of_rms_gradient(d_out, x, rstd, weight):
+def sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered: bool = False):
     """Return the sum over this rank's features that the gradient of the input needs."""
     return _row_statistics(x)
 
 
 @kernel(fused=True)
-def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums):
+def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered: bool = False):
     """Return the gradients of input and weight. The stream's gradient, if given, is added to the input's.
 
     ``sums``: mean over all features of the products of the normalized input and its gradient.
@@ -117,7 +117,7 @@ def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums):
 
 
 @kernel(fused=True)
-def rms_norm_gradients(d_out, d_stream, x, rstd, weight):
+def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = False):
     """Return the same as ``split_rms_norm_gradients``, with the means of all features in one function."""
     return x.like(), weight.like()
 
@@ -158,41 +158,58 @@ class LayerNormFunction(Function):
 
 
 class RMSNormFunction(Function):
-    """``x + branch`` and its norm ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dim, which ``axis`` splits.
+    """``x + branch`` and its norm ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dim, which ``axes`` split.
 
-    ``summed``: axes whose ranks each have other rows of the same samples, over which the weight's gradient is summed.
-    Without a ``branch``, None, the first result is ``x``. The second result must have a gradient.
+    Without a ``branch``, None, the first result is ``x``. The second result must have a gradient. If the weight is
+    ``zero_centered``, the factor is ``1 + weight``.
+
+    ``weight``: of this rank's features, or of all features, equal on all ranks. ``axes``: outermost first. ``summed``:
+    axes whose ranks each have other rows of the same samples, over which the weight's gradient is summed.
     """
 
     @staticmethod
-    def forward(ctx, x, branch, weight, axis, summed, epsilon: float):
-        if axis.size == 1:
-            added, rstd, out = rms_norm(x, branch, weight, epsilon)
+    def forward(ctx, x, branch, weight, axes, summed, epsilon: float, zero_centered: bool = False):
+        ctx.zero_centered = zero_centered
+        ctx.axes, ctx.summed, ctx.adds = [axis for axis in axes if axis.size > 1], summed, branch is not None
+        ctx.parameter, ctx.cuts = weight, weight.shape[0] != x.shape[-1]
+        if ctx.cuts:
+            for axis in ctx.axes:
+                weight = weight.chunk(axis.size)[axis.index]
+        if not ctx.axes:
+            added, rstd, out = rms_norm(x, branch, weight, epsilon, zero_centered)
         else:
             added, squares = sum_of_squares(x, branch)
-            squares = axis.all_reduce(squares, parameter=weight)
-            rstd = reciprocal_root(squares, x.shape[-1] * axis.size, epsilon)
+            rstd = reciprocal_root(*_summed(squares, x, ctx), epsilon)
         stream = x if added is None else added
-        if axis.size > 1:
-            out = scaled(stream, rstd, weight)
+        if ctx.axes:
+            out = scaled(stream, rstd, weight, zero_centered)
         ctx.save_for_backward(stream, weight, rstd)
-        ctx.axis, ctx.summed, ctx.parameter, ctx.adds = axis, summed, weight, branch is not None
         ctx.set_materialize_grads(False)
         return stream, out
 
     @staticmethod
     def backward(ctx, d_stream, d_out):
         x, weight, rstd = ctx.saved_tensors
-        if ctx.axis.size == 1:
-            d_x, d_weight = rms_norm_gradients(d_out, d_stream, x, rstd, weight)
+        if not ctx.axes:
+            d_x, d_weight = rms_norm_gradients(d_out, d_stream, x, rstd, weight, ctx.zero_centered)
         else:
-            sums = sum_of_rms_gradient(d_out, x, rstd, weight)
-            sums = ctx.axis.all_reduce(sums, parameter=ctx.parameter)
-            sums = mean_of(sums, x.shape[-1] * ctx.axis.size)
-            d_x, d_weight = split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums)
+            sums = sum_of_rms_gradient(d_out, x, rstd, weight, ctx.zero_centered)
+            sums = mean_of(*_summed(sums, x, ctx))
+            d_x, d_weight = split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, ctx.zero_centered)
+        if ctx.cuts:
+            for axis in reversed(ctx.axes):
+                d_weight = axis.all_gather(d_weight, parameter=ctx.parameter)
         for axis in ctx.summed:
             d_weight = axis.all_reduce(d_weight, parameter=ctx.parameter)
-        return d_x, d_x if ctx.adds else None, d_weight, None, None, None
+        return d_x, d_x if ctx.adds else None, d_weight, None, None, None, None
+
+
+def _summed(sums, x, ctx) -> tuple[Any, int]:
+    """Return sums over the features of ``x`` as sums over those of all ranks, and the number of these features."""
+    count = x.shape[-1]
+    for axis in ctx.axes:
+        sums, count = axis.all_reduce(sums, parameter=ctx.parameter), count * axis.size
+    return sums, count
 
 
 class NormSpec(LayerSpec):
@@ -244,37 +261,74 @@ class LayerNormSpec(NormSpec):
 
 @dataclass(frozen=True)
 class RMSNormSpec(NormSpec):
-    """``x / sqrt(mean(x²) + epsilon) · weight``."""
+    """``x / sqrt(mean(x²) + epsilon) · weight``.
+
+    Attributes:
+        features: as for ``NormSpec``.
+        epsilon: as for ``NormSpec``.
+        zero_centered: the factor is ``1 + weight``, and the weight begins at 0.
+    """
 
     features: int
     epsilon: float = 1e-5
+    zero_centered: bool = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return {"weight": ParameterSpec((self.features,), Layout(("y",)), mean=1.0, between_layers=True)}
+        mean = 0.0 if self.zero_centered else 1.0
+        return {"weight": ParameterSpec((self.features,), Layout(("y",)), mean=mean, between_layers=True)}
 
     def apply(self, layer, x, branch):
-        return RMSNormFunction.apply(x, branch, layer.weight, layer.context.grid.y, (), self.epsilon)
+        axes = (layer.context.grid.y,)
+        return RMSNormFunction.apply(x, branch, layer.weight, axes, (), self.epsilon, self.zero_centered)
 
     def recompute(self, layer, x, node):
         _, weight, rstd = node.saved_tensors
-        return scaled(x, rstd, weight)
+        return scaled(x, rstd, weight, self.zero_centered)
+
+
+@dataclass(frozen=True)
+class BranchNormSpec(RMSNormSpec):
+    """The norm behind a residual branch: the stream, and the output of the branch → the stream plus its norm."""
+
+    def forward(self, layer: BoundLayer, x: Any, branch: Any) -> Any:  # type: ignore[override]
+        return x + self.apply(layer, branch, None)[1]
 
 
 @dataclass(frozen=True)
 class HeadNormSpec(LayerSpec):
     """RMSNorm of each head, ``[..., heads of this rank, size]`` → the same. All heads share the weight [size].
 
-    ``heads``: number of parts that the heads can be split into.
+    Attributes:
+        size: features of a head.
+        heads: number of parts that the heads can be split into.
+        epsilon: is added to the mean square.
+        zero_centered: as for ``RMSNormSpec``.
     """
 
     size: int
     heads: int
     epsilon: float = 1e-5
+    zero_centered: bool = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return {"weight": ParameterSpec((self.size,), Layout(()), mean=1.0)}
+        return {"weight": ParameterSpec((self.size,), Layout(()), mean=0.0 if self.zero_centered else 1.0)}
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:
-        grid = layer.context.grid
-        summed = tuple(grid[axis] for axis in layer.context.head_axes(self.heads))
-        return RMSNormFunction.apply(x, None, layer.weight, grid.axis(None), summed, self.epsilon)[1]
+        summed = self._axes(layer)
+        return RMSNormFunction.apply(x, None, layer.weight, (), summed, self.epsilon, self.zero_centered)[1]
+
+    def _axes(self, layer: BoundLayer) -> tuple[Any, ...]:
+        """Return the axes that split the heads, outermost first."""
+        return tuple(layer.context.grid[axis] for axis in layer.context.head_axes(self.heads))
+
+
+@dataclass(frozen=True)
+class AllHeadsNormSpec(HeadNormSpec):
+    """RMSNorm over the features of all heads, ``[..., features of this rank]`` → the same, with a weight [size].
+
+    ``size``: number of features of all heads, which the axes that split the heads split equally.
+    """
+
+    def forward(self, layer: BoundLayer, x: Any) -> Any:
+        axes = self._axes(layer)
+        return RMSNormFunction.apply(x, None, layer.weight, axes, (), self.epsilon, self.zero_centered)[1]

@@ -95,26 +95,30 @@ def reciprocal_root(squares, count: int, epsilon: float):
     return squares.div_(count).add_(epsilon).rsqrt_().unsqueeze(-1)
 
 
-def scaled(x, rstd, weight):
-    return (x * rstd).mul_(weight).to(x.dtype)
+def scaled(x, rstd, weight, zero_centered: bool = False):
+    return (x * rstd).mul_(_factor(weight, zero_centered)).to(x.dtype)
 
 
-def rms_norm(x, branch, weight, epsilon: float):
+def _factor(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    return weight + 1 if zero_centered else weight
+
+
+def rms_norm(x, branch, weight, epsilon: float, zero_centered: bool = False):
     added, squares = sum_of_squares(x, branch)
     rstd = reciprocal_root(squares, x.shape[-1], epsilon)
-    return added, rstd, scaled(x if added is None else added, rstd, weight)
+    return added, rstd, scaled(x if added is None else added, rstd, weight, zero_centered)
 
 
-def sum_of_rms_gradient(d_out, x, rstd, weight):
-    return (d_out * weight).mul_(x * rstd).sum(-1)
+def sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered: bool = False):
+    return (d_out * _factor(weight, zero_centered)).mul_(x * rstd).sum(-1)
 
 
-def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums):
+def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered: bool = False):
     normal = x * rstd
-    d_x = (d_out * weight).addcmul_(normal, sums, value=-1).mul_(rstd)
+    d_x = (d_out * _factor(weight, zero_centered)).addcmul_(normal, sums, value=-1).mul_(rstd)
     return _summed(d_x, d_stream, x), normal.mul_(d_out).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-def rms_norm_gradients(d_out, d_stream, x, rstd, weight):
-    sums = mean_of(sum_of_rms_gradient(d_out, x, rstd, weight), x.shape[-1])
-    return split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums)
+def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = False):
+    sums = mean_of(sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered), x.shape[-1])
+    return split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered)

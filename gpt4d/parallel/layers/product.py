@@ -23,10 +23,16 @@ from gpt4d.parallel.turns import Turn
 TOKENS, FEATURES = 0, -1  # dims of an activation that an axis may split
 
 
-@kernel
+@kernel(converts=True, unread=("like",))
 def cast(x, like):
     """Return ``x`` in the dtype of ``like``."""
     return x if x.dtype == like.dtype else x.like(dtype=like.dtype)
+
+
+@kernel(converts=True)
+def cast_to(x, dtype):
+    """Return ``x`` in a dtype."""
+    return x if x.dtype == dtype else x.like(dtype=dtype)
 
 
 @kernel
@@ -41,13 +47,13 @@ def add_bias(out, bias):
     return out.like()
 
 
-@kernel
+@kernel(unread=("bias",))
 def bias_gradient(d_out_BN, bias):
     """Return the sum of an output's gradient over the batch, in the shape and dtype of the bias."""
     return bias.like()
 
 
-@kernel
+@kernel(unread=("like",))
 def local_bias(bias, like, parts: int, index: int):
     """Return part ``index`` of a bias in the dtype of ``like``."""
     return bias.like((*bias.shape[:-1], bias.shape[-1] // parts), like.dtype)
@@ -65,7 +71,7 @@ def parts_last(x):
     return x.like((*x.shape[1:-1], x.shape[0] * x.shape[-1]))
 
 
-@kernel
+@kernel(free=True)
 def placeholder(like, shape: tuple[int, ...]):
     """Return a tensor of no memory in the place of a gradient that a ``_Call`` has in flight."""
     return like.like(shape)

@@ -10,6 +10,10 @@ def cast(x, like):
     return x.to(like.dtype)
 
 
+def cast_to(x, dtype):
+    return x.to(dtype)
+
+
 def add_bias_(out, bias):
     return out.add_(bias)
 

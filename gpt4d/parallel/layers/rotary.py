@@ -13,7 +13,7 @@ def rotated(x, cos, sin, direction: int):
     return x.like()
 
 
-@kernel
+@kernel(unread=("like",))
 def rotations(positions, like, frequencies: Sequence[float], scale: float):
     """Return the scaled cosines and sines of the angles, [batch, sequence, 1, pairs], at least float32."""
     shape = (*positions.shape, 1, len(frequencies))

@@ -14,14 +14,14 @@ from gpt4d.parallel.chunks import run_blocks
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import specs
-from gpt4d.parallel.layers.attention import AttentionCore, head_split
+from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec, Convolution
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
-from gpt4d.parallel.layers.time_embedding import ScaleShift, TimeEmbedding, sinusoids
+from gpt4d.parallel.layers.time_embedding import ScaleShiftSpec, TimeEmbeddingSpec, sinusoids
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.turns import run_alone
@@ -171,10 +171,9 @@ def attention(sizes, stream_axis):
     """On a rank: an attention of pixels over heads, on a stream that ``stream_axis`` splits."""
     weights = stream(sizes)
     other, heads, channels = {"x": "y", "y": "x"}[stream_axis], 4, 16
-    axes = head_split(heads, weights, stream_axis)
     qkv = Layer(LinearSpec(channels, channels, axes=Axes(stream_axis, other), num_fused=3, heads=heads), weights)
     output = Layer(LinearSpec(channels, channels, axes=Axes(other, stream_axis), transposed=True, heads=heads), weights)
-    core = AttentionCore(heads, 0.0, axes, causal=False)
+    core = Layer(FusedAttentionSpec(heads, causal=False, stream=stream_axis), weights)
     parameters = {f"{n}.{p}": v for n, m in (("qkv", qkv), ("output", output)) for p, v in m.named_parameters()}
     total = GradientReducer(weights, parameters)
     whole = {name: normal(*p.spec.shape, seed=i).mul_(0.3) for i, (name, p) in enumerate(parameters.items())}
@@ -185,7 +184,7 @@ def attention(sizes, stream_axis):
 
     async def ours_of(x):
         rows = x.flatten(0, 2)
-        mixed = core.of_fused(await qkv(rows), Tokens(torch.arange(len(x)), 6))
+        mixed = core(await qkv(rows), Tokens(torch.arange(len(x)), 6, weights.grid.axis(None)))
         return (await output(mixed)).view(x.shape)
 
     ours = run_alone(ours_of(mine))
@@ -215,7 +214,8 @@ def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, 
 def time_embedding(sizes, axis):
     """On a rank: the embedding of timesteps and the scales and shifts of one block."""
     weights = stream(sizes)
-    layers = torch.nn.ModuleDict({"time": TimeEmbedding(weights, 8, 16), "block": ScaleShift(weights, 16, 8, axis)})
+    time, block = Layer(TimeEmbeddingSpec(8, 16), weights), Layer(ScaleShiftSpec(16, 8, axis), weights)
+    layers = torch.nn.ModuleDict({"time": time, "block": block})
     parameters = dict(layers.named_parameters())
     total = GradientReducer(weights, parameters)
     whole = {name: normal(*p.spec.shape, seed=i) for i, (name, p) in enumerate(parameters.items())}
@@ -268,7 +268,7 @@ class Residual(torch.nn.Module):
         self.norm = Layer(GroupNormSpec(1, (8,)), weights)
         self.widen = Layer(Conv2dSpec(8, 16, 3, NORMAL, padding=1), weights)
         self.inner = Layer(GroupNormSpec(4, (16,), "x"), weights)
-        self.scale = ScaleShift(weights, 16, 16, "x")
+        self.scale = Layer(ScaleShiftSpec(16, 16, "x"), weights)
         self.narrow = Layer(Conv2dSpec(16, 8, 3, TRANSPOSED, padding=1), weights)
         self.shortcut = Layer(Conv2dSpec(8, 8, 1, Axes("y", None), scatter_output=True), weights)
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.parallel.collectives import Axis
-from gpt4d.parallel.layers import attention
-from gpt4d.parallel.layers.attention import AttentionCore
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import attention_kernels
+from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.weights import WeightStream
 from tests.parallel.layers.oracle import normal
 
 END = 0
@@ -54,29 +56,38 @@ def test_parts_of_the_sequences_have_their_own_documents():
         assert list(part.counts) == alone.counts and torch.equal(part.starts, alone.starts)
 
 
-def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, window_size):
+def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size):
     """Attention as torch.nn.attention.varlen describes it: here each token attends to itself and those before it."""
-    assert window_size == (-1, 0) and longest_q == longest_k == LENGTH
+    before, behind = window_size
+    assert behind == 0 and longest_q == longest_k == LENGTH
     edges = q_starts.tolist()
     assert edges == k_starts.tolist() and edges[-1] == len(q)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = mask if before == -1 else mask.triu(-before)
     rows = [
-        F.scaled_dot_product_attention(*(x[start:stop].transpose(0, 1) for x in (q, k, v)), is_causal=True)
+        F.scaled_dot_product_attention(
+            *(x[start:stop].transpose(0, 1) for x in (q, k, v)),
+            attn_mask=mask[: stop - start, : stop - start],
+            scale=scale,
+        )
         for start, stop in itertools.pairwise(edges)
     ]
     return torch.cat([part.transpose(0, 1) for part in rows])
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 2, "scale": 0.3}], ids=["whole", "window"])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2], ids=["as many", "fewer"])
-def test_attention_by_lengths_is_attention_by_mask(kv_heads):
+def test_attention_by_lengths_is_attention_by_mask(kv_heads, options):
     """A GPU's kernel takes the lengths of documents. On a CPU, a loop over them stands in for it."""
-    core, documents = AttentionCore(HEADS, 0.0, [Axis("x")]), Documents.ending_with(END, IDS)
-    tokens = Tokens(torch.arange(SEQUENCES), LENGTH, documents)
+    grid, documents = Grid.single_device(), Documents.ending_with(END, IDS)
+    core = Layer(AttentionSpec(HEADS, **options), WeightStream(grid))
     inputs = [normal(SEQUENCES, LENGTH, heads, SIZE, seed=i) for i, heads in enumerate((HEADS, kv_heads, kv_heads))]
     results = []
     with patch("torch.nn.attention.varlen.varlen_attn", kernel):
         for by_lengths in (False, True):
             leaves = [x.clone().requires_grad_() for x in inputs]
-            with patch.object(attention, "_takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
+            tokens = Tokens(torch.arange(SEQUENCES), LENGTH, grid.axis(None), documents)
+            with patch.object(attention_kernels, "_takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
                 out = core(*leaves, tokens)
             out.backward(normal(*out.shape, seed=9))
             results.append([out, *(leaf.grad for leaf in leaves)])
@@ -85,4 +96,4 @@ def test_attention_by_lengths_is_attention_by_mask(kv_heads):
 
 
 def test_a_cpu_uses_the_mask():
-    assert not attention._takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))
+    assert not attention_kernels._takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))

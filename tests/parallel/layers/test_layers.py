@@ -16,7 +16,7 @@ from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
+from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.tokens import Tokens
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.turns import run_alone
@@ -119,6 +119,52 @@ def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, siz
     ranks.run(sizes.devices, norm_of_stream, sizes, kind, added)
 
 
+def norm_of_all_heads(sizes, scatter):
+    weights = stream(sizes)
+    weights.scatter_heads = scatter
+    layer, layout = Layer(AllHeadsNormSpec(24, 12), weights), Layout((), (), weights.head_axes(12))
+    x, weight, upstream = normal(4, 3, 24), normal(24, seed=1), normal(4, 3, 24, seed=2)
+    fill(layer.weight, weight, weights)
+    mine = part(x, weights, layout).clone().requires_grad_()
+    ours = layer(mine)
+    ours.backward(part(upstream, weights, layout))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    theirs = F.rms_norm(x, (24,), weight, 1e-5)
+    theirs.backward(upstream)
+    close(ours, part(theirs, weights, layout))
+    close(mine.grad, part(x.grad, weights, layout))
+    close(layer.weight.grad, weight.grad)
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(3), GridSizes(2, 2), GridSizes(2, 3)], ids=grid_name)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_norm_of_all_heads_is_one_norm_on_every_grid(ranks, sizes, scatter):
+    ranks.run(sizes.devices, norm_of_all_heads, sizes, scatter)
+
+
+@pytest.mark.parametrize("recomputes_inputs", [False, True])
+def test_a_norm_behind_a_branch_is_added_to_the_stream(ranks, recomputes_inputs):
+    ranks.run(2, norm_behind_a_branch, recomputes_inputs)
+
+
+def norm_behind_a_branch(recomputes_inputs):
+    weights, layout = stream(GridSizes(1, 2)), Layout((), (), ("y",))
+    weights.recompute_inputs = recomputes_inputs
+    layer = Layer(BranchNormSpec(12), weights)
+    leaves, upstream = [normal(4, 3, 12), normal(4, 3, 12, seed=1)], normal(4, 3, 12, seed=2)
+    fill(layer.weight, weight := normal(12, seed=3), weights)
+    mine = [part(x, weights, layout).clone().requires_grad_() for x in leaves]
+    ours = layer(*mine)
+    ours.backward(part(upstream, weights, layout))
+    (x, branch), weight = [x.requires_grad_() for x in leaves], weight.requires_grad_()
+    theirs = x + F.rms_norm(branch, (12,), weight, 1e-5)
+    theirs.backward(upstream)
+    close(ours, part(theirs, weights, layout))
+    for one, other in zip(mine, leaves, strict=True):
+        close(one.grad, part(other.grad, weights, layout))
+    close(layer.weight.grad, part(weight.grad, weights, Layout(("y",))))
+
+
 @pytest.mark.parametrize("tokens", [256, 192], ids=["two blocks", "one block"])
 def test_gelu_computes_the_gradient_of_the_bias_in_its_input(tokens):
     product, bias, upstream = normal(tokens, 6), normal(2, 3, seed=1).requires_grad_(), normal(tokens, 6, seed=2)
@@ -142,7 +188,7 @@ def token_embedding(sizes):
     upstream = normal(4, 6, 8, seed=1)
     fill(layer.weight, table, weights)
     ids_here = batch_part(ids, weights.grid)
-    rows = layer(ids_here, Tokens(torch.arange(len(ids_here)), 6)).unflatten(0, (-1, 6))
+    rows = layer(ids_here, Tokens(torch.arange(len(ids_here)), 6, weights.grid.axis(None))).unflatten(0, (-1, 6))
     layout = Layout(("data", "z"), (), ("y",))
     rows.backward(part(upstream, weights, layout))
     weights.finish()

@@ -71,7 +71,7 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
     weights.finish()
     close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
     table = Layer(TokenEmbeddingSpec(20, FEATURES), weights)
-    table(IDS, Tokens(torch.arange(TOKENS[0]), TOKENS[1])).backward(upstream.flatten(0, 1))
+    table(IDS, Tokens(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None))).backward(upstream.flatten(0, 1))
     weights.finish()
     close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
 
@@ -79,7 +79,7 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
 @pytest.mark.parametrize("documents", [None, Documents.ending_with(1, torch.zeros(TOKENS))], ids=["plain", "documents"])
 def test_a_position_table(weights, upstream, documents):
     table = Layer(PositionEmbeddingSpec(40, FEATURES), weights)
-    tokens, x = Tokens(torch.arange(TOKENS[0]), TOKENS[1], documents), upstream.flatten(0, 1)
+    tokens, x = Tokens(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None), documents), upstream.flatten(0, 1)
     table(x, tokens).backward(x)
     close(table.weight.grad, F.pad(upstream.double().sum(0), (0, 0, 0, 8)))
 

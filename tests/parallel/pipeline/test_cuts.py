@@ -42,7 +42,7 @@ def test_stages_share_nothing_but_tied_weights_and_have_all_parameters():
     assert [list(stage.copied) for stage in stages] == [[], [], ["tokens.weight"]]
     assert stages[2].parameters["tokens.weight"] is description.parameters["tokens.weight"]
     assert [description.part(*part) for part in bounds] == [
-        (True, range(1), False), (False, range(1, 3), False), (False, range(3, 4), True)
+        (True, (0,), False), (False, (1, 2), False), (False, (3,), True)
     ]  # fmt: skip
     terms = [stage.contributions["tokens.weight"] for stage in stages]
     assert terms == [1, 0, 1] and description.contributions["tokens.weight"] == 2

@@ -7,14 +7,17 @@ import torch.nn.functional as F
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain
+from gpt4d.parallel import tape
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
+from gpt4d.parallel.symbolic import SymbolicTensor
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
-from tests.parallel.pipeline import graph  # noqa: F401 – registers the family
-from tests.parallel.pipeline.graph_torch import joined, of_rows
+from tests.parallel.pipeline.graph import joined, of_rows  # registers the family
 from tests.parallel.pipeline.test_runtime import check_step
+from tests.parallel.test_eager_costs import Counter
+from tests.parallel.test_symbolic_layers import CommunicatingDevice, symbolic_layer
 from tests.seams.test_toy import PlainToy, squared_error
 
 PIPELINE = "parallel.pipeline."
@@ -30,7 +33,8 @@ class PlainGraph(PlainToy):
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
         x_TF = x_BSF.flatten(0, 1)
         x_TH = self.input(x_TF)
-        tensors = {"embedded": x_TH, **of_rows(x_TF)}
+        classes_T, mask_T = of_rows(x_TF)
+        tensors = {"embedded": x_TH, "classes": classes_T, "mask": mask_T}
         for block, (gate, up, down) in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
             x_TH = joined(block, x_TH, tensors)
             x_TH = x_TH + down(F.silu(gate(x_TH)) * up(x_TH))
@@ -65,6 +69,21 @@ def test_a_step_of_a_graph_over_stages_equals_plain_torch(ranks, grids, settings
     error = squared_error(model, config, range(16), torch.float64)
     error.backward()
     check_step(ranks, config, sum(grid.devices for grid in sizes), error.item(), model.gradients())
+
+
+@pytest.mark.parametrize("family", ["toy", "graph"])
+def test_a_planned_microbatch_reads_and_writes_as_many_bytes_as_torch(family):
+    sizes = "model.features=64", "model.hidden=256", "model.wide=512", "model.narrow=128", "model.outputs=32"
+    config, device = configure(f"model={family}", *sizes), CommunicatingDevice()
+    device.compiled = False
+    description, stage = registry.describe(config.model), build_stage(config, Grid.single_device(), torch.device("cpu"))
+    shapes, (part,) = ((32, 16, 64), (32, 16, 32)), stage.parts.values()
+    planned, batch = [SymbolicTensor(device, shape, "float32") for shape in shapes], [*map(torch.randn, shapes)]
+    loss = description.spec.compute(symbolic_layer(description.spec, device), part, {}, *planned)["loss"]
+    tape.backward([(loss, loss.like())])
+    with Counter() as counter:
+        stage.module.loss_sum(*batch).backward()
+    assert device.moved == pytest.approx(counter.moved, rel=0.002)
 
 
 def crossing_of(*settings: str):

@@ -1,0 +1,170 @@
+"""What each unit of a model does, found by computing it on symbolic tensors. No torch here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.parallel import tape
+from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
+from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.symbolic_context import SymbolicContext, SymbolicLayer
+
+if TYPE_CHECKING:
+    from gpt4d.model.description import Description, Unit
+
+
+class Product(NamedTuple):
+    """A product of a block, over all devices: elements of the input and the output of one sample, and of the weight.
+
+    ``split``: the axes that split the features of the input and of the output.
+    """
+
+    split: Axes
+    input: int
+    output: int
+    weight: int
+
+
+class _Facts(NamedTuple):
+    weights: LayerWeights  # by their names in the unit
+    flops: float
+    products: tuple[Product, ...]
+
+
+class Probe:
+    """Computes one sample of each unit of a description on one device, equal blocks once."""
+
+    def __init__(self, description: Description):
+        self.description = description
+        self._known: dict[tuple[Hashable, ...], _Facts] = {}
+
+    def weights(self, unit: Unit, recompute: bool = False) -> LayerWeights:
+        """Return the names of the weights that a unit takes from the stream; with ``recompute``, it is recomputed."""
+        weights = self._facts(unit, self.description.loss_chunks, recompute and unit.block).weights
+        return LayerWeights(*(tuple(_prefix(unit) + name for name in names) for names in weights))
+
+    def flops(self, unit: Unit, length: int) -> float:
+        """Return the floating-point operations of one forward of one sample of ``length`` tokens."""
+        return self._facts(unit, length, recompute=False).flops
+
+    def products(self, unit: Unit, length: int) -> tuple[Product, ...]:
+        """Return the products of a block whose input is split."""
+        return self._facts(unit, length, recompute=False).products
+
+    def _facts(self, unit: Unit, length: int, recompute: bool) -> _Facts:
+        kind = (unit.kind,) if unit.block else (unit.part.begins, unit.part.ends)
+        key = *kind, length, recompute
+        if key not in self._known:
+            self._known[key] = self._compute(unit, length, recompute)
+        return self._known[key]
+
+    def _compute(self, unit: Unit, length: int, recompute: bool) -> _Facts:
+        description, device = self.description, _Counter()
+        spec: Any = description.model([unit.part])
+        context = _Recorder(device, spec.all_parameters, recompute, description.loss_chunks)
+        model: Any = _RecordedLayer(spec, context)
+
+        def tensor(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
+            return SymbolicTensor(device, shape, dtype)
+
+        received = {}
+        for name in description.received([unit]):
+            edge, dtype = description.tensors[name], "float32"
+            if not edge.has_gradient:
+                dtype = {"integer": "int64", "mask": "bool"}[edge.kind]
+                received[name] = tensor(edge.shape(1, length), dtype)
+            else:
+                received[name] = tape.leaf(device, edge.shape(1, length), dtype, lambda gradient: None)
+        produced = spec.compute(model, unit.part, received, *spec.planned_batch(tensor, 1, length))
+        flops = device.flops
+        tape.backward([(out, out.like()) for out in produced.values() if out.edge is not None])
+        names: dict[str, list[str]] = {phase: [] for phase in (FORWARD, RECOMPUTATION, BACKWARD)}
+        for phase, name in context.uses:
+            names[phase].append(name.removeprefix(_prefix(unit)))
+        return _Facts(LayerWeights(*map(tuple, names.values())), flops, tuple(context.products))
+
+
+def _prefix(unit: Unit) -> str:
+    return f"{unit.name}." if unit.block else ""
+
+
+class _Counter:
+    """A device that counts floating-point operations."""
+
+    compiled, is_cpu = True, False
+
+    def __init__(self):
+        self.records, self.recomputation = True, None
+        self.flops = 0.0
+        self.plans: dict[tuple, Any] = {}
+        self.numbers: Iterator[int] = itertools.count()
+
+    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
+        self.flops += flops
+
+    def hold(self, nbytes: int) -> None: ...
+
+    def release(self, nbytes: int) -> None: ...
+
+    def scratch(self, nbytes: float) -> None: ...
+
+    def start(self, kind: str, axis: str, nbytes: float) -> None: ...
+
+    def wait(self, collective: object) -> None: ...
+
+    def do(self, kind: str, axis: str, nbytes: float) -> None: ...
+
+
+class _Recorder(SymbolicContext):
+    """Records the uses of weights and the products."""
+
+    def __init__(self, device: _Counter, parameters: Any, recompute: bool, loss_chunks: int):
+        self.uses: list[tuple[str, str]] = []  # phase and weight
+        self.products: list[Product] = []
+        super().__init__(
+            device,
+            GridSizes(),
+            parameters,
+            OverlapConfig(),
+            gradient_bytes=0,
+            shard_states=False,
+            compute_dtype="float32",
+            recompute=recompute,
+            num_chunks=1,
+            scatter_heads=True,
+            sequence_parallel=False,
+            recompute_inputs=False,
+            loss_chunks=loss_chunks,
+        )
+
+    def gather(self, shard: Any) -> Any:
+        self.uses.append((RECOMPUTATION if self.recomputing else FORWARD, self._name(shard)))
+        return super().gather(shard)
+
+    def gather_for_backward(self, shard: Any) -> Any:
+        self.uses.append((BACKWARD, self._name(shard)))
+        return super().gather_for_backward(shard)
+
+
+class _RecordedLayer(SymbolicLayer):
+    """A layer that records its product."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        result, spec = super().__call__(*inputs), self.spec
+        if not isinstance(spec, LinearSpec | Conv2dSpec) or spec.split.contracted is None:
+            return result
+        (x,) = inputs
+        return self._recorded(spec, x, result)
+
+    async def _recorded(self, spec: LinearSpec | Conv2dSpec, x: Any, result: Any) -> Any:
+        out, context = await result, self.context
+        assert isinstance(context, _Recorder)
+        elements = (tensor.nbytes // 4 for tensor in (x, out, self.weight))
+        context.products.append(Product(spec.split, *elements))
+        return out

@@ -1,0 +1,7 @@
+"""The functions of chunks in torch."""
+
+import torch
+
+
+def join(*chunks):
+    return torch.cat(chunks)

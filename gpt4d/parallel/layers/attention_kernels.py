@@ -1,0 +1,95 @@
+"""The core of attention in torch."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gpt4d.parallel import random
+from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.key_value_cache import KeyValueCache
+
+
+def repeated(x, times: int):
+    return x.repeat_interleave(times, 2)
+
+
+def attention(
+    q,
+    k,
+    v,
+    documents: Documents | None,
+    mask,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+):
+    if documents is not None:
+        if _takes_documents(q):
+            return _attention_of_documents(q, k, v, documents.starts, window, scale).flatten(1)
+        mask = documents.mask if mask is None else mask
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, window: int):
+    if documents is not None and _takes_documents(q):
+        return None
+    allowed = None if documents is None else documents.mask
+    places = torch.arange(q.shape[1], device=q.device)[:, None]
+    if cache is not None:
+        allowed, places = cache.mask, cache.places[:, None, :, None]
+    keys = torch.arange(q.shape[1] if allowed is None else allowed.shape[-1], device=q.device)
+    hidden = (keys <= places - window) | (keys > places if allowed is None else ~allowed)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+
+
+def _takes_documents(q: torch.Tensor) -> bool:
+    """Return whether torch's kernel of flash attention takes documents of such queries, each with its own length."""
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # Some GPUs compute no gradients of larger heads.
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 192 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _attention_of_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, window: int | None, scale: float | None
+) -> torch.Tensor:
+    """Return the attended values, [tokens, heads, size], of [sequences, length, heads, size] with documents inside.
+
+    ``starts``: as ``Documents.starts``. No document is longer than a sequence.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # its import takes two seconds
+
+    longest, limits = q.shape[1], (-1 if window is None else window - 1, 0)  # of keys before and behind the query
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=limits)
+    assert isinstance(attended, torch.Tensor)  # not a pair: nothing else has been asked for
+    return attended
+
+
+def scores(q, k, mask, causal: bool, scale: float | None = None):
+    q, k = (x.transpose(1, 2) for x in (q, k))
+    found = q @ k.transpose(-1, -2)
+    found = found / math.sqrt(q.shape[-1]) if scale is None else found * scale
+    if causal:
+        if mask is None:
+            mask = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+        found = found.masked_fill(~mask, -torch.inf)
+    return found
+
+
+def softmax(scores):
+    return scores.softmax(-1)
+
+
+def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
+    device = sample_ids.device
+    numbers = torch.arange(first_head, first_head + heads, device=device)
+    rows = random.fold(random.fold(key, sample_ids)[:, None], numbers)[..., None]
+    return random.fold(rows, torch.arange(length, device=device))
+
+
+def mixed_values(weights, v):
+    return (weights @ v.transpose(1, 2)).transpose(1, 2).flatten(0, 1).flatten(1)

@@ -1,0 +1,165 @@
+"""The functions of attention, grouped heads and tokens on symbolic tensors, against torch's tensors."""
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt4d.parallel import tape
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import attention, grouped_heads
+from gpt4d.parallel.layers.attention import FusedAttentionSpec
+from gpt4d.parallel.layers.grouped_heads import KeyValueHeadsSpec
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.pending import Pending
+from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.turns import run_alone
+from gpt4d.parallel.weights import WeightStream
+from tests.parallel.counting_device import CountingDevice
+
+B, S, H, SIZE = 2, 6, 4, 8
+
+
+def kind(tensor) -> tuple:
+    """Return the shape and the dtype of a tensor."""
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def in_torch(function, shapes, dtype) -> tuple[list, list, Counter]:
+    """Return the kinds of the results and of the gradients of the inputs, and the sizes of the saved tensors."""
+    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    saved: Counter = Counter()
+
+    def save(tensor):
+        saved[tensor.numel(), kind(tensor)[1]] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        out = function(*[leaf.view_as(leaf) for leaf in leaves])
+    results = out if isinstance(out, tuple) else (out,)
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+    return [kind(result) for result in results], [kind(leaf.grad) for leaf in leaves], saved
+
+
+def saved_by(nodes: set) -> Counter:
+    """Return the tensors that these nodes and the nodes before them save."""
+    found: Counter = Counter()
+    reached, waiting = set(nodes), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        found.update((math.prod(tensor.shape), tensor.dtype) for tensor in node.saved_tensors)
+        before = {edge[0] for edge in node.edges if edge} - reached
+        reached |= before
+        waiting += before
+    return found
+
+
+def in_symbols(device, function, shapes, dtype) -> tuple[list, list, Counter]:
+    """Return the same as ``in_torch``."""
+    gradients: dict[int, SymbolicTensor] = {}
+    leaves = [
+        tape.leaf(device, shape, kind(torch.empty(0, dtype=dtype))[1], lambda d, i=i: gradients.setdefault(i, d))
+        for i, shape in enumerate(shapes)
+    ]
+    out = function(*leaves)
+    results = out if isinstance(out, tuple) else (out,)
+    saved = saved_by({result.grad_fn for result in results})
+    kinds = [kind(result) for result in results]
+    tape.backward([(result, result.like().new()) for result in results])
+    return kinds, [kind(gradients[i]) for i in range(len(shapes))], saved
+
+
+HEADS = (B, S, H, SIZE)
+
+
+def attention_in_a_window(q, k, v):
+    mask = attention.window_mask(q, None, None, 2)
+    return attention.AttentionFunction.apply(q, k, v, None, mask, True, 2, 0.5)
+
+
+FUNCTIONS = {
+    "fused kernel, causal": (lambda q, k, v: attention.AttentionFunction.apply(q, k, v, None, None, True), [HEADS] * 3),
+    "fused kernel": (lambda q, k, v: attention.AttentionFunction.apply(q, k, v, None, None, False), [HEADS] * 3),
+    "fused kernel, window": (attention_in_a_window, [HEADS] * 3),
+    "repeated heads": (lambda x: attention.RepeatedHeadsFunction.apply(x, 3), [HEADS]),
+    "causal scores": (lambda q, k: attention.ScoresFunction.apply(q, k, None, True), [HEADS] * 2),
+    "scores": (lambda q, k: attention.ScoresFunction.apply(q, k, None, False), [HEADS] * 2),
+    "scores of one sequence": (lambda q, k: attention.ScoresFunction.apply(q, k, None, True), [(1, S, H, SIZE)] * 2),
+    "softmax": (attention.SoftmaxFunction.apply, [(B, H, S, S)]),
+    "mixed values": (attention.MixedValuesFunction.apply, [(B, H, S, S), HEADS]),
+    "stacked": (grouped_heads.StackedFunction.apply, [HEADS] * 2),
+    "consecutive heads": (lambda x: grouped_heads.ConsecutiveHeadsFunction.apply(x, 1, 3), [HEADS]),
+    "selected heads": (lambda x: grouped_heads.SelectedHeadsFunction.apply(x, (0, 1, 1)), [HEADS]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_has_the_results_gradients_and_saved_tensors_of_torch(name, dtype):
+    function, shapes = FUNCTIONS[name]
+    device = CountingDevice()
+    assert in_symbols(device, function, shapes, dtype) == in_torch(function, shapes, dtype)
+    assert device.held == 0
+
+
+class Twins(SimpleNamespace):
+    """An axis of two ranks, of which both have the same values."""
+
+    def __init__(self, index: int = 0):
+        super().__init__(size=2, index=index)
+
+    def start_all_gather(self, shard, parameter=None):
+        if isinstance(shard, SymbolicTensor):
+            return Pending(shard.like((2 * shard.shape[0], *shard.shape[1:])).new())
+        return Pending(torch.cat((shard, shard)))
+
+    def start_reduce_scatter(self, full, parameter=None):
+        if isinstance(full, SymbolicTensor):
+            return Pending(full.like((full.shape[0] // 2, *full.shape[1:])).new())
+        return Pending(2 * full.chunk(2)[self.index])
+
+
+def context_of(axes) -> SimpleNamespace:
+    grid = SimpleNamespace(axis=lambda name: axes[name])
+    return SimpleNamespace(grid=grid, head_axes=lambda heads, stream="y": tuple(axes))
+
+
+@pytest.mark.parametrize("key_value_heads", [1, 2, 3, 6], ids=lambda count: f"{count} heads of keys")
+def test_heads_of_keys_and_values(key_value_heads):
+    spec = KeyValueHeadsSpec(6, key_value_heads, 6)
+    shapes = [(B, S, key_value_heads * SIZE // 2)] * 2
+    for index in range(2):
+        layer = Layer(spec, context_of({"x": Twins(index)}))
+        device = CountingDevice()
+        found = in_symbols(device, lambda k, v, layer=layer: run_alone(layer(k, v)), shapes, torch.float32)
+        assert found == in_torch(lambda k, v, layer=layer: run_alone(layer(k, v)), shapes, torch.float32)
+        assert device.held == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_fused_queries_keys_and_values(causal, dropout):
+    layer = Layer(FusedAttentionSpec(H, dropout, causal), WeightStream(Grid.single_device()))
+    device, axis, shapes = CountingDevice(), Grid.single_device().axis(None), [(B * S, 3, H * SIZE)]
+    symbolic_ids = SymbolicTensor(device, (B,), "int64")
+    found = in_symbols(device, lambda x: layer(x, Tokens(symbolic_ids, S, axis)), shapes, torch.float32)
+    assert found == in_torch(lambda x: layer(x, Tokens(torch.arange(B), S, axis)), shapes, torch.float32)
+    product = 2 * B * S * S * H * SIZE
+    assert device.flops == (6 if dropout else 7) * product
+    assert device.held == 0
+
+
+def test_tokens():
+    device = CountingDevice()
+    ids = torch.arange(4)
+    symbolic_ids, values = SymbolicTensor(device, (4,), "int64"), SymbolicTensor(device, (4, S), "int64")
+    ours = Tokens(symbolic_ids, S, Twins(1), num_chunks=2)
+    theirs = Tokens(ids, S, Twins(1), num_chunks=2)
+    for one, other in [(ours, theirs), *zip(ours.chunk(2), theirs.chunk(2), strict=True)]:
+        for attribute in ("sample_ids", "samples", "places", "positions"):
+            assert kind(getattr(one, attribute)) == kind(getattr(other, attribute))
+    assert kind(ours.local(values)) == kind(theirs.local(torch.zeros(4, S, dtype=torch.int64)))
+    assert kind(ours.gathered(values)) == kind(theirs.gathered(torch.zeros(4, S, dtype=torch.int64)))

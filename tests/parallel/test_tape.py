@@ -1,0 +1,107 @@
+"""The graph of gradients of symbolic tensors: a model calls the same kernels in the same order as in torch."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gpt4d.config import Config, GridSizes, OverlapConfig, compose
+from gpt4d.model import registry
+from gpt4d.parallel import tape
+from gpt4d.parallel.function import Kernel, PlannedKernel
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.symbolic_context import SymbolicContext, SymbolicLayer
+from gpt4d.step import build_stage
+from tests.parallel.counting_device import CountingDevice
+
+TEXT = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab_size=64", "model.vocab_multiple=16"]
+GPT2 = [*TEXT, "model.max_positions=16", "train.seq_len=16"]
+LLAMA = ["model=llama_tiny", *GPT2, "model.key_value_heads=2", "model.head_size=8", "model.inner=48"]
+UNET = [
+    "model=unet_tiny", "model.channels=8", "model.multipliers=[1,2]", "model.blocks_per_level=1", "model.image_size=8",
+    "model.attention_at=[4]", "model.groups=4", "model.head_size=8", "train.seq_len=1",
+]  # fmt: skip
+MODELS = {"gpt2": GPT2, "llama": LLAMA, "unet": UNET}
+SAMPLES = 4
+
+
+def recorded_calls(run) -> list[tuple]:
+    """Return name, shapes and dtypes of each kernel that ``run`` calls."""
+    calls, call = [], Kernel.__call__
+
+    def record(kernel, *args):
+        if not isinstance(kernel, PlannedKernel):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor | SymbolicTensor)]
+            described = [(tuple(arg.shape), str(arg.dtype).removeprefix("torch.")) for arg in tensors]
+            calls.append((kernel.name, *described))
+        return call(kernel, *args)
+
+    with patch.object(Kernel, "__call__", record):
+        run()
+    return calls
+
+
+def in_torch(config: Config):
+    stage = build_stage(config, Grid.single_device(), torch.device("cpu"))
+
+    def new(shape, dtype):
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    batch = stage.module.spec.planned_batch(new, SAMPLES, config.train.seq_len)
+    return lambda: stage.module.loss_sum(*batch).backward()
+
+
+def on_symbolic_tensors(config: Config, device: CountingDevice):
+    description, train = registry.describe_run(config), config.train
+    context = SymbolicContext(
+        device,
+        GridSizes(),
+        description.parameters,
+        OverlapConfig(),
+        gradient_bytes=0,
+        shard_states=False,
+        compute_dtype="float32" if train.precision == "fp32" else "bfloat16",
+        recompute=train.activation_checkpointing == "full",
+        num_chunks=config.parallel.chunks,
+        scatter_heads=True,
+        sequence_parallel=False,
+        recompute_inputs=train.activation_checkpointing == "selective",
+        loss_chunks=train.loss_chunks,
+    )
+    model = SymbolicLayer(description.spec, context)
+
+    def new(shape, dtype):
+        return SymbolicTensor(device, shape, dtype)
+
+    def run():
+        (part,) = description.spec.parts
+        batch = description.spec.planned_batch(new, SAMPLES, train.seq_len)
+        loss = description.spec.compute(model, part, {}, *batch)["loss"]
+        tape.backward([(loss, loss.like())])
+
+    return run
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["train.precision=bf16"],
+        ["train.activation_checkpointing=full", "parallel.chunks=2"],
+        ["train.activation_checkpointing=selective"],
+        ["model.dropout=0.1", "parallel.chunks=4"],
+        ["train.loss_chunks=4", "train.activation_checkpointing=full"],
+    ],
+    ids=" ".join,
+)
+def test_a_model_calls_the_kernels_of_torch_in_their_order(model, settings):
+    lacks = {"gpt2": ("none",), "llama": ("model.dropout",), "unet": ("train.loss_chunks",)}[model]
+    settings = [word for word in settings if not word.startswith(lacks)]
+    config, device = (
+        compose([*MODELS[model], "train.compile=false", "train.precision=fp32", *settings]),
+        CountingDevice(),
+    )
+    found, expected = (recorded_calls(run) for run in (on_symbolic_tensors(config, device), in_torch(config)))
+    assert len(expected) > 40
+    assert found == expected
