@@ -66,7 +66,10 @@ ROUNDING_RUNS = {
 }  # fmt: skip
 LENGTHS = {"train.steps": "9", "train.tokens": "9e9", "train.epochs": "9"}
 ROPE = ["model.rope_scaling=llama3", "model.rope_factor=8", "model.rope_original_positions=32"]
-FAMILIES = {"gpt2": [], "llama": ["model=llama_tiny", *ROPE], "unet": ["model=unet_tiny"]}
+FAMILIES = {
+    "gpt2": [], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny"], "gemma3": ["model=gemma3_tiny"],
+    "unet": ["model=unet_tiny"],
+}  # fmt: skip
 RESULTS = {
     "gpt2": {
         "model.vocab_size": 301, "model.layers": 3, "model.hidden": 28, "model.heads": 2, "model.max_positions": 64,
@@ -83,6 +86,14 @@ RESULTS = {
         "model.rope_factor": 2, "model.rope_original_positions": 64, "model.rope_low_frequency": 2,
         "model.rope_high_frequency": 5, "model.rope_beta_slow": 2, "model.rope_beta_fast": 16,
         "model.rope_truncate": "false", "model.rope_attention_factor": 2,
+    },
+    "olmo2": {
+        "model.key_value_heads": 4, "model.head_size": 16, "model.inner": 512, "model.norm_epsilon": 1e-5,
+        "model.rope_theta": 100,
+    },
+    "gemma3": {
+        "model.window": 32, "model.global_every": 3, "model.query_pre_attn_scalar": 64,
+        "model.rope_linear_factor": 2, "model.rope_local_theta": 100,
     },
     "unet": {
         "model.image_size": 16, "model.image_channels": 1, "model.channels": 64, "model.multipliers": "[1,2,2,4]",

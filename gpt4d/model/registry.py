@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_type_hints
 
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, register_model
-from gpt4d.model import gpt2, llama, unet
+from gpt4d.model import gemma3, gpt2, llama, olmo2, unet
 from gpt4d.model.description import Description
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
@@ -102,6 +102,8 @@ def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | 
     return model
 
 
+register(gemma3.FAMILY)
 register(gpt2.FAMILY)
 register(llama.FAMILY)
+register(olmo2.FAMILY)
 register(unet.FAMILY)

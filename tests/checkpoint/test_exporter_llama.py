@@ -1,4 +1,4 @@
-"""Models of transformers' Llama, Qwen2 and Qwen3 in directories: imported, exported, equal."""
+"""Models of transformers' Llama, Qwen2, Qwen3, OLMo 2 and Gemma 3 in directories: imported, exported, equal."""
 
 import json
 from dataclasses import replace
@@ -13,8 +13,11 @@ from gpt4d.checkpoint import checkpoint_dir, exporter, importer
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
 from gpt4d.files import write_file
+from gpt4d.model import registry
+from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.olmo2.config import Olmo2Config
 
 MODEL = LlamaConfig(
     name="source",
@@ -30,6 +33,13 @@ MODEL = LlamaConfig(
 )
 LLAMA3 = replace(MODEL, tied=False, rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0, rope_original_positions=16)
 YARN = replace(MODEL, qk_norm=True, rope_scaling="yarn", rope_factor=4.0, rope_original_positions=16)
+OLMO2 = Olmo2Config(
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64
+)  # fmt: skip
+GEMMA3 = Gemma3Config(
+    layers=3, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64, window=7,
+    global_every=2, query_pre_attn_scalar=9, rope_theta=1e5, rope_linear_factor=8.0, rope_local_theta=1e3,
+)  # fmt: skip
 TOKENIZER_FILES = {
     "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "w1"}',
     "special_tokens_map.json": b'{"eos_token": "</s>"}',
@@ -42,7 +52,8 @@ def save(directory, config, max_shard_size="5GB", dtype=torch.float32):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hf.hf_config(config), dtype=dtype)
+    settings = registry.of(config).hugging_face().hf_config(config)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     words = {f"w{index}": index for index in range(49)} | {"</s>": 49}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
@@ -59,7 +70,9 @@ def tensors(directory):
 
 
 @pytest.mark.parametrize(
-    "config", [MODEL, LLAMA3, replace(MODEL, qkv_bias=True), YARN], ids=["llama", "llama3", "qwen2", "qwen3"]
+    "config",
+    [MODEL, LLAMA3, replace(MODEL, qkv_bias=True), YARN, OLMO2, GEMMA3],
+    ids=["llama", "llama3", "qwen2", "qwen3", "olmo2", "gemma3"],
 )
 def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
     from transformers import AutoModelForCausalLM
@@ -77,7 +90,8 @@ def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
     settings, exported = (json.loads((path / "config.json").read_text()) for path in (source, out))
     assert {key: exported[key] for key in exported if key in settings} == settings
     assert list(settings) == [key for key in exported if key in settings]
-    assert exported.keys() - settings.keys() <= {"rope_theta", "rope_scaling"}, "the names in transformers 4"
+    older = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+    assert exported.keys() - settings.keys() <= older, "the names in transformers 4"
     ids = torch.arange(24).view(2, 12)
     theirs, ours = (AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits for path in (source, out))
     assert torch.equal(theirs, ours)

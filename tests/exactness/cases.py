@@ -10,7 +10,14 @@ from gpt4d.config.composing import CONFIG_DIR, to_config
 from gpt4d.config.pipeline import SCHEDULES, STRATEGIES
 
 MOST_RANKS = 8
-FAMILIES = {"gpt": "gpt_tiny", "llama": "llama_tiny", "unet": "unet_tiny", "utransformer": "utransformer_tiny"}
+FAMILIES = {
+    "gpt": "gpt_tiny",
+    "llama": "llama_tiny",
+    "unet": "unet_tiny",
+    "utransformer": "utransformer_tiny",
+    "olmo2": "olmo2_tiny",
+    "gemma3": "gemma3_tiny",
+}
 _SPOILED = 0.1  # share of cases of which one number is changed, usually to an impossible one
 
 Settings = dict[str, object]
@@ -75,7 +82,7 @@ def draw(seed: int) -> Case:
     grids = _grids(draw, plan)
     own = _plan(draw, plan, grids)
     parts = len(grids) * int(str(own.get("parallel.pipeline.chunks_per_stage", 1)))
-    is_text = family in ("gpt", "llama")
+    is_text = family in ("gpt", "llama", "olmo2", "gemma3")
     own |= _options(draw, is_text)
     chunks = own["parallel.chunks"] = draw.choice((1, 1, 2, 3))
     batch, of_batch = _batch(draw, plan, grids, own, chunks)
@@ -87,7 +94,7 @@ def draw(seed: int) -> Case:
         "optim.epsilon": 1e-6,
     }
     if is_text:
-        model = (_gpt if family == "gpt" else _llama)(draw, grids)
+        model = {"gpt": _gpt, "llama": _llama, "olmo2": _olmo2, "gemma3": _gemma3}[family](draw, grids)
         model["model.layers"] = blocks = draw.randint(parts, parts + 2)
         length = draw.randint(5, 20)
         if own.get("parallel.sequence_parallel"):
@@ -239,6 +246,16 @@ def _llama(draw: random.Random, grids: list[GridSizes]) -> Settings:
         "model.qk_norm": draw.random() < 0.5,
         **_vocabulary(draw),
     }
+
+
+def _olmo2(draw: random.Random, grids: list[GridSizes]) -> Settings:
+    absent = ("model.tied", "model.qkv_bias", "model.qk_norm")
+    return {key: value for key, value in _llama(draw, grids).items() if key not in absent}
+
+
+def _gemma3(draw: random.Random, grids: list[GridSizes]) -> Settings:
+    own = {"model.window": draw.choice((1, 4, 9, 30)), "model.global_every": draw.choice((1, 2, 3))}
+    return _olmo2(draw, grids) | own
 
 
 def _unet(draw: random.Random, grids: list[GridSizes], attention_everywhere: bool) -> Settings:

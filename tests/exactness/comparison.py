@@ -133,7 +133,9 @@ def _differences(outcomes: Sequence[Outcome], alone: Outcome) -> dict[str, float
         for name, (shape, place, part) in outcome.weights.items():
             expected, _, whole = alone.weights[name]
             assert shape == expected
-            note("weights", ((part - whole[place]).norm() / whole.norm()).item())
+            # A weight that begins at 0 and has no gradient, as a norm of queries that attend to one key, stays at 0.
+            update = _LEARNING_RATE * whole.numel() ** 0.5
+            note("weights", ((part - whole[place]).norm() / max(whole.norm().item(), update)).item())
             covered[name][place] = True
     note("weights", 0.0 if all(mask.all() for mask in covered.values()) else torch.inf)
     return largest

@@ -9,6 +9,7 @@ import torch
 from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
+from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.parallel.grid import Grid
@@ -38,6 +39,10 @@ GROUPED = LlamaConfig(
     max_positions=256,
 )
 NORMED = replace(GROUPED, key_value_heads=4, tied=False, qk_norm=True)
+GEMMA3 = Gemma3Config(
+    layers=2, hidden=512, heads=8, key_value_heads=2, head_size=64, inner=1024, vocab_size=512, max_positions=256,
+    window=64, global_every=2,
+)  # fmt: skip
 
 
 def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
@@ -100,7 +105,11 @@ def test_planned_computation_of_chunks_and_split_tokens_takes_as_long(
 
 
 @pytest.mark.parametrize("memory_gb_s", [1000, 0.3], ids="memory={}".format)
-@pytest.mark.parametrize("model", [GROUPED, replace(GROUPED, qkv_bias=True), NORMED], ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "model",
+    [GROUPED, replace(GROUPED, qkv_bias=True), NORMED, GEMMA3],
+    ids=["llama", "qwen2", "qwen3", "gemma3"],
+)
 @pytest.mark.parametrize(
     ("sizes", "precision", "activation_checkpointing", "options"),
     [
@@ -140,6 +149,9 @@ SMALL_GROUPED = replace(
     GROUPED, layers=3, hidden=32, head_size=8, inner=48, vocab_size=64, vocab_multiple=8, max_positions=16
 )
 SMALL_NORMED = replace(SMALL_GROUPED, tied=False, qk_norm=True)
+SMALL_GEMMA3 = replace(
+    GEMMA3, layers=3, hidden=32, head_size=8, inner=48, vocab_size=64, vocab_multiple=8, max_positions=16, window=4
+)
 FULL = {"activation_checkpointing": "full"}
 
 
@@ -177,6 +189,8 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes
         (SMALL_NORMED, (8, 1, 1, 1), FULL, {}),
         (SMALL_GROUPED, (1, 4, 2, 1), {"micro_batch_size": 2}, {"chunks": 2, "cache_layers": "all"}),
         (SMALL_NORMED, (1, 4, 1, 2), FULL, {"scatter_heads": False, "whole_layers": 1}),
+        (SMALL_GEMMA3, (2, 2, 2, 1), {"activation_checkpointing": "selective"}, {"chunks": 2}),
+        (SMALL_GEMMA3, (4, 2, 1, 1), FULL, {"sequence_parallel": True, "chunks": 4}),
     ],
     ids=str,
 )

@@ -30,6 +30,9 @@ MODEL = ("model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size
 LLAMA = ("model=llama_tiny", *MODEL, "model.key_value_heads=2", "model.head_size=16", "model.inner=176")
 
 
+GEMMA3 = ("model=gemma3_tiny", *LLAMA[1:], "model.window=8", "model.global_every=3")
+
+
 class MeasuredTraining:
     """The trainer's step without its reports."""
 
@@ -149,6 +152,18 @@ def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrid
 )
 def test_the_peak_of_a_step_of_a_llama_is_predicted_within_10_percent(ranks, sizes, overrides):
     check_peak(ranks, sizes, [*LLAMA, "train.batch_size=8", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides"),
+    [
+        pytest.param(GridSizes(1, 2, 1, 1), ["train.activation_checkpointing=full"], marks=pytest.mark.full),
+        (GridSizes(2, 1, 2, 1), ["parallel.chunks=2", "train.activation_checkpointing=selective"]),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_step_with_masks_of_a_window_is_predicted_within_10_percent(ranks, sizes, overrides):
+    check_peak(ranks, sizes, [*GEMMA3, "train.batch_size=8", *overrides])
 
 
 @pytest.mark.parametrize(

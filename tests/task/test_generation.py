@@ -8,7 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpt4d.config import Config, GridSizes, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
+from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
@@ -96,14 +98,20 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, tempe
     assert texts == [text for (text,) in alone]
 
 
-def texts_on_grid(model, sizes, tokenizer_json):
-    """On a rank: the most likely continuations by a model with random weights."""
+def random_stage(model, sizes):
+    """A model in float64 with random weights so large that each token depends on all before it."""
     config = Config(model=model, train=TrainConfig(seq_len=12, seed=3))
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
     with torch.no_grad():
         for name, parameter in stage.module.named_parameters():
             if "norm" not in name:
                 parameter.mul_(20)
+    return stage
+
+
+def texts_on_grid(model, sizes, tokenizer_json):
+    """On a rank: the most likely continuations by a model with random weights."""
+    stage = random_stage(model, sizes)
     return continuations(stage, Tokenizer.from_str(tokenizer_json), END, PROMPTS, 8, documents_of, temperature=0)
 
 
@@ -113,7 +121,29 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model", [TINY_MODEL, LLAMA], ids=["gpt2", "llama"])
+OLMO2 = Olmo2Config(
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, vocab_multiple=16,
+    max_positions=16,
+)  # fmt: skip
+
+
+GEMMA3 = Gemma3Config(
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, vocab_multiple=16,
+    max_positions=16, window=5, global_every=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [lambda ids: None, documents_of], ids=["across documents", "inside documents"])
+def test_texts_of_a_model_with_a_window_equal_those_without_a_cache(tokenizer, documents):
+    stage = random_stage(GEMMA3, GridSizes())
+    with torch.no_grad():
+        stage.module.tokens.weight[END] = 0  # the text does not end early
+    texts = continuations(stage, tokenizer, END, PROMPTS, 8, documents, temperature=0)
+    assert texts == [most_likely_text(stage.module, tokenizer, prompt, 8, documents) for prompt in PROMPTS]
+    assert len(set(" ".join(texts).split())) > 5
+
+
+@pytest.mark.parametrize("model", [TINY_MODEL, LLAMA, OLMO2, GEMMA3], ids=["gpt2", "llama", "olmo2", "gemma3"])
 @pytest.mark.parametrize("sizes", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 2, 1)], ids=str)
 def test_texts_are_equal_on_every_grid(ranks, tokenizer, model, sizes):
     sizes = GridSizes(*sizes)

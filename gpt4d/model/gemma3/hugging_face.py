@@ -1,0 +1,121 @@
+"""Weights and settings of transformers' Gemma3ForCausalLM: those of a Llama, but for norms and attention."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from gpt4d.model.gemma3.config import Gemma3Config
+from gpt4d.model.hugging_face_settings import check_sizes, check_supported, unsupported
+from gpt4d.model.llama import hugging_face as llama
+from gpt4d.model.llama.config import LlamaSizes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CLASS, FOLDER, FILE, HAS_TOKENIZER = llama.CLASS, llama.FOLDER, llama.FILE, llama.HAS_TOKENIZER
+PIPELINE_TAG, USAGE, BASE, BUFFERS = llama.PIPELINE_TAG, llama.USAGE, llama.BASE, llama.BUFFERS
+copies, to_hf, from_hf = llama.copies, llama.to_hf, llama.from_hf
+
+_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def names(name: str, config: Gemma3Config) -> list[str]:
+    """Return transformers' names of our parameter ``name``."""
+    norm = re.fullmatch(rf"blocks\.(\d+)\.({'|'.join(_NORMS)})\.weight", name)
+    return [f"model.layers.{norm[1]}.{_NORMS[norm[2]]}.weight"] if norm else llama.names(name, config.llama)
+
+
+def documents(config: Gemma3Config, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``config.json``, also with the names of rotary settings that transformers 4 reads."""
+    values = dict(source or json.loads(hf_config(config).to_json_string()))
+    scaling = {"rope_type": "linear", "factor": config.rope_linear_factor} if config.rope_linear_factor != 1 else None
+    older = {
+        "rope_theta": config.rope_theta,
+        "rope_local_base_freq": config.rope_local_theta,
+        "rope_scaling": scaling,
+    }
+    return {"config.json": values | {key: value for key, value in older.items() if key not in values}}
+
+
+def hf_config(config: Gemma3Config) -> "PretrainedConfig":
+    """Return the transformers configuration of such a model, without ids of special tokens."""
+    from transformers import Gemma3TextConfig
+
+    of_llama = llama.hf_config(config.llama).to_dict()
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_linear_factor != 1:
+        rope |= {"rope_type": "linear", "factor": config.rope_linear_factor}
+    values = {key: value for key, value in of_llama.items() if key in Gemma3TextConfig.__annotations__} | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": config.window,
+        "layer_types": _layer_types(config.global_blocks),
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "rope_parameters": {
+            _GLOBAL: rope,
+            _LOCAL: {"rope_type": "default", "rope_theta": config.rope_local_theta},
+        },
+    }
+    return Gemma3TextConfig(**values)
+
+
+def _layer_types(global_blocks: Sequence[bool]) -> list[str]:
+    return [_GLOBAL if is_global else _LOCAL for is_global in global_blocks]
+
+
+def config_from_hf(source: str, values: dict) -> Gemma3Config:
+    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    required = {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "tie_word_embeddings": (True,),
+        "use_bidirectional_attention": (False, None),
+        "final_logit_softcapping": (None,),
+        "attn_logit_softcapping": (None,),
+    }
+    check_supported(source, values, required)
+    sizes = ("head_dim", "num_key_value_heads", "sliding_window", "query_pre_attn_scalar")
+    check_sizes(source, {key: values.get(key) for key in sizes})
+    rope = _rope_settings(source, values)
+    other = {"layer_types": None, "rope_scaling": None, "rope_parameters": {"rope_theta": rope["rope_theta"]}}
+    found = llama.config_from_hf(source, values | other)
+    config = Gemma3Config(
+        **{field.name: getattr(found, field.name) for field in fields(LlamaSizes)},
+        **rope,
+        window=values["sliding_window"],
+        global_every=_global_every(values, found.layers),
+        query_pre_attn_scalar=values["query_pre_attn_scalar"],
+    )
+    if values.get("layer_types") not in (None, _layer_types(config.global_blocks)):
+        raise unsupported(source, "layer_types", "…", f"{_GLOBAL} in every {config.global_every}th layer only")
+    return config
+
+
+def _global_every(values: Mapping, layers: int) -> int:
+    """Return the distance of global blocks; more than the number of blocks if there is none."""
+    types = values.get("layer_types")
+    if types is None:
+        return int(values.get("sliding_window_pattern") or 6)
+    return types.index(_GLOBAL) + 1 if _GLOBAL in types else layers + 1
+
+
+def _rope_settings(source: str, values: dict) -> dict[str, Any]:
+    """Return our settings for ``rope_parameters``, or for the three settings of older files."""
+    given = values.get("rope_parameters") or {}
+    everywhere = {"rope_theta": values.get("rope_theta", 1e6)} | (values.get("rope_scaling") or {})
+    everywhere |= given.get(_GLOBAL) or {}
+    local = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (given.get(_LOCAL) or {})
+    for rope, kinds in ((everywhere, ("default", "linear")), (local, ("default",))):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        check_supported(source, rope, {"partial_rotary_factor": (1.0, None)})
+        check_supported(source, {"rope_type": kind}, {"rope_type": kinds})
+    return {
+        "rope_theta": float(everywhere["rope_theta"]),
+        "rope_linear_factor": float(everywhere.get("factor") or 1.0),
+        "rope_local_theta": float(local["rope_theta"]),
+    }

@@ -1,0 +1,23 @@
+"""The settings of an OLMo 2."""
+
+from dataclasses import dataclass, fields
+
+from gpt4d.model.llama.config import LlamaConfig, LlamaSizes
+
+
+@dataclass
+class Olmo2Config(LlamaSizes):
+    """An OLMo 2: a Llama with an RMSNorm behind each branch and norms of all queries and of all keys."""
+
+    name: str = "olmo2_tiny"
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 5e5
+
+    @property
+    def tied(self) -> bool:
+        return False
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The settings of the Llama with the same products and rotary positions."""
+        return LlamaConfig(**{field.name: getattr(self, field.name) for field in fields(self)}, tied=False)

@@ -1,0 +1,79 @@
+"""Weights and settings of transformers' Olmo2ForCausalLM: those of a Llama, but for the names of the norms."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpt4d.model.hugging_face_settings import check_supported, unsupported
+from gpt4d.model.llama import hugging_face as llama
+from gpt4d.model.olmo2.config import Olmo2Config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CLASS, FOLDER, FILE, HAS_TOKENIZER = llama.CLASS, llama.FOLDER, llama.FILE, llama.HAS_TOKENIZER
+PIPELINE_TAG, USAGE, BASE, BUFFERS = llama.PIPELINE_TAG, llama.USAGE, llama.BASE, llama.BUFFERS
+
+_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+_SETTINGS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_parameters",
+)
+
+
+def names(name: str, config: Olmo2Config) -> list[str]:
+    """Return transformers' names of our parameter ``name``."""
+    norm = re.fullmatch(r"blocks\.(\d+)\.(attention_norm|mlp_norm)\.weight", name)
+    return [f"model.layers.{norm[1]}.{_NORMS[norm[2]]}.weight"] if norm else llama.names(name, config.llama)
+
+
+def copies(config: Olmo2Config) -> dict[str, str]:
+    """Return nothing: the head is not tied."""
+    return {}
+
+
+def to_hf(name: str, tensor: torch.Tensor, config: Olmo2Config) -> list[torch.Tensor]:
+    """Return our global tensor as transformers has it."""
+    return llama.to_hf(name, tensor, config.llama)
+
+
+def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: Olmo2Config) -> torch.Tensor:
+    """Return transformers' tensors as our global tensor of ``shape``."""
+    return llama.from_hf(name, tensors, shape, config.llama)
+
+
+def documents(config: Olmo2Config, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``config.json``, also with the names of rotary settings that transformers 4 reads."""
+    return llama.documents(config.llama, source or json.loads(hf_config(config).to_json_string()))
+
+
+def hf_config(config: Olmo2Config) -> "PretrainedConfig":
+    """Return the transformers configuration of such a model, without ids of special tokens."""
+    import transformers
+
+    values = llama.hf_config(config.llama).to_dict()
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    settings = {key: values[key] for key in _SETTINGS} | no_tokens
+    return transformers.Olmo2Config(architectures=["Olmo2ForCausalLM"], **settings)
+
+
+def config_from_hf(source: str, values: dict) -> Olmo2Config:
+    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    check_supported(source, values, {"tie_word_embeddings": (False, None)})
+    found = llama.config_from_hf(source, {"rms_norm_eps": 1e-5, **values})
+    if found.rope_scaling != "none":
+        raise unsupported(source, "rope_type", found.rope_scaling, "default")
+    return Olmo2Config(**{field.name: getattr(found, field.name) for field in fields(Olmo2Config)})
