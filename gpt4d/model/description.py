@@ -198,10 +198,6 @@ class Description:
             found[name] = spec
         return found | dict(self.copied)
 
-    def parameters_of(self, unit: Unit) -> list[str]:
-        """Return the names of the parameters of a unit of this description, with copies."""
-        return list(self.model([unit.part]).all_parameters)
-
     @cached_property
     def whole_weights(self) -> frozenset[str]:
         """The names of all streamed weights that z does not split."""

@@ -1,6 +1,6 @@
 """What the layers of a stage need besides their inputs: its grid, its settings, gathered weights. No torch here.
 
-The weight stream (gpt4d.parallel.weights) is the context of a run, gpt4d.planner.context that of the planner.
+A run uses the weight stream (gpt4d.parallel.weights), and the planner uses gpt4d.parallel.symbolic_context.
 """
 
 from __future__ import annotations
