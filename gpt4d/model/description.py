@@ -45,6 +45,10 @@ class EdgeTensor:
     def has_gradient(self) -> bool:
         return self.kind == "activation"
 
+    def dtype(self, activations: str) -> str:
+        """Return the name of the dtype, where ``activations`` is the name of the compute dtype."""
+        return {"activation": activations, "integer": "int64", "mask": "bool"}[self.kind]
+
     def nbytes(self, samples: int, length: int, activation_bytes: int) -> int:
         """Return the bytes of the global tensor."""
         element = {"activation": activation_bytes, "integer": 8, "mask": 1}[self.kind]

@@ -75,9 +75,9 @@ class Probe:
 
         received = {}
         for name in description.received([unit]):
-            edge, dtype = description.tensors[name], "float32"
+            edge = description.tensors[name]
+            dtype = edge.dtype("float32")
             if not edge.has_gradient:
-                dtype = {"integer": "int64", "mask": "bool"}[edge.kind]
                 received[name] = tensor(edge.shape(1, length), dtype)
             else:
                 received[name] = tape.leaf(device, edge.shape(1, length), dtype, lambda gradient: None)

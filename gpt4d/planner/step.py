@@ -3,7 +3,7 @@
 The layers come from a description (gpt4d.model.description); tests compare the step with what a run counts.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -165,7 +165,7 @@ class StepWalk:
         tile = layout.tile(tensor.shape(samples, self.length), extents, dict.fromkeys(extents, 0))
         shape = tuple(stop - start for start, stop in tile)
         if not tensor.has_gradient:
-            return self._new(shape, {"integer": "int64", "mask": "bool"}[tensor.kind])
+            return self._new(shape, tensor.dtype(self.dtype))
         new = self._new(shape, self.dtype)
         kept: list[SymbolicTensor] = []  # the gradient, until it is sent
         return new.alias(tape.leaf(self.device, shape, self.dtype, kept.append).edge)
@@ -196,7 +196,7 @@ class _WithOmitted:
         if self.entered == 0:
             self.before = self._layer_bytes()
             if self.walk.splits_backwards:
-                x = _BeginFunction.apply(x, self)
+                x = _CallbackFunction.apply(x, self.end_backward)
         self.entered += 1
         out = await self.block(x, *rest)
         del x
@@ -207,7 +207,7 @@ class _WithOmitted:
         gathered = sum(context.schedule.ready[name].nbytes for name in self.weights if name in context.schedule.ready)
         self.kept = self.more * (self._layer_bytes() - self.before + gathered)
         device.hold(self.kept)
-        return _EndFunction.apply(out, self)
+        return _CallbackFunction.apply(out, self.begin_backward)
 
     def begin_backward(self) -> None:
         """Release what the omitted blocks have kept, and hold their gradients."""
@@ -224,29 +224,15 @@ class _WithOmitted:
         self.walk.context.delay(lambda: device.release(delayed))
 
 
-class _EndFunction(Function):
-    """The end of a block, where its backward begins."""
+class _CallbackFunction(Function):
+    """The identity, whose backward calls a function first."""
 
     @staticmethod
-    def forward(ctx, out, block: _WithOmitted):
-        ctx.block = block
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        ctx.block.begin_backward()
-        return d_out, None
-
-
-class _BeginFunction(Function):
-    """The begin of a block, where its backward ends."""
-
-    @staticmethod
-    def forward(ctx, x, block: _WithOmitted):
-        ctx.block = block
+    def forward(ctx, x, callback: Callable[[], None]):
+        ctx.callback = callback
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, d_x):
-        ctx.block.end_backward()
+        ctx.callback()
         return d_x, None
