@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gpt4d.config import Divisibility
 from gpt4d.model.parts import Part
@@ -120,7 +120,7 @@ def units_of(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Description:
     """A model without torch, or a stage of one.
 
@@ -271,10 +271,21 @@ class Description:
     def stage(self, parts: Iterable[tuple[int, int]]) -> Description:
         """Return the stage that has some parts of this model, each from a unit up to, not including, another one.
 
-        It has a copy of each parameter that it uses and that another stage has: a tied weight.
+        It has a copy of each parameter that it uses and that another stage has: a tied weight. Equal parts are the same
+        object.
         """
+        bounds = tuple(parts)
+        if bounds not in self._stages:
+            self._stages[bounds] = self._stage(bounds)
+        return self._stages[bounds]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[tuple[int, int], ...], Description]:
+        return {}
+
+    def _stage(self, parts: Iterable[tuple[int, int]]) -> Description:
         chosen = tuple(self.units[first:stop] for first, stop in parts)
-        stage = replace(self, parts=chosen, model_flops=None)
+        stage = self._with_parts(chosen, model_flops=None)
         begins = any(part[0].part.begins for part in chosen)
         first = {} if begins else self.model([self.units[0].part]).all_parameters
         copied = {name: self.parameters[name] for name in stage.spec.all_parameters if name in first}
@@ -289,12 +300,18 @@ class Description:
         wanted = frozenset(names)
         if wanted not in self._reduced:
             parts = (tuple(unit for unit in part if not unit.block or unit.name in wanted) for part in self.parts)
-            self._reduced[wanted] = replace(self, parts=tuple(part for part in parts if part))
+            self._reduced[wanted] = self._with_parts(tuple(part for part in parts if part))
         return self._reduced[wanted]
 
     @cached_property
     def _reduced(self) -> dict[frozenset[str], Description]:
         return {}
+
+    def _with_parts(self, parts: tuple[tuple[Unit, ...], ...], **changes: Any) -> Description:
+        """Return the description of some of its units, which shares what is known of them."""
+        other = replace(self, parts=parts, **changes)
+        other.__dict__["probe"] = self.probe
+        return other
 
     def training_flops(self, samples: int, length: int) -> float:
         """Return the FLOPs of one training step, forward and backward, without recomputation."""

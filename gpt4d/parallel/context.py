@@ -108,9 +108,14 @@ class Context(ABC):
             self.recomputing = False
 
     @property
+    def next_use(self) -> WeightUse | None:
+        """The use of a weight that follows the last one; None at the end of the order, and without one."""
+        return self.schedule.next_use
+
+    @property
     def recomputation_ends(self) -> bool:
         """Return whether a recomputation is in progress that uses no further weight."""
-        following = self.schedule.next_use
+        following = self.next_use
         return self.recomputing and following is not None and following.phase != RECOMPUTATION
 
     # -------------------------------------------------------------------------------------------- weights

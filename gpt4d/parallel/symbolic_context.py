@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import GridSizes, OverlapConfig
@@ -170,7 +169,10 @@ class SymbolicContext(Context):
         """Return this device's part of a parameter."""
         if name not in self._shards:
             this = weakref.proxy(self)
-            add = partial(SymbolicContext.add_term, this, name)
+
+            def add(gradient: SymbolicTensor) -> None:
+                this.add_term(name, gradient)
+
             self._shards[name] = shard = tape.leaf(self.device, self._shapes[name], MASTER_DTYPE, add)
             self._names[shard] = name
         return self._shards[name]

@@ -29,6 +29,16 @@ def sent_bytes(kind: str, size: int, nbytes: float) -> float:
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * nbytes
 
 
+class CollectiveCost(NamedTuple):
+    """What a collective takes on one device."""
+
+    sent: float  # bytes
+    parts: tuple[float, ...]  # seconds on each channel
+    pieces: int
+    seconds: float
+    exposed_s: float  # of these, those that cannot overlap with computation
+
+
 class Links:
     """Speed of each kind of collective on each axis of a grid, and the size of each axis (``topology.spans``)."""
 
@@ -40,6 +50,37 @@ class Links:
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
+        self.costs: dict[tuple[str, str, float], CollectiveCost] = {}  # that are known
+
+    def cost(self, kind: str, axis: str, nbytes: float) -> CollectiveCost:
+        """Return the cost of a collective; ``nbytes`` as for ``sent_bytes``."""
+        size, speed = self.sizes[axis], self.speeds[kind, axis]
+        sent = sent_bytes(kind, size, nbytes)
+        parts, rows = speed.parts(sent), {"all_gather": 1, "reduce_scatter": size, "all_reduce": speed.local}[kind]
+        cost = CollectiveCost(
+            sent, parts, limits.num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden)
+        )
+        self.costs[kind, axis, nbytes] = cost
+        return cost
+
+
+class Rates(NamedTuple):
+    """The speed of a device."""
+
+    s_per_flop: float
+    s_per_byte: float
+    operation_s: float
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> "Rates":
+        return cls(1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s, cluster.operation_us / 1e6)
+
+    def seconds(self, flops: float, moved: float, operations: int) -> float:
+        """Return the seconds of a product of ``flops``, or of elementwise ``operations``.
+
+        A product takes the longer of two times, since it reads and writes ``moved`` bytes while it multiplies.
+        """
+        return max(flops * self.s_per_flop, moved * self.s_per_byte) + operations * self.operation_s
 
 
 class PendingCollective(NamedTuple):
@@ -57,9 +98,7 @@ class Device:
         self.plans: dict[tuple, Any] = {}  # gpt4d.parallel.symbolic.SymbolicDevice
         self.numbers: Iterator[int] = itertools.count()
         self.records, self.recomputation = True, None
-        self.s_per_flop = 1e-12 / cluster.matmul_tflops
-        self.s_per_byte = 1e-9 / cluster.memory_gb_s
-        self.operation_s = cluster.operation_us / 1e6
+        self.rates = Rates.of(cluster)
         self.skew_s = cluster.skew_us / 1e6
         self.now = 0.0
         self.compute_s = 0.0
@@ -79,26 +118,24 @@ class Device:
         return tuple(totals)
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Run a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in total.
+        """Run a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in total."""
+        self.work(self.rates.seconds(flops, moved, operations))
 
-        A product takes the longer of the two times, since it reads and writes while it multiplies.
-        """
-        seconds = max(flops * self.s_per_flop, moved * self.s_per_byte) + operations * self.operation_s
+    def work(self, seconds: float, held: int = 0, peak: float = 0) -> None:
+        """Compute for some time, which changes the memory in use by ``held`` and needs up to ``peak`` meanwhile."""
         self.now += seconds
         self.compute_s += seconds
+        if self.held + peak > self.peak:
+            self.peak = self.held + peak
+        self.held += held
 
     def start(self, kind: str, axis: str, nbytes: float) -> PendingCollective | None:
         """Start a collective; ``nbytes`` as for ``sent_bytes``. Return None on an axis of one device."""
-        size = self.links.sizes[axis]
-        if size == 1:
+        if self.links.sizes[axis] == 1:
             return None
-        sent = sent_bytes(kind, size, nbytes)
-        speed = self.links.speeds[kind, axis]
-        rows = {"all_gather": 1, "reduce_scatter": size, "all_reduce": speed.local}[kind]
-        pieces = limits.num_pieces(nbytes / rows)
-        parts = speed.parts(sent)
+        cost = self.links.costs.get((kind, axis, nbytes)) or self.links.cost(kind, axis, nbytes)
+        sent, parts, pieces, seconds, exposed_s = cost
         ready = ends = self.now + self.skew_s  # times at which a part's first piece is ready, and its last one
-        seconds = sum(parts)
         if self.axis_free[axis] <= self.now and seconds < _SHORT * (max(self.channel_free) - self.now):
             ends += 2 * seconds
             self.channel_free = [free + part_s for free, part_s in zip(self.channel_free, parts, strict=True)]
@@ -111,7 +148,7 @@ class Device:
         self.axis_free[axis] = ends
         self.bytes[axis] += sent
         self.time_s[axis] += seconds
-        self._occupy(axis, seconds * (1 - speed.hidden))  # the share that cannot overlap
+        self._occupy(axis, exposed_s)
         return PendingCollective(axis, ends)
 
     def _occupy(self, axis: str, seconds: float) -> None:

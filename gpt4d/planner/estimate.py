@@ -263,14 +263,14 @@ class Estimate:
         return total
 
     def _walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:
-        description = self.description.with_blocks(block.name for block in blocks)
         return StepWalk(
             self.config,
-            description,
+            self.description,
             self.sizes,
             self.links,
             micro_batch,
             self.cached,
+            [block.name for block in blocks],
             omitted,
             self.state["gradients"],
             self._continued_bytes,

@@ -1,23 +1,23 @@
-"""A training step on one device: the model's own layers, on symbolic tensors.
+"""A training step on one device, as the engine of a run decides it and the recorded layers compute it.
 
-The layers come from a description (gpt4d.model.description); tests compare the step with what a run counts.
+The decisions about weights and gradients are those of gpt4d.parallel.engine. Tests compare the step with what a run
+counts.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gpt4d.config import Config, GridSizes
-from gpt4d.model.description import BLOCKS, Description, EdgeTensor, Unit, joined
-from gpt4d.parallel import tape
-from gpt4d.parallel.function import Function
-from gpt4d.parallel.layout import CHUNK
-from gpt4d.parallel.order import weight_order
+from gpt4d.model.description import Description
+from gpt4d.parallel.order import BACKWARD, FORWARD, weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.symbolic import SymbolicTensor
-from gpt4d.parallel.symbolic_context import MASTER_BYTES, MASTER_DTYPE, SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic_context import MASTER_BYTES, MASTER_DTYPE, SymbolicContext
 from gpt4d.planner.device import Device, Links
-from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
+from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
+from gpt4d.planner.recording import Settings, context_settings, recording_of
+from gpt4d.planner.workload import compiles, splits_backwards, training_state
 
 
 class StepWalk:
@@ -25,13 +25,14 @@ class StepWalk:
 
     Args:
         config: the settings.
-        description: the model, perhaps with a few of its blocks only.
+        description: the model.
         sizes: the grid.
         links: how fast its collectives are.
         micro_batch: samples of a microbatch on one device.
         cached: names of the units whose gathered weights are kept.
+        blocks: names of the blocks to compute; None: all.
         omitted: how many equal blocks to count, in memory alone, after each of some blocks.
-        gradient_bytes: of the whole model on one device; None: of ``description``.
+        gradient_bytes: of the whole model on one device; None: of the blocks.
         continued_bytes: that the whole model holds from one microbatch to the next.
     """
 
@@ -43,22 +44,27 @@ class StepWalk:
         links: Links,
         micro_batch: int,
         cached: Collection[str] = (),
+        blocks: Collection[str] | None = None,
         omitted: Mapping[str, int] | None = None,
         gradient_bytes: int | None = None,
         continued_bytes: int = 0,
     ):
-        self.config, self.description, self.sizes, self.omitted = config, description, sizes, omitted or {}
+        if blocks is None:
+            blocks = [unit.name for unit in description.blocks]
+        self.recording = recording_of(description, blocks, Settings.of(config, sizes, micro_batch))
+        self.config, self.description, self.sizes = config, description.with_blocks(blocks), sizes
         self.device = Device(config.cluster, links, compiles(config))
-        self.dtype = "float32" if compute_bytes(config) == MASTER_BYTES else "bfloat16"
-        self.length, self.micro_batch = config.train.seq_len, micro_batch
-        weights = description.weights_of(cached)
+        names = [unit.name for unit in self.description.blocks]
+        self.prefixes = [f"{name}." for name in names]
+        self.splits_backwards = splits_backwards(config)
+        self.omitted = {names.index(name): count for name, count in (omitted or {}).items()}
+        weights = self.description.weights_of(cached)
         for_step = config.parallel.cache_scope == "step"
         self.cached = frozenset() if for_step else weights
         self.cached_for_step = weights if for_step else frozenset()
         if gradient_bytes is None:
-            gradient_bytes = training_state(description, sizes, shard_states=False)["gradients"]
+            gradient_bytes = training_state(self.description, sizes, shard_states=False)["gradients"]
         self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
-        self.splits_backwards = splits_backwards(config)
 
     def run(self, microbatches: int, continued: bool = False, last: int | None = None) -> Device:
         """Compute microbatches and the update that follows them.
@@ -73,8 +79,7 @@ class StepWalk:
         # Seconds, and bytes kept for weight gradients that are computed later.
         self.after_backward: list[tuple[float, int]] = []
         self.after_microbatch: list[tuple[float, ...]] = []
-        config, description, device = self.config, self.description, self.device
-        parallel, train = config.parallel, config.train
+        config, description, device, parallel = self.config, self.description, self.device, self.config.parallel
         self.context = context = SymbolicContext(
             device,
             self.sizes,
@@ -82,19 +87,9 @@ class StepWalk:
             parallel.overlap,
             self.gradient_bytes,
             config.optim.shard_states,
-            compute_dtype=self.dtype,
-            recompute=train.activation_checkpointing == "full",
-            num_chunks=parallel.chunks,
-            scatter_heads=parallel.scatter_heads,
-            sequence_parallel=parallel.sequence_parallel,
-            recompute_inputs=train.activation_checkpointing == "selective",
-            loss_chunks=train.loss_chunks,
+            **context_settings(config),
         )
-        model: Any = SymbolicLayer(description.spec, context)
-        for unit in description.blocks:
-            if more := self.omitted.get(unit.name):
-                blocks, (index,) = getattr(model, BLOCKS), unit.part.blocks
-                setattr(blocks, str(index), _WithOmitted(getattr(blocks, str(index)), self, unit, more))
+        self._omitted = {place: _Omitted(self, place, more) for place, more in self.omitted.items()}
         expected = {name: count * microbatches for name, count in description.contributions.items()}
         chunk_terms = description.chunk_terms(parallel.chunks)
         added = {name: expected[name] * chunk_terms.get(name, 1) for name in self.cached_for_step}
@@ -106,7 +101,7 @@ class StepWalk:
         earlier = self._continue() if continued else None
         context.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, earlier)
         for _ in range(last or microbatches):
-            self._microbatch(model)
+            self._microbatch()
             self.after_microbatch.append(device.totals())
         if last:
             return device
@@ -125,114 +120,103 @@ class StepWalk:
                 continue
             parts = context.grid.z.size if "z" in spec.layout.axes else 1
             whole = shard.like((shard.shape[0] * parts, *shard.shape[1:]))
-            copied = parts > 1 or self.dtype != MASTER_DTYPE
-            gathered = whole.like(dtype=self.dtype)
+            copied = parts > 1 or self.context.compute_dtype != MASTER_DTYPE
+            gathered = whole.like(dtype=self.context.compute_dtype)
             earlier[name] = gathered.new() if copied else gathered, whole.new()
         self.device.hold(self.continued_bytes - (self.device.held - before))  # of blocks that are not computed here
         return earlier
 
-    def _microbatch(self, model: Any) -> None:
-        device, context = self.device, self.context
-        before = device.held - context.gathered_bytes
-        computed = []
-        for units in self.description.parts:
-            tensors, names = self.description.tensors, self.description.received(units)
-            received = {name: self._received(tensors[name]) for name in names}
-            part = joined(units)
-            batch = model.spec.planned_batch(self._new, self.micro_batch, self.length)
-            computed.append(model.spec.compute(model, part, received, *batch))
-            del received, batch
-        self.after_forward.append((device.now, device.held - context.gathered_bytes - before))
-        with context.delaying_weight_gradients() if self.splits_backwards else nullcontext():
-            while computed:
-                produced = computed.pop()
-                results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
-                del produced
-                tape.backward(results)
-                results.clear()
-        self.after_backward.append((device.now, device.held - context.gathered_bytes - before))
+    def layer_bytes(self) -> int:
+        """Return the bytes in use without gathered weights."""
+        return self.device.held - self.context.gathered_bytes
+
+    def _microbatch(self) -> None:
+        self._known: dict[tuple[str, int, int], Any] = {}  # collectives in flight, and gathered weights in use
+        before = self.layer_bytes()
+        self._play(FORWARD)
+        self.after_forward.append((self.device.now, self.layer_bytes() - before))
+        self._play(BACKWARD)
+        self.after_backward.append((self.device.now, self.layer_bytes() - before))
         if self.splits_backwards:
-            context.compute_delayed_gradients()
+            self._play(DELAYED)
 
-    def _new(self, shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
-        return SymbolicTensor(self.device, shape, dtype).new()
+    def _play(self, phase: str) -> None:
+        for place, events in self.recording.phase(phase):
+            omitted = self._omitted.get(place)
+            if omitted:
+                omitted.begin(phase)
+            self._play_events(place, phase, events)
+            if omitted:
+                omitted.end(phase)
 
-    def _received(self, tensor: EdgeTensor) -> SymbolicTensor:
-        """Return this device's part of a tensor of another part of the model."""
-        samples = self.micro_batch * self.sizes.batch_shards
-        layout = (self.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
-        extents = {**self.sizes._asdict(), CHUNK: 1}
-        tile = layout.tile(tensor.shape(samples, self.length), extents, dict.fromkeys(extents, 0))
-        shape = tuple(stop - start for start, stop in tile)
-        if not tensor.has_gradient:
-            return self._new(shape, tensor.dtype(self.dtype))
-        new = self._new(shape, self.dtype)
-        kept: list[SymbolicTensor] = []  # the gradient, until it is sent
-        return new.alias(tape.leaf(self.device, shape, self.dtype, kept.append).edge)
+    def _play_events(self, place: int, phase: str, events: Sequence[Event]) -> None:
+        device, schedule, known = self.device, self.context.schedule, self._known
+        for event in events:
+            if isinstance(event, Work):
+                device.work(*event)
+            elif isinstance(event, Gather):
+                known[_key(event.key, place)] = schedule.gather(self._name(event.weight, place), event.phase)
+            elif isinstance(event, Drop):
+                del known[_key(event.key, place)]
+            elif isinstance(event, Start):
+                known[_key(event.key, place)] = device.start(event.kind, event.axis, event.nbytes)
+            elif isinstance(event, Wait):
+                device.wait(known[_key(event.key, place)])
+            elif isinstance(event, Scatter):
+                schedule.scatter(self._name(event.weight, place), partial(self._gradient, place, phase, event))
+            else:
+                self.context.add_term(self._name(event.parameter, place), self._adopted(event))
+
+    def _gradient(self, place: int, phase: str, event: Scatter, earlier: SymbolicTensor | None) -> SymbolicTensor:
+        """Return the gradient of a weight, added to an earlier one if there is one."""
+        self._play_events(place, phase, event.further if earlier else event.first)
+        return earlier or self._adopted(event)
+
+    def _adopted(self, event: Scatter | Term) -> SymbolicTensor:
+        """Return a gradient in the memory that layers have taken for it."""
+        tensor = SymbolicTensor(self.device, event.shape, event.dtype)
+        self.device.release(tensor.nbytes)
+        return tensor.new()
+
+    def _name(self, parameter: Parameter, place: int) -> str:
+        if parameter.offset is None:
+            return parameter.name
+        return self.prefixes[place + parameter.offset] + parameter.name
 
 
-class _WithOmitted:
-    """A block in the place of several equal ones, of which the memory alone is counted."""
+def _key(key: Key, place: int) -> tuple[str, int, int]:
+    """Return a key without regard to the current block."""
+    phase, offset, number = key
+    return phase, place + offset, number
 
-    def __init__(self, block: SymbolicLayer, walk: StepWalk, unit: Unit, more: int):
-        self.block, self.walk, self.more = block, walk, more
-        context = walk.context
-        self.weights = walk.description.probe.weights(unit).forward
-        prefix = f"{unit.name}."
+
+class _Omitted:
+    """Equal blocks after a block of which the memory alone is counted."""
+
+    def __init__(self, walk: StepWalk, place: int, more: int):
+        self.walk, self.more = walk, more
+        context, prefix = walk.context, walk.prefixes[place]
+        self.weights = walk.description.probe.weights(walk.description.blocks[place]).forward
         elements = sum(context.elements(name) for name in walk.description.parameters if name.startswith(prefix))
         self.gradient_bytes = 0 if walk.continued else more * elements * MASTER_BYTES
-        self.entered = self.left = self.before = self.kept = 0
+        self.before = self.kept = self.delayed = 0
 
-    def __call__(self, *inputs: Any) -> Any:
-        if self.walk.context.recomputing:
-            return self.block(*inputs)
-        return self._counted(*inputs)
+    def begin(self, phase: str) -> None:
+        """Begin a phase. In the backward, release what the blocks have kept, and hold their gradients."""
+        if phase == BACKWARD:
+            self.walk.device.release(self.kept)
+            self.walk.device.hold(self.gradient_bytes)
+        self.before = self.walk.layer_bytes()
 
-    def _layer_bytes(self) -> int:
-        return self.walk.device.held - self.walk.context.gathered_bytes
-
-    async def _counted(self, x: Any, *rest: Any) -> Any:
-        context, device = self.walk.context, self.walk.device
-        if self.entered == 0:
-            self.before = self._layer_bytes()
-            if self.walk.splits_backwards:
-                x = _CallbackFunction.apply(x, self.end_backward)
-        self.entered += 1
-        out = await self.block(x, *rest)
-        del x
-        self.left += 1
-        if self.left < context.num_chunks:
-            return out
-        self.entered = self.left = 0
-        gathered = sum(context.schedule.ready[name].nbytes for name in self.weights if name in context.schedule.ready)
-        self.kept = self.more * (self._layer_bytes() - self.before + gathered)
-        device.hold(self.kept)
-        return _CallbackFunction.apply(out, self.begin_backward)
-
-    def begin_backward(self) -> None:
-        """Release what the omitted blocks have kept, and hold their gradients."""
-        device = self.walk.device
-        device.release(self.kept)
-        device.hold(self.gradient_bytes)
-        self.before = self._layer_bytes()
-
-    def end_backward(self) -> None:
-        """Hold what the weight gradients of the omitted blocks will read."""
-        device = self.walk.device
-        delayed = self.more * (self._layer_bytes() - self.before) + self.kept
-        device.hold(delayed)
-        self.walk.context.delay(lambda: device.release(delayed))
-
-
-class _CallbackFunction(Function):
-    """The identity, whose backward calls a function first."""
-
-    @staticmethod
-    def forward(ctx, x, callback: Callable[[], None]):
-        ctx.callback = callback
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, d_x):
-        ctx.callback()
-        return d_x, None
+    def end(self, phase: str) -> None:
+        """End a phase. Hold what the blocks keep for the backward, and what their weight gradients will read."""
+        device, ready = self.walk.device, self.walk.context.schedule.ready
+        grown = self.more * (self.walk.layer_bytes() - self.before)
+        if phase == FORWARD:
+            self.kept = grown + self.more * sum(ready[name].nbytes for name in self.weights if name in ready)
+            device.hold(self.kept)
+        elif phase == DELAYED:
+            device.release(self.delayed)
+        elif self.walk.splits_backwards:  # in the backward
+            self.delayed = grown + self.kept
+            device.hold(self.delayed)

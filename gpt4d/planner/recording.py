@@ -1,0 +1,400 @@
+"""What the layers of a microbatch do on one device, recorded for a few blocks and played for all of them.
+
+The layers of a model compute on symbolic tensors once. A recording has what they ask for: computation, memory,
+collectives over x and y, gathered weights, terms of gradients. It has no times at which anything happens, and nothing
+of z and data. So it serves every microbatch, all grids with the same x and y, and every order of the ranks.
+
+A block takes what another block has recorded that is of the same kind, between neighbors of the same kinds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from gpt4d.config import Config, GridSizes, OverlapConfig
+from gpt4d.model.description import Description, EdgeTensor, joined
+from gpt4d.parallel import tape
+from gpt4d.parallel.context import GradientTerm
+from gpt4d.parallel.layout import CHUNK
+from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
+from gpt4d.parallel.pipeline.schedule import single_stage
+from gpt4d.parallel.symbolic import Storage, SymbolicTensor
+from gpt4d.parallel.symbolic_context import MASTER_BYTES, SymbolicContext, SymbolicLayer
+from gpt4d.planner.device import Rates
+from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
+from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
+
+
+class Segment(NamedTuple):
+    """The events from the first weight that a block takes in a phase to the first that the next block takes.
+
+    ``place`` is the number of the block. A phase begins with a segment of no block.
+    """
+
+    phase: str
+    place: int
+    events: list[Event]
+
+
+class Recording:
+    """A microbatch of some blocks.
+
+    Args:
+        segments: recorded, perhaps for other blocks.
+        recorded: number of blocks that were recorded.
+        sources: for each block, the place of the recorded one that does the same.
+    """
+
+    def __init__(self, segments: Sequence[Segment], recorded: int, sources: Sequence[int]):
+        self._events = {(segment.phase, segment.place): segment.events for segment in segments}
+        self._recorded, self._sources = recorded, sources
+
+    def phase(self, phase: str) -> Iterator[tuple[int, Sequence[Event]]]:
+        """Yield the places of the blocks and their events in the order of a phase."""
+        count = len(self._sources)
+        before, source = (-1, -1) if phase == FORWARD else (count, self._recorded)
+        yield before, self._events.get((phase, source), ())
+        for place in range(count) if phase == FORWARD else reversed(range(count)):
+            yield place, self._events.get((phase, self._sources[place]), ())
+
+
+def surroundings(description: Description) -> list[Hashable]:
+    """Return the kind of each block with those of its neighbors.
+
+    The ends of each part of the model differ, and so does the first block of each kind in a part: it may compute what
+    the others use too, such as the angles of a rotary embedding.
+    """
+    found: list[Hashable] = []
+    for number, part in enumerate(description.parts):
+        blocks = [unit.kind for unit in part if unit.block]
+        kinds = [(kind, place > 0 and kind not in blocks[:place]) for place, kind in enumerate(blocks)]
+        sides = [("begins", number), *kinds, ("ends", number)]
+        found += zip(sides, kinds, sides[2:], strict=False)
+    return found
+
+
+def few_blocks(description: Description, model: Description) -> list[str]:
+    """Return names of blocks of a model, such that every block of ``description`` has the surroundings of one of them.
+
+    They are the first blocks of the model that will do: then descriptions with other blocks have the same ones.
+    """
+    around, names = surroundings(description), [unit.name for unit in description.blocks]
+    if any(unit.tensors != description.blocks[0].tensors for unit in description.blocks):
+        return names  # some blocks pass tensors on to others
+    chosen = dict(zip(reversed(around), reversed(description.blocks), strict=True))
+    first = [chosen[kinds] for kinds in dict.fromkeys(around)]
+    if len(model.parts) == 1:
+        candidates = iter(model.blocks)
+        few = [next(other.name for other in candidates if other.kind == unit.kind) for unit in first]
+    else:
+        few = [unit.name for unit in first]
+    return few if chosen.keys() <= {*surroundings(model.with_blocks(few))} else names
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a recording depends on besides the model. ``context``: further arguments of ``SymbolicContext``."""
+
+    sizes: GridSizes  # x and y
+    micro_batch: int
+    length: int
+    dtype: str
+    rates: Rates
+    compiled: bool
+    is_cpu: bool
+    splits_backwards: bool
+    overlaps_sums: bool
+    context: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
+        """Return the settings of a run. ``micro_batch``: samples on one device."""
+        return cls(
+            GridSizes(sizes.x, sizes.y),
+            micro_batch,
+            config.train.seq_len,
+            compute_dtype(config),
+            Rates.of(config.cluster),
+            compiles(config),
+            config.cluster.device == "cpu",
+            splits_backwards(config),
+            config.parallel.overlap.all_reduce,
+            tuple(context_settings(config).items()),
+        )
+
+
+def compute_dtype(config: Config) -> str:
+    """Return the name of the dtype of activations."""
+    return "float32" if compute_bytes(config) == MASTER_BYTES else "bfloat16"
+
+
+def context_settings(config: Config) -> dict[str, Any]:
+    """Return the arguments of a context that decide how layers compute."""
+    train, parallel = config.train, config.parallel
+    return {
+        "compute_dtype": compute_dtype(config),
+        "recompute": train.activation_checkpointing == "full",
+        "num_chunks": parallel.chunks,
+        "scatter_heads": parallel.scatter_heads,
+        "sequence_parallel": parallel.sequence_parallel,
+        "recompute_inputs": train.activation_checkpointing == "selective",
+        "loss_chunks": train.loss_chunks,
+    }
+
+
+class _Recorder:
+    """A device that writes down what it is asked for (gpt4d.parallel.symbolic_context.CommunicatingDevice)."""
+
+    def __init__(self, settings: Settings, places: dict[str, int]):
+        self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
+        self.plans: dict[tuple, Any] = {}
+        self.numbers: Iterator[int] = itertools.count()
+        self.records, self.recomputation = True, None
+        self.places = places  # of the blocks, by their names
+        self.sizes = {**settings.sizes._asdict(), "none": 1}
+        self.segments: list[Segment] = []
+        self.kept: list[SymbolicTensor] = []  # gradients, whose memory is not the layers' any more
+        self._keys = 0  # in the current segment
+        self._counts: dict[tuple[str, int], int] = {}  # of keys in the segments before
+        self._seconds, self._held, self._peak = 0.0, 0, 0.0
+
+    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
+        self._seconds += self.rates.seconds(flops, moved, operations)
+
+    def hold(self, nbytes: int) -> None:
+        self._held += nbytes
+        if self._held > self._peak:
+            self._peak = self._held
+
+    def release(self, nbytes: int) -> None:
+        self._held -= nbytes
+
+    def scratch(self, nbytes: float) -> None:
+        self._peak = max(self._peak, self._held + nbytes)
+
+    def start(self, kind: str, axis: str, nbytes: float) -> Any:
+        key = self._new_key()
+        self._add(Start(self._seen(key), kind, axis, nbytes))
+        return key
+
+    def wait(self, collective: Any) -> None:
+        self._add(Wait(self._seen(collective)))
+
+    def do(self, kind: str, axis: str, nbytes: float) -> None:
+        self.wait(self.start(kind, axis, nbytes))
+
+    # ------------------------------------------------------------------------------ weights and gradients
+
+    def begin(self, phase: str, place: int) -> None:
+        """End the current segment and begin another one."""
+        self._flush()
+        if self.segments:
+            ended, count = self.segments[-1], self._keys
+            self._counts[ended[:2]] = count
+            ended.events[:] = [
+                event._replace(key=event.key._replace(number=event.key.number - count))
+                if isinstance(event, Start | Wait | Gather | Drop) and event.key[:2] == (ended.phase, 0)
+                else event
+                for event in ended.events
+            ]
+        self.segments.append(Segment(phase, place, []))
+        self._keys = 0
+
+    def gather(self, name: str, phase: str, weight: SymbolicTensor) -> SymbolicTensor:
+        """Return a gathered weight, whose memory the player counts."""
+        self._enter(FORWARD if phase == FORWARD else BACKWARD, name)
+        key = self._new_key()
+        self._add(Gather(self._seen(key), self._parameter(name), phase))
+        return SymbolicTensor(self, weight.shape, weight.dtype, _Use(self, key))
+
+    def drop(self, key: tuple) -> None:
+        self._add(Drop(self._seen(key)))
+
+    def scatter(self, name: str, compute: Callable[[Any], Any]) -> None:
+        """Record both ways to compute a gradient, alone and added to an earlier one.
+
+        The first way's result stays with the player: a result that the layers have computed before is theirs to
+        release in the other way only.
+        """
+        self._enter(self.segments[-1].phase, name)
+        self._flush()
+        events = self.segments[-1].events
+        first, result, held = self._computed(compute, None)
+        assert result.storage is not None
+        further, _, more = self._computed(compute, result.like())
+        self._held -= more - (held - result.storage.nbytes)
+        self._flush(further)
+        self.kept.append(result)
+        events.append(Scatter(self._parameter(name), first, further, result.shape, result.dtype))
+
+    def _computed(self, compute: Callable[[Any], Any], earlier: Any) -> tuple[list[Event], Any, int]:
+        """Return the events of a computation, its result, and the bytes by which it changes the memory in use."""
+        segment = self.segments[-1]
+        inner: list[Event] = []
+        self.segments[-1] = segment._replace(events=inner)
+        result = compute(earlier)
+        self._flush()
+        self.segments[-1] = segment
+        return inner, result, sum(event.held for event in inner if isinstance(event, Work))
+
+    def term(self, name: str, gradient: SymbolicTensor) -> None:
+        self.kept.append(gradient)
+        self._add(Term(self._parameter(name), gradient.shape, gradient.dtype))
+
+    # ------------------------------------------------------------------------------------------ segments
+
+    def _add(self, event: Event) -> None:
+        self._flush()
+        self.segments[-1].events.append(event)
+
+    def _flush(self, events: list[Event] | None = None) -> None:
+        if self.segments and (self._seconds or self._held or self._peak):
+            events = self.segments[-1].events if events is None else events
+            events.append(Work(self._seconds, self._held, self._peak))
+        self._seconds, self._held, self._peak = 0.0, 0, 0.0
+
+    def _enter(self, phase: str, name: str) -> None:
+        """Begin the segment of the block of a weight, unless a later one of the phase has begun."""
+        place, current = self._place(name), self.segments[-1]
+        if place is None:
+            return
+        assert phase == current.phase, f"a {phase} of weight {name} in the {current.phase}"
+        if place > current.place if phase == FORWARD else place < current.place:
+            self.begin(phase, place)
+
+    def _new_key(self) -> tuple[str, int, int]:
+        segment, self._keys = self.segments[-1], self._keys + 1
+        return segment.phase, segment.place, self._keys
+
+    def _seen(self, key: tuple[str, int, int]) -> Key:
+        """Return a key as the current segment refers to it."""
+        phase, place, number = key
+        return Key(phase, place - self.segments[-1].place, number - self._counts.get((phase, place), 0))
+
+    def _place(self, name: str) -> int | None:
+        return self.places.get(".".join(name.split(".")[:2]))
+
+    def _parameter(self, name: str) -> Parameter:
+        place = self._place(name)
+        if place is None:
+            return Parameter(None, name)
+        return Parameter(place - self.segments[-1].place, name.split(".", 2)[2])
+
+
+class _Use(Storage):
+    """What takes the place of a gathered weight's memory while layers use it."""
+
+    __slots__ = ("key",)
+    device: _Recorder
+
+    def __init__(self, recorder: _Recorder, key: tuple[str, int, int]):
+        self.device, self.nbytes, self.key = recorder, 0, key
+
+    def __del__(self) -> None:
+        self.device.drop(self.key)
+
+
+class _RecordingContext(SymbolicContext):
+    """The context of layers whose use of weights is recorded."""
+
+    device: _Recorder
+
+    def __init__(self, device: _Recorder, description: Description, settings: Settings):
+        overlap = OverlapConfig(all_reduce=settings.overlaps_sums)
+        super().__init__(
+            device, settings.sizes, description.parameters, overlap, 0, shard_states=False, **dict(settings.context)
+        )
+        layers = {0: description.layer_weights(self.recompute)}
+        self._uses = weight_order(single_stage(1), layers, description.chunk_terms(self._num_chunks))
+        self._position = -1
+
+    @property
+    def next_use(self) -> WeightUse | None:
+        following = self._position + 1
+        return self._uses[following] if following < len(self._uses) else None
+
+    def gather(self, shard: SymbolicTensor) -> SymbolicTensor:
+        return self._gathered(shard, RECOMPUTATION if self.recomputing else FORWARD)
+
+    def gather_for_backward(self, shard: SymbolicTensor) -> SymbolicTensor:
+        return self._gathered(shard, BACKWARD)
+
+    def _gathered(self, shard: SymbolicTensor, phase: str) -> SymbolicTensor:
+        self._position += 1
+        return self.device.gather(self._name(shard), phase, shard.like(dtype=self.compute_dtype))
+
+    def scatter(self, shard: SymbolicTensor, compute: GradientTerm) -> None:
+        self.device.scatter(self._name(shard), compute)
+
+    def add_term(self, name: str, gradient: SymbolicTensor) -> None:
+        self.device.term(name, gradient)
+
+
+def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> Recording:
+    """Return the recording of a model with some of its blocks."""
+    reduced = description.with_blocks(blocks)
+    few = description.with_blocks(few_blocks(reduced, description))
+    places = {kinds: place for place, kinds in enumerate(surroundings(few))}
+    segments = _record(few, settings)
+    if len(places) == len(few.blocks) and _have_segments(segments, len(places)):
+        return Recording(segments, len(places), [places[kinds] for kinds in surroundings(reduced)])
+    return Recording(_record(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
+
+
+def _have_segments(segments: Sequence[Segment], count: int) -> bool:
+    """Return whether each of some blocks has a segment of its own in the forward and in the backward."""
+    found = {segment[:2] for segment in segments}
+    return found >= {(phase, place) for phase in (FORWARD, BACKWARD) for place in range(count)}
+
+
+@lru_cache(maxsize=1024)
+def _record(description: Description, settings: Settings) -> list[Segment]:
+    """Compute a microbatch."""
+    recorder = _Recorder(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
+    context = _RecordingContext(recorder, description, settings)
+    model: Any = SymbolicLayer(description.spec, context)
+    recorder.begin(FORWARD, -1)
+    computed = []
+    for units in description.parts:
+        part = joined(units)
+        received = {
+            name: _received(description.tensors[name], context, settings) for name in description.received(units)
+        }
+
+        def new(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
+            return SymbolicTensor(recorder, shape, dtype).new()
+
+        batch = model.spec.planned_batch(new, settings.micro_batch, settings.length)
+        computed.append(model.spec.compute(model, part, received, *batch))
+        del received, batch
+    recorder.begin(BACKWARD, len(recorder.places))
+    with context.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
+        while computed:
+            produced = computed.pop()
+            results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
+            del produced
+            tape.backward(results)
+            results.clear()
+    recorder.begin(DELAYED, len(recorder.places))
+    if settings.splits_backwards:
+        context.compute_delayed_gradients()
+    recorder.begin("", 0)
+    return recorder.segments
+
+
+def _received(tensor: EdgeTensor, context: _RecordingContext, settings: Settings) -> SymbolicTensor:
+    """Return this device's part of a tensor of another part of the model."""
+    layout = (context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+    extents = {**settings.sizes._asdict(), CHUNK: 1}
+    tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))
+    shape, device = tuple(stop - start for start, stop in tile), context.device
+    if not tensor.has_gradient:
+        return SymbolicTensor(device, shape, tensor.dtype(settings.dtype)).new()
+    new = SymbolicTensor(device, shape, settings.dtype).new()
+    kept: list[SymbolicTensor] = []  # the gradient, until it is sent
+    return new.alias(tape.leaf(device, shape, settings.dtype, kept.append).edge)
