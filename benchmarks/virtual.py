@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.virtual_operations import Operations, has_kernel, host_reads, tensors_in
 from benchmarks.virtual_streams import HostLinks, Stream
-from gpt4d.parallel import traffic
-from gpt4d.parallel.shared_memory import Combine, SharedMemory, SharedMemoryCollective
-from gpt4d.parallel.worker import Task, Worker
+from gpt4d.parallel import processor
+from gpt4d.parallel.processor import Processor
+from gpt4d.parallel.shared_memory import SharedMemoryCollective
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _MAX_LATE_SHARE = 0.05  # of the elapsed time; if the host is late for longer, the processor was the bottleneck
@@ -77,15 +77,8 @@ class VirtualDevice:
         self.stream = Stream(self.source, self._entered)
         dispatch = self._thread.dispatch = Dispatch(self, self.stream)
         self._context = ExitStack()
-        for owner, name, replacement in (
-            (dist.Work, "wait", self._wait),
-            (SharedMemory, "post", self._post),
-            (SharedMemoryCollective, "wait", self._wait_in_host),
-            (Worker, "submit", self._submit),
-            (Task, "wait", self._wait_for_task),
-            (traffic, "now", self._now),
-        ):
-            self._context.enter_context(patch.object(owner, name, replacement(getattr(owner, name))))
+        self._context.enter_context(patch.object(dist.Work, "wait", self._wait(dist.Work.wait)))
+        self._context.enter_context(patch.object(processor, "current", VirtualProcessor(self)))
         self._context.enter_context(dispatch)
         return self
 
@@ -113,9 +106,27 @@ class VirtualDevice:
             "cpu_bound": self.stream.late_s > _MAX_LATE_SHARE * seconds,
         }
 
-    # Each of these methods returns the replacement of a function or method for the time under the device.
+    @property
+    def dispatch(self) -> "Dispatch":
+        """That of this thread."""
+        return self._thread.dispatch
+
+    def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that executes ``function`` on a stream of its own."""
+        stream = Stream(self.source, self.dispatch.stream.clock)
+
+        def run() -> Any:
+            stream.synchronize()
+            with Dispatch(self, stream) as self._thread.dispatch:
+                result = function()
+                stream.synchronize()
+            return result
+
+        return run
 
     def _wait(self, original: Callable) -> Callable:
+        """Return the method ``wait`` of a torch.distributed.Work under the device."""
+
         def wait(work: dist.Work, *timeout) -> bool:
             if (in_flight := self.links.pop_work(work)) is None:
                 return original(work, *timeout)
@@ -126,71 +137,53 @@ class VirtualDevice:
 
         return wait
 
-    def _post(self, original: Callable) -> Callable:
-        def post(memory: SharedMemory, tensor: torch.Tensor, combine: Combine) -> SharedMemoryCollective:
-            self._current_stream.synchronize()
-            started = self.source.perf_counter()
-            with self._copying_in_host():
-                collective = original(memory, tensor, combine)
-            collective.started = started
-            return collective
 
-        return post
+class VirtualProcessor(Processor):
+    """The processor of a rank that computes on a virtual device."""
 
-    def _wait_in_host(self, original: Callable) -> Callable:
-        def wait(collective: SharedMemoryCollective) -> torch.Tensor:
-            started = getattr(collective, "started", None)
-            if started is None or collective.result is not None:  # posted outside of this context, or waited for before
-                return original(collective)
-            nbytes, size = collective.like.nbytes, collective.memory.size
-            with self._copying_in_host():
-                result = original(collective)
-                # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
-                passes = 2 if result.nbytes == nbytes else 1
-                sent = passes * (size - 1) / size * max(nbytes, result.nbytes)
-                self._current_stream.sleep_until(self.links.reserve(started, sent))
-            return result
+    def __init__(self, device: VirtualDevice):
+        self.device = device
 
-        return wait
+    def now(self) -> float:
+        # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
+        return max(self.device.source.perf_counter(), self.device.dispatch.stream.clock)
+
+    def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return self.device.on_thread(function)
 
     @contextmanager
-    def _copying_in_host(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
+        with self.device.dispatch.stream.waiting():
+            yield
+
+    @contextmanager
+    def posting(self) -> Iterator[float | None]:
+        self.device.dispatch.stream.synchronize()
+        started = self.device.source.perf_counter()
+        with self._copying():
+            yield started
+
+    @contextmanager
+    def receiving(self, collective: SharedMemoryCollective) -> Iterator[None]:
+        with self._copying():
+            yield
+            if collective.started is None:
+                return  # it was posted outside of this context
+            assert collective.result is not None
+            # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
+            nbytes, size = (collective.like.nbytes, collective.result.nbytes), collective.memory.size
+            passes = 2 if nbytes[0] == nbytes[1] else 1
+            ready = self.device.links.reserve(collective.started, passes * (size - 1) / size * max(nbytes))
+            self.device.dispatch.stream.sleep_until(ready)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
         """Wait for other ranks. Copies and sums of shared memory take no time of the device, as ``links`` counts it."""
-        dispatch = self._thread.dispatch
+        dispatch = self.device.dispatch
         outer, dispatch.free = dispatch.free, True
         with dispatch.stream.waiting():
             yield
         dispatch.free = outer
-
-    @property
-    def _current_stream(self) -> Stream:
-        return self._thread.dispatch.stream
-
-    def _submit(self, original: Callable) -> Callable:
-        def submit(worker: Worker, function: Callable[[], Any]) -> Task:
-            stream = Stream(self.source, self._current_stream.clock)
-
-            def run() -> Any:
-                stream.synchronize()
-                with Dispatch(self, stream) as self._thread.dispatch:
-                    result = function()
-                    stream.synchronize()
-                return result
-
-            return original(worker, run)
-
-        return submit
-
-    def _wait_for_task(self, original: Callable) -> Callable:
-        def wait(task: Task) -> Any:
-            with self._current_stream.waiting():
-                return original(task)
-
-        return wait
-
-    def _now(self, original: Callable) -> Callable:
-        # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
-        return lambda device: max(self.source.perf_counter(), self._current_stream.clock)
 
 
 class Dispatch(TorchDispatchMode):

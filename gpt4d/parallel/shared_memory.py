@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
+from gpt4d.parallel import processor
+
 SLOT_BYTES = 64 << 20  # the largest tensor; only the part of a slot that is written takes memory
 _MAX_AHEAD = 2  # collectives by which a rank may be ahead of the others, and may have in flight
 _SLOTS = 2 * _MAX_AHEAD
@@ -26,14 +28,17 @@ Combine = Callable[[torch.Tensor], torch.Tensor]  # computes the result from all
 class SharedMemoryCollective:
     """A collective in flight. ``wait`` returns its result, the same at each call."""
 
-    def __init__(self, memory: "SharedMemory", number: int, like: torch.Tensor, combine: Combine):
-        self.memory, self.number, self.like, self.combine = memory, number, like, combine
+    def __init__(
+        self, memory: "SharedMemory", number: int, like: torch.Tensor, combine: Combine, started: float | None
+    ):
+        self.memory, self.number, self.like, self.combine, self.started = memory, number, like, combine, started
         self.result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         if self.result is None:
-            self.memory.wait_for_peers(self.number)
-            self.result = self.combine(self.memory.slots(self.number, self.like))
+            with processor.current.receiving(self):
+                self.memory.wait_for_peers(self.number)
+                self.result = self.combine(self.memory.slots(self.number, self.like))
             del self.combine, self.like
             self.memory.in_flight.remove(self)  # or the memory object would keep the result alive
         return self.result
@@ -65,16 +70,18 @@ class SharedMemory:
         """
         self.posted += 1
         number = self.posted
-        # A slot is reused after _SLOTS collectives, when all ranks must have read it. They have once they posted the
-        # collective _MAX_AHEAD back, because a rank posts one only after it has finished those _MAX_AHEAD older.
-        while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
-            self.in_flight[0].wait()
-        self.wait_for_peers(number - _MAX_AHEAD)
-        self.slots(number, tensor)[self.index].copy_(tensor)
-        for index, peer in self.peers.items():
-            with _name_lost_peer(index):
-                peer.send(b"\0")
-        collective = SharedMemoryCollective(self, number, tensor, combine)
+        with processor.current.posting() as started:
+            # A slot is reused after _SLOTS collectives, when all ranks must have read it. They have once they posted
+            # the collective _MAX_AHEAD back, because a rank posts one only after it has finished those _MAX_AHEAD
+            # older.
+            while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
+                self.in_flight[0].wait()
+            self.wait_for_peers(number - _MAX_AHEAD)
+            self.slots(number, tensor)[self.index].copy_(tensor)
+            for index, peer in self.peers.items():
+                with _name_lost_peer(index):
+                    peer.send(b"\0")
+        collective = SharedMemoryCollective(self, number, tensor, combine, started)
         self.in_flight.append(collective)
         return collective
 

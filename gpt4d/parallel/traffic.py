@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from gpt4d.parallel import processor
 from gpt4d.parallel.shared_memory import SharedMemoryCollective
 from gpt4d.parallel.worker import Task
 
@@ -118,7 +119,7 @@ class Traffic:
 def now(device: torch.device):
     """Return a point in time on ``device``: seconds of the host's clock, or an event of the GPU's current stream."""
     if device.type == "cpu":
-        return time.perf_counter()
+        return processor.current.now()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

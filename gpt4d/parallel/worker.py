@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gpt4d.parallel import processor
+
 
 class Task(Future):
     """A task of a worker. ``stopped``: time.perf_counter when it was complete."""
@@ -18,7 +20,8 @@ class Task(Future):
 
     def wait(self) -> Any:
         """Wait until the task is complete; return its result or raise its error."""
-        return self.result()
+        with processor.current.waiting():
+            return self.result()
 
 
 class Worker:
@@ -41,7 +44,7 @@ class Worker:
 
     def submit(self, function: Callable[[], Any]) -> Task:
         task = Task()
-        self._tasks.put((task, function, self.on_error))
+        self._tasks.put((task, processor.current.on_thread(function), self.on_error))
         return task
 
     def close(self) -> None:
