@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.parallel import limits, shared_memory
+from gpt4d.parallel import message_size, shared_memory
 from gpt4d.parallel.function import MAX, SUM
 from gpt4d.parallel.hosts import Hosts, Piece
 from gpt4d.parallel.pending import Pending
@@ -101,7 +101,7 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = SUM) -> Pending
         and _fits(tensor.view(hosts.local_size, -1))
     ):
         return _start_all_reduce_by_hosts(tensor, axis, hosts, sent_bytes)
-    count = limits.num_pieces(tensor.nbytes / axis.size, _yields(axis)) if tensor.is_cpu else 1
+    count = message_size.num_pieces(tensor.nbytes / axis.size, _yields(axis)) if tensor.is_cpu else 1
     works = [
         dist.all_reduce(piece, _OPS[op], group=axis.group, async_op=True) for piece in tensor.view(-1).chunk(count)
     ]
@@ -181,7 +181,7 @@ def _add_parts(received: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor
 
 def _pieces(rows: torch.Tensor, yielding: bool = False) -> tuple[torch.Tensor, ...]:
     """Split rows along dim 1 into the pieces in which each is sent."""
-    return rows.chunk(limits.num_pieces(rows[0].nbytes, yielding), 1)
+    return rows.chunk(message_size.num_pieces(rows[0].nbytes, yielding), 1)
 
 
 def _yields(axis: Axis) -> bool:

@@ -18,6 +18,7 @@ from gpt4d.parallel import tape
 from gpt4d.parallel.symbolic import Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
+_BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which caches of GPUs hold
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
 
@@ -74,6 +75,11 @@ def _torch_function(function: type[Function]) -> Any:
     backward = once_differentiable(function.backward)
     methods = {"forward": staticmethod(function.forward), "backward": staticmethod(backward)}
     return type(function.__name__, (TorchFunction,), {**methods, "__doc__": function.__doc__})
+
+
+def block_rows(columns: int) -> int:
+    """Return how many rows of a matrix with ``columns`` columns a kernel converts to float32 at a time."""
+    return max(1, _BLOCK_ELEMENTS // columns)
 
 
 class Kernel:

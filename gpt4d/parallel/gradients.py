@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.parallel import collectives, limits
-from gpt4d.parallel.buckets import Bucket, gradient_buckets
+from gpt4d.parallel import collectives
+from gpt4d.parallel.buckets import Bucket, default_bucket_bytes, gradient_buckets
 from gpt4d.parallel.collectives import Pending
 from gpt4d.parallel.engine.gradients import GradientSums
 from gpt4d.parallel.grid import Grid
@@ -36,7 +36,7 @@ class GradientReducer:
         weights: the stage's weight stream.
         parameters: the stage's parameters by global name.
         overlap: sums run beside the backward.
-        bucket_bytes: size at which a bucket is closed; None for gpt4d.parallel.limits.
+        bucket_bytes: size at which a bucket is closed; None for the default (gpt4d.parallel.buckets).
         shard: split the optimizer's work over data.
     """
 
@@ -52,7 +52,7 @@ class GradientReducer:
         self.optimizer_shards = [_own_rows(p, weights.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
         if bucket_bytes is None:
-            bucket_bytes = limits.bucket_bytes(sum(p.nbytes for p in parameters.values()))
+            bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
         grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
         buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import limits, tape
-from gpt4d.parallel.buckets import Bucket, gradient_buckets
+from gpt4d.parallel import tape
+from gpt4d.parallel.buckets import Bucket, default_bucket_bytes, gradient_buckets
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.gradients import GradientSums
 from gpt4d.parallel.function import SUM
@@ -247,17 +247,17 @@ class SymbolicReduction:
 
     def __init__(self, context: SymbolicContext, gradient_bytes: int, shard_states: bool):
         self.context, self.device, sizes = context, context.device, context.grid.sizes
-        bucket_bytes = limits.bucket_bytes(gradient_bytes)
+        max_bytes = default_bucket_bytes(gradient_bytes)
         specs = context.parameters
         optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
         self.optimized = sum(optimized[id(spec)] for spec in specs.values())
         buckets = list(
-            gradient_buckets(specs, sizes, shard_states, bucket_bytes, sequence_parallel=context.sequence_parallel)
+            gradient_buckets(specs, sizes, shard_states, max_bytes, sequence_parallel=context.sequence_parallel)
         )
         local = {id(spec): spec.local_elements(sizes) for spec in specs.values()}
         # The buckets at the end of a step with all blocks, however few of them are walked.
         summed = sum(bucket.elements for bucket in buckets) / sum(local[id(spec)] for spec in specs.values())
-        self.packed_bytes = min(bucket_bytes, summed * gradient_bytes)
+        self.packed_bytes = min(max_bytes, summed * gradient_bytes)
         self.sums: GradientSums[SymbolicTensor, Pending] = GradientSums(
             weakref.proxy(self), buckets, context.overlap.data
         )

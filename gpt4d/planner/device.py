@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
-from gpt4d.parallel import limits
+from gpt4d.parallel import message_size
 from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
@@ -58,7 +58,7 @@ class Links:
         sent = sent_bytes(kind, size, nbytes)
         parts, rows = speed.parts(sent), {"all_gather": 1, "reduce_scatter": size, "all_reduce": speed.local}[kind]
         cost = CollectiveCost(
-            sent, parts, limits.num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden)
+            sent, parts, message_size.num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden)
         )
         self.costs[kind, axis, nbytes] = cost
         return cost

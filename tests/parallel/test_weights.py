@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import collectives, hosts, limits
+from gpt4d.parallel import collectives, hosts, message_size
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.order import weight_order
@@ -237,7 +237,7 @@ def exchanged_in_messages(message_bytes):
 
     with (
         patch.object(hosts, "connect", lambda group: None),
-        patch.object(limits, "_YIELDING_PIECE_BYTES", message_bytes),
+        patch.object(message_size, "_YIELDING_PIECE_BYTES", message_bytes),
         patch.object(dist, "all_to_all_single", counted("reduce_scatter", dist.all_to_all_single)),
         patch.object(dist, "all_reduce", counted("all_reduce", dist.all_reduce)),
         patch.object(collectives, "_all_gather", counted("all_gather", collectives._all_gather)),

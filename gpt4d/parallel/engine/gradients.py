@@ -6,8 +6,9 @@ The reducer (gpt4d.parallel.gradients) and the planner carry out the same decisi
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from gpt4d.parallel import limits
 from gpt4d.parallel.buckets import Bucket
+
+_MAX_INFLIGHT_GATHERS = 2  # on a link that transfers share, more would delay the one that is needed first
 
 Packed = TypeVar("Packed")  # the gradients or the rows of a bucket's parameters, side by side
 Pending = TypeVar("Pending")  # a collective in flight
@@ -104,7 +105,7 @@ class GradientSums(Generic[Packed, Pending]):
     def start_row_gathers(self) -> None:
         """Start to gather the rows that other ranks have updated, a few buckets at a time in the order of their use."""
         self._to_gather = [bucket for bucket in self.buckets if bucket.sharded]
-        for _ in range(limits.MAX_INFLIGHT_PARAM_GATHERS):
+        for _ in range(_MAX_INFLIGHT_GATHERS):
             self._gather_next()
         if not self.overlap:
             self.wait_all_rows()

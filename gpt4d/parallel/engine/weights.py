@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from gpt4d.config import OverlapConfig
-from gpt4d.parallel.limits import MAX_INFLIGHT_REDUCE_SCATTERS
 from gpt4d.parallel.order import RECOMPUTATION, WeightUse, kept_after_use, weights_ahead
+
+_MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a full gradient in memory
 
 Tensor = TypeVar("Tensor")  # a gathered weight, or the gradient of one
 Pending = TypeVar("Pending")  # a collective in flight
@@ -146,7 +147,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
             del earlier
             self._scattering.append((weight, self.device.start_scatter(weight, gradient)))
             del gradient
-            max_inflight = MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
+            max_inflight = _MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
             while len(self._scattering) > max_inflight:
                 self._add_gradient()
 

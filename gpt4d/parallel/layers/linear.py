@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gpt4d.parallel import limits
+from gpt4d.parallel import function
 from gpt4d.parallel.function import kernel
 from gpt4d.parallel.layers import specs
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
@@ -44,7 +44,7 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
     first, second = (math.prod(tensor.shape) // count for tensor in (x_BK, d_out_BN))
     if transposed:
         first, second = second, first
-    rows = min(first, limits.block_rows(count)) if converts else first
+    rows = min(first, function.block_rows(count)) if converts else first
     converted = count * (second + rows) if converts else 0
     product = 0 if added_to is None and rows == first else rows * second
     return (converted + product) * ITEMSIZE[weight.dtype]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpt4d.parallel import limits
+from gpt4d.parallel import function
 
 _LEAST_FLOPS = 1 << 22  # oneDNN computes products of at least so many FLOPs: it takes 15 us more to start than MKL
 
@@ -61,7 +61,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
     """Return ``product`` on a CPU: both matrices are converted to ``dtype``, ``a`` block by block."""
-    wide, rows = b.to(dtype), len(a) if a.dtype == dtype else limits.block_rows(a.shape[1])
+    wide, rows = b.to(dtype), len(a) if a.dtype == dtype else function.block_rows(a.shape[1])
     if added_to is None and len(a) <= rows:
         return matmul(a.to(dtype), wide)
     result = a.new_empty(len(a), b.shape[1], dtype=dtype) if added_to is None else added_to

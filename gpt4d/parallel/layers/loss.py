@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gpt4d.parallel import limits
+from gpt4d.parallel import function
 from gpt4d.parallel.function import MAX, Function, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic import wide_dtype
 
@@ -23,7 +23,7 @@ class SavedLoss(NamedTuple):
 
 
 def _num_blocks(logits, *_: Any) -> int:
-    return -(-logits.shape[0] // limits.block_rows(logits.shape[1]))
+    return -(-logits.shape[0] // function.block_rows(logits.shape[1]))
 
 
 @kernel

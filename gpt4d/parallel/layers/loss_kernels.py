@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpt4d.parallel import limits
+from gpt4d.parallel import function
 from gpt4d.parallel.fusion import fused
 
 
@@ -71,7 +71,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Yield slices of consecutive rows, so that their parts of ``logits`` [rows, columns] are blocks."""
-    rows = limits.block_rows(logits.shape[-1])
+    rows = function.block_rows(logits.shape[-1])
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import limits
+from gpt4d.parallel import function
 from gpt4d.parallel.gradients import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import gelu_of_biased
@@ -210,7 +210,7 @@ def cross_entropy(sizes, columns, vocabulary, scale):
     logits[..., vocabulary:] = 1e4  # padding that would drown everything if it took part
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
-    with patch.object(limits, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
+    with patch.object(function, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
         ours = cross_entropy_sum(mine, targets, vocabulary, weights.grid.x)
         (3 * ours).backward()
     logits.requires_grad_()
@@ -245,7 +245,7 @@ def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
     expected = logits.detach().float().requires_grad_()
     theirs = F.cross_entropy(expected[:, :37], targets, reduction="sum")
     theirs.backward()
-    with patch.object(limits, "_BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
+    with patch.object(function, "_BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
         ours = cross_entropy_sum(logits, targets, 37, Grid.single_device().x)
         ours.backward()
     assert largest.nbytes <= logits.nbytes
