@@ -25,7 +25,7 @@ from benchmarks import report
 from benchmarks.virtual_operations import Operations, computes, nbytes, tensors_in
 from gpt4d.config import Config, ConfigError, GridSizes, compose, from_arguments
 from gpt4d.model import registry
-from gpt4d.parallel import fusion
+from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import Estimate
@@ -34,7 +34,7 @@ from gpt4d.step import TrainStep, build_stage
 from gpt4d.validation import validate
 
 aten = torch.ops.aten
-_PACKAGE = str(Path(fusion.__file__).parents[1])  # a clone's own name may be gpt4d too
+_PACKAGE = str(Path(compile.__file__).parents[1])  # a clone's own name may be gpt4d too
 _PRODUCTS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
 _ATTENTION = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward}
 # Of other operations: parts of the name of the file and function of gpt4d, or of the operation, and their kind.
@@ -137,8 +137,8 @@ def count(config: Config, compiled: bool) -> KernelCounter:
     with (
         patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention),
         patch("torch.compile", counter.compiled),
-        patch.dict(fusion._compiled, clear=True),
-        patch.object(fusion, "_enabled", compiled),
+        patch.dict(compile._compiled, clear=True),
+        patch.object(compile, "_enabled", compiled),
         counter,
     ):
         step([microbatch] * count, count, train.batch_size * train.seq_len, config.optim.lr)

@@ -28,12 +28,12 @@ from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.config.pipeline import STRATEGIES
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, simulate
+from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.planning import ReshardingPlan, gradient_plan
-from gpt4d.parallel.resharding.planning import plan as plan_resharding
+from gpt4d.parallel.resharding.plan import ReshardingPlan, gradient_plan
+from gpt4d.parallel.resharding.plan import plan as plan_resharding
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.runtime.errors import one_line_errors

@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.virtual_operations import Operations, has_kernel, host_reads, tensors_in
 from benchmarks.virtual_streams import HostLinks, Stream
-from gpt4d.parallel import processor
-from gpt4d.parallel.processor import Processor
-from gpt4d.parallel.shared_memory import SharedMemoryCollective
+from gpt4d.parallel.comm.cpu import processor
+from gpt4d.parallel.comm.cpu.processor import Processor
+from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _MAX_LATE_SHARE = 0.05  # of the elapsed time; if the host is late for longer, the processor was the bottleneck

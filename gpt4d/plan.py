@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline import schedule
-from gpt4d.parallel.pipeline.planning import orders_of
-from gpt4d.parallel.pipeline.program import Program, programs
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs
+from gpt4d.parallel.pipeline.stage_program import Program, orders_of, programs
 from gpt4d.parallel.stage_plan import StagePlan
 
 

@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.stats import now, seconds_between
+from gpt4d.parallel.engine.interleave import Turn
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.pipeline import plot, recording
-from gpt4d.parallel.traffic import now, seconds_between
-from gpt4d.parallel.turns import Turn
+from gpt4d.parallel.pipeline import trace
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.step import TrainStep
 from gpt4d.timeline import LayerSpan
@@ -64,7 +64,7 @@ class Profile:
         if number == self.first:
             self._start()
         self.recorder.spans.clear()
-        self.runtime.recording = recording.Recording()
+        self.runtime.recording = trace.StageTrace()
         start = now(self.device)
         with record_function(f"step {number}"):
             yield
@@ -85,7 +85,7 @@ class Profile:
         recorder = _LayerRecorder(self.stage.module, self.train_step.optimizer, self.device, chunked)
         self.recorder = self.recording.enter_context(recorder)
 
-    def _write(self, start, stop, recorded: recording.Recording) -> None:
+    def _write(self, start, stop, recorded: trace.StageTrace) -> None:
         directory = Path(self.config.run.dir) / "traces" / f"steps_{self.first:08d}-{self.last:08d}"
         with optional_file(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -105,17 +105,17 @@ class Profile:
             timeline.draw(path, title, seconds_between(start, stop), spans, axes)
         self.logger.event("profile", f"traces and timeline: {directory}", step=self.last, path=str(directory))
 
-    def _draw_pipeline(self, directory: Path, recorded: recording.Recording) -> None:
+    def _draw_pipeline(self, directory: Path, recorded: trace.StageTrace) -> None:
         """Write ``pipeline.png`` on rank 0: the last step on the first rank of each stage. All ranks call this."""
         own = [self.stage.index, recorded.to_json()] if self.grid.stage.index == 0 else None
         gathered = all_gather_json(own, "collecting the profiles of the stages")
         if self.grid.world.index:
             return
-        of_stages = {index: recording.Recording.from_json(values) for index, values in filter(None, gathered)}
-        timeline_of_all = recording.timeline([of_stages[index] for index in range(len(of_stages))])
+        of_stages = {index: trace.StageTrace.from_json(values) for index, values in filter(None, gathered)}
+        timeline_of_all = trace.timeline([of_stages[index] for index in range(len(of_stages))])
         title = f"{self.config.run.name}: step {self.last}, {self.config.parallel.pipeline.schedule}"
         with _replace_when_complete(directory / "pipeline.png") as path:
-            plot.draw(timeline_of_all, title, path)
+            trace.draw(timeline_of_all, title, path)
 
 
 class _LayerRecorder:

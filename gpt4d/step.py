@@ -15,13 +15,13 @@ from gpt4d.model import registry
 from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
-from gpt4d.parallel import fusion, gradients
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel import compile, gradient_reducer
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline.exchange import Copy, Exchange
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
+from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
+from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
 from gpt4d.parallel.stage import Stage
-from gpt4d.parallel.weights import WeightStream, compute_dtype
 from gpt4d.plan import ParallelPlan
 
 
@@ -59,8 +59,8 @@ def build_stage(
         index, bounds = own.index, {own.index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
     description = whole.stage(bounds.values())
     recompute = train.activation_checkpointing == "full"
-    fusion.enable(train.compile, device)
-    weights = WeightStream(
+    compile.enable(train.compile, device)
+    weights = ShardedWeights(
         grid,
         dtype if dtype == torch.float64 else compute_dtype(train.precision, device),
         dtype,
@@ -179,7 +179,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self.runtime.forward_backward(batches, microbatches, units)
-        squared_norm = gradients.squared_norm(self.shards, grid, device)
+        squared_norm = gradient_reducer.squared_norm(self.shards, grid, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor would synchronize
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
         totals = grid.world.all_reduce(totals)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt4d.parallel.traffic import Traffic
+from gpt4d.parallel.comm.stats import CommStats
 
 _COLORS = {"forward": "#78a9d8", "recomputation": "#ecd04f", "backward": "#eda263", "update": "#a892d0"}
 _OTHER, _IN_FLIGHT, _WAITING = "#e8e8e8", "#b5bfc7", "#b3202c"
@@ -19,7 +19,7 @@ class LayerSpan(NamedTuple):
     stop: float
 
 
-def draw(path: Path, title: str, seconds: float, spans: list[LayerSpan], axes: dict[str, Traffic]) -> None:
+def draw(path: Path, title: str, seconds: float, spans: list[LayerSpan], axes: dict[str, CommStats]) -> None:
     """Draw a step of ``seconds`` as a PNG: the ``spans`` of rank 0 in two lanes, and a row for each of ``axes``.
 
     All times are in seconds since the step began.

@@ -16,7 +16,7 @@ from gpt4d.checkpoint.run import RunCheckpoints
 from gpt4d.config import ConfigError, with_epochs
 from gpt4d.model import registry
 from gpt4d.monitor import LossMonitor, PendingMetrics, StepMetrics
-from gpt4d.parallel import collectives
+from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.plan import ParallelPlan
 from gpt4d.profiling import Profile

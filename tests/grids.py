@@ -16,8 +16,8 @@ from gpt4d.model.init import initialize
 from gpt4d.model.module import Model
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.parallel.stage import Stage
-from gpt4d.parallel.weights import WeightStream
 from gpt4d.planner.estimate import Estimate
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
@@ -45,7 +45,7 @@ def build_model(
     seed: int = 1,
     loss_chunks: int = 1,
 ) -> Model:
-    weights = WeightStream(
+    weights = ShardedWeights(
         Grid(sizes),
         compute_dtype or dtype,
         dtype,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.stage import Stage

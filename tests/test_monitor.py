@@ -91,7 +91,7 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
     """
     import torch.distributed as dist
 
-    from gpt4d.parallel.gradients import GradientReducer
+    from gpt4d.parallel.gradient_reducer import GradientReducer
     from tests.grids import global_tensor
 
     trainer = build_trainer(config)

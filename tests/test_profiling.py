@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from gpt4d import profiling, timeline
 from gpt4d.config import GridSizes
-from gpt4d.parallel.traffic import Traffic
+from gpt4d.parallel.comm.stats import CommStats
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.timeline import LayerSpan
@@ -253,7 +253,7 @@ def test_an_inner_layer_covers_the_layer_that_contains_it():
 
 def test_traffic_since_is_relative_to_its_origin_and_resets_nothing():
     runs = [(0.5, 2.0), (6.0, 9.0), (8.0, 9.0)]
-    traffic = Traffic(bytes=8.0, wait_intervals=[(1.0, 2.0), (7.0, 9.5)], run_intervals=runs)
+    traffic = CommStats(bytes=8.0, wait_intervals=[(1.0, 2.0), (7.0, 9.5)], run_intervals=runs)
     since = traffic.since(5.0)
     assert since.wait_intervals == [(2.0, 4.5)] and since.run_intervals == [(1.0, 4.0), (3.0, 4.0)]
     # The wait outlasted its collective by half a second; only the second before the wait was hidden.

@@ -295,13 +295,13 @@ def linear_bytes(m, k, n, sizes, itemsize=4):
 
 
 def multiply_once(sizes, m, k, n):
+    from gpt4d.parallel.engine.interleave import run_alone
     from gpt4d.parallel.grid import Grid
     from gpt4d.parallel.layers.linear import LinearSpec
     from gpt4d.parallel.layers.module import Layer
-    from gpt4d.parallel.turns import run_alone
-    from gpt4d.parallel.weights import WeightStream
+    from gpt4d.parallel.sharded_weights import ShardedWeights
 
-    weights = WeightStream(Grid(sizes))
+    weights = ShardedWeights(Grid(sizes))
     layer = Layer(LinearSpec(k, n), weights)
     torch.nn.init.zeros_(layer.weight)
     torch.nn.init.zeros_(layer.bias)

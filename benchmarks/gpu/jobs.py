@@ -26,7 +26,7 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.planning import plan
+from gpt4d.parallel.resharding.plan import plan
 from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.runtime import rendezvous, watchdog
 from gpt4d.runtime.hangs import HangDetector

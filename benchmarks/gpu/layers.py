@@ -13,21 +13,21 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.parallel import random
+from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.activations import DropoutSpec
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
+from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
-from gpt4d.parallel.layers.rotary import Rotary
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.sharded_weights import ShardedWeights
 
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # norm of the error over the norm of the reference
 _DROP = 0.1
@@ -63,7 +63,7 @@ class Values:
         self.sizes, self.dtype, self.device = sizes, dtype, device
         self.generator = torch.Generator().manual_seed(0)
         master = torch.float64 if dtype == torch.float64 else torch.float32
-        self.weights = WeightStream(Grid.single_device(), dtype, master, device)
+        self.weights = ShardedWeights(Grid.single_device(), dtype, master, device)
         self.inputs: dict[str, torch.Tensor] = {}
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -81,13 +81,13 @@ class Values:
         shape = self.sizes.batch, self.sizes.length
         return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
 
-    def tokens(self, with_documents: bool = False) -> Tokens:
+    def tokens(self, with_documents: bool = False) -> TokenIndex:
         """Return the tokens of a batch, perhaps with documents of different lengths in each sequence."""
         samples = torch.arange(self.sizes.batch, device=self.device)
         places = torch.arange(self.sizes.length, device=self.device)
         lengths = samples[:, None] + self.sizes.length // 3
         documents = Documents.ending_with(0, (places + 1) % lengths) if with_documents else None
-        return Tokens(samples + 7, self.sizes.length, self.weights.grid.axis(None), documents)
+        return TokenIndex(samples + 7, self.sizes.length, self.weights.grid.axis(None), documents)
 
 
 Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
@@ -261,7 +261,7 @@ def check(context: CheckContext) -> Outcome:
 def _check_bits(outcome: Outcome, device: torch.device) -> None:
     """Require initial weights and dropout masks to have the same bits as on the CPU."""
     config = GPT2Config(layers=2, hidden=64, heads=4, vocab_size=1000, max_positions=64)
-    streams = [WeightStream(Grid.single_device(), device=place) for place in (torch.device("cpu"), device)]
+    streams = [ShardedWeights(Grid.single_device(), device=place) for place in (torch.device("cpu"), device)]
     models = [registry.build(config, weights) for weights in streams]
     for model in models:
         initialize(model, 1, model.context.grid)

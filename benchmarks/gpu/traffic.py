@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.gpu.check import CheckContext, Outcome
 from benchmarks.gpu.timing import device_of, seconds_of, synchronize
-from gpt4d.parallel import collectives
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.runtime import gpu
 
 _ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 16}  # of a shard, bf16

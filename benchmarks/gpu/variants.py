@@ -15,7 +15,7 @@ from benchmarks.gpu.speed import GPT_1B3, best_run
 from benchmarks.gpu.timing import device_of, seconds_of
 from gpt4d.config import compose
 from gpt4d.model import registry
-from gpt4d.parallel import fusion
+from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear_kernels
 from gpt4d.parallel.layers.norm import LayerNormSpec
@@ -96,11 +96,11 @@ def _norm_with_rounded_gradients(
 
 @contextmanager
 def _without_compiled_functions(device: torch.device) -> Iterator[None]:
-    fusion.enable(False, device)
+    compile.enable(False, device)
     try:
         yield
     finally:
-        fusion.enable(None, device)
+        compile.enable(None, device)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
@@ -59,7 +59,7 @@ def without_cuda() -> None:
 class GlobalNorm(nn.Module):
     """Our norm of all features, alone: the block adds to the stream itself."""
 
-    def __init__(self, weights: WeightStream, features: int):
+    def __init__(self, weights: ShardedWeights, features: int):
         super().__init__()
         self.norm = Layer(LayerNormSpec(features), weights)
 
@@ -153,7 +153,7 @@ class AxonnBlocks:
 
 def build_contenders(grid: Grid, work: Workload) -> dict[str, AxonnBlocks]:
     build = partial(AxonnBlocks, grid, work, initial_weights(work.model))
-    global_norm = partial(GlobalNorm, WeightStream(grid), work.model.hidden)
+    global_norm = partial(GlobalNorm, ShardedWeights(grid), work.model.hidden)
     shard_norm = partial(nn.LayerNorm, work.model.hidden // grid.sizes.y)
     contenders = {
         "none": build(False, global_norm),

@@ -13,10 +13,10 @@ from benchmarks.workers import blocks
 from benchmarks.workers.training import Workload
 from gpt4d.config import Config, OverlapConfig, ParallelConfig, TrainConfig, from_arguments
 from gpt4d.model import registry
-from gpt4d.parallel.chunks import run_blocks
+from gpt4d.parallel.engine.interleave import run_blocks
+from gpt4d.parallel.engine.prefetch import weight_order
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.order import weight_order
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -56,7 +56,7 @@ class Gpt4dBlocks:
         layer_weights = replace(model, parts=(model.blocks,)).layer_weights(recompute=True)
         self.order = weight_order(single_stage(microbatches=1), {0: layer_weights})
         self.inputs, self.upstream = blocks.inputs_and_upstream(work, grid.sizes, grid.z.index, grid.y.index)
-        self.tokens = Tokens(torch.arange(len(self.inputs)), work.model.max_positions, grid.axis(None))
+        self.tokens = TokenIndex(torch.arange(len(self.inputs)), work.model.max_positions, grid.axis(None))
 
     def step(self) -> Callable[[], dict]:
         self.weights.begin(self.order, self.cached)

@@ -10,7 +10,7 @@ from benchmarks.interleave import redirect_stdout_for_answers, serve
 from benchmarks.workers.one_device import OneDeviceConfig
 from benchmarks.workers.train_ours import Gpt4dTraining
 from gpt4d.config import GridSizes, from_arguments
-from gpt4d.parallel import collectives
+from gpt4d.parallel.comm import collectives
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 

@@ -23,7 +23,7 @@ from benchmarks.workers.training import OPTIM, Workload, initial_weights, sequen
 from gpt4d.config import Config, ParallelConfig, TrainConfig, from_arguments
 from gpt4d.model.gpt2 import hugging_face
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.parallel import fusion
+from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.runtime.job import process_group
@@ -116,7 +116,7 @@ class OurTraining:
         self.microbatch = ids, targets, torch.arange(len(ids), device=self.device)
 
     def step(self) -> torch.Tensor:
-        fusion.enable(self.compiled, self.device)  # for all of this process, in which others take turns
+        compile.enable(self.compiled, self.device)  # for all of this process, in which others take turns
         return self.train_step([self.microbatch], 1, self.units, OPTIM.lr).loss
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve
 from gpt4d.parallel.resharding.mesh import StageMesh, Tile, parse
-from gpt4d.parallel.resharding.planning import ReshardingPlan, plan
+from gpt4d.parallel.resharding.plan import ReshardingPlan, plan
 from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch

@@ -21,9 +21,9 @@ from benchmarks.workers.training import OPTIM
 from gpt4d.config import from_arguments
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline import runtime
-from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
-from gpt4d.parallel.pipeline.program import Transfer
 from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.pipeline.stage_links import Arrival, Exchange
+from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -51,7 +51,7 @@ class ActionTimes:
             yield
 
     def _take(self, original: Callable) -> Callable:
-        def take(step, transfer: Transfer):
+        def take(step, transfer: StageTransfer):
             tensors = original(step, transfer)
             self._begun = self.device.stream.clock
             return tensors
@@ -127,7 +127,7 @@ def _compute(module, part, batch, received):
     return {"loss": (produced["prediction"] - targets).square().mean((1, 2, 3)).sum()} if part.ends else produced
 
 
-def _start_and_wait(exchange: Exchange, transfer: Transfer, sent: runtime.Tensors | None) -> Arrival:
+def _start_and_wait(exchange: Exchange, transfer: StageTransfer, sent: runtime.Tensors | None) -> Arrival:
     arrival = Exchange.start(exchange, transfer, sent)
     arrival.wait()
     return arrival

@@ -18,8 +18,8 @@ from gpt4d.config import Divisibility
 from gpt4d.model.parts import Part
 from gpt4d.model.probe import Probe
 from gpt4d.model.spec import ModelSpec
+from gpt4d.parallel.engine.prefetch import LayerWeights
 from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
-from gpt4d.parallel.order import LayerWeights
 
 STREAM = "stream"
 BLOCKS = "blocks"  # the layer of a model that consists of its blocks

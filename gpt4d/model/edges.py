@@ -7,7 +7,7 @@ import torch
 from gpt4d.model.description import Description, EdgeTensor
 from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.pipeline.exchange import Edge
+from gpt4d.parallel.pipeline.stage_links import Edge
 
 
 def edges(

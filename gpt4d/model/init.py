@@ -5,8 +5,8 @@ from torch import nn
 
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.activations import DropoutSpec
 from gpt4d.parallel.layers.attention import AttentionSpec
-from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layout import spec_of
 
 

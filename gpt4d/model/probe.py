@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import tape
+from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.linear import LinearSpec
-from gpt4d.parallel.layers.specs import Axes
-from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
-from gpt4d.parallel.symbolic import SymbolicTensor
-from gpt4d.parallel.symbolic_context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.layers.sharding import Axes
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
 if TYPE_CHECKING:
     from gpt4d.model.description import Description, Unit

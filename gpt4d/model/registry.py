@@ -13,7 +13,7 @@ from gpt4d.model.parts import Part
 if TYPE_CHECKING:
     from torch import nn
 
-    from gpt4d.parallel.weights import WeightStream
+    from gpt4d.parallel.sharded_weights import ShardedWeights
 
 _families: dict[str, Family] = {}
 
@@ -89,7 +89,7 @@ def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description
     return replace(description, loss_chunks=config.train.loss_chunks)
 
 
-def build(config: ModelConfig, weights: "WeightStream", parts: Sequence[Part] | None = None) -> "nn.Module":
+def build(config: ModelConfig, weights: "ShardedWeights", parts: Sequence[Part] | None = None) -> "nn.Module":
     """Build a model, or parts of one, on the grid of ``weights``.
 
     Its values are unset until ``gpt4d.model.init.initialize``.

@@ -12,14 +12,12 @@ from typing import Any
 from gpt4d.model.parts import Part
 from gpt4d.model.spec import ModelSpec
 from gpt4d.model.text_config import head, token_embedding
-from gpt4d.parallel.chunks import run_blocks
-from gpt4d.parallel.layers.head_loss import head_loss
+from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import TiedHeadSpec
-from gpt4d.parallel.layers.loss import cross_entropy_sum
-from gpt4d.parallel.layers.tokens import Tokens, tokens_of
-from gpt4d.parallel.recomputation import Recomputable
-from gpt4d.parallel.turns import run_alone
+from gpt4d.parallel.layers.loss import cross_entropy_sum, head_loss
+from gpt4d.parallel.layers.product import Recomputable
+from gpt4d.parallel.layers.sequence import TokenIndex, tokens_of
 
 
 @dataclass(frozen=True)
@@ -122,14 +120,16 @@ class TextModelSpec(ModelSpec):
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
         return (*(tensor((samples, length), "int64") for _ in range(2)), tensor((samples,), "int64"))
 
-    def _stream(self, model: BoundLayer, part: Part, ids_BS: Any, tokens: Tokens, received: Mapping[str, Any]) -> Any:
+    def _stream(
+        self, model: BoundLayer, part: Part, ids_BS: Any, tokens: TokenIndex, received: Mapping[str, Any]
+    ) -> Any:
         """Return the residual stream after the blocks of a part. No reference to the one before them stays behind."""
         blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
         if part.begins:
             return run_blocks(model.context, blocks, self._embedded(model, ids_BS, tokens), tokens)
         return run_blocks(model.context, blocks, received["stream"], tokens)
 
-    def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: Tokens) -> Any:
+    def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: TokenIndex) -> Any:
         x_TH = model.tokens(ids_BS, tokens)
         for name in self.embeddings:
             x_TH = getattr(model, name)(x_TH, tokens)

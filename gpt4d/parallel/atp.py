@@ -1,6 +1,6 @@
 """ATP's linear layer for any torch model (ATP paper, Fig. 9): ``ATPLinear`` in place of ``nn.Linear``.
 
-It is the layer that gpt4d trains with, on a grid with x = d1, y = d2 and z = 1, without a weight stream: gradients of
+It is the layer that gpt4d trains with, on a grid with x = d1, y = d2 and z = 1, without sharded weights: gradients of
 weights go through autograd, so that optimizers, autocast and activation checkpointing work as usual. A layer holds
 process groups, which cannot be copied: copy its state dict, not the layer. Each rank has its part of each gradient, so
 the norm of all gradients is a sum over the mesh.
@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.linear import Matmul
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply, start_gather
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
-from gpt4d.parallel.turns import run_alone
 
 COLUMN_FIRST, ROW_FIRST = (Shard(1), Shard(0)), (Shard(0), Shard(1))
 
@@ -63,7 +63,7 @@ def _check(key: str, features: int, axis: Axis) -> None:
 
 
 class _Weights:
-    """Takes the place of the weight stream (gpt4d.parallel.weights) in one call, for a weight that is not gathered."""
+    """Replaces ``ShardedWeights`` in one call, for a weight that is not gathered."""
 
     overlap = OverlapConfig()
     splits_tokens = recomputation_ends = False

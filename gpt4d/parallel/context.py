@@ -1,6 +1,6 @@
 """What the layers of a stage need besides their inputs: its grid, its settings, gathered weights. No torch here.
 
-A run uses the weight stream (gpt4d.parallel.weights), and the planner uses gpt4d.parallel.symbolic_context.
+A run uses the sharded weights (gpt4d.parallel.sharded_weights), and the planner uses gpt4d.parallel.symbolic.context.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gpt4d.config import OverlapConfig
-from gpt4d.parallel.engine.weights import WeightDevice, WeightSchedule
-from gpt4d.parallel.layers import specs
-from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse
+from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightDevice, WeightSchedule, WeightUse
+from gpt4d.parallel.layers import sharding
 
 # Computes a gradient, adds it in place to an earlier sum of such gradients, if there is one, and returns the result.
 GradientTerm = Callable[[Any | None], Any]
@@ -73,7 +72,7 @@ class Context(ABC):
         """Return the names of the axes that split the heads of an attention, outermost first (``specs.head_axes``)."""
         if stream is None:
             return ()
-        return specs.head_axes(heads, self.grid.x.size, self.grid.y.size, self.scatter_heads, stream)
+        return sharding.head_axes(heads, self.grid.x.size, self.grid.y.size, self.scatter_heads, stream)
 
     @property
     def num_chunks(self) -> int:
@@ -92,7 +91,7 @@ class Context(ABC):
 
     @property
     def recomputes_inputs(self) -> bool:
-        """Return whether products do not keep inputs that are easily computed again (gpt4d.parallel.recomputation)."""
+        """Return whether products do not keep inputs that are easily computed again (gpt4d.parallel.layers.product)."""
         return self.recompute_inputs and self.records_gradients
 
     def checkpointed(self, function: Callable, *inputs: Any) -> Any:

@@ -6,8 +6,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import hosts
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.cpu import two_level
 from gpt4d.parallel.layout import Layout
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
@@ -70,7 +70,7 @@ class Grid:
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         backend = backends[self.device_type]
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
-        transport = hosts.connect(group) if self.device_type == "cpu" and name != "stage" else None
+        transport = two_level.connect(group) if self.device_type == "cpu" and name != "stage" else None
         return Axis(name, len(members), index, group, transport)
 
     @classmethod

@@ -67,7 +67,7 @@ class ParameterSpec:
     mean: float = 0.0  # initial values are mean + std · normal
     std: float = 0.0
     decay: bool = False  # weight decay applies: matrices
-    streamed: bool = False  # layers take it from the weight stream, which gathers it over z
+    streamed: bool = False  # layers take it from the sharded weights, which gathers it over z
     between_layers: bool = False  # acts on tokens that x splits with parallel.sequence_parallel
 
     @property
@@ -106,7 +106,7 @@ class ParameterSpec:
 
 
 def spec_of(parameter: Any) -> ParameterSpec:
-    """Return the spec of a parameter that a weight stream created: its attribute ``spec``."""
+    """Return the spec of a parameter that sharded weights created: its attribute ``spec``."""
     return parameter.spec
 
 

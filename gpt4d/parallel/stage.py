@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.engine.prefetch import LayerWeights
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.order import LayerWeights
 from gpt4d.parallel.pipeline import schedule
-from gpt4d.parallel.pipeline.exchange import Exchange
-from gpt4d.parallel.pipeline.program import Program
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.pipeline.stage_links import Exchange
+from gpt4d.parallel.pipeline.stage_program import Program
+from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Stage:
 
     index: int
     grid: Grid
-    weights: WeightStream
+    weights: ShardedWeights
     module: nn.Module
     parts: Mapping[int, Any]
     layer_weights: Mapping[int, Sequence[LayerWeights]]

@@ -35,11 +35,11 @@ from gpt4d.config import (
 )
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.parallel import collectives
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
-from gpt4d.parallel.weights import compute_dtype
+from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import RankSpan, place

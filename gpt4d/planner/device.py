@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
-from gpt4d.parallel import message_size
+from gpt4d.parallel.comm import message_size
 from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
@@ -95,7 +95,7 @@ class Device:
 
     def __init__(self, cluster: ClusterConfig, links: Links, compiled: bool = False):
         self.links, self.compiled, self.is_cpu = links, compiled, cluster.device == "cpu"
-        self.plans: dict[tuple, Any] = {}  # gpt4d.parallel.symbolic.SymbolicDevice
+        self.plans: dict[tuple, Any] = {}  # gpt4d.parallel.symbolic.tensor.SymbolicDevice
         self.numbers: Iterator[int] = itertools.count()
         self.records, self.recomputation = True, None
         self.rates = Rates.of(cluster)

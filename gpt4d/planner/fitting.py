@@ -29,7 +29,7 @@ _NUM_CHANGES = 2  # that a message names
 
 
 @dataclass(frozen=True)
-class Change:
+class SuggestedChange:
     """Settings with which a run fits on its grid, and the plan with them."""
 
     settings: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Fit:
             f"{cluster.name} has {self.device_gib:,.4g}"
         )
 
-    def changes(self, limit: int = _NUM_CHANGES) -> list[Change]:
+    def changes(self, limit: int = _NUM_CHANGES) -> list[SuggestedChange]:
         """Return the changes of settings that fit on the same grid with the cluster's margin, fastest step first."""
         stages = self.plan.stages or (self.plan.sizes,)
         found = _stage_changes(self.config, stages) if len(stages) > 1 else _grid_changes(self.config, stages[0])
@@ -133,7 +133,7 @@ def without_grid(config: Config) -> Config:
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 
 
-def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[Change]:
+def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[SuggestedChange]:
     """Yield options with which a larger microbatch fits than with fewer options, and that microbatch."""
     free = replace(config, train=replace(config.train, micro_batch_size=None))
     choices, largest = levels(free, open_keys(free)), 0
@@ -146,10 +146,10 @@ def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[Change]:
         settings: dict[str, Any] = {f"parallel.{key}": value for key, value in plan.choice.items()}
         if micro_batch != (config.train.micro_batch_size or estimate.share):
             settings["train.micro_batch_size"] = micro_batch
-        yield Change({**settings, **plan.options}, plan)
+        yield SuggestedChange({**settings, **plan.options}, plan)
 
 
-def _stage_changes(config: Config, stages: Sequence[GridSizes]) -> Iterator[Change]:
+def _stage_changes(config: Config, stages: Sequence[GridSizes]) -> Iterator[SuggestedChange]:
     """Yield options, each with the number of microbatches whose step is fastest of those that fit."""
     before = config.parallel.pipeline.microbatches
     for level in levels(config, open_keys(config)):
@@ -158,4 +158,4 @@ def _stage_changes(config: Config, stages: Sequence[GridSizes]) -> Iterator[Chan
         fastest = search.faster(search.choices(tuple(stages), numbers), float("inf"))
         if fastest:
             number = {} if fastest.microbatches == before else {"parallel.pipeline.microbatches": fastest.microbatches}
-            yield Change({**number, **level.options}, search.plan(fastest))
+            yield SuggestedChange({**number, **level.options}, search.plan(fastest))

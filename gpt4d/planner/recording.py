@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, OverlapConfig
 from gpt4d.model.description import Description, EdgeTensor, joined
-from gpt4d.parallel import tape
 from gpt4d.parallel.context import GradientTerm
+from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
 from gpt4d.parallel.layout import CHUNK
-from gpt4d.parallel.order import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
-from gpt4d.parallel.symbolic import Storage, SymbolicTensor
-from gpt4d.parallel.symbolic_context import MASTER_BYTES, SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.context import MASTER_BYTES, SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor
 from gpt4d.planner.device import Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
@@ -41,7 +41,7 @@ class Segment(NamedTuple):
     events: list[Event]
 
 
-class Recording:
+class MicrobatchRecording:
     """A microbatch of some blocks.
 
     Args:
@@ -147,8 +147,8 @@ def context_settings(config: Config) -> dict[str, Any]:
     }
 
 
-class _Recorder:
-    """A device that writes down what it is asked for (gpt4d.parallel.symbolic_context.CommunicatingDevice)."""
+class _RecordingDevice:
+    """A device that writes down what it is asked for (gpt4d.parallel.symbolic.context.CommunicatingDevice)."""
 
     def __init__(self, settings: Settings, places: dict[str, int]):
         self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
@@ -290,9 +290,9 @@ class _Use(Storage):
     """What takes the place of a gathered weight's memory while layers use it."""
 
     __slots__ = ("key",)
-    device: _Recorder
+    device: _RecordingDevice
 
-    def __init__(self, recorder: _Recorder, key: tuple[str, int, int]):
+    def __init__(self, recorder: _RecordingDevice, key: tuple[str, int, int]):
         self.device, self.nbytes, self.key = recorder, 0, key
 
     def __del__(self) -> None:
@@ -302,9 +302,9 @@ class _Use(Storage):
 class _RecordingContext(SymbolicContext):
     """The context of layers whose use of weights is recorded."""
 
-    device: _Recorder
+    device: _RecordingDevice
 
-    def __init__(self, device: _Recorder, description: Description, settings: Settings):
+    def __init__(self, device: _RecordingDevice, description: Description, settings: Settings):
         overlap = OverlapConfig(all_reduce=settings.overlaps_sums)
         super().__init__(
             device, settings.sizes, description.parameters, overlap, 0, shard_states=False, **dict(settings.context)
@@ -335,15 +335,15 @@ class _RecordingContext(SymbolicContext):
         self.device.term(name, gradient)
 
 
-def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> Recording:
+def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> MicrobatchRecording:
     """Return the recording of a model with some of its blocks."""
     reduced = description.with_blocks(blocks)
     few = description.with_blocks(few_blocks(reduced, description))
     places = {kinds: place for place, kinds in enumerate(surroundings(few))}
     segments = _record(few, settings)
     if len(places) == len(few.blocks) and _have_segments(segments, len(places)):
-        return Recording(segments, len(places), [places[kinds] for kinds in surroundings(reduced)])
-    return Recording(_record(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
+        return MicrobatchRecording(segments, len(places), [places[kinds] for kinds in surroundings(reduced)])
+    return MicrobatchRecording(_record(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
 
 
 def _have_segments(segments: Sequence[Segment], count: int) -> bool:
@@ -355,7 +355,7 @@ def _have_segments(segments: Sequence[Segment], count: int) -> bool:
 @lru_cache(maxsize=1024)
 def _record(description: Description, settings: Settings) -> list[Segment]:
     """Compute a microbatch."""
-    recorder = _Recorder(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
+    recorder = _RecordingDevice(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
     context = _RecordingContext(recorder, description, settings)
     model: Any = SymbolicLayer(description.spec, context)
     recorder.begin(FORWARD, -1)

@@ -11,13 +11,11 @@ from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelCon
 from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
 from gpt4d.model.description import Description, copied_parameters
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.pipeline.cuts import balanced
-from gpt4d.parallel.pipeline.planning import orders_of
-from gpt4d.parallel.pipeline.program import link_name
-from gpt4d.parallel.pipeline.schedule import peak_of_others
+from gpt4d.parallel.pipeline.schedule import balanced, peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
+from gpt4d.parallel.pipeline.stage_program import link_name, orders_of
 from gpt4d.parallel.stage_plan import StagePlan
-from gpt4d.parallel.symbolic_context import MASTER_BYTES
+from gpt4d.parallel.symbolic.context import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size

@@ -10,10 +10,10 @@ from typing import Any
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.description import Description
-from gpt4d.parallel.order import BACKWARD, FORWARD, weight_order
+from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
-from gpt4d.parallel.symbolic import SymbolicTensor
-from gpt4d.parallel.symbolic_context import MASTER_BYTES, MASTER_DTYPE, SymbolicContext
+from gpt4d.parallel.symbolic.context import MASTER_BYTES, MASTER_DTYPE, SymbolicContext
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.recording import Settings, context_settings, recording_of

@@ -167,7 +167,7 @@ def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed
     """Return the speed of a ring: that of the slowest level crossed, whose links the groups of the axis share.
 
     On CPUs, ranks of a node exchange data through shared memory, and collectives run by hosts
-    (gpt4d.parallel.collectives).
+    (gpt4d.parallel.comm.collectives).
     """
     levels, node = crossed_levels(cluster, span), node_size(cluster)
     local, nodes = span.local(node), span.nodes(node)

@@ -172,7 +172,7 @@ class HangDetector:
         }
 
 
-class Description(NamedTuple):
+class HangDescription(NamedTuple):
     """The message about a hang, and the ranks that do not answer."""
 
     message: str
@@ -192,7 +192,7 @@ class HangReport:
     def __init__(self, store: DeadlineStore, rank: int, name: Callable[[int], str], heartbeat_s: float):
         self.store, self.rank, self.name, self.heartbeat_s = store, rank, name, heartbeat_s
 
-    def describe(self, rank: int, waiting: dict, detector: HangDetector) -> Description | None:
+    def describe(self, rank: int, waiting: dict, detector: HangDetector) -> HangDescription | None:
         """Write this rank's state to its file and return the description of the hang; None if there is none in time.
 
         The rank that detected the hang, ``rank``, finds out which ranks are missing and shares the description.
@@ -216,11 +216,11 @@ class HangReport:
                 f"hang: {self.name(rank)} {waited} {waiting['s']:.0f} s ({detector.limit(waiting)[1]}) {on} "
                 f"{waiting['name']}{layer}: {'; '.join(missing)}; see {directory} for the stack of each rank"
             )
-            self.store.set("hang", json.dumps(Description(message, sorted(lost))))
+            self.store.set("hang", json.dumps(HangDescription(message, sorted(lost))))
         deadline = time.monotonic() + 2 * _RECORD_S
         while not (text := self.store.get("hang") or "") and time.monotonic() < deadline:
             time.sleep(0.1)
-        return Description(*json.loads(text)) if text else None
+        return HangDescription(*json.loads(text)) if text else None
 
     def missing_ranks(self, waiting: dict, lost: set[int]) -> Iterator[str]:
         """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead.

@@ -27,7 +27,7 @@ _SLOW_FACTOR = 3.0  # times the median
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeFacts:
     """The environment of one rank: its host and device, and what must be equal on all ranks."""
 
     host: str
@@ -49,7 +49,7 @@ class Node:
     }
 
 
-def _describe_node(config: Config, device: torch.device, marker: str) -> Node:
+def _describe_node(config: Config, device: torch.device, marker: str) -> NodeFacts:
     name = "cpu"
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
@@ -58,7 +58,7 @@ def _describe_node(config: Config, device: torch.device, marker: str) -> Node:
     timeout_s = min(_MARKER_TIMEOUT_S, max(config.parallel.timeout_s, MIN_LIMIT_S) / 2)
     seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker, timeout_s)
     host, python = socket.gethostname(), platform.python_version()
-    return Node(host, _code_hash(), repr(config.cluster), settings, torch.__version__, python, name, seen)
+    return NodeFacts(host, _code_hash(), repr(config.cluster), settings, torch.__version__, python, name, seen)
 
 
 def compare(
@@ -74,7 +74,7 @@ def compare(
     path = Path(config.run.dir) / _MARKER_NAME
     marker = run_on_rank0(lambda: _write_marker(path), "writing a file for all ranks to run.dir")
     own = asdict(_describe_node(config, device, marker))
-    nodes = [Node(**node) for node in all_gather_json(own, "comparing the environments of the ranks")]
+    nodes = [NodeFacts(**node) for node in all_gather_json(own, "comparing the environments of the ranks")]
     run_on_rank0(lambda: _remove_marker(path), "removing a file from run.dir")
     problem = find_difference(nodes)
     if problem:
@@ -83,10 +83,10 @@ def compare(
     return hosts, _find_persistently_slow(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
 
 
-def find_difference(nodes: list[Node]) -> str | None:
+def find_difference(nodes: list[NodeFacts]) -> str | None:
     """Return a message about the first rank that differs from rank 0 or shares its GPU, or None."""
     for rank, node in enumerate(nodes):
-        for field, fix in Node.FIXES.items():
+        for field, fix in NodeFacts.FIXES.items():
             if getattr(node, field) != getattr(nodes[0], field):
                 return f"rank {rank} on {node.host} differs from rank 0 on {nodes[0].host} in {fix}"
     owners: dict[tuple[str, str], int] = {}

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.model.edges import edges, whole_batch
-from gpt4d.parallel.function import MAX
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.pipeline.exchange import Exchange
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
+from gpt4d.parallel.pipeline.stage_links import Exchange
 from gpt4d.parallel.stage import Stage
+from gpt4d.parallel.symbolic.kernels import MAX
 
 
 def continuations(
@@ -96,7 +96,9 @@ class _Reader:
         ids = torch.tensor([text + [self.end] * (self.capacity - len(text)) for text in texts], device=device)
         places = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         sample_ids, documents = torch.arange(len(texts), device=device), self.documents(ids)
-        positions = Tokens(sample_ids, self.capacity, self.stage.grid.axis(None), documents).positions.gather(1, places)
+        positions = TokenIndex(sample_ids, self.capacity, self.stage.grid.axis(None), documents).positions.gather(
+            1, places
+        )
         self._cache.begin(places, positions, documents)
         model, window, cache = self.stage.module, ids.gather(1, places), self._cache
 

@@ -19,8 +19,8 @@ from benchmarks.pipeline import (
 from benchmarks.settings import arguments_of
 from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
+from gpt4d.parallel.pipeline.stage_program import orders_of
 
 CASE = PipelineBenchmark(grid="2x1x1x2", microbatches=8)
 LINK_S = 4 * 128 * 1024 * 4 * 8 / 200e6  # of one microbatch's activations

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.virtual import VirtualDevice
 from benchmarks.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
-from gpt4d.parallel import collectives
-from gpt4d.parallel.collectives import Axis
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.cpu.comm_thread import CommThread
+from gpt4d.parallel.comm.cpu.shared_memory import SLOT_BYTES, SharedMemory
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.shared_memory import SLOT_BYTES, SharedMemory
-from gpt4d.parallel.worker import Worker
 from tests.fake_time import FakeTime
 
 FLOPS, MEMORY_GB_S, LAUNCH_US = 1e6, 1e-3, 100.0
@@ -164,7 +164,7 @@ def test_shared_memory_is_written_when_the_device_has_computed():
 
 
 def test_a_worker_starts_a_task_when_the_device_has_computed_its_input():
-    weight, device, worker = torch.ones(LARGE), virtual_device(), Worker("communication")
+    weight, device, worker = torch.ones(LARGE), virtual_device(), CommThread("communication")
     with device:
         weight @ weight
         clock = device.stream.clock
@@ -174,7 +174,7 @@ def test_a_worker_starts_a_task_when_the_device_has_computed_its_input():
 
 
 def test_a_worker_computes_beside_the_device():
-    weight, device, worker = torch.ones(LARGE), virtual_device(), Worker("communication")
+    weight, device, worker = torch.ones(LARGE), virtual_device(), CommThread("communication")
     launched = threading.Event()
 
     def work() -> torch.Tensor:

@@ -9,7 +9,7 @@ from gpt4d import optim
 from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, GridSizes, OptimConfig
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from tests.grids import TINY_MODEL, build_model
 
 MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=1)

@@ -3,9 +3,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpt4d.parallel import collectives, hosts
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.cpu import two_level
+from gpt4d.parallel.comm.stats import Works
 from gpt4d.parallel.layers import linear_kernels
-from gpt4d.parallel.traffic import Works
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def rank_0(monkeypatch):
             return added_to.addmm_(a, b)
         return torch.addmm(added_to, a, b, out_dtype=dtype, out=added_to)
 
-    monkeypatch.setattr(hosts, "connect", lambda group: None)
+    monkeypatch.setattr(two_level, "connect", lambda group: None)
     monkeypatch.setattr(collectives, "_exchange_parts", exchange)
     monkeypatch.setattr(collectives, "_gather_pieces", gather)
     monkeypatch.setattr(collectives, "_add_parts", lambda received, full: received[0])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from gpt4d.parallel import collectives
+from gpt4d.parallel.comm import collectives
 from gpt4d.planner.device import KINDS, Device, sent_bytes
 
 

@@ -16,24 +16,22 @@ from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.init import initialize
 from gpt4d.model.module import Model
 from gpt4d.model.parts import Part
-from gpt4d.parallel.chunks import run_blocks
+from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import silu
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
-from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.embedding import ScaleShiftSpec, TimeEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.layer import LayerSpec, LayersSpec
-from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.linear import LinearSpec, concatenate
 from gpt4d.parallel.layers.loss import squared_error
-from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
-from gpt4d.parallel.layers.time_embedding import ScaleShiftSpec, TimeEmbeddingSpec
-from gpt4d.parallel.layers.tokens import tokens_of
+from gpt4d.parallel.layers.sequence import tokens_of
+from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.parallel.stage import Stage
-from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep
@@ -149,7 +147,7 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
     """Return a step of rank 0 and its microbatch."""
     parallel, samples = config.parallel, BATCH // sizes.batch_shards
     grid = Grid(sizes)
-    weights = WeightStream(
+    weights = ShardedWeights(
         grid, overlap=parallel.overlap, num_chunks=parallel.chunks, scatter_heads=parallel.scatter_heads
     )
     module = Model(DESCRIPTION.spec, weights)
@@ -183,7 +181,7 @@ def walk_of(config: Config, sizes: GridSizes) -> StepWalk:
 
 
 def test_parameters_are_those_of_the_description():
-    module = Model(DESCRIPTION.spec, WeightStream(Grid.single_device()))
+    module = Model(DESCRIPTION.spec, ShardedWeights(Grid.single_device()))
     specs = {name: (p.spec.shape, p.spec.layout.dims) for name, p in module.named_parameters()}
     assert specs == {name: (spec.shape, spec.layout.dims) for name, spec in DESCRIPTION.parameters.items()}
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
 from gpt4d.model.gpt2 import hugging_face as hf
-from gpt4d.parallel import gradients
+from gpt4d.parallel import gradient_reducer
 from gpt4d.parallel.layers.documents import Documents
 from tests.grids import (
     BINARY_GRIDS,
@@ -53,7 +53,7 @@ def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
     model = build_model(config, sizes, checkpointing=checkpointing, loss_chunks=3 if checkpointing == "full" else 1)
     grid = model.context.grid
-    total = gradients.GradientReducer(model.context, dict(model.named_parameters()))
+    total = gradient_reducer.GradientReducer(model.context, dict(model.named_parameters()))
     if state is not None:
         fill_from_hf(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
@@ -61,7 +61,7 @@ def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_
     for ids, targets, numbers in zip(*parts, strict=True):
         (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
     total.finish()
-    norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
+    norm = gradient_reducer.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
     grads = to_hf({n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}, config)
     own = (grid.batch_shard, grid.x.index, torch.cat(logits))
     return own, (grads if grid.world.index == 0 else None), norm
@@ -119,7 +119,7 @@ def gradients_in_bf16(sizes):
     """On a rank: the global gradients of fp32 master weights under bf16 compute."""
     model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
     grid = model.context.grid
-    total = gradients.GradientReducer(model.context, dict(model.named_parameters()))
+    total = gradient_reducer.GradientReducer(model.context, dict(model.named_parameters()))
     ids, targets, numbers = (batch_part(t, grid) for t in inputs())
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16

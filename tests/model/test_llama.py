@@ -21,7 +21,7 @@ from gpt4d.config import (
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.llama.frequencies import frequencies, scale
-from gpt4d.parallel import gradients
+from gpt4d.parallel import gradient_reducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
@@ -146,7 +146,7 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
     stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
-    total = gradients.GradientReducer(model.context, dict(model.named_parameters()))
+    total = gradient_reducer.GradientReducer(model.context, dict(model.named_parameters()))
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     model.eval()
@@ -155,7 +155,7 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
     model.train()
     (model.loss_sum(ids, targets, samples) / (BATCH * LENGTH)).backward()
     total.finish()
-    norm = gradients.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
+    norm = gradient_reducer.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
     grads = to_hf({n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}, config)
     return (grid.batch_shard, grid.x.index, logits), (grads if grid.world.index == 0 else None), norm
 

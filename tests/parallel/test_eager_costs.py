@@ -1,4 +1,4 @@
-"""The costs of kernels without torch.compile, which gpt4d/parallel/eager.json records, and the shapes of their results.
+"""The recorded costs of kernels without torch.compile, and the shapes of the results of kernels.
 
 ``python -m tests.parallel.test_eager_costs`` records the costs again.
 """
@@ -13,25 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import allocated_peak
 from benchmarks.virtual_operations import Operations, has_kernel, nbytes, tensors_in
-from gpt4d.parallel.function import EAGER_COSTS, Kernel, PlannedKernel
 from gpt4d.parallel.layers import (
     activations,
     attention,
     conv,
-    dropout,
     embedding,
     group_norm,
-    grouped_heads,
-    head_loss,
+    heads,
     linear,
     loss,
     norm,
     product,
-    rotary,
-    time_embedding,
-    tokens,
+    sequence,
 )
-from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.symbolic.kernels import EAGER_COSTS, Kernel, PlannedKernel
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
 ROWS, FEATURES = 2048, 512  # so many that statistics of rows and parameters do not count
 DTYPES = torch.float32, torch.bfloat16
@@ -42,7 +38,7 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
     x, branch, d_out, d_stream = torch.randn(4, ROWS, FEATURES).to(dtype)
     mean, rstd, weight, bias = torch.randn(ROWS, 1), torch.rand(ROWS, 1), torch.randn(FEATURES), torch.randn(FEATURES)
     sums = torch.randn(2, ROWS, 1)
-    pair, heads = torch.randn(ROWS, 2, FEATURES).to(dtype), torch.randn(1, ROWS, 8, FEATURES // 8).to(dtype)
+    pair, x_heads = torch.randn(ROWS, 2, FEATURES).to(dtype), torch.randn(1, ROWS, 8, FEATURES // 8).to(dtype)
     cos, sin = torch.randn(2, 1, ROWS, 1, FEATURES // 16)
     found: list[tuple[Kernel, tuple]] = []
     for added in (None, branch):
@@ -74,7 +70,7 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         (activations.swiglu_gradient, (d_out, pair)),
         (activations.geglu, (pair,)),
         (activations.geglu_gradient, (d_out, pair)),
-        (rotary.rotated, (heads, cos, sin, 1)),
+        (heads.rotated, (x_heads, cos, sin, 1)),
         (loss.sums_of_exponentials, (x, sums[0, :, 0], FEATURES)),
         (loss.softmax_, (x.clone(), sums[0, :, 0], sums[1, :, 0], FEATURES)),
         *examples_of_embeddings(x, d_out),
@@ -82,10 +78,10 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         *examples_of_pictures(dtype),
         (product.local_bias, (bias, x, 2, 1)),
         (attention.weight_rows, (torch.arange(ROWS), 3, 4, 2, 5)),
-        (attention.window_mask, (heads, None, None, 64)),
-        (rotary.rotations, (torch.arange(ROWS)[None], x, (1.0, 0.5, 0.2), 1.0)),
-        (dropout.row_keys, (torch.arange(ROWS), torch.arange(ROWS), 3)),
-        (dropout.dropped, (x, torch.arange(ROWS), 0, 0.5)),
+        (attention.window_mask, (x_heads, None, None, 64)),
+        (heads.rotations, (torch.arange(ROWS)[None], x, (1.0, 0.5, 0.2), 1.0)),
+        (activations.row_keys, (torch.arange(ROWS), torch.arange(ROWS), 3)),
+        (activations.dropped, (x, torch.arange(ROWS), 0, 0.5)),
     ]
 
 
@@ -135,7 +131,7 @@ def examples_of_pictures(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         ),
         (conv.enlarged, (image, 2)),
         (conv.sums_of_repeated, (d_out, 2)),
-        (time_embedding.sinusoids, (torch.arange(ROWS), 128)),
+        (embedding.sinusoids, (torch.arange(ROWS), 128)),
     ]
 
 
@@ -171,16 +167,16 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (conv.add_gradient_, (channels.clone(), channels)),
         (group_norm.widened, (image.bfloat16(),)),
         (group_norm.variance_of, (row, 3)),
-        (head_loss.one_like, (torch.ones(()),)),
-        (head_loss.total, (torch.ones(()), torch.ones(()))),
-        (head_loss.scale_, (x.clone(), torch.ones(()))),
-        (head_loss.add_scaled_, (x.clone(), x, torch.ones(()))),
+        (loss.one_like, (torch.ones(()),)),
+        (loss.total, (torch.ones(()), torch.ones(()))),
+        (loss.scale_, (x.clone(), torch.ones(()))),
+        (loss.add_scaled_, (x.clone(), x, torch.ones(()))),
         (loss.stacked, (row, row)),
         (loss.zero_, (logits.clone(),)),
-        (tokens.local_part, (ids.view(2, 3), 2, 3, 1)),
-        (tokens.in_gathered_order, (ids.view(2, 3), 2, 3)),
-        (tokens.places_of, (ids, 4)),
-        (tokens.samples_of, (ids, 4)),
+        (sequence.local_part, (ids.view(2, 3), 2, 3, 1)),
+        (sequence.in_gathered_order, (ids.view(2, 3), 2, 3)),
+        (sequence.places_of, (ids, 4)),
+        (sequence.samples_of, (ids, 4)),
     ]
 
 
@@ -202,9 +198,9 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
             assert (one is None) == (other is None), kernel.name
             assert one is None or (one.shape, one.dtype) == (symbolic(other).shape, symbolic(other).dtype), kernel.name
         checked.add(kernel.name)
-    layers = [activations, attention, conv, dropout, embedding, group_norm, grouped_heads, head_loss]
-    layers += [linear, loss, norm, product]
-    found = [value for layer in (*layers, rotary, time_embedding, tokens) for value in vars(layer).values()]
+    layers = [activations, attention, conv, embedding, group_norm, heads, loss]
+    layers += [linear, norm, product]
+    found = [value for layer in (*layers, sequence) for value in vars(layer).values()]
     assert checked == {one.name for one in found if isinstance(one, Kernel) and not isinstance(one, PlannedKernel)}
 
 

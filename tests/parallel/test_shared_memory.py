@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import collectives, message_size, shared_memory
-from gpt4d.parallel.collectives import Axis
-from gpt4d.parallel.function import MAX
+from gpt4d.parallel.comm import collectives, message_size
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.cpu import shared_memory
+from gpt4d.parallel.comm.cpu.shared_memory import SharedMemory
+from gpt4d.parallel.comm.cpu.two_level import TwoLevelTransport
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.hosts import Hosts
-from gpt4d.parallel.shared_memory import SharedMemory
+from gpt4d.parallel.symbolic.kernels import MAX
 from tests.rank_pool import RankFailure
 
 
@@ -81,7 +82,7 @@ def test_a_result_is_not_overwritten_by_later_collectives(ranks):
 
 def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
     """Return a grid as if each rank were on the host that the list names."""
-    from gpt4d.parallel import hosts as hosts_module
+    from gpt4d.parallel.comm.cpu import two_level as hosts_module
 
     listen = hosts_module._listen
 
@@ -99,7 +100,7 @@ def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
 def axis_across_hosts(hosts: list[int]) -> Axis:
     """Return the axis of all ranks as if each rank were on the host that the list names."""
     axis = grid_on_hosts(GridSizes(data=len(hosts)), hosts).data
-    assert isinstance(axis.transport, Hosts) and axis.transport.size == len(set(hosts))
+    assert isinstance(axis.transport, TwoLevelTransport) and axis.transport.size == len(set(hosts))
     return axis
 
 
@@ -112,7 +113,7 @@ def sums_where_one_group_has_hosts():
 
 def test_groups_of_an_axis_may_be_inside_a_host_and_across_hosts(ranks):
     found = ranks.run(8, sums_where_one_group_has_hosts)
-    assert [transport for transport, _ in found] == [SharedMemory] * 4 + [Hosts] * 4
+    assert [transport for transport, _ in found] == [SharedMemory] * 4 + [TwoLevelTransport] * 4
     assert all(sums == [4, 2] for _, sums in found)
 
 

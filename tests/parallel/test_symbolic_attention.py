@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt4d.parallel import tape
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention, grouped_heads
+from gpt4d.parallel.layers import attention, heads
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
-from gpt4d.parallel.layers.grouped_heads import KeyValueHeadsSpec
+from gpt4d.parallel.layers.heads import KeyValueHeadsSpec
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.pending import Pending
-from gpt4d.parallel.symbolic import SymbolicTensor
-from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.sharded_weights import ShardedWeights
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from tests.parallel.counting_device import CountingDevice
 
 B, S, H, SIZE = 2, 6, 4, 8
@@ -90,9 +90,9 @@ FUNCTIONS = {
     "scores of one sequence": (lambda q, k: attention.ScoresFunction.apply(q, k, None, True), [(1, S, H, SIZE)] * 2),
     "softmax": (attention.SoftmaxFunction.apply, [(B, H, S, S)]),
     "mixed values": (attention.MixedValuesFunction.apply, [(B, H, S, S), HEADS]),
-    "stacked": (grouped_heads.StackedFunction.apply, [HEADS] * 2),
-    "consecutive heads": (lambda x: grouped_heads.ConsecutiveHeadsFunction.apply(x, 1, 3), [HEADS]),
-    "selected heads": (lambda x: grouped_heads.SelectedHeadsFunction.apply(x, (0, 1, 1)), [HEADS]),
+    "stacked": (heads.StackedFunction.apply, [HEADS] * 2),
+    "consecutive heads": (lambda x: heads.ConsecutiveHeadsFunction.apply(x, 1, 3), [HEADS]),
+    "selected heads": (lambda x: heads.SelectedHeadsFunction.apply(x, (0, 1, 1)), [HEADS]),
 }
 
 
@@ -142,11 +142,11 @@ def test_heads_of_keys_and_values(key_value_heads):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_fused_queries_keys_and_values(causal, dropout):
-    layer = Layer(FusedAttentionSpec(H, dropout, causal), WeightStream(Grid.single_device()))
+    layer = Layer(FusedAttentionSpec(H, dropout, causal), ShardedWeights(Grid.single_device()))
     device, axis, shapes = CountingDevice(), Grid.single_device().axis(None), [(B * S, 3, H * SIZE)]
     symbolic_ids = SymbolicTensor(device, (B,), "int64")
-    found = in_symbols(device, lambda x: layer(x, Tokens(symbolic_ids, S, axis)), shapes, torch.float32)
-    assert found == in_torch(lambda x: layer(x, Tokens(torch.arange(B), S, axis)), shapes, torch.float32)
+    found = in_symbols(device, lambda x: layer(x, TokenIndex(symbolic_ids, S, axis)), shapes, torch.float32)
+    assert found == in_torch(lambda x: layer(x, TokenIndex(torch.arange(B), S, axis)), shapes, torch.float32)
     product = 2 * B * S * S * H * SIZE
     assert device.flops == (6 if dropout else 7) * product
     assert device.held == 0
@@ -156,8 +156,8 @@ def test_tokens():
     device = CountingDevice()
     ids = torch.arange(4)
     symbolic_ids, values = SymbolicTensor(device, (4,), "int64"), SymbolicTensor(device, (4, S), "int64")
-    ours = Tokens(symbolic_ids, S, Twins(1), num_chunks=2)
-    theirs = Tokens(ids, S, Twins(1), num_chunks=2)
+    ours = TokenIndex(symbolic_ids, S, Twins(1), num_chunks=2)
+    theirs = TokenIndex(ids, S, Twins(1), num_chunks=2)
     for one, other in [(ours, theirs), *zip(ours.chunk(2), theirs.chunk(2), strict=True)]:
         for attribute in ("sample_ids", "samples", "places", "positions"):
             assert kind(getattr(one, attribute)) == kind(getattr(other, attribute))

@@ -5,20 +5,18 @@ import torch
 from torch import nn
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel import tape
-from gpt4d.parallel.chunks import join
+from gpt4d.parallel.engine.interleave import join, run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import silu
-from gpt4d.parallel.layers.concatenation import concatenate, separate
 from gpt4d.parallel.layers.conv import Conv2dSpec
-from gpt4d.parallel.layers.head_loss import head_loss
-from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.embedding import ScaleShiftFunction, ScaleShiftSpec, TimeEmbeddingSpec
+from gpt4d.parallel.layers.linear import LinearSpec, concatenate, separate
+from gpt4d.parallel.layers.loss import head_loss
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.time_embedding import ScaleShiftFunction, ScaleShiftSpec, TimeEmbeddingSpec
-from gpt4d.parallel.symbolic import SymbolicTensor
-from gpt4d.parallel.symbolic_context import SymbolicContext, SymbolicLayer
-from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.sharded_weights import ShardedWeights
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from tests.parallel.counting_device import CountingDevice
 from tests.parallel.test_eager_costs import Counter
 from tests.parallel.test_symbolic_attention import in_symbols, in_torch, kind
@@ -105,7 +103,7 @@ def symbolic_layer(spec, device, sizes=SINGLE, sequence_parallel=False) -> Symbo
 
 def contexts(spec, device) -> tuple[Layer, SymbolicLayer]:
     """Return the layer of a spec in torch, with values, and on symbolic tensors."""
-    layer = Layer(spec, WeightStream(Grid.single_device()))
+    layer = Layer(spec, ShardedWeights(Grid.single_device()))
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     return layer, symbolic_layer(spec, device)

@@ -7,11 +7,11 @@ import torch
 
 from gpt4d.config import Config, GridSizes, OverlapConfig, compose
 from gpt4d.model import registry
-from gpt4d.parallel import tape
-from gpt4d.parallel.function import Kernel, PlannedKernel
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.symbolic import SymbolicTensor
-from gpt4d.parallel.symbolic_context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.kernels import Kernel, PlannedKernel
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from tests.parallel.counting_device import CountingDevice
 

@@ -6,7 +6,7 @@ import pytest
 
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig, compose
 from gpt4d.model import registry
-from gpt4d.parallel import message_size
+from gpt4d.parallel.comm import message_size
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate

@@ -13,8 +13,8 @@ from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, Measured
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.probe import Product
-from gpt4d.parallel import collectives
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.layers import sharding
 from gpt4d.planner import paper_models
 from gpt4d.planner.device import KINDS, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, node_size, spans, speed
@@ -49,13 +49,13 @@ def test_collectives_send_the_bytes_of_equations_1_to_3():
 
 def test_a_layer_sends_the_bytes_of_equations_4_to_8():
     """m=64 rows per data group, k=16, n=48 on (2, 2, 4, 2), elements of one byte."""
-    product = Product(specs.NORMAL, 64 * 16, 64 * 48, 16 * 48)
+    product = Product(sharding.NORMAL, 64 * 16, 64 * 48, 16 * 48)
     sent = paper_models.product_bytes(product, 1, GridSizes(2, 2, 4, 2), 1, 1)
     assert sent["z"] == {"all_gather": 3 * 16 * 48 / 16, "reduce_scatter": 3 / 4 * 16 * 48 / 4}
     assert sent["y"] == {"forward": 2 * 1 / 2 * 64 * 48 / (4 * 2)}
     assert sent["x"] == {"backward": 2 * 1 / 2 * 64 * 16 / (4 * 2)}
     assert sent["data"] == {"all_reduce": 2 * 1 / 2 * 16 * 48 / 16}
-    product = product._replace(split=specs.TRANSPOSED)
+    product = product._replace(split=sharding.TRANSPOSED)
     transposed = paper_models.product_bytes(product, 1, GridSizes(4, 1, 1, 1), 1, 1)
     assert transposed["x"] == {"forward": 2 * 3 / 4 * 64 * 48} and transposed["y"] == {"backward": 0}
 

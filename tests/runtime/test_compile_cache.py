@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt4d.config import NodeError
-from gpt4d.parallel import fusion
+from gpt4d.parallel import compile
 from gpt4d.runtime import compile_cache
 
 VARIABLES = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"]
@@ -57,11 +57,11 @@ def test_a_model_that_is_compiled_uses_them(private, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CXX", "true")  # found as a compiler, and never called
     try:
-        fusion.enable(False, torch.device("cpu"))
+        compile.enable(False, torch.device("cpu"))
         assert not set(VARIABLES) & set(os.environ) and not private.exists()
-        fusion.enable(True, torch.device("cpu"))
+        compile.enable(True, torch.device("cpu"))
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(private / "inductor")
     finally:
-        fusion.enable(False, torch.device("cpu"))
+        compile.enable(False, torch.device("cpu"))
         for name in VARIABLES:
             os.environ.pop(name, None)

@@ -108,7 +108,7 @@ def kill_itself(phase, target, rank, step=5):
     from gpt4d.checkpoint import writer
     from gpt4d.checkpoint.run import RunCheckpoints
     from gpt4d.model.module import Model
-    from gpt4d.parallel.gradients import GradientReducer
+    from gpt4d.parallel.gradient_reducer import GradientReducer
 
     owner, name = {
         "start": (RunCheckpoints, "resume"),

@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.runtime import preflight
-from gpt4d.runtime.preflight import Node, find_difference, find_slow
+from gpt4d.runtime.preflight import NodeFacts, find_difference, find_slow
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
-NODE = Node("nid1", "c0de", "a100", "f00", "2.13.0", "3.11", "cpu", "mark")
+NODE = NodeFacts("nid1", "c0de", "a100", "f00", "2.13.0", "3.11", "cpu", "mark")
 
 
 def test_equal_nodes_have_no_difference():
     assert find_difference([NODE, replace(NODE, host="nid2")]) is None
 
 
-@pytest.mark.parametrize("field", Node.FIXES)
+@pytest.mark.parametrize("field", NodeFacts.FIXES)
 def test_the_first_rank_that_differs_is_named_with_the_fix(field):
     odd = replace(NODE, host="nid3", **{field: "other"})
     message = find_difference([NODE, NODE, odd, odd])
-    assert message == f"rank 2 on nid3 differs from rank 0 on nid1 in {Node.FIXES[field]}"
+    assert message == f"rank 2 on nid3 differs from rank 0 on nid1 in {NodeFacts.FIXES[field]}"
 
 
 def test_two_tasks_on_one_gpu_are_an_error():

@@ -22,7 +22,14 @@ with listen_for_signals(announce=True) as stop:
 def start_process(body: str, *launcher: str) -> subprocess.Popen:
     """Start a process that runs ``body`` and wait until it has printed ``ready``."""
     command = [*launcher, sys.executable, "-c", PROGRAM.format(body)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+    )
     assert process.stdout.readline() == "ready\n"
     return process
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.traffic import StartedCollective
+from gpt4d.parallel.comm.stats import StartedCollective
 from gpt4d.runtime import hangs, watchdog
 from gpt4d.runtime.deadline_store import StoreLost
 from gpt4d.runtime.hangs import HangDetector, HangReport

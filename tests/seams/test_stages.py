@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from gpt4d.config import Config, GridSizes, TrainConfig
-from gpt4d.parallel import gradients as gradient_sums
-from gpt4d.parallel.gradients import GradientReducer
-from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.order import (
+from gpt4d.parallel import gradient_reducer as gradient_sums
+from gpt4d.parallel.engine.prefetch import (
     BACKWARD,
     FORWARD,
     RECOMPUTATION,
@@ -20,6 +18,8 @@ from gpt4d.parallel.order import (
     weight_order,
     weights_ahead,
 )
+from gpt4d.parallel.gradient_reducer import GradientReducer
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.step import build_stage, mask_replicas

@@ -14,7 +14,7 @@ from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import Config, ConfigError, GridSizes, compose
 from gpt4d.model import registry
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.planner import search, tables

@@ -24,16 +24,16 @@ _START = {
 _STEP = {
     "forward": "gpt4d.parallel.pipeline.runtime:_Step._forward",
     "backward": "gpt4d.parallel.pipeline.runtime:_Step._backward",
-    "reduce": "gpt4d.parallel.gradients:GradientReducer.finish",
+    "reduce": "gpt4d.parallel.gradient_reducer:GradientReducer.finish",
     "update": "gpt4d.optim:update",
     "measure": "gpt4d.measuring:StepMeter.measure",
     "evaluate": "gpt4d.step:TrainStep.evaluate",
     "next step": "gpt4d.trainer:Trainer._step",
 }
 _SOME_PLANS = {
-    "gather": "gpt4d.parallel.weights:WeightStream.gather",
+    "gather": "gpt4d.parallel.sharded_weights:ShardedWeights.gather",
     "transfer": "gpt4d.parallel.resharding.transfer:Resharding.run",
-    "copy": "gpt4d.parallel.pipeline.exchange:Exchange.start_weight",
+    "copy": "gpt4d.parallel.pipeline.stage_links:Exchange.start_weight",
     "weight_gradients": "gpt4d.parallel.pipeline.runtime:_Step._weight_gradients",
 }
 _SAVE = {

@@ -16,11 +16,11 @@ from gpt4d.model.text import TextModelSpec
 from gpt4d.parallel.layers.activations import GegluFunction
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.embedding import EmbeddingFactorSpec
+from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.norm import BranchNormSpec, HeadNormSpec, RMSNormSpec
-from gpt4d.parallel.layers.rotary import Rotary
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.layers.sequence import TokenIndex
 
 STD = 0.02  # of all initial weights: the norm behind a branch decides how large its output is
 
@@ -77,7 +77,7 @@ class Gemma3BlockSpec(LayerSpec):
             "post_mlp_norm": behind,
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         x_TH = layer.post_attention_norm(x_TH, await layer.attention(normal_TH, tokens))
         x_TH, normal_TH = layer.mlp_norm(x_TH)

@@ -11,15 +11,14 @@ from gpt4d.config import Divisibility
 from gpt4d.model.description import STREAM, Description, residual_stream, units_of
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.text import TextModelSpec
-from gpt4d.parallel.layers.activations import gelu_of_biased
+from gpt4d.parallel.layers.activations import DropoutSpec, gelu_of_biased
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
-from gpt4d.parallel.layers.dropout import DropoutSpec
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.norm import LayerNormSpec
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.recomputation import recomputable
+from gpt4d.parallel.layers.product import recomputable
+from gpt4d.parallel.layers.sequence import TokenIndex
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class GPT2AttentionSpec(LayerSpec):
             "output": LinearSpec(h, h, transposed=True, std=residual_std(self.config), heads=heads),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         mixed_TN = layer.core(await layer.qkv(x_TH), tokens)
         return await layer.output(mixed_TN)
 
@@ -69,7 +68,7 @@ class GPT2BlockSpec(LayerSpec):
             "mlp_dropout": DropoutSpec(self.config.dropout),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         attended_TH = layer.attention_dropout(await layer.attention(normal_TH, tokens), tokens)
         x_TH, normal_TH = layer.mlp_norm(x_TH, attended_TH)

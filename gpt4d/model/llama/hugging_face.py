@@ -1,8 +1,8 @@
 """Weights and settings of transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 
 Its linear weights are stored [out, in], ours [in, out]. Queries, keys and values are one weight here, whose columns
-are stored as those of a concatenation (gpt4d.parallel.layers.specs.interleaved_order), and so are the two halves of a
-gated MLP, side by side.
+are stored like those of a concatenation (gpt4d.parallel.layers.sharding.interleaved_order). The two halves of a gated
+MLP are stored in the same way.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from gpt4d.config import ConfigError
 from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported, unsupported
 from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.parallel.layers.concatenation import concatenate, separate
+from gpt4d.parallel.layers.linear import concatenate, separate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,14 +13,12 @@ from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.text import TextModelSpec
 from gpt4d.parallel.layers.activations import GatedFunction, SwigluFunction
 from gpt4d.parallel.layers.attention import AttentionSpec
-from gpt4d.parallel.layers.concatenation import separate
-from gpt4d.parallel.layers.grouped_heads import KeyValueHeadsSpec
+from gpt4d.parallel.layers.heads import KeyValueHeadsSpec, Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.linear import LinearSpec, separate
 from gpt4d.parallel.layers.norm import HeadNormSpec, RMSNormSpec
-from gpt4d.parallel.layers.rotary import Rotary
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.recomputation import recomputable
+from gpt4d.parallel.layers.product import recomputable
+from gpt4d.parallel.layers.sequence import TokenIndex
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class LlamaAttentionSpec(LayerSpec):
             ),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         config = self.config
         qkv_BSN = (await layer.qkv(x_TH)).unflatten(0, (-1, tokens.length))
         q_BSN, k_BSN, v_BSN = separate(qkv_BSN, config.qkv_channels, config.head_parts)
@@ -93,7 +91,7 @@ class LlamaBlockSpec(LayerSpec):
             "mlp": LlamaMLPSpec(self.config),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         x_TH, normal_TH = layer.mlp_norm(x_TH, await layer.attention(normal_TH, tokens))
         return x_TH + await layer.mlp(normal_TH)

@@ -13,12 +13,11 @@ from gpt4d.model.llama.model import LlamaAttentionSpec, LlamaMLPSpec, norm
 from gpt4d.model.llama.model import describe as describe_llama
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.model.text import TextModelSpec
-from gpt4d.parallel.layers.concatenation import separate
+from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.linear import LinearSpec, separate
 from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec
-from gpt4d.parallel.layers.rotary import Rotary
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.layers.sequence import TokenIndex
 
 STD = 0.02  # of all initial weights: the norm behind a branch decides how large its output is
 
@@ -36,7 +35,7 @@ class Olmo2AttentionSpec(LlamaAttentionSpec):
             "k_norm": AllHeadsNormSpec(keys, config.head_parts, config.norm_epsilon),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         config = self.config
         qkv_BSN = (await layer.qkv(x_TH)).unflatten(0, (-1, tokens.length))
         q_BSN, k_BSN, v_BSN = separate(qkv_BSN, config.qkv_channels, config.head_parts)
@@ -69,7 +68,7 @@ class Olmo2BlockSpec(LayerSpec):
             "mlp_norm": behind,
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
         x_TH = layer.attention_norm(x_TH, await layer.attention(x_TH, tokens))
         return layer.mlp_norm(x_TH, await layer.mlp(x_TH))
 

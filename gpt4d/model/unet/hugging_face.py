@@ -1,7 +1,7 @@
 """Weights under the names and shapes of diffusers' UNet2DModel, and its settings.
 
 diffusers stores linear weights [out, in] and queries, keys and values apart, and has the channels of a concatenation in
-the order of its parts; ours are stored in pieces (gpt4d.parallel.layers.specs.interleaved_order).
+the order of its parts; ours are stored in pieces (gpt4d.parallel.layers.sharding.interleaved_order).
 """
 
 import functools
@@ -14,7 +14,7 @@ from gpt4d.config import ConfigError
 from gpt4d.model.hugging_face_settings import check_sizes, unsupported
 from gpt4d.model.unet import scheduler, structure
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.parallel.layers.specs import interleaved_order
+from gpt4d.parallel.layers.sharding import interleaved_order
 
 FOLDER, FILE = "unet", "diffusion_pytorch_model"
 CLASS = "diffusers.DDIMPipeline"

@@ -18,23 +18,19 @@ from gpt4d.model.spec import ModelSpec
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, embedding_size, other_axis
-from gpt4d.parallel.chunks import Node, run_graph
-from gpt4d.parallel.layers.activations import silu
+from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
+from gpt4d.parallel.layers.activations import DropoutSpec, silu
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
-from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec
-from gpt4d.parallel.layers.dropout import DropoutSpec
+from gpt4d.parallel.layers.embedding import ScaleShiftSpec, TimeEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
-from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.linear import LinearSpec, concatenate
 from gpt4d.parallel.layers.loss import squared_error
-from gpt4d.parallel.layers.product import cast_to
-from gpt4d.parallel.layers.specs import Axes, interleaved_pieces
-from gpt4d.parallel.layers.time_embedding import ScaleShiftSpec, TimeEmbeddingSpec
-from gpt4d.parallel.layers.tokens import Tokens, tokens_of
+from gpt4d.parallel.layers.product import cast_to, recomputable
+from gpt4d.parallel.layers.sequence import TokenIndex, tokens_of
+from gpt4d.parallel.layers.sharding import Axes, interleaved_pieces
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.recomputation import recomputable
-from gpt4d.parallel.turns import run_alone
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class PixelAttentionSpec(LayerSpec):
             "output": LinearSpec(c, c, transposed=True, axes=Axes(inner, outer), std=0.0, heads=heads),
         }
 
-    async def forward(self, layer: BoundLayer, x_BSSC: Any, pixels: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_BSSC: Any, pixels: TokenIndex) -> Any:
         normal_TC = layer.norm(x_BSSC).flatten(0, 2)
         attended_TC = await layer.output(layer.core(await layer.qkv(normal_TC), pixels))
         return x_BSSC + attended_TC.view_as(x_BSSC)
@@ -101,7 +97,7 @@ class ResidualBlockSpec(LayerSpec):
         return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
 
-def _activated(layer: BoundLayer, pixels: Tokens, h_BSSC: Any) -> Any:
+def _activated(layer: BoundLayer, pixels: TokenIndex, h_BSSC: Any) -> Any:
     return layer.dropout(silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
 
 
@@ -116,7 +112,7 @@ class LevelChangeSpec(LayerSpec):
         channels, axes = (block.stream.channels, block.output.channels), Axes(block.outer, block.inner)
         return {"conv": Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)}
 
-    async def forward(self, layer: BoundLayer, x_BSSC: Any, samples: Tokens) -> Any:
+    async def forward(self, layer: BoundLayer, x_BSSC: Any, samples: TokenIndex) -> Any:
         return await layer.conv(x_BSSC)
 
 

@@ -1,10 +1,12 @@
-"""The kernels of elementwise functions."""
+"""The kernels of activation functions and of dropout."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+from gpt4d.parallel import random
 
 _ROWS = 128  # that are added up at once: torch.compile then needs no second pass over the gradients
 
@@ -56,3 +58,11 @@ def _gated_gradient(d_out, gate_and_up, activation: Callable, backward: Callable
     torch.mul(activation(gate), d_out, out=d_up)
     backward(d_out * up, gate, grad_input=d_gate)
     return d_input
+
+
+def dropped(x, rows, offset: int, p: float):
+    return torch.where(random.keep_mask(rows, x.shape[-1], offset, p), x / (1 - p), 0)
+
+
+def row_keys(samples, places, key: int):
+    return random.fold(random.fold(key, samples), places)

@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gpt4d.parallel.function import TorchFunction, kernel, planned_kernel
-from gpt4d.parallel.layers.dropout import DropoutFunction
+from gpt4d.parallel.layers.activations import DropoutFunction
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.symbolic import wide_dtype
+from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def local_heads(heads: int, axes: Sequence[Any]) -> tuple[int, int]:
@@ -289,7 +289,7 @@ class AttentionSpec(LayerSpec):
             q: queries [B, S, h, s].
             k: keys [B, S, heads, s]. If they have fewer heads than the queries, each serves equally many queries.
             v: values, shaped as ``k``.
-            tokens: the tokens that they come from (gpt4d.parallel.layers.tokens).
+            tokens: the tokens that they come from (gpt4d.parallel.layers.sequence).
         """
         documents, mask = tokens.documents, None
         assert documents is None or (self.causal and tokens.cache is None), "documents limit causal training only"

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpt4d.parallel.function import kernel
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
-from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.symbolic.kernels import kernel
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Conv2dSpec(LayerSpec):
     in_channels: int
     out_channels: int
     kernel: Any
-    axes: Axes = specs.NORMAL
+    axes: Axes = sharding.NORMAL
     stride: Any = 1
     padding: Any = 0
     upsampling: int = 1
@@ -188,10 +188,10 @@ class Conv2dSpec(LayerSpec):
         channels, split = (self.in_channels, self.out_channels), tuple(self.axes)
         if self.axes.produced is not None:
             channels, split = channels[::-1], split[::-1]
-        layout = Layout(specs.named(split[0], "z"), specs.named(split[1]), (), ())
+        layout = Layout(sharding.named(split[0], "z"), sharding.named(split[1]), (), ())
         parameters = {"weight": ParameterSpec((*channels, *self.kernel), layout, std=std, decay=True, streamed=True)}
         if self.bias:
-            parameters["bias"] = ParameterSpec((self.out_channels,), Layout(specs.named(self.axes.produced)))
+            parameters["bias"] = ParameterSpec((self.out_channels,), Layout(sharding.named(self.axes.produced)))
         return parameters
 
     def prepare(self, layer: BoundLayer) -> None:

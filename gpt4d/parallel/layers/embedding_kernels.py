@@ -1,4 +1,6 @@
-"""The kernels of embeddings."""
+"""The kernels of token, position and time embeddings."""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -44,3 +46,17 @@ def rows_at_gradient(d_out, weight, positions):
 
 def multiplied(x, factor: float):
     return x * torch.tensor(factor, dtype=x.dtype)
+
+
+_MAX_PERIOD = 10000.0
+
+
+def sinusoids(timesteps, channels: int):
+    dtype = timesteps.dtype if timesteps.dtype == torch.float64 else torch.float32
+    exponents = torch.arange(channels // 2, dtype=dtype, device=timesteps.device) / (channels // 2)
+    angles = timesteps[:, None].to(dtype) * torch.exp(-math.log(_MAX_PERIOD) * exponents)
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def scaled_and_shifted(x, scale, shift):
+    return torch.addcmul(shift[:, None, None], x, (1 + scale)[:, None, None])

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpt4d.parallel.function import Function, kernel
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.symbolic import wide_dtype
+from gpt4d.parallel.symbolic.kernels import Function, kernel
+from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class GroupNormSpec(LayerSpec):
 
     Attributes:
         groups: number of groups of all channels.
-        channels: global number of channels of each part of a concatenation (gpt4d.parallel.layers.concatenation), or of
+        channels: global number of channels of each part of a concatenation (gpt4d.parallel.layers.linear), or of
             the only part. Groups are consecutive in the order of the parts.
         axis: splits the channels.
         epsilon: added to the variance.
@@ -143,11 +143,11 @@ class GroupNormSpec(LayerSpec):
 
     def is_cut(self, ranks: int) -> bool:
         """Return whether an axis of so many ranks puts channels of one group on different ranks."""
-        return specs.cuts_groups(self.channels, self.groups, ranks)
+        return sharding.cuts_groups(self.channels, self.groups, ranks)
 
     def prepare(self, layer: BoundLayer) -> None:
         grid = layer.context.grid
-        axis, group_of = grid.axis(self.axis), specs.channel_groups(self.channels, self.groups)
+        axis, group_of = grid.axis(self.axis), sharding.channel_groups(self.channels, self.groups)
         local = len(group_of) // axis.size
         own, count = group_of[axis.index * local : (axis.index + 1) * local], self.groups
         cut = self.is_cut(axis.size)

@@ -1,23 +1,25 @@
-"""Linear layers on the 4-D grid (4D paper, Algorithm 1), the output head among them. No torch here.
+"""Linear layers on the 4-D grid (4D paper, Algorithm 1), the output head, and concatenations. No torch here.
 
-Shapes: B any number of batch dims, K input features, N output features, both this rank's part.
+Shapes: B any number of batch dims, K input features, N output features, both this rank's part. A concatenation of
+activations whose channels are split needs no communication.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gpt4d.parallel import function
-from gpt4d.parallel.function import kernel
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
-from gpt4d.parallel.layers.specs import Axes
+from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.symbolic import ITEMSIZE
+from gpt4d.parallel.symbolic import kernels
+from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.symbolic.tensor import ITEMSIZE
 
 
 def _rows(x_BK) -> int:
@@ -44,7 +46,7 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
     first, second = (math.prod(tensor.shape) // count for tensor in (x_BK, d_out_BN))
     if transposed:
         first, second = second, first
-    rows = min(first, function.block_rows(count)) if converts else first
+    rows = min(first, kernels.block_rows(count)) if converts else first
     converted = count * (second + rows) if converts else 0
     product = 0 if added_to is None and rows == first else rows * second
     return (converted + product) * ITEMSIZE[weight.dtype]
@@ -128,18 +130,18 @@ class LinearSpec(LayerSpec):
     @cached_property
     def split(self) -> Axes:
         """The axes that split the features of the input and of the output."""
-        return self.axes or specs.linear_axes(self.transposed)
+        return self.axes or sharding.linear_axes(self.transposed)
 
     def parameters(self) -> dict[str, ParameterSpec]:
         """Return weight [in, out] and bias [out], or [in, num_fused, out] and [num_fused, out].
 
         z splits the stored rows once more.
         """
-        fused, columns = self.num_fused, specs.named(self.split.produced)
+        fused, columns = self.num_fused, sharding.named(self.split.produced)
         assert self.used is None or not (fused or self.bias), "only the columns of a plain weight can be padded"
         shape = (self.out_features,) if fused is None else (fused, self.out_features)
         out = (columns,) if fused is None else ((), columns)
-        layout = Layout(specs.named(self.split.contracted, "z"), *out)
+        layout = Layout(sharding.named(self.split.contracted, "z"), *out)
         unpadded = None if self.used is None else (self.in_features, self.used)
         weight = ParameterSpec((self.in_features, *shape), layout, unpadded, std=self.std, decay=True, streamed=True)
         return {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if self.bias else {"weight": weight}
@@ -173,3 +175,73 @@ class TiedHeadSpec(LayerSpec):
 
     async def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
         return await multiply(x_BK, embedding, None, layer.product)
+
+
+@planned_kernel
+def side_by_side(*parts):
+    """Return parts [..., channels] as one tensor."""
+    return parts[0].like((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
+
+
+@planned_kernel
+def copied(part):
+    """Return a copy of a part."""
+    return part.like()
+
+
+def _parts(whole, sizes: tuple[int, ...]):
+    """Return the parts of a concatenation: copies, or, where each part has one piece, views on its memory."""
+    pieces = whole.shape[-1] // sum(sizes)
+    views = tuple(whole.alias(shape=(*whole.shape[:-1], pieces * size)) for size in sizes)
+    return views if pieces == 1 else tuple(map(copied, views))
+
+
+class ConcatenationFunction(TorchFunction):
+    """The concatenation of the arguments but the last along channels. The last one: channels of a piece of each."""
+
+    torch_name = "concatenated"
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *parts, ctx.sizes = arguments
+        return side_by_side(*parts)
+
+    @staticmethod
+    def backward(ctx, d_whole):
+        return *_parts(d_whole, ctx.sizes), None
+
+
+class SeparationFunction(TorchFunction):
+    """The parts of a concatenation. ``sizes``: channels of a piece of each."""
+
+    torch_name = "separated"
+
+    @staticmethod
+    def forward(ctx, whole, sizes: tuple[int, ...]):
+        return _parts(whole, sizes)
+
+    @staticmethod
+    def backward(ctx, *d_parts):
+        return side_by_side(*d_parts), None
+
+
+def concatenate(parts: Sequence[Any], channels: Sequence[int], pieces: int | None = None) -> Any:
+    """Return the concatenation of activations [..., channels] along channels, stored in the order of
+    gpt4d.parallel.layers.sharding.interleaved_order.
+
+    Args:
+        parts: this rank's channels of each activation; one axis splits them all.
+        channels: global number of channels of each.
+        pieces: that each activation is stored in; None: gpt4d.parallel.layers.sharding.interleaved_pieces.
+    """
+    return ConcatenationFunction.apply(*parts, _sizes(channels, pieces))
+
+
+def separate(whole: Any, channels: Sequence[int], pieces: int | None = None) -> list[Any]:
+    """Return the parts of a concatenation [..., channels]: the inverse of ``concatenate``."""
+    return list(SeparationFunction.apply(whole, _sizes(channels, pieces)))
+
+
+def _sizes(channels: Sequence[int], pieces: int | None) -> tuple[int, ...]:
+    pieces = pieces or sharding.interleaved_pieces(channels)
+    return tuple(count // pieces for count in channels)

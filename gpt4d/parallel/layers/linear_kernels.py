@@ -1,4 +1,4 @@
-"""The kernels of products, and the dtype in which they are added up.
+"""The kernels of linear layers and of concatenations.
 
 On x86 processors float32 products are oneDNN's, which uses AVX-512 wherever it exists. torch.mm calls MKL, which does
 so on Intel's processors only: on others with AVX-512 oneDNN is more than twice as fast.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpt4d.parallel import function
+from gpt4d.parallel.symbolic import kernels
 
 _LEAST_FLOPS = 1 << 22  # oneDNN computes products of at least so many FLOPs: it takes 15 us more to start than MKL
 
@@ -61,7 +61,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
     """Return ``product`` on a CPU: both matrices are converted to ``dtype``, ``a`` block by block."""
-    wide, rows = b.to(dtype), len(a) if a.dtype == dtype else function.block_rows(a.shape[1])
+    wide, rows = b.to(dtype), len(a) if a.dtype == dtype else kernels.block_rows(a.shape[1])
     if added_to is None and len(a) <= rows:
         return matmul(a.to(dtype), wide)
     result = a.new_empty(len(a), b.shape[1], dtype=dtype) if added_to is None else added_to
@@ -95,3 +95,12 @@ def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
         return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
     product(left.t(), right, weight.dtype, added_to.view(len(added_to), -1))
     return added_to
+
+
+def concatenated(*arguments):
+    *parts, sizes = arguments
+    return torch.cat([part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True)], -1).flatten(-2)
+
+
+def separated(whole, sizes: tuple[int, ...]):
+    return tuple(part.flatten(-2) for part in whole.unflatten(-1, (-1, sum(sizes))).split(sizes, -1))

@@ -1,12 +1,12 @@
-"""The kernels of cross-entropy. They work on blocks of rows in float32, or float64 for float64 logits."""
+"""The kernels of the loss, and of head and loss in chunks of the tokens."""
 
 import math
 from collections.abc import Iterator
 
 import torch
 
-from gpt4d.parallel import function
-from gpt4d.parallel.fusion import fused
+from gpt4d.parallel.compile import fused
+from gpt4d.parallel.symbolic import kernels
 
 
 def largest_logits(logits, columns: int):
@@ -71,7 +71,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Yield slices of consecutive rows, so that their parts of ``logits`` [rows, columns] are blocks."""
-    rows = function.block_rows(logits.shape[-1])
+    rows = kernels.block_rows(logits.shape[-1])
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
 
@@ -100,3 +100,19 @@ def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Ten
 def squared_error(prediction, targets):
     errors = prediction - targets  # float32: the dtype of the targets, or more
     return errors.square().sum() / math.prod(errors.shape[1:])
+
+
+def one_like(loss):
+    return torch.ones_like(loss)
+
+
+def total(*losses):
+    return torch.stack(losses).sum()
+
+
+def scale_(gradient, d_loss):
+    return gradient.mul_(d_loss)
+
+
+def add_scaled_(earlier, gradient, d_loss):
+    return earlier.addcmul_(gradient, d_loss)

@@ -5,13 +5,13 @@ from typing import Any
 from torch import nn
 
 from gpt4d.parallel.layers.layer import LayerSpec, LayersSpec
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
 class Layer(nn.Module):
     """A layer of a stage, built from its spec. Its parameters have no values yet."""
 
-    def __init__(self, spec: LayerSpec, context: WeightStream):
+    def __init__(self, spec: LayerSpec, context: ShardedWeights):
         super().__init__()
         self.spec, self.context = spec, context
         for name, parameter in spec.own_parameters.items():
@@ -27,7 +27,7 @@ class Layer(nn.Module):
         return str(self.spec)
 
 
-def _module(spec: LayerSpec, context: WeightStream) -> nn.Module:
+def _module(spec: LayerSpec, context: ShardedWeights) -> nn.Module:
     if isinstance(spec, LayersSpec):
         return nn.ModuleDict({name: Layer(layer, context) for name, layer in spec.children.items()})
     return Layer(spec, context)

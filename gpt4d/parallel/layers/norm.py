@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gpt4d.parallel.function import Function, kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.product import Recomputable
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.recomputation import Recomputable
-from gpt4d.parallel.symbolic import wide_dtype
+from gpt4d.parallel.symbolic.kernels import Function, kernel
+from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def _added(x, branch):

@@ -7,18 +7,42 @@ scattered, one for the output. Each collective starts in one node and ends in an
 The product's node is created when its all-reduce is complete, that is after the products of the other chunks. The
 backward runs nodes in the reverse order. The all-reduce of an input's gradient starts in the product's node and ends in
 the input's node, so it overlaps with the computation of other chunks too.
+
+With ``train.activation_checkpointing=selective``, a product does not save an input that an elementwise function or a
+norm computed. Such a function takes little time, and its own backward saves its input anyway, so the backward of the
+product recomputes the input (``Recomputable``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from gpt4d.parallel.function import Function, kernel
-from gpt4d.parallel.layers import specs
-from gpt4d.parallel.recomputation import Recomputable
-from gpt4d.parallel.turns import Turn
+from gpt4d.parallel.engine.interleave import Turn
+from gpt4d.parallel.layers import sharding
+from gpt4d.parallel.symbolic.kernels import Function, kernel
+
+
+class Recomputable(NamedTuple):
+    """A tensor, and the function that computes it again, without a gradient."""
+
+    value: Any
+    again: Callable[[], Any]
+
+
+def recomputable(context: Any, function: Callable[[Any], Any], x: Any) -> Any:
+    """Return ``function(x)``, the input of a product; a product does not save an input that is recomputable.
+
+    Args:
+        context: the context of the layers. It decides whether the input is recomputable.
+        function: elementwise.
+        x: its input, which its backward saves.
+    """
+    out = function(x)
+    return Recomputable(out, partial(function, x.detach())) if context.recomputes_inputs else out
+
 
 TOKENS, FEATURES = 0, -1  # dims of an activation that an axis may split
 
@@ -107,7 +131,7 @@ class ProductContext(NamedTuple):
         Such an input is gathered first, and the sum of such an output is scattered. None: neither.
         """
         stream = TOKENS if self.weights.splits_tokens else None
-        before, after = specs.sides(stream, self.inner_split, self.transposed)
+        before, after = sharding.sides(stream, self.inner_split, self.transposed)
         return before if self.produced.size > 1 else None, after if self.contracted.size > 1 else None
 
 

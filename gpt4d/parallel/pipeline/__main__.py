@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt4d.config import ConfigError, asks_for_help, check_at_least, check_choice, check_picture, from_arguments
-from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
+from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
 
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     orders, timeline = simulated(query)
     print(report(query, orders, timeline))
     if query.plot:
-        from gpt4d.parallel.pipeline.plot import draw
+        from gpt4d.parallel.pipeline.trace import draw
 
         title = f"{query.schedule}, {query.stages} stages, {query.microbatches} microbatches"
         with required_file(Path(query.plot)):

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.comm.stats import now
+from gpt4d.parallel.engine.prefetch import weight_order
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
-from gpt4d.parallel.order import weight_order
-from gpt4d.parallel.pipeline.exchange import Arrival, Exchange
-from gpt4d.parallel.pipeline.program import Program, Transfer
-from gpt4d.parallel.pipeline.recording import Recording
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.resharding.transfer import Transfer as Resharded
+from gpt4d.parallel.pipeline.stage_links import Arrival, Exchange
+from gpt4d.parallel.pipeline.stage_program import Program, StageTransfer
+from gpt4d.parallel.pipeline.trace import StageTrace
+from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.parallel.stage import Stage
-from gpt4d.parallel.traffic import now
 
 LOSS = "loss"
 Tensors = Mapping[str, torch.Tensor]
@@ -51,7 +51,7 @@ class StageRuntime:
 
     def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
         self.stage, self.reducer, self.compute = stage, reducer, compute
-        self.recording: Recording | None = None
+        self.recording: StageTrace | None = None
 
     def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
@@ -79,7 +79,7 @@ class StageRuntime:
         self.reducer.begin(terms, beside_backward=stage.index == 0)
         stage.module.train()
         step = _Step(self, batches, divisor, stage.exchange)
-        last = 1 + max((place for place, item in enumerate(program) if isinstance(item, Transfer)), default=-1)
+        last = 1 + max((place for place, item in enumerate(program) if isinstance(item, StageTransfer)), default=-1)
         step.run(program[:last])
         copies = stage.exchange.receive_gradients() if stage.exchange else {}
         step.run(program[last:])
@@ -89,7 +89,7 @@ class StageRuntime:
         self.reducer.finish()
         return total
 
-    def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, Resharded]) -> None:
+    def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, ReshardingInFlight]) -> None:
         """Add the gradients of copied weights on other stages to this stage's, once among the ranks to be summed."""
         weights, grid = self.stage.weights, self.stage.grid
         weights.finish()
@@ -152,7 +152,7 @@ def forward_over_stages(
                 received |= local.pop((source, place))
                 continue
             assert exchange is not None
-            received |= exchange.start(Transfer(Action("F", 0, source), place), None).wait()
+            received |= exchange.start(StageTransfer(Action("F", 0, source), place), None).wait()
         produced = compute(part, received)
         for target in stage.targets(place):
             crossing = {name: produced[name] for name in stage.crossing[place, target]}
@@ -160,7 +160,7 @@ def forward_over_stages(
                 local[place, target] = crossing
                 continue
             assert exchange is not None
-            sending.append(exchange.start(Transfer(Action("F", 0, place), target), crossing))
+            sending.append(exchange.start(StageTransfer(Action("F", 0, place), target), crossing))
     for arrival in sending:
         arrival.wait()
     return None if stage.targets(place) else produced
@@ -182,14 +182,14 @@ class _Step:
         self._batches: list[Any] = []  # by microbatch; None once all parts of this stage have taken it
         self._taken: Counter[int] = Counter()  # number of parts that have taken each microbatch
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by virtual stage and microbatch
-        self._to_send: dict[Transfer, Tensors] = {}
-        self._arrivals: dict[Transfer, Arrival] = {}
-        self._sending: dict[Transfer, Arrival] = {}
+        self._to_send: dict[StageTransfer, Tensors] = {}
+        self._arrivals: dict[StageTransfer, Arrival] = {}
+        self._sending: dict[StageTransfer, Arrival] = {}
 
     def run(self, program: Program) -> None:
         execute = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradients}
         for step in program:
-            if isinstance(step, Transfer):
+            if isinstance(step, StageTransfer):
                 self._start(step)
             else:
                 execute[step.kind](step)
@@ -209,20 +209,20 @@ class _Step:
         yield
         self.recording.actions.append((action, start, now(self.total.device)))
 
-    def _wait(self, transfer: Transfer, arrival: Arrival) -> Tensors:
+    def _wait(self, transfer: StageTransfer, arrival: Arrival) -> Tensors:
         received = arrival.wait()
         if self.recording is not None:
             self.recording.transfers.append((transfer, *arrival.interval))
         return received
 
-    def _start(self, transfer: Transfer) -> None:
+    def _start(self, transfer: StageTransfer) -> None:
         assert self.exchange is not None
         if (sent := self._to_send.pop(transfer, None)) is not None:
             self._sending[transfer] = self.exchange.start(transfer, sent)
         else:
             self._arrivals[transfer] = self.exchange.start(transfer, None)
 
-    def _take(self, transfer: Transfer) -> Tensors:
+    def _take(self, transfer: StageTransfer) -> Tensors:
         """Wait for the tensors of a transfer, which may come from another part of this stage."""
         if (local := self._to_send.pop(transfer, None)) is not None:
             return local
@@ -242,7 +242,7 @@ class _Step:
         stage, (_, microbatch, place) = self.stage, action
         received: dict[int, dict[str, torch.Tensor]] = {}
         for source in stage.sources(place):
-            tensors = self._take(Transfer(action._replace(virtual_stage=source), place))
+            tensors = self._take(StageTransfer(action._replace(virtual_stage=source), place))
             received[source] = {name: tensor.detach() for name, tensor in tensors.items()}
             for tensor in received[source].values():
                 tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
@@ -258,7 +258,7 @@ class _Step:
             produced = {LOSS: loss}
         for target in stage.targets(place):
             crossing = {name: produced[name].detach() for name in stage.crossing[place, target]}
-            self._to_send[Transfer(action, target)] = crossing
+            self._to_send[StageTransfer(action, target)] = crossing
         if torch.is_grad_enabled():
             self._in_flight[place, microbatch] = _InFlight(received, produced)
 
@@ -277,12 +277,14 @@ class _Step:
         for source, tensors in received.items():
             inputs = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
             if inputs:
-                self._to_send[Transfer(action, source)] = {name: _gradient(tensor) for name, tensor in inputs.items()}
+                self._to_send[StageTransfer(action, source)] = {
+                    name: _gradient(tensor) for name, tensor in inputs.items()
+                }
 
     def _take_gradients(self, action: Action, target: int, place: int) -> Tensors:
         """Return the gradients of what crossed to ``target``, whose backward may have been split."""
         for kind in "BI":
-            transfer = Transfer(Action(kind, action.microbatch, target), place)
+            transfer = StageTransfer(Action(kind, action.microbatch, target), place)
             if transfer in self._arrivals or transfer in self._to_send:
                 return self._take(transfer)
         raise AssertionError(f"{action}: the gradient from virtual stage {target} was not started")

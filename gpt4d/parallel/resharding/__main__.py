@@ -17,9 +17,9 @@ from omegaconf import MISSING
 
 from gpt4d.config import ConfigError, asks_for_help, check_choice, check_picture, from_arguments
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import plan_report
+from gpt4d.parallel.resharding import report
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
-from gpt4d.parallel.resharding.planning import ORDERS, plan
+from gpt4d.parallel.resharding.plan import ORDERS, plan
 from gpt4d.parallel.resharding.strategies import STRATEGIES
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
@@ -67,10 +67,10 @@ def main(arguments: list[str]) -> None:
     _check_tiles(query, shape, (source, source_mesh), (destination, destination_mesh))
     options = {"strategy": query.strategy, "order": query.order, "seed": query.seed, "effort": query.effort}
     resharding_plan = plan(shape, source, source_mesh, destination, destination_mesh, **options)
-    print(plan_report.as_json(resharding_plan) if query.format == "json" else plan_report.as_table(resharding_plan))
+    print(report.as_json(resharding_plan) if query.format == "json" else report.as_table(resharding_plan))
     if query.plot:
         with required_file(Path(query.plot)):
-            plan_report.plot(resharding_plan, Path(query.plot))
+            report.plot(resharding_plan, Path(query.plot))
 
 
 def _parse_integers(key: str, text: str, separator: str, example: str, minimum: int = 1) -> tuple[int, ...]:

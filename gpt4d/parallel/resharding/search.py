@@ -7,9 +7,15 @@ time. Jobs with the same hosts and duration form one *kind*: their order among t
 import random
 from dataclasses import dataclass, field
 
-from gpt4d.parallel.resharding.bounds import lower_bound, sender_sets
-from gpt4d.parallel.resharding.ordering import JobSequence, load_balance, makespan, naive
-from gpt4d.parallel.resharding.strategies import SendJob
+from gpt4d.parallel.resharding.strategies import (
+    JobSequence,
+    SendJob,
+    load_balance,
+    lower_bound,
+    makespan,
+    naive,
+    sender_sets,
+)
 
 # Choices examined with effort 1; each takes a few microseconds.
 _GREEDY_CHOICES = 100_000

@@ -12,10 +12,11 @@ Traffic inside a host takes no time here, because links between hosts are far sl
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.tasks import UnitTask
+from gpt4d.parallel.resharding.mesh import StageMesh, UnitTask
 
 STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 
@@ -79,3 +80,89 @@ def _link_passes(strategy: str, hosts: int) -> int:
     if strategy == "signal":
         return 0
     return 2 if strategy == "global_allgather" and hosts > 1 else 1
+
+
+JobSequence = list[tuple[int, int]]
+
+
+class Slot(NamedTuple):
+    """The interval in which a job occupies its links, in elements sent since the start."""
+
+    start: int
+    stop: int
+    job: int
+    sender_host: int
+
+
+def timetable(jobs: list[SendJob], sequence: JobSequence) -> list[Slot]:
+    """Return the slot of each job of a sequence, by start; jobs that start together keep the order of the sequence.
+
+    A host that forwards what it receives does not count as sending: it could have something else to send only if the
+    meshes share hosts.
+    """
+    sending: dict[int, int] = {}  # by host, the time at which it stops sending
+    receiving: dict[int, int] = {}
+    slots = []
+    for number, host in sequence:
+        job = jobs[number]
+        assert host in job.sender_hosts
+        start = max(sending.get(host, 0), *(receiving.get(receiver, 0) for receiver in job.receiver_hosts))
+        stop = start + job.duration
+        sending[host] = stop
+        receiving.update(dict.fromkeys(job.receiver_hosts, stop))
+        slots.append(Slot(start, stop, number, host))
+    return sorted(slots, key=lambda slot: slot.start)
+
+
+def makespan(jobs: list[SendJob], sequence: JobSequence) -> int:
+    """Return the time at which the last job of the sequence ends, in elements."""
+    return max((slot.stop for slot in timetable(jobs, sequence)), default=0)
+
+
+def naive(jobs: list[SendJob]) -> JobSequence:
+    """Return the jobs in the order given, each sent by its lowest-index sender."""
+    return [(number, job.sender_hosts[0]) for number, job in enumerate(jobs)]
+
+
+def load_balance(jobs: list[SendJob]) -> JobSequence:
+    """Return the longest jobs first, each sent by the host with the least assigned so far (Eq. 4)."""
+    assigned: dict[int, int] = {}
+    sequence = []
+    for number in sorted(range(len(jobs)), key=lambda number: -jobs[number].duration):
+        host = min(jobs[number].sender_hosts, key=lambda host: (assigned.get(host, 0), host))
+        assigned[host] = assigned.get(host, 0) + jobs[number].duration
+        sequence.append((number, host))
+    return sequence
+
+
+_MAX_SENDER_SETS = 200  # leaving sets out weakens the bound but keeps it valid
+
+
+def lower_bound(jobs: list[SendJob]) -> int:
+    """Return a lower bound of the makespan of ``jobs``, in elements.
+
+    A host receives one job at a time. The jobs that only the hosts of some set can send are at best spread evenly over
+    these hosts.
+    """
+    receiving: dict[int, int] = {}
+    for job in jobs:
+        for host in job.receiver_hosts:
+            receiving[host] = receiving.get(host, 0) + job.duration
+    sending = [
+        -(-sum(job.duration for job in jobs if hosts.issuperset(job.sender_hosts)) // len(hosts))
+        for hosts in sender_sets(job.sender_hosts for job in jobs)
+    ]
+    return max([0, *receiving.values(), *sending])
+
+
+def sender_sets(choices: Iterable[tuple[int, ...]]) -> list[frozenset[int]]:
+    """Return the sets of hosts to bound: the jobs' choices of sender hosts first, then unions of them."""
+    distinct = sorted({tuple(sorted(choice)) for choice in choices})
+    sets = dict.fromkeys(map(frozenset, distinct))
+    for choice in distinct:
+        for other in list(sets):
+            if len(sets) >= _MAX_SENDER_SETS:
+                return list(sets)
+            if other & set(choice):  # the union of disjoint sets gives no better bound than the sets
+                sets[other | set(choice)] = None
+    return list(sets)

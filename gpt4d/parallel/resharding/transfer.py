@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.collectives import Axis, start_messages
-from gpt4d.parallel.resharding.planning import ReshardingPlan
-from gpt4d.parallel.resharding.program import PeerMessage, SendStep, rank_program
-from gpt4d.parallel.traffic import now
-from gpt4d.parallel.worker import Worker
+from gpt4d.parallel.comm.collectives import Axis, start_messages
+from gpt4d.parallel.comm.cpu.comm_thread import CommThread
+from gpt4d.parallel.comm.stats import now
+from gpt4d.parallel.resharding.messages import PeerMessage, SendStep, rank_program
+from gpt4d.parallel.resharding.plan import ReshardingPlan
 
 # Receives posted beyond the one that is waited for. With none, gloo's sender would wait between any two messages for
 # this rank to wake up. With many, the next sender would take its half of the link that much too early.
@@ -45,7 +45,7 @@ class Link:
         self.axis.all_reduce(torch.zeros(1, device=device))
         self.axis.traffic.read()
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
-        self.worker = Worker(name)
+        self.worker = CommThread(name)
 
     def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
         """Allocate what is needed to execute ``plan`` any number of times."""
@@ -84,7 +84,7 @@ class Resharding:
 
     def start(
         self, local: torch.Tensor | None = None, out: torch.Tensor | None = None, name: str | None = None
-    ) -> "Transfer":
+    ) -> "ReshardingInFlight":
         """Start sending ``local``, this rank's tensor on the source mesh, or receiving, into ``out`` if given.
 
         ``name`` is what the transfer is called in hang reports and profiler traces.
@@ -98,7 +98,7 @@ class Resharding:
         else:
             assert local is not None and local.dtype == self.dtype and out is None
             local = local.detach().contiguous().view(self.program.shape)
-        return Transfer(self, local, name or f"reshard {self.link.axis.name}")
+        return ReshardingInFlight(self, local, name or f"reshard {self.link.axis.name}")
 
     def _destination(self, out: torch.Tensor | None) -> torch.Tensor:
         shape = self.program.shape[self.plan.num_summed :]
@@ -178,7 +178,7 @@ def _wait_all(handles: list[dist.Work]) -> None:
         handle.wait()
 
 
-class Transfer:
+class ReshardingInFlight:
     """A transfer in flight. ``wait`` returns this rank's local tensor, or None on a source.
 
     ``local`` is None on a source that has sent the tensor, so that its memory can be used again before ``wait``.

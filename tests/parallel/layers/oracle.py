@@ -3,7 +3,7 @@
 import torch
 
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
 def normal(*shape, seed=0):
@@ -11,7 +11,7 @@ def normal(*shape, seed=0):
 
 
 def stream(sizes):
-    return WeightStream(Grid(sizes), torch.float64, torch.float64)
+    return ShardedWeights(Grid(sizes), torch.float64, torch.float64)
 
 
 def part(whole, weights, layout):

@@ -9,23 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import collectives
-from gpt4d.parallel.chunks import run_blocks
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.engine.interleave import run_alone, run_blocks
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import specs
+from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
-from gpt4d.parallel.layers.concatenation import concatenate
 from gpt4d.parallel.layers.conv import Conv2dSpec, Convolution
+from gpt4d.parallel.layers.embedding import ScaleShiftSpec, TimeEmbeddingSpec, sinusoids
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
-from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.linear import LinearSpec, concatenate
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.specs import NORMAL, TRANSPOSED, Axes
-from gpt4d.parallel.layers.time_embedding import ScaleShiftSpec, TimeEmbeddingSpec, sinusoids
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.grids import BINARY_GRIDS, global_tensor, sampled
 from tests.parallel.layers.oracle import close, fill, normal, part, stream
 
@@ -100,7 +98,7 @@ def group_norm(sizes, channels, groups, axis, offset):
     """On a rank: a norm of a concatenation, of which every rank has its channels of each part."""
     weights = stream(sizes)
     layer = Layer(GroupNormSpec(groups, channels, axis), weights)
-    order = specs.interleaved_order(channels)
+    order = sharding.interleaved_order(channels)
     count = sum(channels)
     parts = [normal(4, 3, 5, size, seed=seed) + offset for seed, size in enumerate(channels)]
     weight, bias, upstream = normal(count, seed=11), normal(count, seed=12), normal(4, 3, 5, count, seed=13)
@@ -156,9 +154,9 @@ def test_a_norm_of_channels_over_x(ranks):
 
 
 def test_the_order_of_a_concatenation_keeps_that_of_its_parts():
-    order = specs.interleaved_order((8, 4))
+    order = sharding.interleaved_order((8, 4))
     assert order == [0, 1, 8, 2, 3, 9, 4, 5, 10, 6, 7, 11]
-    assert specs.interleaved_order((6,)) == list(range(6))
+    assert sharding.interleaved_order((6,)) == list(range(6))
     for parts in (2, 4):
         for rank in range(parts):
             own = set(order[rank * 12 // parts : (rank + 1) * 12 // parts])
@@ -184,7 +182,7 @@ def attention(sizes, stream_axis):
 
     async def ours_of(x):
         rows = x.flatten(0, 2)
-        mixed = core(await qkv(rows), Tokens(torch.arange(len(x)), 6, weights.grid.axis(None)))
+        mixed = core(await qkv(rows), TokenIndex(torch.arange(len(x)), 6, weights.grid.axis(None)))
         return (await output(mixed)).view(x.shape)
 
     ours = run_alone(ours_of(mine))
@@ -280,7 +278,7 @@ class Residual(torch.nn.Module):
 
 def blocks(sizes, options, delayed=False):
     """On a rank: global gradients of blocks that are cut into chunks and recomputed, and beside each sum what ran."""
-    weights = WeightStream(Grid(sizes), torch.float64, torch.float64, **options)
+    weights = ShardedWeights(Grid(sizes), torch.float64, torch.float64, **options)
     layers = torch.nn.ModuleList([Residual(weights), Residual(weights)])
     parameters = dict(layers.named_parameters())
     total = GradientReducer(weights, parameters)

@@ -12,8 +12,8 @@ from gpt4d.parallel.layers import attention_kernels
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.parallel.layers.oracle import normal
 
 END = 0
@@ -80,13 +80,13 @@ def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size
 def test_attention_by_lengths_is_attention_by_mask(kv_heads, options):
     """A GPU's kernel takes the lengths of documents. On a CPU, a loop over them stands in for it."""
     grid, documents = Grid.single_device(), Documents.ending_with(END, IDS)
-    core = Layer(AttentionSpec(HEADS, **options), WeightStream(grid))
+    core = Layer(AttentionSpec(HEADS, **options), ShardedWeights(grid))
     inputs = [normal(SEQUENCES, LENGTH, heads, SIZE, seed=i) for i, heads in enumerate((HEADS, kv_heads, kv_heads))]
     results = []
     with patch("torch.nn.attention.varlen.varlen_attn", kernel):
         for by_lengths in (False, True):
             leaves = [x.clone().requires_grad_() for x in inputs]
-            tokens = Tokens(torch.arange(SEQUENCES), LENGTH, grid.axis(None), documents)
+            tokens = TokenIndex(torch.arange(SEQUENCES), LENGTH, grid.axis(None), documents)
             with patch.object(attention_kernels, "_takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
                 out = core(*leaves, tokens)
             out.backward(normal(*out.shape, seed=9))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import function
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.engine.interleave import run_alone
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
@@ -17,9 +17,9 @@ from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNormSpec, RMSNormSpec
-from gpt4d.parallel.layers.tokens import Tokens
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.turns import run_alone
+from gpt4d.parallel.symbolic import kernels
 from tests.grids import batch_part, grid_name
 from tests.parallel.layers.oracle import close, fill, normal, part, stream
 
@@ -188,7 +188,7 @@ def token_embedding(sizes):
     upstream = normal(4, 6, 8, seed=1)
     fill(layer.weight, table, weights)
     ids_here = batch_part(ids, weights.grid)
-    rows = layer(ids_here, Tokens(torch.arange(len(ids_here)), 6, weights.grid.axis(None))).unflatten(0, (-1, 6))
+    rows = layer(ids_here, TokenIndex(torch.arange(len(ids_here)), 6, weights.grid.axis(None))).unflatten(0, (-1, 6))
     layout = Layout(("data", "z"), (), ("y",))
     rows.backward(part(upstream, weights, layout))
     weights.finish()
@@ -210,7 +210,7 @@ def cross_entropy(sizes, columns, vocabulary, scale):
     logits[..., vocabulary:] = 1e4  # padding that would drown everything if it took part
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
-    with patch.object(function, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
+    with patch.object(kernels, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
         ours = cross_entropy_sum(mine, targets, vocabulary, weights.grid.x)
         (3 * ours).backward()
     logits.requires_grad_()
@@ -232,8 +232,8 @@ class LargestResult(TorchDispatchMode):
 
     nbytes = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, kernels, types, args=(), kwargs=None):
+        result = kernels(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
         return result
@@ -245,7 +245,7 @@ def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
     expected = logits.detach().float().requires_grad_()
     theirs = F.cross_entropy(expected[:, :37], targets, reduction="sum")
     theirs.backward()
-    with patch.object(function, "_BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
+    with patch.object(kernels, "_BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
         ours = cross_entropy_sum(logits, targets, 37, Grid.single_device().x)
         ours.backward()
     assert largest.nbytes <= logits.nbytes

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
@@ -12,9 +13,8 @@ from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormFunction, LayerNormSpec
-from gpt4d.parallel.layers.tokens import Tokens
-from gpt4d.parallel.turns import run_alone
-from gpt4d.parallel.weights import WeightStream
+from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.sharded_weights import ShardedWeights
 
 FEATURES, TOKENS = 16, (8, 32)
 IDS = torch.randint(20, TOKENS, generator=torch.Generator().manual_seed(3))
@@ -43,7 +43,7 @@ class Twins:
 
 @pytest.fixture
 def weights():
-    return WeightStream(Grid.single_device(), torch.bfloat16)
+    return ShardedWeights(Grid.single_device(), torch.bfloat16)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
     weights.finish()
     close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
     table = Layer(TokenEmbeddingSpec(20, FEATURES), weights)
-    table(IDS, Tokens(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None))).backward(upstream.flatten(0, 1))
+    table(IDS, TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None))).backward(upstream.flatten(0, 1))
     weights.finish()
     close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
 
@@ -79,7 +79,10 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
 @pytest.mark.parametrize("documents", [None, Documents.ending_with(1, torch.zeros(TOKENS))], ids=["plain", "documents"])
 def test_a_position_table(weights, upstream, documents):
     table = Layer(PositionEmbeddingSpec(40, FEATURES), weights)
-    tokens, x = Tokens(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None), documents), upstream.flatten(0, 1)
+    tokens, x = (
+        TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None), documents),
+        upstream.flatten(0, 1),
+    )
     table(x, tokens).backward(x)
     close(table.weight.grad, F.pad(upstream.double().sum(0), (0, 0, 0, 8)))
 

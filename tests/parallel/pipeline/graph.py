@@ -10,10 +10,10 @@ from typing import Any
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM, Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.parts import Part
-from gpt4d.parallel.chunks import run_blocks
-from gpt4d.parallel.function import TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.engine.interleave import run_blocks
 from gpt4d.parallel.layers.layer import BoundLayer
 from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
 from tests.seams import toy
 
 # By name, the unit that produces each tensor, None for the first product, and the blocks that use it.

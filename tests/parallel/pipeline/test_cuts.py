@@ -7,7 +7,7 @@ import pytest
 
 from gpt4d.config import compose
 from gpt4d.model import registry
-from gpt4d.parallel.pipeline.cuts import balanced
+from gpt4d.parallel.pipeline.schedule import balanced
 
 
 def most_work(work, begins):

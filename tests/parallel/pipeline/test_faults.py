@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.pipeline.program import Transfer
 from gpt4d.parallel.pipeline.runtime import LOSS, _Step
 from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.runtime import watchdog
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
@@ -29,7 +29,7 @@ def fail_while_it_receives(rank):
     if rank == 1:
 
         def act(trainer):
-            trainer.stage.exchange.start(Transfer(Action("B", 0, 2), 1), None)
+            trainer.stage.exchange.start(StageTransfer(Action("B", 0, 2), 1), None)
             raise ValueError("the dog ate it")
 
         at_step(3, act)

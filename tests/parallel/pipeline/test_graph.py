@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain
-from gpt4d.parallel import tape
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline.planning import orders_of
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
-from gpt4d.parallel.symbolic import SymbolicTensor
+from gpt4d.parallel.pipeline.stage_program import orders_of
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.parallel.pipeline.graph import joined, of_rows  # registers the family

@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 
 from gpt4d.parallel.pipeline import schedule
-from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
-from gpt4d.parallel.pipeline.program import Transfer, programs
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs
+from gpt4d.parallel.pipeline.stage_program import SCHEDULES, StageTransfer, orders_of, programs
 
 
 def random_pipeline(draw):
@@ -35,7 +34,7 @@ def test_transfers_of_random_pipelines(seed):
     for stage, program in enumerate(found):
         assert [step for step in program if isinstance(step, Action)] == orders[stage]
         place = {step: index for index, step in enumerate(program)}
-        transfers = [step for step in program if isinstance(step, Transfer)]
+        transfers = [step for step in program if isinstance(step, StageTransfer)]
         ends.update(transfers)
         for before, after in pairwise(transfers):
             following.add(after, before)

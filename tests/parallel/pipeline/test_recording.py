@@ -6,27 +6,28 @@ from unittest.mock import patch
 
 import pytest
 
-from gpt4d.parallel.pipeline import plot
-from gpt4d.parallel.pipeline.planning import orders_of
-from gpt4d.parallel.pipeline.program import Transfer
-from gpt4d.parallel.pipeline.recording import Recording, timeline
+from gpt4d.parallel.pipeline import trace
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
+from gpt4d.parallel.pipeline.stage_program import StageTransfer, orders_of
+from gpt4d.parallel.pipeline.trace import StageTrace, timeline
 from tests.grids import metric_lines, train_in_rank
 
 PIPELINE = "parallel.pipeline."
 
 
-def recorded(step: Timeline, stage: int, clock: float) -> Recording:
+def recorded(step: Timeline, stage: int, clock: float) -> StageTrace:
     """Return what a stage records of a simulated step, on a clock that is ``clock`` seconds ahead."""
-    count, recording = len(step.stages), Recording()
+    count, recording = len(step.stages), StageTrace()
     for action, start, stop in step.stages[stage]:
         recording.actions.append((action, start, stop))
     for action, source, target, _, stop in step.transfers:
         if stage in (source % count, target % count) and source % count != target % count:
             # The sender starts a transfer when its tensor exists, and a receiver long before it arrives.
             started = next(span.stop for span in step.stages[source % count] if span.action == action)
-            recording.transfers.append((Transfer(action, target), started if source % count == stage else 0.0, stop))
-    return Recording.from_json(json.loads(json.dumps(recording.since(-clock).to_json())))
+            recording.transfers.append(
+                (StageTransfer(action, target), started if source % count == stage else 0.0, stop)
+            )
+    return StageTrace.from_json(json.loads(json.dumps(recording.since(-clock).to_json())))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def train_and_record_pipeline(config):
         drawn.append((joined, title, path.name))
         path.touch()
 
-    with patch.object(plot, "draw", record):
+    with patch.object(trace, "draw", record):
         train_in_rank(config)
     return drawn
 

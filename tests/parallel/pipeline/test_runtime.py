@@ -8,9 +8,9 @@ import torch
 
 from gpt4d.config import compose
 from gpt4d.model import registry
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.pipeline.runtime import StageRuntime
-from gpt4d.parallel.resharding.transfer import Transfer
+from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.step import TrainStep, mask_replicas
 from gpt4d.task import registry as tasks
 from tests.seams.test_toy import configure, plain_toy, squared_error
@@ -84,7 +84,7 @@ def retained_by_a_step(config):
     plan, stage = own_stage(config, world_size=2)
     task = tasks.get(registry.of(config.model).task).create(config)
     task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
-    sent, batches, retained, create = [], [], [], Transfer.__init__
+    sent, batches, retained, create = [], [], [], ReshardingInFlight.__init__
 
     def record_send(transfer, resharding, local, name):
         create(transfer, resharding, local, name)
@@ -103,7 +103,7 @@ def retained_by_a_step(config):
         return task.compute(*arguments)
 
     runtime = StageRuntime(stage, GradientReducer(stage.weights, dict(stage.module.named_parameters())), compute)
-    with patch.object(Transfer, "__init__", record_send):
+    with patch.object(ReshardingInFlight, "__init__", record_send):
         runtime.forward_backward(yield_batches(), plan.microbatches, 1.0)
     stage.exchange.close()
     return len(sent), *map(max, zip(*retained, strict=True))

@@ -6,9 +6,9 @@ import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.parallel.pipeline import __main__, schedule
-from gpt4d.parallel.pipeline.planning import SCHEDULES, orders_of
 from gpt4d.parallel.pipeline.schedule import Action, peak_in_flight, problem
 from gpt4d.parallel.pipeline.simulation import Costs, Deadlock, simulate
+from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
 
 
 def words(order):

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes, compose
-from gpt4d.parallel.gradients import GradientReducer
+from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.planning import plan
-from gpt4d.parallel.resharding.program import rank_program
+from gpt4d.parallel.resharding.messages import rank_program
+from gpt4d.parallel.resharding.plan import plan
 from gpt4d.step import mask_replicas
 from tests.stages import RandomTokens, own_stage
 

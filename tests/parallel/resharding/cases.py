@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
-from gpt4d.parallel.resharding.planning import plan
+from gpt4d.parallel.resharding.plan import plan
 
 # The paper's Table 2: layouts and meshes, then, derived by hand, the number of unit tasks and the makespans of the
 # naive and of the best order.

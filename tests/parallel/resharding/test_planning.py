@@ -11,11 +11,10 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 
-from gpt4d.parallel.resharding import ordering, search
-from gpt4d.parallel.resharding.bounds import lower_bound
+from gpt4d.parallel.resharding import search, strategies
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
-from gpt4d.parallel.resharding.planning import ORDERS, gradient_plan, plan
-from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob
+from gpt4d.parallel.resharding.plan import ORDERS, gradient_plan, plan
+from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob, lower_bound
 from tests.parallel.resharding.cases import TABLE_2, host_by_device, plan_between, plan_table_2, reshardings
 
 
@@ -51,7 +50,7 @@ def test_one_sender_takes_the_times_of_figure_5(hosts, devices):
 
 def test_load_balance_assigns_longest_first_to_the_least_loaded_host():
     jobs = [SendJob(0, (0, 1), (9,), (9,), d) for d in (2, 3, 5, 4)]
-    assert ordering.load_balance(jobs) == [(2, 0), (3, 1), (1, 1), (0, 0)]
+    assert strategies.load_balance(jobs) == [(2, 0), (3, 1), (1, 1), (0, 0)]
 
 
 def test_receivers_on_a_host_that_holds_the_data_use_no_link():
@@ -141,8 +140,8 @@ def test_small_instances_reach_the_optimum_of_an_exhaustive_solver():
         assert lower_bound(jobs) <= optimum
         for sequence, proved in (search.dfs(jobs), search.ensemble(jobs, 0)):
             assert proved
-            assert ordering.makespan(jobs, sequence) == optimum
-        assert ordering.makespan(jobs, search.greedy(jobs, 0)) >= optimum
+            assert strategies.makespan(jobs, sequence) == optimum
+        assert strategies.makespan(jobs, search.greedy(jobs, 0)) >= optimum
         above_bound += optimum > lower_bound(jobs)
     assert above_bound > 5  # only these need a search of the whole tree
 
@@ -195,7 +194,7 @@ def test_search_stops_by_count_where_no_order_reaches_the_bound(monkeypatch):
         assert (first, proved) == again
         best, complete = search.ensemble(jobs, 0, effort=100)  # enough choices for the whole tree
         sequences = (search.dfs(jobs)[0], search.greedy(jobs, 0), first, best)
-        dfs, greedy, ensemble, optimum = (ordering.makespan(jobs, sequence) for sequence in sequences)
+        dfs, greedy, ensemble, optimum = (strategies.makespan(jobs, sequence) for sequence in sequences)
         assert complete and optimum <= ensemble <= min(dfs, greedy)
         outcomes.append((proved, ensemble > optimum, dfs != greedy))
     assert (False, True, True) in outcomes  # an incomplete search missed the optimum, and the two searches differ
@@ -236,7 +235,7 @@ def test_first_sequence_needs_no_search(monkeypatch):
     """The longest jobs come last: depth-first search alone takes them first and backtracks 2^n times."""
     monkeypatch.setattr(search, "_DFS_CHOICES", 1000)
     jobs = [SendJob(number, (number,), (100 + number,), (), number + 1) for number in range(40)]
-    assert ordering.makespan(jobs, search.dfs(jobs)[0]) == 40
+    assert strategies.makespan(jobs, search.dfs(jobs)[0]) == 40
 
 
 def test_hosts_are_served_separately_if_a_chain_must_wait_for_all():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt4d.parallel.resharding.planning import STRATEGIES, plan
-from gpt4d.parallel.resharding.program import PeerMessage, Round, rank_program
+from gpt4d.parallel.resharding.messages import PeerMessage, Round, rank_program
+from gpt4d.parallel.resharding.plan import STRATEGIES, plan
 from tests.parallel.resharding.cases import host_by_device, plan_between, plan_table_2, reshardings
 
 _ELEMENT_BYTES = 128 * 1024  # elements so large that each is a chunk

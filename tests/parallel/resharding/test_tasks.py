@@ -6,8 +6,7 @@ from hypothesis import given, settings
 
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding.mesh import StageMesh, notation, parse
-from gpt4d.parallel.resharding.tasks import unit_tasks
+from gpt4d.parallel.resharding.mesh import StageMesh, notation, parse, unit_tasks
 from tests.parallel.resharding.cases import reshardings
 
 

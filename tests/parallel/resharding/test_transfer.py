@@ -10,13 +10,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel.comm.stats import PeerLost
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import program
+from gpt4d.parallel.resharding import messages
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.planning import STRATEGIES, ReshardingPlan, gradient_plan, plan
+from gpt4d.parallel.resharding.plan import STRATEGIES, ReshardingPlan, gradient_plan, plan
 from gpt4d.parallel.resharding.transfer import Link
-from gpt4d.parallel.traffic import PeerLost
 from tests.parallel.resharding.cases import plan_between, reshardings
 
 _DATA_STRATEGIES = STRATEGIES[:4]  # all but signal
@@ -81,11 +81,11 @@ def test_every_rank_gets_its_tile_bitwise_with_every_strategy(ranks, case, dtype
 
 
 def transfer_in_small_chunks(plans: list[ReshardingPlan]) -> list[bool]:
-    before, program.MIN_CHUNK_BYTES["cpu"] = program.MIN_CHUNK_BYTES["cpu"], 64
+    before, messages.MIN_CHUNK_BYTES["cpu"] = messages.MIN_CHUNK_BYTES["cpu"], 64
     try:
         return transfer_all(plans, torch.float32)
     finally:
-        program.MIN_CHUNK_BYTES["cpu"] = before
+        messages.MIN_CHUNK_BYTES["cpu"] = before
 
 
 def test_chunks_pass_through_a_chain_of_hosts_while_others_arrive(ranks):

@@ -1,0 +1,129 @@
+"""Collectives between CPU ranks of one host through shared memory.
+
+In a collective every rank copies its tensor into its slot and notifies the others; once all have done so, each computes
+its result from all slots. Sockets carry the notifications only. The data is copied twice, where a TCP stack copies it
+many times, and only the waiting rank itself computes.
+"""
+
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gpt4d.parallel.comm.cpu import processor
+
+SLOT_BYTES = 64 << 20  # the largest tensor; only the part of a slot that is written takes memory
+_MAX_AHEAD = 2  # collectives by which a rank may be ahead of the others, and may have in flight
+_SLOTS = 2 * _MAX_AHEAD
+_TIMEOUT_S = 30 * 60  # a rank that is silent for longer is an error, as with gloo
+
+Combine = Callable[[torch.Tensor], torch.Tensor]  # computes the result from all ranks' tensors, stacked along dim 0
+
+
+class SharedMemoryCollective:
+    """A collective in flight. ``wait`` returns its result, the same at each call."""
+
+    def __init__(
+        self, memory: "SharedMemory", number: int, like: torch.Tensor, combine: Combine, started: float | None
+    ):
+        self.memory, self.number, self.like, self.combine, self.started = memory, number, like, combine, started
+        self.result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.result is None:
+            with processor.current.receiving(self):
+                self.memory.wait_for_peers(self.number)
+                self.result = self.combine(self.memory.slots(self.number, self.like))
+            del self.combine, self.like
+            self.memory.in_flight.remove(self)  # or the memory object would keep the result alive
+        return self.result
+
+
+class SharedMemory:
+    """Memory shared by the ranks of a group on one host. All of them post the same collectives in the same order.
+
+    Args:
+        index: of this rank on its host.
+        buffer: the memory.
+        peers: sockets to the others, by their index.
+    """
+
+    def __init__(self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket]):
+        self.index, self.peers = index, peers
+        self.size = len(peers) + 1
+        self.bytes = torch.frombuffer(buffer, dtype=torch.uint8).view(_SLOTS, self.size, SLOT_BYTES)
+        self.posted = 0
+        self.received = dict.fromkeys(peers, 0)  # number of collectives that each peer has posted
+        self.in_flight: deque[SharedMemoryCollective] = deque()
+
+    def post(self, tensor: torch.Tensor, combine: Combine) -> SharedMemoryCollective:
+        """Start a collective.
+
+        Args:
+            tensor: contiguous, of the same shape on all ranks, at most ``SLOT_BYTES``.
+            combine: computes the result.
+        """
+        self.posted += 1
+        number = self.posted
+        with processor.current.posting() as started:
+            # A slot is reused after _SLOTS collectives, when all ranks must have read it. They have once they posted
+            # the collective _MAX_AHEAD back, because a rank posts one only after it has finished those _MAX_AHEAD
+            # older.
+            while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
+                self.in_flight[0].wait()
+            self.wait_for_peers(number - _MAX_AHEAD)
+            self.slots(number, tensor)[self.index].copy_(tensor)
+            for index, peer in self.peers.items():
+                with _name_lost_peer(index):
+                    peer.send(b"\0")
+        collective = SharedMemoryCollective(self, number, tensor, combine, started)
+        self.in_flight.append(collective)
+        return collective
+
+    def slots(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the slots of collective ``number``: [ranks, *shape of ``like``]."""
+        return self.bytes[number % _SLOTS, :, : like.nbytes].view(like.dtype).unflatten(1, like.shape)
+
+    def wait_for_peers(self, number: int) -> None:
+        """Return when all peers have posted collective ``number``. Raises RuntimeError if a peer has exited."""
+        for index, peer in self.peers.items():
+            while self.received[index] < number:
+                with _name_lost_peer(index):
+                    notifications = peer.recv(_SLOTS)
+                    if not notifications:
+                        raise ConnectionResetError
+                self.received[index] += len(notifications)
+
+
+@contextmanager
+def _name_lost_peer(index: int) -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError:
+        raise RuntimeError(f"the rank at index {index} of this host's group has exited") from None
+    except BlockingIOError:
+        raise RuntimeError(
+            f"the rank at index {index} of this host's group was silent for {_TIMEOUT_S // 60} minutes"
+        ) from None
+
+
+def share_memory(index: int, peers: dict[int, socket.socket]) -> SharedMemory:
+    """Map the memory file that the first rank of a host creates and sends to the others."""
+    length = _SLOTS * (len(peers) + 1) * SLOT_BYTES
+    if index == 0:
+        file = os.memfd_create("gpt4d")
+        os.ftruncate(file, length)
+        for peer in peers.values():
+            socket.send_fds(peer, [b"\0"], [file])
+    else:
+        _, (file, *_), *_ = socket.recv_fds(peers[0], 1, 1)
+    for peer in peers.values():
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TIMEOUT_S, 0))
+    buffer = mmap.mmap(file, length)
+    os.close(file)
+    return SharedMemory(index, buffer, dict(sorted(peers.items())))

@@ -1,0 +1,211 @@
+"""Bytes sent along an axis, and the time its collectives ran and were waited for."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel.comm.cpu import processor
+from gpt4d.parallel.comm.cpu.comm_thread import CommFuture
+from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
+
+
+class StartedCollective(NamedTuple):
+    """A collective that this rank has started."""
+
+    name: str  # kind and axis, such as all_gather z; shown in profiler traces and hang reports
+    number: int  # of the axis's collectives since the process started
+    time: float  # time.monotonic
+    parameter: object = None  # whose layer communicates; None if it is not one layer's
+
+
+@dataclass
+class CommStats:
+    """Counters of one axis since they were last read.
+
+    A collective is *exposed* while the computation waits for it and *hidden* while it runs beside the computation. On a
+    GPU both are measured with events, which the host does not wait for until they are read.
+    """
+
+    bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
+    wait_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of the computation's waits
+    run_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of collectives; the last may be in flight
+    timed: bool = True  # record intervals, which on a GPU takes four events for each collective
+    num_started: int = 0  # collectives since the process started; never reset
+    current_wait: StartedCollective | None = None  # collective that the host starts or waits for now
+    unfinished: deque[tuple[StartedCollective, torch.cuda.Event]] = field(default_factory=deque)  # on a GPU, with ends
+    named_range: Callable[[str], AbstractContextManager] = nullcontext  # record_function while a profiler records
+    _watching: torch.cuda.Stream | None = None
+
+    def start(self, name: str, parameter: object = None) -> StartedCollective:
+        """Count a collective."""
+        self.num_started += 1
+        return StartedCollective(name, self.num_started, time.monotonic(), parameter)
+
+    @contextmanager
+    def track_wait(self, collective: StartedCollective) -> Iterator[None]:
+        """Set ``current_wait`` while this rank waits for a collective. Raises PeerLost if the collective fails."""
+        self.current_wait = collective
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(f"{collective.name}: {error}") from error
+        finally:
+            self.current_wait = None
+
+    @contextmanager
+    def time_wait(self, device: torch.device) -> Iterator[None]:
+        """Record a wait of the computation on ``device``."""
+        before = now(device) if self.timed else None
+        yield
+        if before is not None:
+            self.wait_intervals.append((before, now(device)))
+
+    def oldest_unfinished(self) -> StartedCollective | None:
+        """Return the oldest collective that has not ended on the GPU, or else the one that the host waits for.
+
+        Any thread may call it. Raises torch.AcceleratorError if the GPU has failed.
+        """
+        on_gpu = (collective for collective, end in self.unfinished.copy() if not end.query())
+        return next(on_gpu, self.current_wait)
+
+    def record_end(self, work: dist.Work, device: torch.device) -> torch.cuda.Event:
+        """Return an event that is recorded when ``work`` ends on the GPU.
+
+        Each axis has a stream of its own that waits for it. The computation's stream must not wait yet, and on a shared
+        stream a short collective would seem to last as long as another axis's long one before it.
+        """
+        self._watching = self._watching or torch.cuda.Stream(device)
+        end = torch.cuda.Event(enable_timing=self.timed)
+        with torch.cuda.stream(self._watching):
+            work.wait()
+            end.record()
+        return end
+
+    def watch(self, collective: StartedCollective, end: torch.cuda.Event) -> None:
+        """Keep ``collective`` for ``oldest_unfinished`` until the event ``end`` is complete."""
+        while self.unfinished and self.unfinished[0][1].query():
+            self.unfinished.popleft()
+        self.unfinished.append((collective, end))
+
+    def read(self) -> dict[str, float]:
+        """Return ``{"bytes", "exposed_s", "hidden_s"}`` and reset them. On a GPU, wait for the recorded events."""
+        result = {"bytes": self.bytes, **self.seconds()}
+        self.bytes = 0.0
+        self.wait_intervals.clear()
+        self.run_intervals.clear()
+        return result
+
+    def seconds(self) -> dict[str, float]:
+        """Return ``{"exposed_s", "hidden_s"}`` of the recorded intervals."""
+        exposed = sum(seconds_between(*wait) for wait in self.wait_intervals)
+        # With more threads than cores, a wait can outlast its collective; that time is exposed as well.
+        hidden = max(0.0, _covered_s(self.run_intervals + self.wait_intervals) - exposed)
+        return {"exposed_s": exposed, "hidden_s": hidden}
+
+    def since(self, origin) -> "CommStats":
+        """Return a copy of the intervals that began after ``origin`` (from ``now``), in seconds relative to it."""
+        waits, runs = _relative_to(origin, self.wait_intervals), _relative_to(origin, self.run_intervals)
+        return CommStats(wait_intervals=[w for w in waits if w[0] >= 0], run_intervals=[r for r in runs if r[0] >= 0])
+
+
+def now(device: torch.device):
+    """Return a point in time on ``device``: seconds of the host's clock, or an event of the GPU's current stream."""
+    if device.type == "cpu":
+        return processor.current.now()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class PeerLost(RuntimeError):
+    """A collective failed here, most likely because another rank has ended."""
+
+
+class Works:
+    """Messages on CPUs that are one collective together. ``sent`` must stay in memory until they are complete."""
+
+    def __init__(self, works: Sequence[dist.Work], sent: Sequence[torch.Tensor]):
+        self.works, self.sent = works, sent
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return torch.futures.collect_all([work.get_future() for work in self.works])
+
+
+class InFlightCollective:
+    """One collective in flight: records on its axis when it ran and how long the computation waited for it.
+
+    It is created while the traffic tracks its start. Its bytes count always, its times if the axis is ``timed`` then.
+    """
+
+    def __init__(
+        self,
+        traffic: CommStats,
+        work: dist.Work | Works | CommFuture | SharedMemoryCollective,
+        device: torch.device,
+        sent_bytes: float,
+    ):
+        assert traffic.current_wait
+        self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
+        self.started = started = now(device) if traffic.timed else None
+        self.end: torch.cuda.Event | None = None  # on a GPU
+        runs = traffic.run_intervals
+        traffic.bytes += sent_bytes
+        if device.type != "cpu":
+            assert isinstance(work, dist.Work)
+            self.end = traffic.record_end(work, device)
+            traffic.watch(self.collective, self.end)
+        elif not isinstance(work, (CommFuture, SharedMemoryCollective)) and started is not None:
+            work.get_future().add_done_callback(lambda _: runs.append((started, time.perf_counter())))
+
+    def wait(self) -> None:
+        traffic = self.traffic
+        with (
+            traffic.named_range(f"wait {self.collective.name}"),
+            traffic.track_wait(self.collective),
+            traffic.time_wait(self.device),
+        ):
+            self.work.wait()
+        if self.started is None or not traffic.timed:
+            return
+        if self.end is not None:
+            traffic.run_intervals.append((self.started, self.end))
+        elif isinstance(self.work, CommFuture):
+            traffic.run_intervals.append((self.started, self.work.stopped))
+        elif isinstance(self.work, SharedMemoryCollective):  # through shared memory: it runs until it is waited for
+            traffic.run_intervals.append((self.started, time.perf_counter()))
+
+
+def seconds_between(start, stop) -> float:
+    """Return the seconds between two results of ``now``. On a GPU, wait for both."""
+    if isinstance(start, float):
+        return stop - start
+    start.synchronize()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def _relative_to(origin, intervals: list[tuple]) -> list[tuple[float, float]]:
+    return [(seconds_between(origin, start), seconds_between(origin, stop)) for start, stop in intervals]
+
+
+def _covered_s(intervals: list[tuple]) -> float:
+    """Return the seconds that at least one interval covers, so that two collectives at once do not count twice."""
+    if not intervals:
+        return 0.0
+    covered, reached = 0.0, -float("inf")
+    for start, stop in sorted(_relative_to(intervals[0][0], intervals)):
+        covered += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return covered

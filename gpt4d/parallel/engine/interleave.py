@@ -1,0 +1,163 @@
+"""Coroutines that alternate between the chunks of a microbatch, and blocks that run in them (ATP paper, §4.1).
+
+Layers and blocks are coroutines that give their turn away, ``await Turn()``, between the start of a collective and the
+first use of its result, so that the other chunks compute meanwhile. No torch here: the planner runs layers on
+symbolic tensors in the same turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from gpt4d.parallel.symbolic.kernels import TorchFunction, planned_kernel
+
+Result = TypeVar("Result")
+
+
+class Turn:
+    """``await Turn()`` lets the other chunks run up to the same place."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+def run(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run one coroutine for each chunk, in turns, and return their results. The turns are the same on all ranks."""
+    chunks = list(coroutines)
+    if len(chunks) == 1:
+        return [run_alone(chunks[0])]
+    results: dict[int, Result] = {}
+    try:
+        while len(results) < len(chunks):
+            for index, chunk in enumerate(chunks):
+                if index not in results:
+                    try:
+                        chunk.send(None)
+                    except StopIteration as finished:
+                        results[index] = finished.value
+    finally:
+        for chunk in chunks:
+            chunk.close()
+    return [results[index] for index in range(len(chunks))]
+
+
+def run_alone(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run the coroutine of a microbatch that is not cut."""
+    try:
+        while True:
+            coroutine.send(None)
+    except StopIteration as finished:
+        return finished.value
+
+
+Tensors = dict[str, Any]
+
+
+@planned_kernel
+def joined(*chunks):
+    """Return chunks one after another, along dim 0."""
+    return chunks[0].like((sum(chunk.shape[0] for chunk in chunks), *chunks[0].shape[1:]))
+
+
+class JoinFunction(TorchFunction):
+    """Chunks one after another. The gradients of the chunks share the memory of the whole gradient."""
+
+    torch_name = "join"
+
+    @staticmethod
+    def forward(ctx, *chunks):
+        ctx.shapes = [chunk.shape for chunk in chunks]
+        return joined(*chunks)
+
+    @staticmethod
+    def backward(ctx, d_whole):
+        return tuple(d_whole.alias(shape=shape) for shape in ctx.shapes)
+
+
+def join(*chunks: Any) -> Any:
+    """Return chunks one after another, along dim 0."""
+    return JoinFunction.apply(*chunks)
+
+
+class Node(NamedTuple):
+    """A block in a graph of blocks: the names of the tensors that it takes, and of the one that it returns.
+
+    A call of it is a coroutine from these tensors, in this order, and what all blocks take.
+    """
+
+    block: Any
+    uses: tuple[str, ...]
+    produces: str
+
+
+def run_blocks(weights: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
+    """Call blocks one after another on the chunks of a microbatch and return the output of the last one.
+
+    Args:
+        weights: as for ``run_graph``.
+        blocks: coroutine functions from ``x`` and ``others`` to the next block's ``x``.
+        x: activations, cut along dim 0.
+        others: as for ``run_graph``.
+    """
+    return run_graph(weights, [Node(block, ("x",), "x") for block in blocks], {"x": x}, ("x",), *others)["x"]
+
+
+def run_graph(
+    weights: Any, nodes: Sequence[Node], tensors: Mapping[str, Any], results: Collection[str], *others: Any
+) -> Tensors:
+    """Call the blocks of a graph in their order on the chunks of a microbatch and return the tensors ``results``.
+
+    Chunks may be in different blocks at the same time, unless blocks are recomputed: they are recomputed one by one.
+
+    Args:
+        weights: the context of the blocks, which decides the number of chunks and whether blocks are recomputed.
+        nodes: the blocks.
+        tensors: what they use besides their own outputs, by name; cut along dim 0.
+        results: names of tensors, given or produced.
+        others: further inputs of each block, which have a method ``chunk`` too; None stays None.
+    """
+    count = weights.num_chunks
+    cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}
+    chunks = [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
+    del tensors, cut  # a tensor lives until its last use
+    rest = [[None] * count if other is None else other.chunk(count) for other in others]
+    alive = _alive_after(nodes, results)
+    if weights.recomputes:
+        for node, names in zip(nodes, alive, strict=True):
+            inputs = [{name: chunk[name] for name in node.uses} for chunk in chunks]
+            chunks = [_only(chunk, names - {node.produces}) for chunk in chunks]
+            outputs = weights.checkpointed(_run_chunks, [node], [{node.produces}], inputs, rest)
+            for chunk, output in zip(chunks, outputs, strict=True):
+                chunk |= output
+    else:
+        chunks = _run_chunks(nodes, alive, chunks, rest)
+    return {name: join(*[chunk[name] for chunk in chunks]) if count > 1 else chunks[0][name] for name in results}
+
+
+def _alive_after(nodes: Sequence[Node], results: Collection[str]) -> list[set[str]]:
+    """Return the names of the tensors that are used after each node, or are results."""
+    alive, after = {*results}, list[set[str]]()
+    for node in reversed(nodes):
+        after.append(alive)
+        alive = alive - {node.produces} | {*node.uses}
+    return after[::-1]
+
+
+def _only(tensors: Tensors, names: set[str]) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def _run_chunks(
+    nodes: Sequence[Node], alive: Sequence[set[str]], inputs: Sequence[Tensors], others: Sequence
+) -> list[Tensors]:
+    """Run nodes on each chunk and return the tensors that are alive after them."""
+
+    async def call(tensors: Tensors, *rest) -> Tensors:
+        for (block, uses, produces), names in zip(nodes, alive, strict=True):
+            output = block(*[tensors[name] for name in uses], *rest)
+            tensors = _only(tensors, names - {produces})
+            tensors[produces] = await output
+        return tensors
+
+    return run(call(*given) for given in zip(inputs, *others, strict=True))

@@ -1,0 +1,278 @@
+"""When a stage gathers z-sharded weights, how long they stay, and when it reduce-scatters gradients. No torch here.
+
+The order in which a stage uses its weights follows from its schedule and its layers. ``WeightSchedule`` decides by this
+order alone. Sharded weights (gpt4d.parallel.sharded_weights) and the planner each carry the decisions out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from gpt4d.config import OverlapConfig
+from gpt4d.parallel.pipeline.schedule import Action
+
+FORWARD, RECOMPUTATION, BACKWARD = "forward", "recomputation", "backward"
+
+
+class LayerWeights(NamedTuple):
+    """Names of the weights that one layer or block takes from the stream in each phase, in the order of execution.
+
+    ``recomputation`` comes before ``backward`` when the backward of a microbatch reaches the layer.
+    """
+
+    forward: tuple[str, ...] = ()
+    recomputation: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+
+
+class WeightUse(NamedTuple):
+    """One use of a gathered weight: in the forward, the recomputation or the backward of a microbatch."""
+
+    phase: str
+    weight: str
+    microbatch: int = 0
+
+
+def weight_order(
+    actions: Iterable[Action],
+    layers: Mapping[int, Sequence[LayerWeights]],
+    chunks: Mapping[str, int] | None = None,
+) -> list[WeightUse]:
+    """Return every use of a weight, in the order in which a stage executes ``actions``.
+
+    Args:
+        actions: of the stage. The gradients of weights ("W") use no weight.
+        layers: of each virtual stage that the actions name.
+        chunks: number of chunks that use a weight one after another, where there are several.
+    """
+    order: list[WeightUse] = []
+
+    def use(phase: str, weights: Iterable[str], microbatch: int) -> None:
+        for weight in weights:
+            order.extend([WeightUse(phase, weight, microbatch)] * (chunks or {}).get(weight, 1))
+
+    for kind, microbatch, virtual_stage in actions:
+        if kind == "F":
+            for layer in layers[virtual_stage]:
+                use(FORWARD, layer.forward, microbatch)
+        elif kind in "BI":
+            for layer in reversed(layers[virtual_stage]):
+                use(RECOMPUTATION, layer.recomputation, microbatch)
+                use(BACKWARD, layer.backward, microbatch)
+    return order
+
+
+def kept_after_use(
+    order: Sequence[WeightUse], cached: Collection[str], cached_for_step: Collection[str] = ()
+) -> list[bool]:
+    """Return for each use whether the gathered weight stays in memory after it.
+
+    A weight stays if the very next use is its own, such as another chunk's, from a recomputation until the backward,
+    and, if it is ``cached``, as long as the backward of a microbatch whose forward has used it is still to come.
+    Several microbatches may be in flight. Weights in ``cached_for_step`` stay until their last use.
+    """
+    remaining = Counter((use.weight, use.microbatch) for use in order if use.phase != FORWARD)
+    uses = Counter(use.weight for use in order)
+    pending: Counter[str] = Counter()  # uses to come in backwards of microbatches in flight
+    kept = []
+    for use, following in zip(order, [*order[1:], None], strict=True):
+        if use.phase == FORWARD:
+            # Moving the count makes a second forward use of the weight add nothing.
+            pending[use.weight] += remaining.pop((use.weight, use.microbatch), 0)
+        else:
+            pending[use.weight] -= 1
+        uses[use.weight] -= 1
+        next_is_own = following is not None and following.weight == use.weight
+        next_is_own = next_is_own and (use.phase != BACKWARD or following == use)
+        used_again = use.weight in cached and pending[use.weight] > 0
+        used_again = used_again or (use.weight in cached_for_step and uses[use.weight] > 0)
+        kept.append(next_is_own or use.phase == RECOMPUTATION or used_again)
+    return kept
+
+
+def weights_ahead(
+    order: Sequence[WeightUse], count: int, never_gathered: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    """Return for each use the weights of the ``count`` uses that follow: those to gather while it computes.
+
+    Uses of weights in ``never_gathered`` do not count. Links would be idle during them, so a use that they follow
+    directly has as many more weights. A microbatch's first weights are not gathered behind the backward of the one
+    before.
+    """
+    ahead: list[tuple[str, ...]] = []
+    upcoming: deque[str] = deque()  # weights to gather, up to the next microbatch's forward
+    idle = 0  # uses before the first of them that gather nothing
+    for use, following in zip(reversed(order), [None, *reversed(order)], strict=False):
+        if following == use:  # of another chunk
+            ahead.append(ahead[-1])
+            continue
+        if following is not None and following.weight in never_gathered:
+            idle += 1
+        elif following is not None:
+            upcoming.appendleft(following.weight)
+            idle = 0
+        if following is not None and use.phase == BACKWARD and following.phase == FORWARD:
+            upcoming.clear()
+            idle = 0
+        ahead.append(tuple(islice(upcoming, count + idle if count else 0)))
+    return ahead[::-1]
+
+
+_MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a full gradient in memory
+
+Tensor = TypeVar("Tensor")  # a gathered weight, or the gradient of one
+Pending = TypeVar("Pending")  # a collective in flight
+
+
+class WeightDevice(Protocol[Tensor, Pending]):
+    """What a device does with weights, which have names, and with their gradients."""
+
+    def is_split(self, weight: str) -> bool:
+        """Return whether z splits the weight."""
+
+    def start_gather(self, weight: str) -> Pending:
+        """Start to gather the weight over z, in the compute dtype."""
+
+    def start_scatter(self, weight: str, gradient: Tensor) -> Pending:
+        """Start to sum the gradient of the gathered weight over z; each rank receives its part."""
+
+    def wait(self, pending: Pending) -> Tensor:
+        """Wait for a collective and return its result."""
+
+    def gradient(self, weight: str) -> Tensor | None:
+        """Return the gradient that a weight has so far."""
+
+    def set_gradient(self, weight: str, gradient: Tensor) -> None:
+        """Set the gradient of a weight that z does not split, which contains the earlier gradient."""
+
+    def add_gradient(self, weight: str, part: Tensor) -> None:
+        """Add this rank's part of a sum over z to the gradient of a weight."""
+
+
+class WeightSchedule(Generic[Tensor, Pending]):
+    """The gathered weights of a stage through a step.
+
+    Args:
+        device: carries out the collectives.
+        overlap: which communication overlaps with computation.
+    """
+
+    def __init__(self, device: WeightDevice[Tensor, Pending], overlap: OverlapConfig):
+        self.device, self.overlap = device, overlap
+        self.ready: dict[str, Tensor] = {}  # gathered weights that stay in memory
+        self.gathering: dict[str, Pending] = {}  # weights in flight
+        self._scattering: deque[tuple[str, Pending]] = deque()
+        self._accumulated: dict[str, Tensor] = {}  # gradients that lack terms before their sum over z
+        self._missing: dict[str, int] = {}  # number of terms that these gradients lack
+        self._terms: Mapping[str, int] = {}
+        self.order: Sequence[WeightUse] = ()
+        self.kept: Sequence[bool] = ()
+        self._ahead: Sequence[tuple[str, ...]] = ()
+        self.position = -1  # of the last use in the order
+
+    def begin(
+        self,
+        order: Sequence[WeightUse],
+        cached: Collection[str] = (),
+        cached_for_step: Collection[str] = (),
+        terms: Mapping[str, int] | None = None,
+        continued: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
+
+        Args:
+            order: every use of a weight; without an order nothing is gathered ahead.
+            cached: weights that stay gathered until their backward.
+            cached_for_step: weights that stay gathered until their last use.
+            terms: number of terms of a weight's gradient that are accumulated before their sum over z, where not one.
+            continued: weights that earlier microbatches of the step have gathered, with the gradients that they have
+                accumulated.
+        """
+        assert self.position == len(self.order) - 1, "the last order was not finished"
+        self.order, self.kept, self.position = order, kept_after_use(order, cached, cached_for_step), -1
+        unsplit = {use.weight for use in order if not self.device.is_split(use.weight)}
+        prefetch = self.overlap.prefetch if self.overlap.all_gather else 0
+        self._ahead = weights_ahead(order, prefetch, unsplit)
+        self._terms = terms or {}
+        for name, (weight, gradient) in (continued or {}).items():
+            self.ready[name], self._accumulated[name] = weight, gradient
+
+    @property
+    def last_used(self) -> str | None:
+        """The weight that a layer has used last in this step."""
+        return self.order[self.position].weight if 0 <= self.position < len(self.order) else None
+
+    @property
+    def next_use(self) -> WeightUse | None:
+        following = self.position + 1
+        return self.order[following] if following < len(self.order) else None
+
+    def gather(self, weight: str, phase: str | None = None) -> Tensor:
+        """Wait for a gathered weight, return it, and start to gather the weights that follow.
+
+        ``phase``: the phase of the use, for a check; None: no check.
+        """
+        kept, ahead = phase == RECOMPUTATION, tuple[str, ...]()
+        if self.order:
+            expected, self.position = self.next_use, self.position + 1
+            assert expected and expected.weight == weight and phase in (None, expected.phase), (
+                f"the {phase} uses weight {weight} where the model's description has {expected}"
+            )
+            kept, ahead = self.kept[self.position], self._ahead[self.position]
+        if weight in self.ready:
+            value = self.ready.pop(weight)
+        elif weight in self.gathering:
+            value = self.device.wait(self.gathering.pop(weight))
+        else:
+            value = self.device.wait(self.device.start_gather(weight))
+        if kept:
+            self.ready[weight] = value
+        for following in ahead:
+            if following not in self.ready and following not in self.gathering:
+                self.gathering[following] = self.device.start_gather(following)
+        return value
+
+    def earlier_gradient(self, weight: str) -> Tensor | None:
+        """Return the sum to which the gradient of a gathered weight is added next; None if there is none."""
+        if weight in self._accumulated:
+            return self._accumulated[weight]
+        return None if self.device.is_split(weight) else self.device.gradient(weight)
+
+    def scatter(self, weight: str, compute: Callable[[Tensor | None], Tensor]) -> None:
+        """Compute the gradient of a gathered weight and sum it over z, perhaps later, but before ``finish`` returns.
+
+        ``compute`` returns the gradient, added to its argument if that is not None.
+        """
+        earlier = self.earlier_gradient(weight)
+        self._accumulated.pop(weight, None)
+        gradient = compute(earlier)
+        missing = self._missing.pop(weight, self._terms.get(weight, 1)) - 1
+        if missing:
+            self._missing[weight], self._accumulated[weight] = missing, gradient
+        elif not self.device.is_split(weight):
+            self.device.set_gradient(weight, gradient)
+        else:
+            del earlier
+            self._scattering.append((weight, self.device.start_scatter(weight, gradient)))
+            del gradient
+            max_inflight = _MAX_INFLIGHT_REDUCE_SCATTERS if self.overlap.reduce_scatter else 0
+            while len(self._scattering) > max_inflight:
+                self._add_gradient()
+
+    def _add_gradient(self) -> None:
+        weight, pending = self._scattering.popleft()
+        self.device.add_gradient(weight, self.device.wait(pending))
+
+    def finish(self) -> None:
+        """End a step or an evaluation: every gradient is in place, and no gathered weight outlives the next update."""
+        while self._scattering:
+            self._add_gradient()
+        for pending in self.gathering.values():
+            self.device.wait(pending)  # a collective that was started must end before its memory is used again
+        self.gathering.clear()
+        self.ready.clear()
+        assert not self._missing, "a gradient has fewer terms than its description says"
+        remaining, self._terms = self.order[self.position + 1 :], {}
+        self.order, self.kept, self._ahead, self.position = (), (), (), -1
+        assert not remaining, f"the model did not use {remaining[0]}, which its description has"

@@ -1,0 +1,199 @@
+"""Gradient buckets, when they are reduced over the batch axes, and when updated rows are gathered. No torch here.
+
+The gradient reducer (gpt4d.parallel.gradient_reducer) and the planner build the same buckets from the same specs, and
+carry out the same decisions, each on a device of its own.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from gpt4d.config import GridSizes
+from gpt4d.parallel.layout import ParameterSpec
+
+_MIN_BYTES, _MAX_BYTES = 1 << 20, 32 << 20  # below, latency dominates; above, it is negligible
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters whose gradients are summed together."""
+
+    names: tuple[str, ...]
+    elements: int  # of all gradients on one device
+    axes: tuple[str, ...]  # to sum over, inner first
+    sharded: bool  # each rank of the last axis needs only its rows of the sum
+
+
+def default_bucket_bytes(gradient_bytes: int) -> int:
+    """Return the size in bytes of the buckets in which gradients of ``gradient_bytes`` in total are reduced.
+
+    A bucket has 1/32 of the gradients, within bounds. The first reduction then starts early in the backward, and little
+    is left when the backward ends.
+    """
+    return min(max(gradient_bytes // 32, _MIN_BYTES), _MAX_BYTES)
+
+
+def gradient_buckets(
+    parameters: Mapping[str, ParameterSpec],
+    sizes: GridSizes,
+    shard_states: bool,
+    max_bytes: int,
+    element_bytes: int = 4,
+    sequence_parallel: bool = False,
+) -> Iterator[Bucket]:
+    """Yield the buckets in the order in which the backward completes them, about the reverse of ``parameters``.
+
+    Gradients of z-sharded weights arrive summed over z. Along axes that do not split what a parameter acts on, its
+    copies have equal gradients and need no sum. A bucket is closed once it has ``max_bytes``.
+    """
+
+    def kind(spec: ParameterSpec) -> tuple[int, tuple[str, ...], bool]:
+        axes = tuple(
+            axis
+            for axis in spec.batch_axes(sequence_parallel)
+            if axis not in spec.layout.axes and getattr(sizes, axis) > 1
+        )
+        elements = spec.local_elements(sizes)
+        return elements, axes, spec.optimized_elements(sizes, shard_states) < elements
+
+    distinct = {id(spec): spec for spec in parameters.values()}  # equal blocks share their specs
+    kinds = {key: kind(spec) for key, spec in distinct.items()}
+    filling: dict[tuple, tuple[list[str], int]] = {}
+    for name, spec in reversed(list(parameters.items())):
+        elements, axes, sharded = kinds[id(spec)]
+        if not axes:
+            continue
+        names, filled = filling.get((axes, sharded), ([], 0))
+        names.append(name)
+        filling[axes, sharded] = names, filled + elements
+        if (filled + elements) * element_bytes >= max_bytes:
+            del filling[axes, sharded]
+            yield Bucket(tuple(names), filled + elements, axes, sharded)
+    for (axes, sharded), (names, filled) in filling.items():
+        yield Bucket(tuple(names), filled, axes, sharded)
+
+
+_MAX_INFLIGHT_GATHERS = 2  # on a link that transfers share, more would delay the one that is needed first
+
+Packed = TypeVar("Packed")  # the gradients or the rows of a bucket's parameters, side by side
+Pending = TypeVar("Pending")  # a collective in flight
+
+
+class GradientDevice(Protocol[Packed, Pending]):
+    """What a device does with the gradients of a bucket."""
+
+    def pack(self, bucket: Bucket) -> Packed:
+        """Copy the gradients of the parameters side by side, and release the separate gradients."""
+
+    def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: Packed) -> Pending:
+        """Start the collective ``kind``, an ``all_reduce`` or a ``reduce_scatter``, over an axis."""
+
+    def wait(self, pending: Pending) -> Packed:
+        """Wait for a collective and return its result."""
+
+    def unpack(self, bucket: Bucket, total: Packed) -> None:
+        """Give each parameter its gradient."""
+
+    def start_row_gather(self, bucket: Bucket) -> Pending:
+        """Start to gather the rows of the parameters that the ranks of the bucket's last axis have updated."""
+
+    def write_rows(self, bucket: Bucket, rows: Packed) -> None:
+        """Copy the gathered rows into the parameters."""
+
+
+class GradientSums(Generic[Packed, Pending]):
+    """The sums of a stage's gradients.
+
+    The sum of a bucket starts when its last gradient is complete, and overlaps with the backward of earlier layers. A
+    bucket with several axes is summed over one axis at a time. The next axis starts when another bucket starts.
+
+    Args:
+        device: carries out the sums.
+        buckets: in the order in which the backward completes them.
+        overlap: sums overlap with the backward.
+    """
+
+    def __init__(self, device: GradientDevice[Packed, Pending], buckets: Sequence[Bucket], overlap: bool):
+        self.device, self.buckets, self.overlap = device, buckets, overlap
+        self.sent: dict[Bucket, Pending] = {}
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+        self._beside_backward = overlap
+        self._missing: dict[Bucket, int] = {}  # terms that gradients of this step still lack
+        self._axes_left: dict[Bucket, Sequence[str]] = {}  # of sent buckets: the axes to sum over after the current one
+        self._to_gather: list[Bucket] = []  # buckets whose updated rows other ranks lack, in reverse order of use
+        self._arriving: dict[Bucket, Pending] = {}  # rows that other ranks have updated
+
+    def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
+        """Start a step in which each parameter's gradient has the given number of ``terms``. ``finish`` ends it.
+
+        ``beside_backward`` false: all sums start in ``finish``.
+        """
+        self._beside_backward = self.overlap and beside_backward
+        self._missing = {bucket: sum(terms.get(name, 0) for name in bucket.names) for bucket in self.buckets}
+
+    def note_term(self, name: str) -> None:
+        """Note that a term has been added to a gradient, and start the bucket's sum after the last term."""
+        if bucket := self._bucket_of.get(name):
+            self._missing[bucket] = self._missing.get(bucket, 0) - 1
+            if self._beside_backward and self._missing[bucket] == 0:
+                self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        assert bucket not in self.sent, f"a gradient of {bucket.names} has more terms than its description says"
+        waiting = list(self._axes_left)
+        self._start_sum(bucket, bucket.axes, self.device.pack(bucket))
+        self._continue_sums(waiting)
+
+    def _start_sum(self, bucket: Bucket, axes: Sequence[str], packed: Packed) -> None:
+        axis, *others = axes
+        kind = "reduce_scatter" if bucket.sharded and not others else "all_reduce"
+        self.sent[bucket] = self.device.start_sum(bucket, kind, axis, packed)
+        if others:
+            self._axes_left[bucket] = others
+
+    def _continue_sums(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._start_sum(bucket, self._axes_left.pop(bucket), self.device.wait(self.sent[bucket]))
+
+    def finish(self) -> None:
+        """End a step's backward: all gradients are summed."""
+        for bucket in self.buckets:
+            if bucket not in self.sent:
+                self._send(bucket)
+        while self._axes_left:
+            self._continue_sums(list(self._axes_left))
+        for bucket, pending in self.sent.items():
+            self.device.unpack(bucket, self.device.wait(pending))
+        self.sent.clear()
+        self._missing.clear()
+
+    def start_row_gathers(self) -> None:
+        """Start to gather the rows that other ranks have updated, a few buckets at a time in the order of their use."""
+        self._to_gather = [bucket for bucket in self.buckets if bucket.sharded]
+        for _ in range(_MAX_INFLIGHT_GATHERS):
+            self._gather_next()
+        if not self.overlap:
+            self.wait_all_rows()
+
+    def _gather_next(self) -> None:
+        if self._to_gather:
+            bucket = self._to_gather.pop()
+            self._arriving[bucket] = self.device.start_row_gather(bucket)
+
+    def wait_all_rows(self) -> None:
+        """Wait until every parameter is up to date."""
+        while self._arriving:
+            self._wait_rows(next(iter(self._arriving)))
+
+    def wait_rows(self, name: str) -> None:
+        """Wait until a parameter is up to date."""
+        if bucket := self._bucket_of.get(name):
+            self._wait_rows(bucket)
+
+    def _wait_rows(self, bucket: Bucket) -> None:
+        while bucket in self._to_gather:
+            self._gather_next()
+        if bucket in self._arriving:
+            rows = self.device.wait(self._arriving.pop(bucket))
+            self._gather_next()
+            self.device.write_rows(bucket, rows)

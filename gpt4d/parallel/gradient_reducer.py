@@ -1,0 +1,173 @@
+"""Gradients between the layers and the optimizer: summed over the axes that split the batch, and measured."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.collectives import Pending
+from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layout import over_data, spec_of
+from gpt4d.parallel.sharded_weights import ShardedWeights
+
+
+class GradientReducer:
+    """Sums gradients over the axes that split the batch but not the parameter.
+
+    ``ShardedWeights`` has reduce-scattered the gradients of weights that z splits. A rank's gradient of any other
+    parameter covers its own samples. Along x and y a parameter's copies see the same samples and need no all-reduce,
+    unless x splits the tokens that it acts on (``ParameterSpec.batch_axes``).
+
+    Parameters fill buckets in the reverse of their order, which is about that of the backward. ``GradientSums`` decides
+    when the sum of a bucket starts. Which gradients share a bucket never changes, so a sum has the same bits whenever
+    it starts.
+
+    ``optimizer_shards`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1)
+    they are this rank's rows of each weight along data: gradients are reduce-scattered, and ``start_param_all_gather``
+    gathers the updated rows.
+
+    Args:
+        weights: the stage's sharded weights.
+        parameters: the stage's parameters by global name.
+        overlap: sums run beside the backward.
+        bucket_bytes: size at which a bucket is closed; None for the default (gpt4d.parallel.engine.reduction).
+        shard: split the optimizer's work over data.
+    """
+
+    def __init__(
+        self,
+        weights: ShardedWeights,
+        parameters: Mapping[str, nn.Parameter],
+        overlap: bool = True,
+        bucket_bytes: int | None = None,
+        shard: bool = False,
+    ):
+        self.weights, self.parameters = weights, dict(parameters)
+        self.optimizer_shards = [_own_rows(p, weights.grid) if shard else p for p in parameters.values()]
+        self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
+        specs = {name: spec_of(p) for name, p in parameters.items()}
+        grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
+        buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)
+        # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
+        this = weakref.proxy(self)
+        self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, list(buckets), overlap)
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            if not specs[name].streamed:  # gradients of the others come from the stream; autograd gives them none
+                parameter.register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
+        weights.on_gradient = lambda p: this._on_gradient(p)
+        weights.pre_gather_hook = lambda p: this._wait_param(p)
+
+    def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
+        """Start a step; arguments as for ``GradientSums.begin``. ``finish`` ends it."""
+        self.sums.begin(terms, beside_backward)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter in self._names:  # not a copy of another stage's weight
+            self.sums.note_term(self._names[parameter])
+
+    def finish(self) -> None:
+        """End a step's backward: all gradients are complete, in ``grad`` of the optimizer's shards."""
+        self.weights.finish()
+        self.sums.finish()
+
+    def start_param_all_gather(self) -> None:
+        """Start to gather the rows that other ranks updated; call it after the optimizer's step.
+
+        They arrive during the next forward. It waits for a weight when it first needs it; any other reader of
+        parameters calls ``wait_params`` before.
+        """
+        self.sums.start_row_gathers()
+
+    def wait_params(self) -> None:
+        """Wait until every parameter is up to date."""
+        self.sums.wait_all_rows()
+
+    def _wait_param(self, parameter: nn.Parameter) -> None:
+        if parameter in self._names:
+            self.sums.wait_rows(self._names[parameter])
+
+    # ------------------------------------------------- the operations of gpt4d.parallel.engine.reduction.GradientDevice
+
+    def pack(self, bucket: Bucket) -> torch.Tensor:
+        members = self._members(bucket)
+        parts = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        packed = _pack([_gradient(p) for p in members], parts)
+        for parameter in members:
+            parameter.grad = None
+        return packed
+
+    def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: torch.Tensor) -> Pending:
+        scatters = kind == "reduce_scatter"
+        start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
+        return start(packed, self.weights.grid[axis])
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        return pending.wait()
+
+    def unpack(self, bucket: Bucket, total: torch.Tensor) -> None:
+        for parameter, piece in self._unpack(bucket, total):
+            assert parameter.grad is None, "a gradient has more terms than its description says"
+            shard = self._shard_of[parameter]
+            shard.grad = piece.reshape(shard.shape)
+
+    def start_row_gather(self, bucket: Bucket) -> Pending:
+        rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
+        return self.weights.grid[bucket.axes[-1]].start_all_gather(rows)
+
+    def write_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
+        for parameter, piece in self._unpack(bucket, rows):
+            parameter.detach().view(len(piece), -1).copy_(piece)
+
+    def _members(self, bucket: Bucket) -> list[nn.Parameter]:
+        return [self.parameters[name] for name in bucket.names]
+
+    def _unpack(self, bucket: Bucket, packed: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Return each parameter's piece, [parts, elements], of packed gradients or of some of their parts."""
+        share = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        members = self._members(bucket)
+        return list(zip(members, packed.split([p.numel() // share for p in members], 1), strict=True))
+
+
+def _pack(tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
+    """Return tensors as one [parts, elements]: the first rows of all, the second rows of all, …"""
+    return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None, f"no gradient of {spec_of(parameter)}"
+    return parameter.grad
+
+
+def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
+    """Return this rank's rows along data of a parameter, on its memory; itself if data does not split it."""
+    spec = spec_of(parameter)
+    layout = over_data(spec, grid.sizes._asdict())
+    if grid.data.size == 1 or layout == spec.layout:
+        return parameter
+    own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size)[grid.data.index])
+    own.spec = replace(spec, layout=layout)
+    return own
+
+
+def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:
+    """Return whether this rank counts its part of a parameter: exactly one of the ranks that hold the part does."""
+    return all(index == 0 for name, index in grid.indices.items() if name not in spec_of(parameter).layout.axes)
+
+
+def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
+    """Return this rank's share of the squared norm of the global gradient, float64: the sum over the job is the norm.
+
+    Every element of every parameter is counted once, whatever axes replicate it.
+    """
+    gradients = [_gradient(p) for p in parameters if counted_once(p, grid)]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()

@@ -1,0 +1,114 @@
+"""Where the tokens of a microbatch come from, and which of them a rank has between the layers. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from gpt4d.parallel.symbolic.kernels import kernel
+
+if TYPE_CHECKING:
+    from gpt4d.parallel.layers.documents import Documents
+    from gpt4d.parallel.layers.key_value_cache import KeyValueCache
+
+
+@kernel
+def local_part(values, chunks: int, ranks: int, index: int):
+    """Return part ``index`` of each chunk of values [sequences, length], as one dim."""
+    return values.like((math.prod(values.shape) // ranks,))
+
+
+@kernel
+def in_gathered_order(values, chunks: int, ranks: int):
+    """Return values [sequences, length] as one dim: of each rank, its part of each chunk."""
+    return values.like((math.prod(values.shape),))
+
+
+@kernel(free=True)
+def places_of(sample_ids, length: int):
+    """Return the place of each token in its sequence, [sequences, length]. All sequences share the memory."""
+    return sample_ids.like((*sample_ids.shape, length))
+
+
+@kernel(free=True)
+def samples_of(sample_ids, length: int):
+    """Return the sequence of each token, [sequences, length], on the memory of ``sample_ids``."""
+    return sample_ids.like((*sample_ids.shape, length))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """The tokens of some sequences, one after another. Between the layers ``axis`` may split those of each chunk.
+
+    Attributes:
+        sample_ids: [sequences], int64: index of each sequence in the whole run, which dropout depends on.
+        length: tokens of a sequence.
+        axis: splits the tokens of each chunk between the layers; ``grid.axis(None)`` if every rank has all.
+        documents: attention and positions stay inside one. None: no limits.
+        num_chunks: chunks that the sequences are in.
+        cache: of the keys and values of the tokens before these, which continue texts; None in training.
+    """
+
+    sample_ids: Any
+    length: int
+    axis: Any
+    documents: Documents | None = None
+    num_chunks: int = 1
+    cache: KeyValueCache | None = None
+
+    def chunk(self, count: int) -> Sequence[TokenIndex]:
+        """Return the tokens of each chunk."""
+        assert count == self.num_chunks, f"these are {self.num_chunks} chunk(s), not {count}"
+        documents = [None] * count if self.documents is None else self.documents.chunk(count)
+        samples = self.sample_ids.chunk(count)
+        return [
+            replace(self, sample_ids=ids, documents=part, num_chunks=1)
+            for ids, part in zip(samples, documents, strict=True)
+        ]
+
+    def local(self, values: Any) -> Any:
+        """Return the values [sequences, length] of this rank's tokens, [tokens]: its part of each chunk."""
+        return local_part(values, self.num_chunks, self.axis.size, self.axis.index)
+
+    def gathered(self, values: Any) -> Any:
+        """Return values [sequences, length] of all tokens in the order in which an all-gather has them, [tokens]."""
+        return in_gathered_order(values, self.num_chunks, self.axis.size)
+
+    def restored(self, values: Any) -> Any:
+        """Return values [tokens, …] in the order of ``gathered`` as [sequences, length, …]."""
+        parts = values.unflatten(0, (self.axis.size, self.num_chunks, -1)).transpose(0, 1)
+        return parts.flatten(0, 2).unflatten(0, (-1, self.length))
+
+    @property
+    def positions(self) -> Any:
+        """[sequences, length]: place of each token in its document."""
+        if self.cache is not None:
+            return self.cache.positions
+        if self.documents is None:
+            return places_of(self.sample_ids, self.length)
+        return self.documents.positions
+
+    @cached_property
+    def samples(self) -> Any:
+        """[tokens of this rank]: index of each token's sequence in the run."""
+        return self.local(samples_of(self.sample_ids, self.length))
+
+    @cached_property
+    def places(self) -> Any:
+        """[tokens of this rank]: place of each token in its sequence."""
+        return self.local(places_of(self.sample_ids, self.length))
+
+
+def tokens_of(
+    context: Any,
+    sample_ids: Any,
+    length: int,
+    documents: Documents | None = None,
+    cache: KeyValueCache | None = None,
+) -> TokenIndex:
+    """Return the tokens of a microbatch of the stage that has ``context``."""
+    axis = context.grid.axis("x" if context.splits_tokens else None)
+    return TokenIndex(sample_ids, length, axis, documents, context.num_chunks, cache)

@@ -1,0 +1,217 @@
+"""The transfers between stages: what crosses each edge, on which link, in which layout."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.pipeline.stage_program import StageTransfer, link_name
+from gpt4d.parallel.resharding.mesh import StageMesh
+from gpt4d.parallel.resharding.plan import gradient_plan, plan
+from gpt4d.parallel.resharding.transfer import Link, Resharding, ReshardingInFlight
+from gpt4d.parallel.stage_plan import StagePlan
+
+
+class Edge(NamedTuple):
+    """A tensor that a virtual stage produces and a later one uses.
+
+    ``layout`` is that on both grids, ``shape`` the global shape of one microbatch. Integers and masks have no gradient.
+    """
+
+    name: str
+    source: int  # virtual stages
+    target: int
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+class Copy(NamedTuple):
+    """A weight that a stage has and another one uses too: a tied embedding.
+
+    The stage that has it adds the gradient of the copy to its own, updates the weight and sends it to the copy.
+    """
+
+    name: str
+    owner: int  # stages
+    holder: int
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Arrival:
+    """The tensors of one transfer, by name. ``wait`` returns what this rank receives."""
+
+    def __init__(self, transfers: Mapping[str, ReshardingInFlight]):
+        self.transfers = transfers
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        received = {name: transfer.wait() for name, transfer in self.transfers.items()}
+        return {name: tensor for name, tensor in received.items() if tensor is not None}
+
+    @property
+    def interval(self) -> tuple:
+        """When this rank started the first transfer and when the last one was complete; call it after ``wait``."""
+        transfers = list(self.transfers.values())
+        return transfers[0].started, transfers[-1].stopped
+
+
+class Exchange:
+    """This rank's links to other stages, and the plans of what crosses them.
+
+    All ranks create it together. Each pair of stages that share an edge has a link for each direction.
+
+    Args:
+        stages: the grids of all stages.
+        edges: what crosses, on all virtual stages.
+        copies: weights that several stages use.
+        strategy: of the transfers (gpt4d.parallel.resharding).
+        ranks_per_host: consecutive ranks of the job on each host.
+        device: of this rank.
+        new_group: makes the process group of some ranks; all ranks of the job call it.
+        chunks: of a microbatch, each of which x splits where a layout says so.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StagePlan],
+        edges: Sequence[Edge],
+        copies: Sequence[Copy],
+        strategy: str,
+        ranks_per_host: int,
+        device: torch.device,
+        new_group: Callable[[list[int]], dist.ProcessGroup],
+        chunks: int = 1,
+    ):
+        rank, count = dist.get_rank(), len(stages)
+        # Where nothing splits the chunks' tokens, all chunks are one tile.
+        meshes = [
+            StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host, chunks if stage.sizes.x > 1 else 1)
+            for stage in stages
+        ]
+        self.links: dict[tuple[int, int], Link] = {}  # by the stages that send and receive
+        self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
+        self._names: dict[tuple[int, int], list[str]] = {}
+        crossing = {(edge.source % count, edge.target % count) for edge in edges}
+        pairs = sorted(crossing | {(tied.owner, tied.holder) for tied in copies})
+        for source, target in dict.fromkeys(pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b):
+            members = sorted({*stages[source].ranks, *stages[target].ranks})
+            group = new_group(members)
+            if rank in members:
+                self.links[source, target] = Link(link_name(source, target), group, device)
+        self._meshes, self._strategy = meshes, strategy
+        for edge in edges:
+            self._prepare(edge)
+
+        self._weights: dict[str, Resharding] = {}  # of copies, by name
+        self._gradients: dict[str, Resharding] = {}
+        self._stage = next(stage.index for stage in stages if rank in stage.ranks)
+        self.copies = [tied for tied in copies if self._stage in (tied.owner, tied.holder)]
+        for tied in self.copies:
+            weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder], strategy)
+            self._weights[tied.name] = self.links[tied.owner, tied.holder].prepare(weight, tied.dtype)
+            self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient_plan(weight), tied.dtype)
+        self._arriving: list[ReshardingInFlight] = []  # copies of weights
+        self._leaving: list[ReshardingInFlight] = []
+
+    def _prepare(self, edge: Edge, gradients: bool = True) -> None:
+        source, target = edge.source % len(self._meshes), edge.target % len(self._meshes)
+        if (link := self.links.get((source, target))) is None:
+            return
+        meshes = self._meshes[source], self._meshes[target]
+        forward = plan(edge.shape, edge.layout, meshes[0], edge.layout, meshes[1], self._strategy)
+        self._add(edge.name, edge.source, edge.target, link.prepare(forward, edge.dtype))
+        if gradients and edge.has_gradient:
+            back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)
+            self._add(edge.name, edge.target, edge.source, back)
+
+    def without_gradients(self, edges: Sequence[Edge]) -> "Exchange":
+        """Return an exchange of other tensors over the same links, for forwards alone."""
+        other = copy(self)
+        other._reshardings, other._names = {}, {}
+        for edge in edges:
+            other._prepare(edge, gradients=False)
+        return other
+
+    def _add(self, name: str, source: int, target: int, resharding: Resharding) -> None:
+        self._reshardings[name, source, target] = resharding
+        self._names.setdefault((source, target), []).append(name)
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """What counts the bytes and waits of each link, by its name."""
+        return {link.axis.name: link.axis for link in self.links.values()}
+
+    def start(self, transfer: StageTransfer, sent: Mapping[str, torch.Tensor] | None) -> Arrival:
+        """Start to send tensors, by name, or to receive them if ``sent`` is None."""
+        source, target = transfer.action.virtual_stage, transfer.target
+        return Arrival(
+            {
+                name: self._reshardings[name, source, target].start(
+                    None if sent is None else sent[name], name=self._describe(name, transfer)
+                )
+                for name in self._names[source, target]
+            }
+        )
+
+    def _describe(self, name: str, transfer: StageTransfer) -> str:
+        (kind, microbatch, source), target = transfer
+        tensor, direction = (name, "forward") if kind == "F" else (f"gradient of {name}", "backward")
+        return f"{tensor} of microbatch {microbatch}, {direction} from {self._place(source)} to {self._place(target)}"
+
+    def _place(self, virtual_stage: int) -> str:
+        chunk, stage = divmod(virtual_stage, len(self._meshes))
+        return f"chunk {chunk} of stage {stage}" if chunk else f"stage {stage}"
+
+    @property
+    def owned(self) -> list[str]:
+        """Names of this stage's weights of which others have copies."""
+        return [tied.name for tied in self.copies if tied.owner == self._stage]
+
+    @property
+    def held(self) -> list[str]:
+        """Names of the weights of which this stage has a copy."""
+        return [tied.name for tied in self.copies if tied.holder == self._stage]
+
+    def send_gradient(self, name: str, gradient: torch.Tensor) -> ReshardingInFlight:
+        """Start to send the gradient of a copy, summed over the samples of its stage, to the weight's owner."""
+        return self._start_gradient(name, gradient)
+
+    def receive_gradients(self) -> dict[str, ReshardingInFlight]:
+        """Start to receive the gradients of the copies of this stage's weights."""
+        return {name: self._start_gradient(name, None) for name in self.owned}
+
+    def _start_gradient(self, name: str, gradient: torch.Tensor | None) -> ReshardingInFlight:
+        transfer = self._gradients[name]
+        return transfer.start(gradient, name=f"gradient of the copy of {name}, {transfer.link.axis.name}")
+
+    def start_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Start to send a weight to its copy, which is ``weight`` on the stage that has it."""
+        transfer, what = self._weights[name], f"copy of {name}"
+        if name in self.held:
+            self._arriving.append(transfer.start(out=weight, name=f"{what}, {transfer.link.axis.name}"))
+        else:
+            self._leaving.append(transfer.start(weight, name=f"{what}, {transfer.link.axis.name}"))
+
+    def wait_for_held(self) -> None:
+        """Wait until this stage's copies of weights are up to date."""
+        while self._arriving:
+            self._arriving.pop().wait()
+
+    def wait_for_owned(self) -> None:
+        """Wait until the weights that are sent to copies may change."""
+        while self._leaving:
+            self._leaving.pop().wait()
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()

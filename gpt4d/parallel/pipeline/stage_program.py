@@ -1,0 +1,107 @@
+"""What each stage does in a step: its actions, and when it starts to send and to receive. No torch here.
+
+The sending stage starts a transfer as soon as its tensor exists. The receiving one starts it before the action during
+which that happens in the simulated step, so that it is ready while it computes something else. All transfers have one
+global order, that of these times, and each stage starts its own in this order. So no stages wait for each other in a
+cycle, even where a transfer blocks all that a stage starts after it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpt4d.config import ConfigError
+from gpt4d.config.pipeline import SCHEDULES as SCHEDULES
+from gpt4d.parallel.pipeline import schedule
+from gpt4d.parallel.pipeline.schedule import Action, Order
+from gpt4d.parallel.pipeline.simulation import Costs, simulate
+
+
+class StageTransfer(NamedTuple):
+    """What ``action`` produces for another virtual stage: tensors after a forward, their gradients after a backward."""
+
+    action: Action
+    target: int  # virtual stage
+
+    def __str__(self) -> str:
+        return f"{self.action}>{self.target}"
+
+
+Program = list[
+    Action | StageTransfer
+]  # of one stage: a transfer stands where the stage starts to send or to receive it
+
+
+def link_name(source: int, target: int) -> str:
+    """Return the name of the link from one stage to another, by which its bytes are planned and counted."""
+    return f"stage {source} to {target}"
+
+
+def programs(orders: Sequence[Order], costs: Costs) -> list[Program]:
+    """Return the program of each stage. A tensor that stays on its stage has no transfer."""
+    count, timeline = len(orders), simulate(orders, costs)
+    stops = {span.action: span.stop for spans in timeline.stages for span in spans}
+    crossing = [span for span in timeline.transfers if span.source % count != span.target % count]
+    crossing.sort(key=lambda span: stops[span.action])  # stable: of one action's, in the order of its edges
+    result = []
+    for stage, spans in enumerate(timeline.stages):
+        own = [span for span in crossing if stage in (span.source % count, span.target % count)]
+        program: Program = []
+        started = 0
+        for action, start, stop in spans:
+            while started < len(own):
+                receives = own[started].target % count == stage
+                exists = stops[own[started].action]
+                if exists > start and not (receives and exists < stop):
+                    break
+                program.append(StageTransfer(own[started].action, own[started].target))
+                started += 1
+            program.append(action)
+        result.append(program + [StageTransfer(span.action, span.target) for span in own[started:]])
+    return result
+
+
+_WITHOUT_COSTS = {
+    "gpipe": schedule.gpipe,
+    "1f1b": schedule.one_forward_one_backward,
+    "eager_1f1b": schedule.eager_1f1b,
+    "zb_h1": schedule.zb_h1,
+}
+
+
+def orders_of(name: str, stages: int, microbatches: int, costs: Costs, chunks_per_stage: int = 1) -> list[Order]:
+    """Return the order of each stage under the schedule ``name``.
+
+    Args:
+        name: one of ``SCHEDULES``.
+        stages: number of stages.
+        microbatches: parts of the global batch.
+        costs: of the virtual stages; only ``eager_1f1b_w`` depends on them.
+        chunks_per_stage: model chunks of a stage; more than one with ``interleaved_1f1b`` alone.
+
+    Raises ConfigError if the numbers do not suit the schedule.
+    """
+    if chunks_per_stage > 1 and name != "interleaved_1f1b":
+        raise ConfigError(
+            f"parallel.pipeline.chunks_per_stage={chunks_per_stage}: {name} has one model chunk per stage; "
+            "use parallel.pipeline.schedule=interleaved_1f1b, or leave chunks_per_stage out"
+        )
+    if name == "eager_1f1b_w":
+        return _with_fewest_delays(stages, microbatches, costs)
+    if name in _WITHOUT_COSTS:
+        return _WITHOUT_COSTS[name](stages, microbatches)
+    if microbatches % stages:
+        below = microbatches - microbatches % stages
+        raise ConfigError(
+            f"parallel.pipeline.microbatches={microbatches}: interleaved_1f1b needs a multiple of the {stages} stages; "
+            f"use {f'{below} or ' if below else ''}{below + stages}"
+        )
+    return schedule.interleaved_1f1b(stages, microbatches, chunks_per_stage)
+
+
+def _with_fewest_delays(stages: int, microbatches: int, costs: Costs) -> list[Order]:
+    """Return eager 1F1B with split backwards, and the fewest delayed weight gradients of those with the fastest step.
+
+    A delayed gradient occupies memory. With none, each still runs beside the transfer of its input's gradient.
+    """
+    choices = [schedule.eager_1f1b(stages, microbatches, delayed) for delayed in range(min(stages, microbatches) + 1)]
+    return min(choices, key=lambda orders: simulate(orders, costs).seconds)

@@ -1,0 +1,138 @@
+"""Recorded actions of a step on pipeline stages, and a plot of them: one row per stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpt4d.parallel.comm.stats import seconds_between
+from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.pipeline.simulation import Span, Timeline, TransferSpan
+from gpt4d.parallel.pipeline.stage_program import StageTransfer
+
+
+@dataclass
+class StageTrace:
+    """When a rank computed each action, and when it started each transfer and had completed it.
+
+    Transfers of a link are in the order in which they were started. Times are results of ``now``
+    (gpt4d.parallel.comm.stats).
+    """
+
+    actions: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    transfers: list[tuple[StageTransfer, Any, Any]] = field(default_factory=list)
+
+    def since(self, origin: Any) -> "StageTrace":
+        """Return the same times in seconds after ``origin``."""
+
+        def seconds(entries: list) -> list:
+            return [(what, seconds_between(origin, a), seconds_between(origin, b)) for what, a, b in entries]
+
+        return StageTrace(seconds(self.actions), seconds(self.transfers))
+
+    def to_json(self) -> list:
+        """Return a recording in seconds as lists for JSON."""
+        return [self.actions, self.transfers]
+
+    @classmethod
+    def from_json(cls, values: list) -> "StageTrace":
+        actions, transfers = values
+        return cls(
+            [(Action(*action), start, stop) for action, start, stop in actions],
+            [(StageTransfer(Action(*action), target), start, stop) for (action, target), start, stop in transfers],
+        )
+
+
+def timeline(recordings: Sequence[StageTrace]) -> Timeline:
+    """Return the step of which one rank of each stage made a recording, in seconds since its first action.
+
+    A transfer begins when its sender has started it and has sent what it started before on the same link. It ends when
+    its receiver has all of it. Clocks may differ: between neighbors, the fastest transfer of each direction is taken to
+    last equally long.
+
+    Args:
+        recordings: of each stage, in seconds of a clock of its own.
+    """
+    count = len(recordings)
+    sent = [_begins(recording, stage, count) for stage, recording in enumerate(recordings)]
+    received = [{transfer: stop for transfer, _, stop in recording.transfers} for recording in recordings]
+    fastest: dict[tuple[int, int], float] = {}  # by the stages that send and receive, seconds on different clocks
+    for stage, begins in enumerate(sent):
+        for transfer, begin in begins.items():
+            target = transfer.target % count
+            seconds = received[target][transfer] - begin
+            fastest[stage, target] = min(fastest.get((stage, target), seconds), seconds)
+    clocks = [0.0]  # what to add to the times of each stage
+    for stage in range(count - 1):
+        clocks.append(clocks[-1] + (fastest[stage + 1, stage] - fastest[stage, stage + 1]) / 2)
+    first = min(recording.actions[0][1] + clock for recording, clock in zip(recordings, clocks, strict=True))
+    clocks = [clock - first for clock in clocks]
+    return Timeline(
+        [
+            [Span(action, start + clock, stop + clock) for action, start, stop in recording.actions]
+            for recording, clock in zip(recordings, clocks, strict=True)
+        ],
+        [
+            TransferSpan(
+                transfer.action,
+                transfer.action.virtual_stage,
+                transfer.target,
+                begin + clocks[stage],
+                received[transfer.target % count][transfer] + clocks[transfer.target % count],
+            )
+            for stage, begins in enumerate(sent)
+            for transfer, begin in begins.items()
+        ],
+    )
+
+
+def _begins(recording: StageTrace, stage: int, count: int) -> dict[StageTransfer, float]:
+    """Return when each transfer that a stage sends begins."""
+    begins, free = {}, dict[int, float]()  # by receiving stage, when the link to it becomes free
+    for transfer, start, stop in recording.transfers:
+        if transfer.action.virtual_stage % count == stage:
+            target = transfer.target % count
+            begins[transfer] = max(start, free.get(target, start))
+            free[target] = stop
+    return begins
+
+
+_COLORS = {"F": "#7a9cc6", "B": "#c6a07a", "I": "#c6a07a", "W": "#9fbf9f"}
+_NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
+_MOST_LABELS = 400  # of more actions than this, no numbers would be legible
+
+
+def draw(timeline: Timeline, title: str, path: Path) -> None:
+    """Write a picture of a step to ``path``. A number is a microbatch; dark edges are further model chunks."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    count = len(timeline.stages)
+    figure = Figure(figsize=(12, 1.2 + 0.55 * count), layout="constrained")
+    panel = figure.subplots()
+    labels = sum(map(len, timeline.stages)) <= _MOST_LABELS
+    for stage, spans in enumerate(timeline.stages):
+        for (kind, microbatch, virtual_stage), start, stop in spans:
+            chunk = virtual_stage // count
+            panel.broken_barh(
+                [(start, stop - start)],
+                (stage - 0.4, 0.8),
+                color=_COLORS[kind],
+                alpha=1 / (1 + 0.5 * chunk),
+                ec="white",
+            )
+            if labels:
+                panel.text((start + stop) / 2, stage, str(microbatch), ha="center", va="center", fontsize=7)
+    for transfer in timeline.transfers:
+        if transfer.stop > transfer.start:
+            rows = transfer.source % count, transfer.target % count
+            panel.plot([transfer.start, transfer.stop], rows, color="#555555", linewidth=0.6)
+    panel.set_yticks(range(count), [f"stage {stage}" for stage in range(count)])
+    panel.invert_yaxis()
+    panel.set_xlim(0, timeline.seconds)
+    panel.set_xlabel("seconds")
+    panel.set_title(f"{title}: {timeline.seconds:.3g} s", fontsize=10)
+    kinds = [kind for kind in _COLORS if any(span.action.kind == kind for spans in timeline.stages for span in spans)]
+    handles = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8)
+    figure.savefig(path, dpi=120)

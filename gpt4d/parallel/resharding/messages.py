@@ -1,0 +1,155 @@
+"""The messages with which one rank executes a plan, in rounds: a value, computed without torch.
+
+All ranks go through the sends of a plan in its order, and through each send round by round. The messages of a round
+need only data from earlier rounds. Both ends have a message in rounds of the same time step. So even on a backend where
+a round ends only when the peers of all its messages have joined, as with NCCL, no ranks wait for each other in a cycle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpt4d.parallel.layout import CHUNK, Layout
+from gpt4d.parallel.resharding.mesh import Tile
+from gpt4d.parallel.resharding.plan import ReshardingPlan, Send
+
+_MAX_CHUNKS = 128  # a chain to A receiving hosts takes A/128 longer than the link alone
+MIN_CHUNK_BYTES = {"cpu": 128 * 1024, "cuda": 4 * 1024 * 1024}  # smaller chunks cost more to start than to send
+
+
+class PeerMessage(NamedTuple):
+    """A message to or from one peer: a range of elements of the tile."""
+
+    peer: int  # a rank
+    start: int  # elements of the tile in row-major order
+    stop: int
+
+
+class Round(NamedTuple):
+    """The messages that a rank sends and receives in one time step."""
+
+    sends: tuple[PeerMessage, ...]
+    receives: tuple[PeerMessage, ...]
+
+
+@dataclass(frozen=True)
+class SendStep:
+    """One send of the plan, as one of its ranks executes it."""
+
+    task: int  # index of the unit task
+    slices: tuple[slice, ...]  # the tile in this rank's local tensor
+    shape: tuple[int, ...]  # of the tile
+    sending: bool  # this rank holds the tile; the others receive and forward it
+    rounds: tuple[Round, ...]
+    turn_from: int | None = None  # the rank that sends before this one over the same host's link
+    turn_to: int | None = None  # the rank that sends after this one
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """All steps of one rank. ``shape`` is that of its local tensor: the result if ``receives``, else the input."""
+
+    shape: tuple[int, ...]
+    receives: bool
+    steps: tuple[SendStep, ...]
+
+
+def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_type: str = "cpu") -> RankProgram:
+    """Return the program of ``rank``, a device of one of the two meshes, for elements of ``element_bytes``."""
+    receives = rank in plan.destination_mesh.devices
+    mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
+    own = [mesh.tiles(plan.shape, layout, chunk)[rank] for chunk in mesh.chunks_of(layout)]
+    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # the dim in which tiles follow
+    steps, turns = [], {} if receives else _turns(plan)
+    for number, send in enumerate(plan.sends):
+        if rank == send.sender or rank in send.receivers:
+            rounds = _rounds(plan, send, rank, MIN_CHUNK_BYTES[device_type] // element_bytes)
+            turn = turns.get(number, (None, None))
+            slices = _local_slices(send.tile, own, chunked)
+            steps.append(SendStep(send.task, slices, _tile_shape(send.tile), not receives, rounds, *turn))
+    shape = list(_tile_shape(own[0]))
+    shape[chunked] = sum(_tile_shape(tile)[chunked] for tile in own)
+    return RankProgram(tuple(shape), receives, tuple(steps))
+
+
+def _turns(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
+    """Return, for each send over a link, the ranks that send before and after it from its host; None for its own.
+
+    Sends of one device follow each other anyway. Sends of several devices would share the link: each would take longer
+    than planned, and the receivers of the first would wait for all.
+    """
+    by_host: dict[int, list[int]] = {}
+    for number, send in enumerate(plan.sends):
+        if send.stop > send.start:
+            by_host.setdefault(send.sender_host, []).append(number)
+    turns = {}
+    for send_indices in by_host.values():
+        senders = [None, *(plan.sends[index].sender for index in send_indices), None]
+        for index, before, own, after in zip(send_indices, senders, senders[1:], senders[2:], strict=False):
+            turns[index] = None if before == own else before, None if after == own else after
+    return turns
+
+
+def _rounds(plan: ReshardingPlan, send: Send, rank: int, min_elements: int) -> tuple[Round, ...]:
+    """Return the messages of one rank in one send. Chunks have at least ``min_elements`` elements."""
+    elements = plan.tasks[send.task].elements
+    if plan.strategy.endswith("allgather"):
+        return _all_gather(send, rank, elements)
+    if plan.strategy == "signal":
+        return _chain(send, rank, [(0, 1)])
+    # Chunk even for a single receiver: a rank that posts one receive of a send in advance must not post all of it.
+    return _chain(send, rank, _split(elements, max(1, min(_MAX_CHUNKS, elements // max(1, min_elements)))))
+
+
+def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round, ...]:
+    """Return the rounds of a chain: chunks go from device to device, pipelined (arXiv 2211.05322, §3.1)."""
+    chain = (send.sender, *send.receivers)
+    place = chain.index(rank)
+    rounds = []
+    for time_step in range(len(chunks) + len(chain)):
+        sends, receives = [], []
+        if place + 1 < len(chain) and 0 <= time_step - place < len(chunks):
+            sends.append(PeerMessage(chain[place + 1], *chunks[time_step - place]))
+        if place and 0 <= time_step - place + 1 < len(chunks):
+            receives.append(PeerMessage(chain[place - 1], *chunks[time_step - place + 1]))
+        if sends or receives:
+            rounds.append(Round(tuple(sends), tuple(receives)))
+    return tuple(rounds)
+
+
+def _all_gather(send: Send, rank: int, elements: int) -> tuple[Round, ...]:
+    """Return the rounds of an all-gather: each receiver is sent one part, then all parts circulate in a ring."""
+    ring, parts = send.receivers, _split(elements, len(send.receivers))
+
+    def messages(*exchanges: tuple[int, int]) -> tuple[PeerMessage, ...]:  # (peer, index of the part)
+        return tuple(PeerMessage(peer, *parts[i]) for peer, i in exchanges if parts[i][0] < parts[i][1])
+
+    if rank == send.sender:
+        return (Round(messages(*((device, i) for i, device in enumerate(ring))), ()),)
+    place, size = ring.index(rank), len(ring)
+    rounds = [Round((), messages((send.sender, place)))]
+    for time_step in range(size - 1):
+        next_rank, previous_rank = ring[(place + 1) % size], ring[place - 1]
+        outgoing, incoming = (place - time_step) % size, (place - time_step - 1) % size
+        rounds.append(Round(messages((next_rank, outgoing)), messages((previous_rank, incoming))))
+    return tuple(rounds)
+
+
+def _split(elements: int, count: int) -> list[tuple[int, int]]:
+    """Split a range into ``count`` near-equal parts, longer ones first, with the rule of layouts."""
+    return [Layout(("part",)).tile((elements,), {"part": count}, {"part": index})[0] for index in range(count)]
+
+
+def _local_slices(tile: Tile, own: Sequence[Tile], chunked: int) -> tuple[slice, ...]:
+    """Return where a tile is in a tensor that consists of the tiles ``own``, one after another in a dim."""
+    before = 0
+    for part in own:
+        if all(a <= start and stop <= b for (start, stop), (a, b) in zip(tile, part, strict=True)):
+            offsets = [a - (before if dim == chunked else 0) for dim, (a, _) in enumerate(part)]
+            return tuple(slice(start - o, stop - o) for (start, stop), o in zip(tile, offsets, strict=True))
+        before += part[chunked][1] - part[chunked][0]
+    raise AssertionError(f"{tile} is not inside one of {own}")
+
+
+def _tile_shape(tile: Tile) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in tile)

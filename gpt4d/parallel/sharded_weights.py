@@ -1,0 +1,186 @@
+"""The stream of z-sharded weights: layers take gathered weights from it and hand full gradients back.
+
+A weight is stored split once more over z (Ŵ in the 4D paper's Algorithm 1). A layer needs it gathered when it
+multiplies (line 2), and its gradient is summed over z (line 12). gpt4d.parallel.engine.prefetch decides when to
+communicate (§IV):
+
+- OAG: while a layer computes, the weights of the next layers are gathered (gpt4d.parallel.engine.prefetch).
+- ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.
+- the cache: weights of chosen blocks stay gathered from the forward until the backward no longer needs them, or for
+  the whole step, in which case their gradients are added up before they are summed over z.
+
+Weights that are whole on every rank of z pass through the stream too, without communication.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt4d.config import OverlapConfig
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.context import Context
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layout import ParameterSpec, spec_of
+
+_ALONE = Axis("z")  # of one device: a collective on it returns its input
+
+
+class ShardedWeights(Context):
+    """Creates the parameters of one stage, gathers their z-shards and reduces their gradients.
+
+    Args:
+        grid: the stage's grid.
+        compute_dtype: of gathered weights and activations.
+        dtype: of the master weights and of their gradients.
+        device: where the parameters live.
+        overlap: which communication runs beside computation; all of it by default.
+        recompute: blocks keep only their input for the backward and are computed again there.
+        num_chunks: parts of a microbatch that take turns in the blocks while the model trains.
+        scatter_heads: y splits the heads of attention too, where it divides them.
+        sequence_parallel: x splits the tokens between the layers while the model trains.
+        recompute_inputs: products do not keep their inputs, where those are easily computed again.
+        loss_chunks: parts of the tokens whose logits exist one after another.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        compute_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        overlap: OverlapConfig | None = None,
+        recompute: bool = False,
+        num_chunks: int = 1,
+        scatter_heads: bool = True,
+        sequence_parallel: bool = False,
+        recompute_inputs: bool = False,
+        loss_chunks: int = 1,
+    ):
+        super().__init__(
+            grid,
+            compute_dtype,
+            _TorchWeights(self),
+            overlap or OverlapConfig(),
+            recompute,
+            num_chunks,
+            scatter_heads,
+            sequence_parallel,
+            recompute_inputs,
+            loss_chunks,
+        )
+        self.dtype = dtype
+        self.device = torch.device(device)
+        # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.
+        self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
+        self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def parameter(self, spec: ParameterSpec) -> nn.Parameter:
+        """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""
+        local = torch.empty(self.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device)
+        parameter: Any = nn.Parameter(local)
+        parameter.spec = spec
+        return parameter
+
+    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Set the global names of the parameters, which the order of uses refers to."""
+        self._parameters = dict(parameters)
+        self._names = {parameter: name for name, parameter in parameters.items()}
+
+    def keep_whole(self, names: Iterable[str]) -> None:
+        """Store these weights whole on every rank of z. Call it before they have values."""
+        for name in names:
+            parameter: Any = self._parameters[name]
+            parameter.spec = spec_of(parameter).whole()
+            shape = self.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
+            parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def records_gradients(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def _checkpointed(
+        self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
+    ) -> Any:
+        # There is no random state to preserve: dropout is a function of its place, not of a generator.
+        contexts = partial(_contexts, around)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    def _name(self, shard: nn.Parameter) -> str:
+        """Return a weight's name. A weight that ``bind`` has not named gets a name, which no order contains."""
+        if shard not in self._names:
+            name = f"unnamed {len(self._names)}"
+            self._names[shard], self._parameters[name] = name, shard
+        return self._names[shard]
+
+    def compute_delayed_gradients(self) -> None:
+        with torch.no_grad():
+            super().compute_delayed_gradients()
+
+
+def _contexts(around: Callable[[], AbstractContextManager]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of a function and of its recomputation."""
+    return nullcontext(), around()
+
+
+class _TorchWeights:
+    """The weights of a stream as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
+
+    def __init__(self, weights: ShardedWeights):
+        self._stream = weakref.proxy(weights)  # in a cycle, tensors would live until the garbage collector runs
+
+    def is_split(self, weight: str) -> bool:
+        return self._axis(self._shard(weight)).size > 1
+
+    def start_gather(self, weight: str) -> Pending:
+        """Cast before gathering: a bf16 weight has half the bytes of its master."""
+        shard = self._shard(weight)
+        self._stream.pre_gather_hook(shard)
+        local = cast_to(shard.detach(), self._stream.compute_dtype)
+        return self._axis(shard).start_all_gather(local, parameter=shard)
+
+    def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
+        shard = self._shard(weight)
+        return self._axis(shard).start_reduce_scatter(gradient, parameter=shard)
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        return pending.wait()
+
+    def gradient(self, weight: str) -> torch.Tensor | None:
+        return self._shard(weight).grad
+
+    def set_gradient(self, weight: str, gradient: torch.Tensor) -> None:
+        shard = self._shard(weight)
+        shard.grad = gradient
+        self._stream.on_gradient(shard)
+
+    def add_gradient(self, weight: str, part: torch.Tensor) -> None:
+        shard = self._shard(weight)
+        shard.grad = part if shard.grad is None else shard.grad.add_(part)
+        self._stream.on_gradient(shard)
+
+    def _shard(self, weight: str) -> nn.Parameter:
+        return self._stream._parameters[weight]
+
+    def _axis(self, shard: nn.Parameter) -> Axis:
+        """Return the axis to gather a weight over."""
+        layout = spec_of(shard).layout
+        if "z" not in layout.axes:
+            return _ALONE
+        assert layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
+        return self._stream.grid.z
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of gathered weights and activations for ``train.precision``."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

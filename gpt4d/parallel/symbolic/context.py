@@ -1,0 +1,303 @@
+"""The context of layers on symbolic tensors: sizes, and a device that counts time, bytes and memory. No torch here.
+
+gpt4d.parallel.engine decides when to gather, scatter and sum, as in a run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.context import Context
+from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
+from gpt4d.parallel.layers.layer import LayerSpec
+from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.kernels import SUM
+from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
+
+MASTER_DTYPE, MASTER_BYTES = "float32", 4  # of a weight, of its gradient and of each of AdamW's two states
+
+
+class CommunicatingDevice(SymbolicDevice, Protocol):
+    """A device that counts collectives too."""
+
+    def start(self, kind: str, axis: str, nbytes: float) -> Any:
+        """Start a collective of a tensor of ``nbytes`` beside the computation."""
+
+    def wait(self, collective: Any) -> None:
+        """Wait for a started collective."""
+
+    def do(self, kind: str, axis: str, nbytes: float) -> None:
+        """Start a collective and wait for it."""
+
+
+class _Run(NamedTuple):
+    """A collective in flight (gpt4d.parallel.comm.pending.InFlight)."""
+
+    device: CommunicatingDevice
+    collective: Any
+
+    def wait(self) -> None:
+        self.device.wait(self.collective)
+
+
+class SymbolicAxis:
+    """An axis of the grid, seen from its first device (gpt4d.parallel.comm.collectives.Axis)."""
+
+    index = 0
+
+    def __init__(self, device: CommunicatingDevice, name: str, size: int):
+        self.device, self.name, self.size = device, name, size
+
+    def start_all_reduce(self, tensor: SymbolicTensor, op: str = SUM, parameter: Any = None) -> Pending:
+        return self._start("all_reduce", tensor, tensor)
+
+    def start_all_gather(self, shard: SymbolicTensor, parameter: Any = None) -> Pending:
+        full = shard if self.size == 1 else shard.like((self.size * shard.shape[0], *shard.shape[1:])).new()
+        return self._start("all_gather", full, shard)
+
+    def start_reduce_scatter(self, full: SymbolicTensor, parameter: Any = None) -> Pending:
+        part = full if self.size == 1 else full.like((full.shape[0] // self.size, *full.shape[1:])).new()
+        return self._start("reduce_scatter", part, full)
+
+    def all_reduce(self, tensor: SymbolicTensor, op: str = SUM, parameter: Any = None) -> SymbolicTensor:
+        return self.start_all_reduce(tensor).wait()
+
+    def all_gather(self, shard: SymbolicTensor, parameter: Any = None) -> SymbolicTensor:
+        return self.start_all_gather(shard).wait()
+
+    def reduce_scatter(self, full: SymbolicTensor, parameter: Any = None) -> SymbolicTensor:
+        return self.start_reduce_scatter(full).wait()
+
+    def _start(self, kind: str, result: SymbolicTensor, source: SymbolicTensor) -> Pending:
+        if self.size == 1:
+            return Pending(result)
+        return Pending(result, _Run(self.device, self.device.start(kind, self.name, source.nbytes)), source=source)
+
+
+class SymbolicGrid:
+    """The grid of a stage (gpt4d.parallel.grid.Grid)."""
+
+    def __init__(self, device: CommunicatingDevice, sizes: GridSizes):
+        self.sizes = sizes
+        self._axes = {name: SymbolicAxis(device, name, size) for name, size in sizes._asdict().items()}
+        self._alone = SymbolicAxis(device, "none", 1)
+        self.x, self.y, self.z, self.data = self._axes.values()
+
+    def __getitem__(self, name: str) -> SymbolicAxis:
+        return self._axes[name]
+
+    def axis(self, name: str | None) -> SymbolicAxis:
+        return self._alone if name is None else self._axes[name]
+
+
+class SymbolicLayer:
+    """A layer on symbolic tensors, built from its spec as gpt4d.parallel.layers.module.Layer is."""
+
+    training = True
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, spec: LayerSpec, context: SymbolicContext, prefix: str = ""):
+        self.spec, self.context = spec, context
+        for name in spec.own_parameters:
+            setattr(self, name, context.shard(prefix + name))
+        for name, layer in spec.children.items():
+            setattr(self, name, type(self)(layer, context, f"{prefix}{name}."))
+        spec.prepare(self)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.spec.forward(self, *inputs)
+
+
+class SymbolicContext(Context):
+    """The context of a stage on symbolic tensors.
+
+    Args:
+        device: whose clock and memory count.
+        sizes: the grid.
+        parameters: of the layers that are computed, by name.
+        overlap: which communication overlaps with computation.
+        gradient_bytes: of all layers, of which ``parameters`` may have a few.
+        shard_states: each rank of the data axis updates its rows only (ZeRO-1).
+        settings: further arguments of ``Context``.
+    """
+
+    def __init__(
+        self,
+        device: CommunicatingDevice,
+        sizes: GridSizes,
+        parameters: Mapping[str, ParameterSpec],
+        overlap: OverlapConfig,
+        gradient_bytes: int,
+        shard_states: bool,
+        **settings: Any,
+    ):
+        self.device, self.parameters = device, parameters
+        super().__init__(
+            SymbolicGrid(device, sizes), device=_SymbolicWeights(weakref.proxy(self)), overlap=overlap, **settings
+        )
+        self.gradients: dict[str, SymbolicTensor] = {}
+        self._shards: dict[str, SymbolicTensor] = {}
+        extents, origin = sizes._asdict(), dict.fromkeys(sizes._fields, 0)
+        shapes = {
+            id(spec): tuple(stop - start for start, stop in spec.layout.tile(spec.shape, extents, origin))
+            for spec in parameters.values()
+        }
+        self._shapes = {name: shapes[id(spec)] for name, spec in parameters.items()}
+        self.reduction = SymbolicReduction(weakref.proxy(self), gradient_bytes, shard_states)
+
+    @property
+    def records_gradients(self) -> bool:
+        return self.device.records
+
+    def _checkpointed(
+        self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
+    ) -> Any:
+        return tape.checkpointed(self.device, function, inputs, around)
+
+    def shard(self, name: str) -> SymbolicTensor:
+        """Return this device's part of a parameter."""
+        if name not in self._shards:
+            this = weakref.proxy(self)
+
+            def add(gradient: SymbolicTensor) -> None:
+                this.add_term(name, gradient)
+
+            self._shards[name] = shard = tape.leaf(self.device, self._shapes[name], MASTER_DTYPE, add)
+            self._names[shard] = name
+        return self._shards[name]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of gathered weights, and of those in flight."""
+        gathering = (pending.result for pending in self.schedule.gathering.values())
+        return sum(weight.storage.nbytes for weight in (*self.schedule.ready.values(), *gathering) if weight.storage)
+
+    def delay(self, action: Callable[[], None]) -> None:
+        """Do something when the weight gradients of this backward are computed."""
+        self._delayed[-1].append(action)
+
+    def elements(self, name: str) -> int:
+        """Return the elements of this device's part of a parameter."""
+        return self.shard(name).nbytes // MASTER_BYTES
+
+    def add_term(self, name: str, gradient: SymbolicTensor) -> None:
+        """Add a term to the gradient of a parameter."""
+        if name in self.gradients:
+            self.device.compute(moved=3 * gradient.nbytes)
+        else:
+            self.gradients[name] = gradient
+        self.reduction.sums.note_term(name)
+
+
+class _SymbolicWeights:
+    """The weights of a stage as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
+
+    def __init__(self, context: SymbolicContext):
+        self.context = context
+
+    def is_split(self, weight: str) -> bool:
+        context = self.context
+        return context.grid.z.size > 1 and "z" in context.parameters[weight].layout.axes
+
+    def start_gather(self, weight: str) -> Pending:
+        context = self.context
+        context.reduction.sums.wait_rows(weight)
+        local = cast_to(context.shard(weight).detach(), context.compute_dtype)
+        return self._axis(weight).start_all_gather(local)
+
+    def start_scatter(self, weight: str, gradient: SymbolicTensor) -> Pending:
+        return self._axis(weight).start_reduce_scatter(gradient)
+
+    def wait(self, pending: Pending) -> SymbolicTensor:
+        return pending.wait()
+
+    def gradient(self, weight: str) -> SymbolicTensor | None:
+        return self.context.gradients.get(weight)
+
+    def set_gradient(self, weight: str, gradient: SymbolicTensor) -> None:
+        self.context.gradients[weight] = gradient
+        self.context.reduction.sums.note_term(weight)
+
+    def add_gradient(self, weight: str, part: SymbolicTensor) -> None:
+        self.context.add_term(weight, part)
+
+    def _axis(self, weight: str) -> SymbolicAxis:
+        return self.context.grid.axis("z" if self.is_split(weight) else None)
+
+
+class SymbolicReduction:
+    """The sums of gradients, as ``gpt4d.parallel.engine.reduction.GradientDevice``, and the optimizer's work.
+
+    Args:
+        context: has the parameters and their gradients.
+        gradient_bytes: of all layers, of which the context may have a few.
+        shard_states: each rank of the data axis updates its rows only (ZeRO-1).
+    """
+
+    def __init__(self, context: SymbolicContext, gradient_bytes: int, shard_states: bool):
+        self.context, self.device, sizes = context, context.device, context.grid.sizes
+        max_bytes = default_bucket_bytes(gradient_bytes)
+        specs = context.parameters
+        optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
+        self.optimized = sum(optimized[id(spec)] for spec in specs.values())
+        buckets = list(
+            gradient_buckets(specs, sizes, shard_states, max_bytes, sequence_parallel=context.sequence_parallel)
+        )
+        local = {id(spec): spec.local_elements(sizes) for spec in specs.values()}
+        # The buckets at the end of a step with all blocks, however few of them are walked.
+        summed = sum(bucket.elements for bucket in buckets) / sum(local[id(spec)] for spec in specs.values())
+        self.packed_bytes = min(max_bytes, summed * gradient_bytes)
+        self.sums: GradientSums[SymbolicTensor, Pending] = GradientSums(
+            weakref.proxy(self), buckets, context.overlap.data
+        )
+
+    def finish(self) -> None:
+        self.device.scratch(self.packed_bytes)
+        self.sums.finish()
+
+    def update(self) -> None:
+        """Compute the norm of the gradients and the optimizer's step."""
+        nbytes, count = self.optimized * MASTER_BYTES, len(self.context.parameters)
+        self.device.compute(moved=nbytes, operations=count)
+        self.device.do("all_reduce", "world", 3 * 8)
+        # AdamW reads weight, gradient and two states and writes all, the gradient scaled.
+        self.device.compute(moved=8 * nbytes, operations=count)
+
+    def pack(self, bucket: Bucket) -> SymbolicTensor:
+        storage = Storage(self.device, bucket.elements * MASTER_BYTES)
+        packed = SymbolicTensor(self.device, (bucket.elements,), MASTER_DTYPE, storage)
+        self.device.compute(moved=2 * packed.nbytes, operations=len(bucket.names))
+        for name in bucket.names:
+            del self.context.gradients[name]
+        return packed
+
+    def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: SymbolicTensor) -> Pending:
+        return Pending(packed, _Run(self.device, self.device.start(kind, axis, packed.nbytes)))
+
+    def wait(self, pending: Pending) -> SymbolicTensor:
+        return pending.wait()
+
+    def unpack(self, bucket: Bucket, total: SymbolicTensor) -> None:
+        self.device.compute(operations=len(bucket.names))
+        for name in bucket.names:
+            self.context.gradients[name] = total  # a part of it
+
+    def start_row_gather(self, bucket: Bucket) -> Pending:
+        axis, nbytes = bucket.axes[-1], bucket.elements * MASTER_BYTES
+        part = nbytes / self.context.grid[axis].size
+        self.device.compute(moved=2 * part, operations=len(bucket.names))
+        rows = SymbolicTensor(self.device, (bucket.elements,), MASTER_DTYPE)
+        return Pending(rows, _Run(self.device, self.device.start("all_gather", axis, part)))
+
+    def write_rows(self, bucket: Bucket, rows: SymbolicTensor) -> None:
+        self.device.compute(moved=2 * rows.nbytes, operations=len(bucket.names))

@@ -1,0 +1,209 @@
+"""Kernels, and functions with a gradient, of which a layer consists. No torch here.
+
+A kernel is written twice: as torch code, and as the shapes of its results. The planner derives the time of a kernel
+from them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Collection
+from functools import cache, update_wrapper
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
+
+SUM, MAX = "sum", "max"  # operations of an all-reduce
+_BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which caches of GPUs hold
+EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
+
+
+class Function:
+    """A function with a gradient: a torch.autograd.Function, in a module that does not import torch.
+
+    ``forward`` and ``backward`` are static or class methods. Their first argument is a tensor, behind ``ctx``. A second
+    derivative is an error.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call ``forward`` and record the call for the backward."""
+        if isinstance(args[0], SymbolicTensor):
+            return tape.apply(cls, args)
+        if cls not in _in_torch:
+            _in_torch[cls] = _torch_function(cls)
+        return _in_torch[cls].apply(*args)
+
+
+class TorchFunction(Function):
+    """A function whose gradient torch computes itself, in a module that does not import torch.
+
+    On torch's tensors it is the function ``torch_name`` in the module ``<module>_kernels``. ``forward`` and
+    ``backward``, for the planner, consist of planned kernels: they have the results of that function and save what it
+    saves.
+    """
+
+    torch_name: ClassVar[str]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if isinstance(args[0], SymbolicTensor):
+            return tape.apply(cls, args)
+        return cls.in_torch()(*args)
+
+    @classmethod
+    @cache
+    def in_torch(cls) -> Callable[..., Any]:
+        """Return the function of torch's tensors."""
+        return getattr(importlib.import_module(f"{cls.__module__}_kernels"), cls.torch_name)
+
+
+_in_torch: dict[type[Function], Any] = {}  # the torch.autograd.Function of each function that has been called
+
+
+def _torch_function(function: type[Function]) -> Any:
+    from torch.autograd import Function as TorchFunction
+    from torch.autograd.function import once_differentiable
+
+    backward = once_differentiable(function.backward)
+    methods = {"forward": staticmethod(function.forward), "backward": staticmethod(backward)}
+    return type(function.__name__, (TorchFunction,), {**methods, "__doc__": function.__doc__})
+
+
+def block_rows(columns: int) -> int:
+    """Return how many rows of a matrix with ``columns`` columns a kernel converts to float32 at a time."""
+    return max(1, _BLOCK_ELEMENTS // columns)
+
+
+class Kernel:
+    """A function of tensors without a gradient or a collective.
+
+    On torch's tensors it is the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
+    takes the time to read its arguments and to write its results, or, if it is not compiled, the time that
+    ``EAGER_COSTS`` records. The first argument is a tensor.
+
+    Args:
+        shapes: takes the arguments and returns the results, new tensors or arguments that are overwritten.
+        fused: torch.compile makes one operation of it.
+        blocks: takes the arguments and returns into how many blocks the kernel cuts them. torch.compile makes one
+            operation of each.
+        flops: takes the arguments and returns the floating-point operations of a product.
+        moved: takes the arguments and returns the bytes read and written, where a part of an argument is.
+        unread: names of arguments of which only the shape or the dtype counts.
+        temporary: takes the arguments and returns the bytes of temporary tensors, if ``EAGER_COSTS`` has none.
+        converts: it changes the dtype, and takes no time if the first argument has that dtype.
+        free: it takes no time, and its results no memory.
+    """
+
+    def __init__(
+        self,
+        shapes: Callable[..., Any],
+        fused: bool = False,
+        blocks: Callable[..., int] | None = None,
+        flops: Callable[..., float] | None = None,
+        moved: Callable[..., float] | None = None,
+        unread: Collection[str] = (),
+        temporary: Callable[..., float] | None = None,
+        converts: bool = False,
+        free: bool = False,
+    ):
+        self.shapes, self.fused, self.blocks, self.flops = shapes, fused, blocks, flops
+        self.moved, self.temporary, self.converts, self.free = moved, temporary, converts, free
+        self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
+        self._unread = [index for index, name in enumerate(signature(shapes).parameters) if name in unread]
+        self._run: Callable[..., Any] | None = None
+        update_wrapper(self, shapes)
+
+    def __call__(self, *args: Any) -> Any:
+        if isinstance(args[0], SymbolicTensor):
+            return self._plan(args)
+        return (self._run or self._load())(*args)
+
+    def _load(self) -> Callable[..., Any]:
+        from gpt4d.parallel.compile import fused
+
+        module = importlib.import_module(f"{self.shapes.__module__}_kernels")
+        function = getattr(module, self.shapes.__name__)
+        self._run = fused(function) if self.fused else function
+        return self._run
+
+    def _plan(self, args: tuple) -> Any:
+        """Take the time and the memory of a call on the device of its arguments."""
+        device: SymbolicDevice = args[0].device
+        key = self, *[(arg.shape, arg.dtype) if isinstance(arg, SymbolicTensor) else arg for arg in args]
+        plan = device.plans.get(key)
+        if plan is None:
+            plan = device.plans[key] = self._cost(device, args)
+        flops, moved, operations, temporary, results = plan
+        returned = [
+            args[one]
+            if isinstance(one, int)
+            else one and SymbolicTensor(device, one[0], one[1], None if self.free else Storage(device, one[2]))
+            for one in results
+        ]
+        if temporary:
+            device.scratch(temporary)
+        device.compute(flops, moved, operations)
+        return returned[0] if len(returned) == 1 else tuple(returned)
+
+    def least_bytes(self, *args: Any) -> float:
+        """Return the bytes of symbolic arguments that are read, and of the results."""
+        if self.moved:
+            return self.moved(*args)
+        returned = self.shapes(*args)
+        results = filter(None, returned if isinstance(returned, tuple) else (returned,))
+        read = [arg for place, arg in enumerate(args) if place not in self._unread and isinstance(arg, SymbolicTensor)]
+        return sum(tensor.nbytes for tensor in (*read, *results))
+
+    def _cost(self, device: SymbolicDevice, args: tuple) -> tuple[float, float, int, float, list]:
+        """Return FLOPs, bytes moved, operations, bytes of temporary tensors, and the results.
+
+        A result is a shape with its dtype and bytes, None, or the place of an argument that is returned.
+        """
+        returned = self.shapes(*args)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        tensors, moved = [arg for arg in args if isinstance(arg, SymbolicTensor)], self.least_bytes(*args)
+        places = [
+            next((place for place, arg in enumerate(args) if arg is one), one and (one.shape, one.dtype, one.nbytes))
+            for one in results
+        ]
+        if self.free or (self.converts and places == [0]):
+            return 0.0, 0.0, 0, 0.0, places
+        flops = self.flops(*args) if self.flops else 0.0
+        blocks = self.blocks(*args) if self.blocks else 1
+        key, compiled = f"{self.name} {args[0].dtype} {len(tensors)}", self.fused or self.blocks
+        if (compiled and device.compiled) or (not compiled and key not in _eager_costs()):
+            return flops, moved, blocks, self.temporary(*args) if self.temporary else 0.0, places
+        factor, operations, temporary = _eager_costs()[key]
+        return flops, factor * moved, operations * blocks, temporary * moved / blocks, places
+
+
+class PlannedKernel(Kernel):
+    """What torch computes inside a ``TorchFunction``: a cost and the shapes of results, without a text in torch."""
+
+
+def kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Declare a kernel by the shapes of its results. Options as for ``Kernel``."""
+    return Kernel(shapes) if shapes else lambda function: Kernel(function, **options)
+
+
+def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Declare a planned kernel by the shapes of its results. Options as for ``Kernel``."""
+    return PlannedKernel(shapes) if shapes else lambda function: PlannedKernel(function, **options)
+
+
+@cache
+def _eager_costs() -> dict[str, tuple[float, int, float]]:
+    """Return the costs of kernels without torch.compile, by name, dtype and number of tensors.
+
+    Each cost has the bytes that the kernel moves, its operations and the bytes of its temporary tensors. Both numbers
+    of bytes are relative to the bytes of the arguments and results.
+    """
+    return json.loads(EAGER_COSTS.read_text())

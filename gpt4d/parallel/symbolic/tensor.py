@@ -1,0 +1,168 @@
+"""Tensors without values: shapes and dtypes, from which the planner derives times and bytes. No torch here.
+
+They have the methods of torch's tensors that layers call. The memory of a tensor is released when Python releases the
+last tensor that uses it, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+# Bytes of an element, by the name of a dtype.
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+
+class SymbolicDevice(Protocol):
+    """A device that counts. Sizes are in bytes."""
+
+    compiled: bool  # torch.compile fuses elementwise functions
+    is_cpu: bool
+    plans: dict[tuple, Any]  # the costs and results of calls of kernels
+    numbers: Iterator[int]  # of the nodes in the graph of gradients, in the order of their creation
+    records: bool  # calls are recorded for a backward
+    recomputation: Any  # what takes the place of saved tensors, within blocks that are recomputed
+
+    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
+        """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""
+
+    def hold(self, nbytes: int) -> None:
+        """Take memory until it is released."""
+
+    def release(self, nbytes: int) -> None:
+        """Give memory back."""
+
+    def scratch(self, nbytes: float) -> None:
+        """Take memory for a moment."""
+
+
+def wide_dtype(tensor: SymbolicTensor) -> str:
+    """Return the dtype of statistics of a tensor: float32, or float64 for float64."""
+    return "float64" if tensor.dtype == "float64" else "float32"
+
+
+class Storage:
+    """Memory of a device, which is released with the last tensor that uses it."""
+
+    __slots__ = ("device", "nbytes")
+
+    def __init__(self, device: SymbolicDevice, nbytes: int):
+        self.device, self.nbytes = device, nbytes
+        device.hold(nbytes)
+
+    def __del__(self) -> None:
+        self.device.release(self.nbytes)
+
+
+class SymbolicTensor:
+    """A tensor without values. A dtype is a name in ``ITEMSIZE``.
+
+    Attributes:
+        storage: its memory; None for a shape alone, which ``new`` allocates, and for memory that is not counted.
+        edge: the node that its gradient goes to, and the place among the node's outputs; None without a gradient.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "edge", "shape", "storage")
+
+    def __init__(
+        self,
+        device: SymbolicDevice,
+        shape: tuple[int, ...],
+        dtype: str,
+        storage: Storage | None = None,
+        edge: tuple[Any, int] | None = None,
+    ):
+        self.device, self.shape, self.dtype, self.storage, self.edge = device, shape, dtype, storage, edge
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.is_cpu
+
+    @property
+    def grad_fn(self) -> Any:
+        """The node that has computed it; None for a parameter, and without a gradient."""
+        return None if self.edge is None or self.edge[0].accumulates else self.edge[0]
+
+    def like(self, shape: Sequence[int] | None = None, dtype: str | None = None) -> SymbolicTensor:
+        """Return the shape of another tensor on the same device."""
+        return SymbolicTensor(self.device, self.shape if shape is None else tuple(shape), dtype or self.dtype)
+
+    def new(self) -> SymbolicTensor:
+        """Return a new tensor of this shape and dtype, with memory of its own."""
+        return SymbolicTensor(self.device, self.shape, self.dtype, Storage(self.device, self.nbytes))
+
+    def alias(self, edge: tuple[Any, int] | None = None, shape: tuple[int, ...] | None = None) -> SymbolicTensor:
+        """Return a tensor on the same memory, whose gradient goes to ``edge``."""
+        return SymbolicTensor(self.device, self.shape if shape is None else shape, self.dtype, self.storage, edge)
+
+    def detach(self) -> SymbolicTensor:
+        return self.alias()
+
+    # ------------------------------------------------------------------------------------------------- views
+
+    def view_as(self, other: SymbolicTensor) -> SymbolicTensor:
+        return self._view(other.shape)
+
+    def flatten(self, first: int = 0, last: int = -1) -> SymbolicTensor:
+        first, last = first % len(self.shape), last % len(self.shape)
+        whole = math.prod(self.shape[first : last + 1])
+        return self._view((*self.shape[:first], whole, *self.shape[last + 1 :]))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> SymbolicTensor:
+        dim %= len(self.shape)
+        known = math.prod(size for size in sizes if size != -1)
+        found = (self.shape[dim] // known if size == -1 else size for size in sizes)
+        return self._view((*self.shape[:dim], *found, *self.shape[dim + 1 :]))
+
+    def unsqueeze(self, dim: int) -> SymbolicTensor:
+        dim %= len(self.shape) + 1
+        return self._view((*self.shape[:dim], 1, *self.shape[dim:]))
+
+    def squeeze(self, dim: int) -> SymbolicTensor:
+        dim %= len(self.shape)
+        return self._view((*self.shape[:dim], *self.shape[dim + 1 :]))
+
+    def transpose(self, one: int, other: int) -> SymbolicTensor:
+        shape = list(self.shape)
+        shape[one], shape[other] = shape[other], shape[one]
+        return self._view(tuple(shape))
+
+    def contiguous(self) -> SymbolicTensor:
+        return self
+
+    def _view(self, shape: tuple[int, ...]) -> SymbolicTensor:
+        assert math.prod(shape) == math.prod(self.shape), f"{shape} is no view of {self.shape}"
+        from gpt4d.parallel.symbolic.tape import view
+
+        return view(self, shape)
+
+    def unbind(self, dim: int = 0) -> tuple[SymbolicTensor, ...]:
+        from gpt4d.parallel.symbolic.tape import parts
+
+        dim %= len(self.shape)
+        return parts(self, [(*self.shape[:dim], *self.shape[dim + 1 :])] * self.shape[dim])
+
+    def chunk(self, count: int, dim: int = 0) -> tuple[SymbolicTensor, ...]:
+        from gpt4d.parallel.symbolic.tape import parts
+
+        dim %= len(self.shape)
+        return parts(self, [(*self.shape[:dim], self.shape[dim] // count, *self.shape[dim + 1 :])] * count)
+
+    def __add__(self, other: SymbolicTensor) -> SymbolicTensor:
+        from gpt4d.parallel.symbolic.tape import add
+
+        return add(self, other)
+
+    def __getitem__(self, index: int) -> SymbolicTensor:
+        return self.unbind()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return True
