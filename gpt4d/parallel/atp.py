@@ -88,13 +88,13 @@ class ATPLinear(nn.Module):
     counterpart: [..., in_features / d1] → [..., out_features / d2]. Alternate the two.
 
     Args:
-        in_features: of the whole input.
-        out_features: of the whole output.
+        in_features: number of features of the unsharded input.
+        out_features: number of features of the unsharded output.
         shard_strategy: the placement of W on each dimension of the mesh.
         bias: add a bias, which is sharded like the output.
-        device: of the parameters.
-        dtype: of the parameters.
-        mesh: the mesh; None for that of the last ``init_mesh``.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
+        mesh: the mesh; None for the mesh of the last ``init_mesh``.
 
     The initial values are those of ``nn.Linear`` with the same generator state, which must be equal on all ranks.
     Raises ValueError for another strategy, or for features that the mesh does not divide.

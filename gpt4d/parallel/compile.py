@@ -1,7 +1,7 @@
 """Pure functions of tensors that torch.compile turns into few kernels where ``train.compile`` asks for it.
 
-Layers call them inside their autograd functions: collectives, the sharded weights and the order of the backward stay
-outside of what is compiled, so results and communication do not depend on it but for the last bits.
+Layers call them inside their autograd functions: collectives, the sharded weights and the order of the backward are
+not compiled, so results and communication do not depend on it but for the last bits.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the layers of a stage need besides their inputs: its grid, its settings, gathered weights. No torch here.
+"""The context of a stage's layers: its grid, its settings and its gathered weights. No torch here.
 
 A run uses the sharded weights (gpt4d.parallel.sharded_weights), and the planner uses gpt4d.parallel.symbolic.context.
 """
@@ -15,7 +15,7 @@ from gpt4d.config import OverlapConfig
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightDevice, WeightSchedule, WeightUse
 from gpt4d.parallel.layers import sharding
 
-# Computes a gradient, adds it in place to an earlier sum of such gradients, if there is one, and returns the result.
+# Computes a gradient, adds it in place to the earlier gradient if that is given, and returns the result.
 GradientTerm = Callable[[Any | None], Any]
 
 
@@ -25,10 +25,10 @@ class Context(ABC):
     Attributes:
         grid: the stage's grid, with an axis by each name.
         compute_dtype: of gathered weights and activations.
-        overlap: which communication runs beside computation.
+        overlap: which communication overlaps with computation.
         recompute: blocks keep only their input for the backward and are computed again there.
         recompute_inputs: products do not keep their inputs, where those are easily computed again.
-        loss_chunks: parts of the tokens whose logits exist one after another.
+        loss_chunks: chunks of the tokens; the logits of one chunk exist at a time.
         scatter_heads: y splits the heads of attention too, where it divides them.
         sequence_parallel: x splits the tokens between the layers while the model trains.
         schedule: decides when weights are gathered and when their gradients are summed.
@@ -53,7 +53,7 @@ class Context(ABC):
         self.sequence_parallel = sequence_parallel and grid.x.size > 1
         self.schedule: WeightSchedule[Any, Any] = WeightSchedule(device, overlap)
         self.recomputing = False  # now
-        self._delayed: deque[list[Callable[[], None]]] = deque()  # of each backward, its weight gradients to compute
+        self._delayed: deque[list[Callable[[], None]]] = deque()  # the weight gradients to compute, for each backward
         self._delays = False
         self._names: dict[Any, str] = {}
 
@@ -76,7 +76,7 @@ class Context(ABC):
 
     @property
     def num_chunks(self) -> int:
-        """Parts of a microbatch that take turns: a choice of speed, which a forward without gradients leaves out."""
+        """Chunks of a microbatch that are interleaved for speed; one in a forward without gradients."""
         return self._num_chunks if self.records_gradients else 1
 
     @property
@@ -178,9 +178,9 @@ class Context(ABC):
             self.scatter(shard, compute)
 
     def scatter(self, shard: Any, compute: GradientTerm) -> None:
-        """Compute the gradient of the gathered weight and add it, summed over z, to ``shard.grad``.
+        """Compute the gradient of the gathered weight, reduce-scatter it over z and add it to ``shard.grad``.
 
-        The sum over z may be added later, but before ``finish`` returns. The backward of a layer passes the parameter
+        The reduce-scatter may end later, but before ``finish`` returns. The backward of a layer passes the parameter
         itself: under activation checkpointing, autograd may hand out a copy, and a gradient stored there is lost.
         """
         self.schedule.scatter(self._name(shard), compute)

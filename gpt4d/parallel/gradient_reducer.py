@@ -23,9 +23,9 @@ class GradientReducer:
     parameter covers its own samples. Along x and y a parameter's copies see the same samples and need no all-reduce,
     unless x splits the tokens that it acts on (``ParameterSpec.batch_axes``).
 
-    Parameters fill buckets in the reverse of their order, which is about that of the backward. ``GradientSums`` decides
-    when the sum of a bucket starts. Which gradients share a bucket never changes, so a sum has the same bits whenever
-    it starts.
+    Parameters fill buckets in the reverse of their order, which is about the order of the backward. ``GradientSums``
+    decides when the reduction of a bucket starts. A bucket always has the same gradients, so a reduction has the same
+    bits whenever it starts.
 
     ``optimizer_shards`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1)
     they are this rank's rows of each weight along data: gradients are reduce-scattered, and ``start_param_all_gather``
@@ -34,7 +34,7 @@ class GradientReducer:
     Args:
         weights: the stage's sharded weights.
         parameters: the stage's parameters by global name.
-        overlap: sums run beside the backward.
+        overlap: reductions overlap with the backward.
         bucket_bytes: size at which a bucket is closed; None for the default (gpt4d.parallel.engine.reduction).
         shard: split the optimizer's work over data.
     """

@@ -14,7 +14,7 @@ BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
 
 
 class Grid:
-    """This rank's place in the grid of a stage: one ``Axis`` each for x, y, z and data, one for the whole stage.
+    """This rank's place in the grid of a stage: one ``Axis`` each for x, y, z and data, one for the stage.
 
     ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
 
@@ -26,7 +26,7 @@ class Grid:
         device_type: ``cpu`` or ``cuda``. On CPUs, ranks of one host exchange data through shared memory.
         ranks: the job's ranks that form the stage, including this one; None for all of them. Only these ranks
             construct the grid. Without a process group only the grid of one device exists.
-        timeout: of the axes' process groups; None for torch's default.
+        timeout: timeout of the axes' process groups; None for torch's default.
     """
 
     x: Axis

@@ -38,7 +38,8 @@ class Layout:
     ) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) along each dim of the part of a tensor of ``shape`` that lives at ``indices``.
 
-        Each axis cuts what the axes outside it left into near-equal parts, longer ones first: 10 over 3 is 4, 3, 3.
+        Each axis cuts the range that the outer axes leave into near-equal parts. Longer parts are first: 10 over 3 is
+        4, 3, 3.
         """
         assert len(shape) == len(self.dims), f"a layout of {len(self.dims)} dims does not fit the shape {shape}"
         return tuple(self._range(dim, extent, sizes, indices) for dim, extent in zip(self.dims, shape, strict=True))

@@ -30,7 +30,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layout import ParameterSpec, spec_of
 
-_ALONE = Axis("z")  # of one device: a collective on it returns its input
+_ALONE = Axis("z")  # an axis of one device: a collective on it returns its input
 
 
 class ShardedWeights(Context):
@@ -38,16 +38,16 @@ class ShardedWeights(Context):
 
     Args:
         grid: the stage's grid.
-        compute_dtype: of gathered weights and activations.
-        dtype: of the master weights and of their gradients.
+        compute_dtype: dtype of gathered weights and activations.
+        dtype: dtype of the master weights and of their gradients.
         device: where the parameters live.
-        overlap: which communication runs beside computation; all of it by default.
+        overlap: which communication overlaps with computation; all of it by default.
         recompute: blocks keep only their input for the backward and are computed again there.
-        num_chunks: parts of a microbatch that take turns in the blocks while the model trains.
+        num_chunks: chunks of a microbatch that are interleaved in the blocks while the model trains.
         scatter_heads: y splits the heads of attention too, where it divides them.
         sequence_parallel: x splits the tokens between the layers while the model trains.
         recompute_inputs: products do not keep their inputs, where those are easily computed again.
-        loss_chunks: parts of the tokens whose logits exist one after another.
+        loss_chunks: chunks of the tokens; the logits of one chunk exist at a time.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedWeights(Context):
         self._names = {parameter: name for name, parameter in parameters.items()}
 
     def keep_whole(self, names: Iterable[str]) -> None:
-        """Store these weights whole on every rank of z. Call it before they have values."""
+        """Store these weights unsharded on every rank of z. Call it before they have values."""
         for name in names:
             parameter: Any = self._parameters[name]
             parameter.spec = spec_of(parameter).whole()
@@ -135,7 +135,7 @@ class _TorchWeights:
     """The weights of a stream as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
 
     def __init__(self, weights: ShardedWeights):
-        self._stream = weakref.proxy(weights)  # in a cycle, tensors would live until the garbage collector runs
+        self._stream = weakref.proxy(weights)  # in a reference cycle, tensors live until the garbage collector runs
 
     def is_split(self, weight: str) -> bool:
         return self._axis(self._shard(weight)).size > 1

@@ -24,7 +24,7 @@ class Stage:
         grid: its ranks.
         weights: the stream that its module takes weights from.
         module: its parts of the model, under global names.
-        parts: what the module needs to know of each part, by virtual stage (gpt4d.model.description.Part).
+        parts: each part's boundaries, by virtual stage (gpt4d.model.description.Part).
         layer_weights: weights that the layers of each part use, in the order of execution.
         terms: number of terms that one microbatch adds to the gradient of each parameter.
         cached: weights that stay gathered from a microbatch's forward until its backward.

@@ -5,7 +5,7 @@
   tokens=100e9     tokens to train on: hours and device-hours; by default, of train.steps
   top=10           maximum number of plans
   format=json      a list for programs, best first; or table
-  plot=plan.png    a picture of the plans
+  plot=plan.png    a plot of the plans
   cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
 
 Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. The planner

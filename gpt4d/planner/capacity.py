@@ -43,7 +43,7 @@ def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | N
 
 
 def estimate_of(level: Level, sizes: GridSizes, choice: Mapping[str, Any] | None = None) -> Estimate:
-    """Return the estimate of a level on a grid. ``choice``: settings of ``parallel`` in place of those of the level."""
+    """Return the estimate of a level on a grid. ``choice``: settings of ``parallel`` that replace the level's."""
     return Estimate(level.config, sizes, level.describe([sizes], choice), choice, level.options)
 
 

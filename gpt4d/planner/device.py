@@ -16,13 +16,13 @@ from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"
-_SHORT = 0.1  # of the time for which channels are busy: a collective of another axis that takes less shares them
+_SHORT = 0.1  # share of the time for which channels are busy: a collective of another axis that takes less shares them
 
 
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
     """Return the bytes each of ``size`` ranks sends (4D paper, Eq. 1-3).
 
-    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for the others.
+    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for all-reduce and reduce-scatter.
     """
     if kind == "all_gather":
         return (size - 1) * nbytes
@@ -30,13 +30,13 @@ def sent_bytes(kind: str, size: int, nbytes: float) -> float:
 
 
 class CollectiveCost(NamedTuple):
-    """What a collective takes on one device."""
+    """The cost of a collective on one device."""
 
     sent: float  # bytes
     parts: tuple[float, ...]  # seconds on each channel
     pieces: int
     seconds: float
-    exposed_s: float  # of these, those that cannot overlap with computation
+    exposed_s: float  # seconds that cannot overlap with computation
 
 
 class Links:
@@ -122,7 +122,7 @@ class Device:
         self.work(self.rates.seconds(flops, moved, operations))
 
     def work(self, seconds: float, held: int = 0, peak: float = 0) -> None:
-        """Compute for some time, which changes the memory in use by ``held`` and needs up to ``peak`` meanwhile."""
+        """Compute for some time, with a peak of ``peak`` bytes, and change the memory in use by ``held`` bytes."""
         self.now += seconds
         self.compute_s += seconds
         if self.held + peak > self.peak:

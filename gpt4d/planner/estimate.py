@@ -1,4 +1,4 @@
-"""Time, bytes and memory of a whole step on one grid: a few short walks, extrapolated to the step's length."""
+"""Time, bytes and memory of a step on one grid: a few short walks, extrapolated to the step's length."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from gpt4d.planner.workload import compute_bytes, splits_backwards, training_sta
 
 GIB = 2**30
 _MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
-_BLOCKS_PER_KIND = 4  # walked; each further block adds what the last one added
+_BLOCKS_PER_KIND = 4  # walked; each further block adds as much as the last walked block
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Plan:
     innermost: str = "x"  # axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
     options: Mapping[str, Any] = field(default_factory=dict)  # further settings that it adds, by their keys
-    stages: tuple[GridSizes, ...] = ()  # of a pipeline; the other figures are those of its slowest stage
+    stages: tuple[GridSizes, ...] = ()  # grids of a pipeline; times and bytes refer to its slowest stage
     pipeline: PipelineConfig | None = None
     idle_s: float = 0.0  # for which that stage waits for others
     link_bytes: Mapping[str, int] = field(default_factory=dict)  # by link between stages: sent by all of its ranks
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def grid(self) -> str:
-        """The sizes of the grid or of those of all stages and, if it is y, the axis of neighboring ranks."""
+        """The sizes of the grid or of the grids of all stages and, if it is y, the axis of neighboring ranks."""
         runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
         grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
         return grids + (" y innermost" if self.innermost == "y" else "")
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of collectives beside computation. A wait can exceed its collective: late ranks are waited for."""
+        """Seconds of overlapped collectives. A wait can exceed its collective: late ranks are waited for."""
         return sum(max(0.0, axis["time_s"] - axis["exposed_s"]) for axis in self.comm.values())
 
 
@@ -102,10 +102,10 @@ class Estimate:
     """Cost of a step of one configuration on one grid, for any microbatch.
 
     Args:
-        config: the settings; those of the grid do not count.
+        config: the settings; the grid's settings are ignored.
         sizes: the grid.
         description: the model, if it is known.
-        choice: settings of ``parallel`` in place of those in ``config``.
+        choice: settings of ``parallel`` that replace those in ``config``.
         world: number of devices of all stages, if the grid is one of several.
         options: settings in ``config`` that the planner has chosen, for the plan's overrides.
     """
@@ -230,7 +230,7 @@ class Estimate:
         )
 
     def microbatch(self, micro_batch: int) -> Microbatch:
-        """Return what a microbatch between others takes."""
+        """Return the time and memory of a microbatch between other microbatches."""
         forward_s, gradient_s, kept, delayed, seconds, *_ = self._further_microbatch(micro_batch)
         if not splits_backwards(self.config):
             gradient_s = seconds - forward_s

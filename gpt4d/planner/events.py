@@ -1,4 +1,4 @@
-"""What the layers of a microbatch ask of a device, without the times at which it happens (gpt4d.planner.recording)."""
+"""Requests of the layers of a microbatch to a device, without times (gpt4d.planner.recording)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Key(NamedTuple):
     """A collective or a gathered weight: the segment that starts it, and its number there.
 
     Attributes:
-        phase: of the segment.
-        offset: of the block of the segment from the block that uses it.
+        phase: the segment's phase.
+        offset: distance of the segment's block from the block that uses the key.
         number: counted from the segment's end, so that equal ends have equal numbers.
     """
 
@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter: of the block at ``offset`` from the current one, or, if that is None, of no block."""
+    """A parameter of the block at ``offset`` from the current block; ``offset`` None: of no block."""
 
     offset: int | None
     name: str
@@ -73,8 +73,8 @@ class Scatter(NamedTuple):
         weight: its parameter.
         first: computes the gradient.
         further: computes it and adds it to an earlier one.
-        shape: of the gradient.
-        dtype: of the gradient.
+        shape: the gradient's shape.
+        dtype: the gradient's dtype.
     """
 
     weight: Parameter

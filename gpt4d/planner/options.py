@@ -23,7 +23,7 @@ KEYS = "optim.shard_states", "train.loss_chunks", "train.activation_checkpointin
 class Level:
     """A configuration with some options. ``options`` are the settings that the planner has added.
 
-    ``descriptions`` are those of the search, which all its levels share.
+    All levels of a search share ``descriptions``.
     """
 
     config: Config

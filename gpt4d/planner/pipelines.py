@@ -168,7 +168,7 @@ def _numbers(config: Config, sizes: tuple[GridSizes, ...]) -> list[int]:
 
 
 class Search:
-    """Plans of one configuration, which share what is known of equal stages."""
+    """Plans of one configuration, which share the estimates of equal stages."""
 
     def __init__(self, level: Level):
         self.level, self._config, self.description = level, level.config, level.description
@@ -225,13 +225,13 @@ class Search:
         """Return the estimate with the fastest step that fits and takes less than ``limit_s``, if any."""
         fastest = None
         for estimate in estimates:
-            # What takes least to estimate comes first: memory, and the last backward before the end of the step.
+            # The cheapest estimates come first: memory, and the last backward before the end of the step.
             if self._fits(estimate) and estimate.backward_end_s < limit_s and estimate.step_time_s < limit_s:
                 fastest, limit_s = estimate, estimate.step_time_s
         return fastest
 
     def improved(self, plan: Plan, grids: Sequence[GridSizes]) -> Plan:
-        """Return the plan with what makes it faster, if it fits.
+        """Return the plan with the changes that make it faster, if it fits.
 
         That is another number of microbatches or schedule, or another grid of the first or the last stage.
         """

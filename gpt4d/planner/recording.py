@@ -1,4 +1,4 @@
-"""What the layers of a microbatch do on one device, recorded for a few blocks and played for all of them.
+"""The work of a microbatch's layers on one device, recorded for a few blocks and replayed for all blocks.
 
 The layers of a model compute on symbolic tensors once. A recording has what they ask for: computation, memory,
 collectives over x and y, gathered weights, terms of gradients. It has no times at which anything happens, and nothing

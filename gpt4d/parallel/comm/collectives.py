@@ -42,7 +42,7 @@ class Axis:
     index: int = 0
     group: dist.ProcessGroup | None = None
     transport: SharedMemory | TwoLevelTransport | None = (
-        None  # between CPUs; None if that of the group serves all collectives
+        None  # between CPUs; None if the process group serves all collectives
     )
     traffic: CommStats = field(default_factory=CommStats)
 
@@ -135,7 +135,7 @@ def start_all_gather(shard: torch.Tensor, axis: Axis) -> Pending:
 
 @_trace
 def start_reduce_scatter(full: torch.Tensor, axis: Axis) -> Pending:
-    """Start to compute this rank's part, along dim 0, of the sum over the axis. Sends (G-1)/G of the bytes (Eq. 2)."""
+    """Start the reduce-scatter over the axis along dim 0. Sends (G-1)/G of the bytes (Eq. 2)."""
     if axis.size == 1:
         return Pending(full)
     full = full.contiguous()
@@ -248,7 +248,7 @@ def _start_reduce_scatter_by_hosts(
 
 
 def _start_all_gather_by_hosts(shard: torch.Tensor, axis: Axis, hosts: TwoLevelTransport, sent_bytes: float) -> Pending:
-    """Start an all-gather in which each shard enters a host once; its ranks then share what they have received."""
+    """Start an all-gather in which each shard enters a host once; its ranks then share the received shards."""
     full = shard.new_empty((axis.size * shard.shape[0], *shard.shape[1:]))
 
     def piece(of_shard: torch.Tensor, of_full: torch.Tensor) -> Piece:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class InFlight(Protocol):
-    """What is in flight."""
+    """A communication in flight."""
 
     def wait(self) -> None: ...
 
@@ -23,7 +23,7 @@ class Pending:
         source: Any | None = None,
     ):
         self.result, self.run, self.finish = result, run, finish
-        self.source = source  # what is sent must stay in memory until then
+        self.source = source  # sent data must stay in memory until then
 
     def wait(self) -> Any:
         if self.run is not None:

@@ -28,8 +28,8 @@ class StartedCollective(NamedTuple):
 class CommStats:
     """Counters of one axis since they were last read.
 
-    A collective is *exposed* while the computation waits for it and *hidden* while it runs beside the computation. On a
-    GPU both are measured with events, which the host does not wait for until they are read.
+    A collective is *exposed* while the computation waits for it and *hidden* while it overlaps with the computation.
+    On a GPU both are measured with events, which the host does not wait for until they are read.
     """
 
     bytes: float = 0.0  # sent by this rank, by the ring algorithms' volumes (4D paper, Eq. 1-3)
@@ -80,7 +80,7 @@ class CommStats:
         """Return an event that is recorded when ``work`` ends on the GPU.
 
         Each axis has a stream of its own that waits for it. The computation's stream must not wait yet, and on a shared
-        stream a short collective would seem to last as long as another axis's long one before it.
+        stream a short collective seems to last as long as the long collective of another axis before it.
         """
         self._watching = self._watching or torch.cuda.Stream(device)
         end = torch.cuda.Event(enable_timing=self.timed)
@@ -106,7 +106,7 @@ class CommStats:
     def seconds(self) -> dict[str, float]:
         """Return ``{"exposed_s", "hidden_s"}`` of the recorded intervals."""
         exposed = sum(seconds_between(*wait) for wait in self.wait_intervals)
-        # With more threads than cores, a wait can outlast its collective; that time is exposed as well.
+        # With more threads than cores, a wait can outlast its collective, and the additional time counts as exposed.
         hidden = max(0.0, _covered_s(self.run_intervals + self.wait_intervals) - exposed)
         return {"exposed_s": exposed, "hidden_s": hidden}
 

@@ -1,8 +1,8 @@
 """Coroutines that alternate between the chunks of a microbatch, and blocks that run in them (ATP paper, §4.1).
 
-Layers and blocks are coroutines that give their turn away, ``await Turn()``, between the start of a collective and the
-first use of its result, so that the other chunks compute meanwhile. No torch here: the planner runs layers on
-symbolic tensors in the same turns.
+Layers and blocks are coroutines. Between the start of a collective and the first use of its result they ``await
+Turn()``, which lets the remaining chunks compute. No torch here: the planner interleaves layers on symbolic tensors in
+the same way.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Result = TypeVar("Result")
 
 
 class Turn:
-    """``await Turn()`` lets the other chunks run up to the same place."""
+    """``await Turn()`` lets the remaining chunks run up to the same point."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
 def run(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run one coroutine for each chunk, in turns, and return their results. The turns are the same on all ranks."""
+    """Interleave one coroutine for each chunk and return their results. The order is the same on all ranks."""
     chunks = list(coroutines)
     if len(chunks) == 1:
         return [run_alone(chunks[0])]
@@ -56,12 +56,12 @@ Tensors = dict[str, Any]
 
 @planned_kernel
 def joined(*chunks):
-    """Return chunks one after another, along dim 0."""
+    """Return the concatenation of the chunks along dim 0."""
     return chunks[0].like((sum(chunk.shape[0] for chunk in chunks), *chunks[0].shape[1:]))
 
 
 class JoinFunction(TorchFunction):
-    """Chunks one after another. The gradients of the chunks share the memory of the whole gradient."""
+    """The concatenation of chunks. The gradients of the chunks are views of its gradient."""
 
     torch_name = "join"
 
@@ -76,7 +76,7 @@ class JoinFunction(TorchFunction):
 
 
 def join(*chunks: Any) -> Any:
-    """Return chunks one after another, along dim 0."""
+    """Return the concatenation of the chunks along dim 0."""
     return JoinFunction.apply(*chunks)
 
 
@@ -92,7 +92,7 @@ class Node(NamedTuple):
 
 
 def run_blocks(weights: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
-    """Call blocks one after another on the chunks of a microbatch and return the output of the last one.
+    """Call blocks sequentially on the chunks of a microbatch and return the output of the last one.
 
     Args:
         weights: as for ``run_graph``.
@@ -113,9 +113,9 @@ def run_graph(
     Args:
         weights: the context of the blocks, which decides the number of chunks and whether blocks are recomputed.
         nodes: the blocks.
-        tensors: what they use besides their own outputs, by name; cut along dim 0.
+        tensors: their inputs in addition to their own outputs, by name; cut along dim 0.
         results: names of tensors, given or produced.
-        others: further inputs of each block, which have a method ``chunk`` too; None stays None.
+        others: further inputs of each block, which have a method ``chunk``, or None.
     """
     count = weights.num_chunks
     cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}

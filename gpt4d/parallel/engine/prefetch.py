@@ -42,9 +42,9 @@ def weight_order(
     """Return every use of a weight, in the order in which a stage executes ``actions``.
 
     Args:
-        actions: of the stage. The gradients of weights ("W") use no weight.
-        layers: of each virtual stage that the actions name.
-        chunks: number of chunks that use a weight one after another, where there are several.
+        actions: the stage's actions. The gradients of weights ("W") use no weight.
+        layers: the layers of each virtual stage that the actions name.
+        chunks: number of chunks that use a weight sequentially, if there are several.
     """
     order: list[WeightUse] = []
 
@@ -96,8 +96,8 @@ def weights_ahead(
 ) -> list[tuple[str, ...]]:
     """Return for each use the weights of the ``count`` uses that follow: those to gather while it computes.
 
-    Uses of weights in ``never_gathered`` do not count. Links would be idle during them, so a use that they follow
-    directly has as many more weights. A microbatch's first weights are not gathered behind the backward of the one
+    Uses of weights in ``never_gathered`` do not count. Links are idle during such uses, so a use before them has
+    as many more weights. A microbatch's first weights are not gathered behind the backward of the one
     before.
     """
     ahead: list[tuple[str, ...]] = []
@@ -126,7 +126,7 @@ Pending = TypeVar("Pending")  # a collective in flight
 
 
 class WeightDevice(Protocol[Tensor, Pending]):
-    """What a device does with weights, which have names, and with their gradients."""
+    """The operations of a device on weights, which have names, and on their gradients."""
 
     def is_split(self, weight: str) -> bool:
         """Return whether z splits the weight."""
@@ -147,7 +147,7 @@ class WeightDevice(Protocol[Tensor, Pending]):
         """Set the gradient of a weight that z does not split, which contains the earlier gradient."""
 
     def add_gradient(self, weight: str, part: Tensor) -> None:
-        """Add this rank's part of a sum over z to the gradient of a weight."""
+        """Add this rank's part of a reduce-scatter over z to the gradient of a weight."""
 
 
 class WeightSchedule(Generic[Tensor, Pending]):
@@ -163,13 +163,13 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self.ready: dict[str, Tensor] = {}  # gathered weights that stay in memory
         self.gathering: dict[str, Pending] = {}  # weights in flight
         self._scattering: deque[tuple[str, Pending]] = deque()
-        self._accumulated: dict[str, Tensor] = {}  # gradients that lack terms before their sum over z
+        self._accumulated: dict[str, Tensor] = {}  # partially accumulated gradients
         self._missing: dict[str, int] = {}  # number of terms that these gradients lack
         self._terms: Mapping[str, int] = {}
         self.order: Sequence[WeightUse] = ()
         self.kept: Sequence[bool] = ()
         self._ahead: Sequence[tuple[str, ...]] = ()
-        self.position = -1  # of the last use in the order
+        self.position = -1  # index of the last use in the order
 
     def begin(
         self,
@@ -185,7 +185,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
             order: every use of a weight; without an order nothing is gathered ahead.
             cached: weights that stay gathered until their backward.
             cached_for_step: weights that stay gathered until their last use.
-            terms: number of terms of a weight's gradient that are accumulated before their sum over z, where not one.
+            terms: number of contributions to a weight's gradient before its reduce-scatter over z, if not one.
             continued: weights that earlier microbatches of the step have gathered, with the gradients that they have
                 accumulated.
         """
@@ -234,7 +234,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         return value
 
     def earlier_gradient(self, weight: str) -> Tensor | None:
-        """Return the sum to which the gradient of a gathered weight is added next; None if there is none."""
+        """Return the sum to which the gradient of a gathered weight is added next, or None."""
         if weight in self._accumulated:
             return self._accumulated[weight]
         return None if self.device.is_split(weight) else self.device.gradient(weight)

@@ -19,7 +19,7 @@ class Bucket:
     """Parameters whose gradients are summed together."""
 
     names: tuple[str, ...]
-    elements: int  # of all gradients on one device
+    elements: int  # elements of all gradients on one device
     axes: tuple[str, ...]  # to sum over, inner first
     sharded: bool  # each rank of the last axis needs only its rows of the sum
 
@@ -73,14 +73,14 @@ def gradient_buckets(
         yield Bucket(tuple(names), filled, axes, sharded)
 
 
-_MAX_INFLIGHT_GATHERS = 2  # on a link that transfers share, more would delay the one that is needed first
+_MAX_INFLIGHT_GATHERS = 2  # transfers share a link: a further gather delays the gather that is needed first
 
 Packed = TypeVar("Packed")  # the gradients or the rows of a bucket's parameters, side by side
 Pending = TypeVar("Pending")  # a collective in flight
 
 
 class GradientDevice(Protocol[Packed, Pending]):
-    """What a device does with the gradients of a bucket."""
+    """The operations of a device on the gradients of a bucket."""
 
     def pack(self, bucket: Bucket) -> Packed:
         """Copy the gradients of the parameters side by side, and release the separate gradients."""

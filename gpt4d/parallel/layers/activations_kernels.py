@@ -49,7 +49,7 @@ def _gated(gate_and_up, activation: Callable):
 
 
 def _gated_gradient(d_out, gate_and_up, activation: Callable, backward: Callable):
-    """Return the gradient of the input of ``_gated``. ``backward``: torch's function for that of ``activation``."""
+    """Return the gradient of the input of ``_gated``. ``backward``: torch's backward of ``activation``."""
     gate, up = gate_and_up.unbind(-2)
     if torch.compiler.is_compiling():  # torch.compile does not take results that are parts of a tensor
         return torch.stack((backward(d_out * up, gate), activation(gate) * d_out), -2)

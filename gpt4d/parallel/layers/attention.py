@@ -80,7 +80,7 @@ class RepeatedHeadsFunction(TorchFunction):
 def _attention_flops(q, k, *_: Any) -> int:
     """Return the FLOPs of the two products of attention.
 
-    The half that a causal mask leaves runs about half as fast as a large product: it is counted whole. Other masks save
+    The half that a causal mask leaves runs about half as fast as a large product: its FLOPs count. Other masks save
     nothing.
     """
     return 4 * math.prod(q.shape) * k.shape[1]
@@ -248,11 +248,11 @@ class AttentionSpec(LayerSpec):
     """The attention of heads: queries, keys and values → [T, h·s].
 
     The axis ``stream`` splits the features of the residual stream. Where it splits the heads too (ATP paper, §3.2), no
-    rank repeats another's attention: the product before scatters its output, instead of summing it whole on all ranks,
+    rank repeats another's attention: the product before scatters its output, instead of all-reducing it,
     and the one after gathers its input.
 
     Without dropout of the attention weights it uses torch's fused kernels. With dropout the weights are computed
-    explicitly, because the dropout mask must be that of the global heads and samples; gpt4d.model.init sets the layer's
+    explicitly, because the dropout mask depends on the global heads and samples; gpt4d.model.init sets the layer's
     ``key`` from the seed and the layer's name.
 
     Attributes:

@@ -105,7 +105,7 @@ def convolution_input_gradient(d_out, weight, x, settings: Convolution):
 def convolution_weight_gradient(d_out, x, weight, settings: Convolution):
     """Return the gradient of the gathered weight for an enlarged input.
 
-    On a CPU it has the dtype of its shard ``weight``. On a GPU it is that of the activations: the result of bf16
+    On a CPU it has the dtype of its shard ``weight``. On a GPU it has the dtype of the activations: the result of bf16
     activations is rounded to bf16 once.
     """
     channels = (x.shape[-1], d_out.shape[-1]) if settings.in_first else (d_out.shape[-1], x.shape[-1])

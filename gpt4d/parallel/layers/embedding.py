@@ -101,8 +101,8 @@ class LookupFunction(Function):
         local, elsewhere = ctx.saved_tensors
         if ctx.scatter:
             d_rows = ctx.weights.grid.x.all_gather(d_rows, parameter=ctx.weight)
-        # Each rank of x has the full gradient of the sum, including that of its own rows. It adds them up in the
-        # master's dtype, since the row of a frequent token is a sum of thousands.
+        # Each rank of x has the full gradient of the sum, including the gradient of its own rows. It adds them up in
+        # the master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = cleared(d_rows, elsewhere, ctx.weight)
         ctx.weights.scatter(ctx.weight, lambda earlier: table_gradient(d_rows, local, ctx.rows, earlier))
         return None, None, None, None

@@ -40,7 +40,7 @@ def copied_heads(heads, indices):
 
 @planned_kernel
 def gradient_of_heads(d_heads, count: int):
-    """Return the gradient of all ``count`` heads here: that of some of them, and zeros."""
+    """Return the gradient of all ``count`` heads here: the gradient of some of them, and zeros."""
     return d_heads.like((*d_heads.shape[:-2], count, d_heads.shape[-1]))
 
 
@@ -94,7 +94,7 @@ class _Gathering:
 
     def __init__(self, axis: Any):
         self.axis = axis
-        self.gradient: Any = None  # of the part, in flight
+        self.gradient: Any = None  # the gradient of the part, in flight
 
 
 class PartFunction(Function):

@@ -34,7 +34,7 @@ class KeyValueCache:
         Args:
             places: place of each token in its text, [texts, tokens].
             positions: its position in its document.
-            documents: those of the texts, [texts, capacity]; None for texts of one.
+            documents: the documents of the texts, [texts, capacity]; None for texts of one.
         """
         self.places, self.positions = places, positions
         keys = torch.arange(self.capacity, device=places.device)
@@ -44,7 +44,7 @@ class KeyValueCache:
         self.mask = mask[:, None]
 
     def extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the keys and values [texts, tokens, heads, size] of ``layer`` and return those of all places."""
+        """Store keys and values [texts, tokens, heads, size] of ``layer``. Return those of all positions."""
         if layer not in self._kept:
             shape = (k.shape[0], self.capacity, *k.shape[2:])
             self._kept[layer] = k.new_zeros(shape), v.new_zeros(shape)

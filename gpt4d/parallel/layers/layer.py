@@ -53,7 +53,7 @@ class LayerSpec:
 
     @cached_property
     def all_parameters(self) -> dict[str, ParameterSpec]:
-        """Its parameters and those of the layers that it consists of, by their names in it."""
+        """Its parameters and the parameters of its inner layers, by their names in it."""
         inner = {f"{name}.{key}": p for name, child in self.children.items() for key, p in child.all_parameters.items()}
         return self.own_parameters | inner
 

@@ -32,7 +32,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
     if a.dtype == torch.float32 and a.is_cpu and 2 * a.numel() * b.shape[1] >= _LEAST_FLOPS:
         linear = _one_dnn_linear()
         if linear is not None:
-            # It copies a first matrix that is not contiguous: the gradient of logits would take their memory twice.
+            # It copies a first matrix that is not contiguous: else the gradient of logits takes their memory twice.
             if bias is None and not a.is_contiguous() and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
                 return linear(b.t(), a, None, "none", [], "").t().contiguous()
             return linear(a, b.t(), bias, "none", [], "")

@@ -106,7 +106,7 @@ def zero_(logits):
 
 
 def forward_loss(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, SavedLoss]:
-    """Return the sum of the losses of logits [tokens, vocabulary over ``axis``], and what its gradient needs.
+    """Return the sum of the losses of logits [tokens, vocabulary over ``axis``], and tensors for its gradient.
 
     Columns from ``vocabulary`` on are padding.
     """
@@ -229,13 +229,13 @@ def total(*losses):
 
 @kernel
 def scale_(gradient, d_loss):
-    """Multiply a gradient by that of the loss, a scalar, in place."""
+    """Multiply a gradient in place by the gradient of the loss, a scalar."""
     return gradient
 
 
 @kernel
 def add_scaled_(earlier, gradient, d_loss):
-    """Add ``gradient``, times that of the loss, to an earlier sum of gradients in place."""
+    """Add ``gradient``, times the gradient of the loss, to an earlier sum of gradients in place."""
     return earlier
 
 
@@ -275,7 +275,7 @@ class _HeadLossCall:
                     pending.wait()
                 d_weight = operation.weight_gradient(logits, part_TH, self.weight, d_weight)
                 d_parts.append(pending.wait())
-            del logits, saved  # before those of the next part exist
+            del logits, saved  # before the logits of the next chunk exist
         if d_weight is not None:
             d_x = join(*d_parts)
             if self.split:
@@ -313,11 +313,11 @@ def head_loss(x_TH: Any, weight: Any, targets_T: Any, vocabulary: int, context: 
 
     Args:
         x_TH: input of the head; x may split its tokens.
-        weight: of the head.
+        weight: the head's weight.
         targets_T: ids of the tokens to predict, in the order of ``Tokens.gathered``.
         vocabulary: number of tokens; further columns of the logits are padding.
-        context: of the head.
-        num_chunks: parts of the tokens, one after another.
+        context: the head's product context.
+        num_chunks: number of chunks of the tokens, computed sequentially.
     """
     split = context.splits()[0] is not None
     call = _HeadLossCall(weight, targets_T, vocabulary, context, num_chunks, split, context.weights.records_gradients)

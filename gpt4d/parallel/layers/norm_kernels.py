@@ -29,7 +29,7 @@ def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
 
 
 def _with_branch(x, branch) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return ``x + branch``, None without one, and the stream: a compiled function does not return what it is given."""
+    """Return ``x + branch``, None without one, and the stream: a compiled function does not return its argument."""
     added = None if branch is None else x + branch
     return added, x if added is None else added
 
@@ -38,7 +38,7 @@ def _as_kernels_take(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor, torch
     """Return the arguments of torch's kernels in dtypes with which they do not round the statistics."""
     if torch.compiler.is_compiling():  # conversions take no pass of their own
         return x.to(_statistics_dtype(x)), weight, bias
-    # On a CPU, narrow weights would make the statistics narrow; on a GPU the kernels take one dtype only.
+    # On a CPU, narrow weights make the statistics narrow; on a GPU the kernels take one dtype only.
     return (x, weight, bias) if x.is_cpu else (x, weight.to(x.dtype), bias.to(x.dtype))
 
 

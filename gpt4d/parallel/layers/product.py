@@ -4,9 +4,9 @@ Shapes: B any number of batch dims, K input features, N output features, both th
 
 A call has several nodes in the graph of gradients: one for the input, one for the product and, where the output is
 scattered, one for the output. Each collective starts in one node and ends in another; other chunks compute in between.
-The product's node is created when its all-reduce is complete, that is after the products of the other chunks. The
+The product's node is created when its all-reduce is complete, that is after the products of the remaining chunks. The
 backward runs nodes in the reverse order. The all-reduce of an input's gradient starts in the product's node and ends in
-the input's node, so it overlaps with the computation of other chunks too.
+the input's node, so it also overlaps with the computation of other chunks.
 
 With ``train.activation_checkpointing=selective``, a product does not save an input that an elementwise function or a
 norm computed. Such a function takes little time, and its own backward saves its input anyway, so the backward of the
@@ -146,7 +146,7 @@ class _Call:
     output_split: int | None
     input_again: Callable[[], Any] | None  # computes an input that is not kept
     output: Any = None  # the product, summed
-    shape: tuple[int, ...] = ()  # of the product
+    shape: tuple[int, ...] = ()  # shape of the product
     d_output: Any = None  # the gathered gradient of a scattered output
     d_input: Any = None  # the input's gradient, summed
 
@@ -251,7 +251,10 @@ class ProductFunction(Function):
         if call.input_again is None:
             (x_BK,) = (ctx.keeper or ctx).saved_tensors
         else:
-            x_BK, call.input_again = call.input_again(), None  # what it was computed from is no longer needed
+            x_BK, call.input_again = (
+                call.input_again(),
+                None,
+            )  # the tensors that it was computed from are no longer needed
         context, weights = call.context, call.context.weights
         if call.d_output:
             d_out_BN = call.take("d_output")
@@ -309,7 +312,7 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
     elif call.output_split is not None:
         await Turn()  # the product's node follows at once: after the inputs' nodes of all chunks
     if context.weights.recomputation_ends:
-        await Turn()  # the other chunks save their inputs, and the last one ends the recomputation
+        await Turn()  # the remaining chunks save their inputs, and the last one ends the recomputation
     call.start_product(x_BK.detach())
     if call.output_split is None:
         await Turn()

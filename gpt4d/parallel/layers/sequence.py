@@ -41,15 +41,15 @@ def samples_of(sample_ids, length: int):
 
 @dataclass(frozen=True, eq=False)
 class TokenIndex:
-    """The tokens of some sequences, one after another. Between the layers ``axis`` may split those of each chunk.
+    """The concatenated tokens of some sequences. Between the layers ``axis`` may split the tokens of each chunk.
 
     Attributes:
-        sample_ids: [sequences], int64: index of each sequence in the whole run, which dropout depends on.
+        sample_ids: [sequences], int64: index of each sequence in the run, which dropout depends on.
         length: tokens of a sequence.
         axis: splits the tokens of each chunk between the layers; ``grid.axis(None)`` if every rank has all.
         documents: attention and positions stay inside one. None: no limits.
         num_chunks: chunks that the sequences are in.
-        cache: of the keys and values of the tokens before these, which continue texts; None in training.
+        cache: keys and values of the tokens before these, which continue texts; None in training.
     """
 
     sample_ids: Any

@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
-# Of a part of a concatenation: all usual sizes of an axis divide it, and long pieces are copied faster.
+# Number of pieces of a part of a concatenation: all usual sizes of an axis divide it, and long pieces are copied
+# faster.
 _MAX_PIECES = 240
 
 
 class Axes(NamedTuple):
-    """The axes that split the features of a layer's input and of its output; None: every rank has them whole."""
+    """The axes that split the features of a layer's input and of its output; None: every rank has all features."""
 
     contracted: str | None  # the output is summed over it
     produced: str | None  # the input's gradient is summed over it
@@ -31,7 +32,7 @@ def named(*axes: str | None) -> tuple[str, ...]:
 
 
 def sides(stream: T, inner: T, transposed: bool) -> tuple[T, T]:
-    """Return what belongs to a layer's input and to its output, of two things that belong to its sides.
+    """Return the properties of a layer's input and of its output, given those of the stream and of the inner side.
 
     The input of a normal layer is the residual stream, and so is the output of a transposed one.
     """
@@ -51,7 +52,7 @@ def head_axes(heads: int, x: int, y: int, scatter: bool, stream: str = "y") -> t
 def axes_to_gather(key_value_heads: int, sizes: Sequence[int]) -> int:
     """Return over how many of the axes that split the columns of keys and values, innermost first, to gather them.
 
-    ``sizes``: of the axes, outermost first. What the others split are whole heads then.
+    ``sizes``: sizes of the axes, outermost first. The remaining axes then split complete heads.
     """
     return next(n for n in range(len(sizes) + 1) if key_value_heads % math.prod(sizes[: len(sizes) - n]) == 0)
 
@@ -62,7 +63,7 @@ def head_of_query(heads: int, key_value_heads: int, first: int, count: int) -> l
 
 
 def serves_equally(heads: Sequence[int]) -> bool:
-    """Return whether consecutive heads serve equally many queries each. ``heads``: that of each query."""
+    """Return whether consecutive heads serve equally many queries each. ``heads``: the head of each query."""
     first, needed = heads[0], heads[-1] + 1 - heads[0]
     return len(heads) % needed == 0 and all(
         head == first + index * needed // len(heads) for index, head in enumerate(heads)
@@ -80,10 +81,10 @@ def interleaved_pieces(channels: Sequence[int]) -> int:
 def interleaved_order(channels: Sequence[int]) -> list[int]:
     """Return the index in ``[first | second | …]`` of each channel of a concatenation as it is stored.
 
-    The parts are cut into equally many pieces and stored in turns: the first piece of each, then the second of each.
-    An axis that divides the number of pieces splits the stored order into what it splits the parts into: the first rank
-    has the first channels of each. So a concatenation has a plain layout, the same on all grids, and takes no
-    communication.
+    The parts are cut into equally many pieces and stored alternately: the first piece of each part, then the second
+    piece of each. An axis that divides the number of pieces splits the stored order in the same way as the parts: the
+    first rank has the first channels of each. So a concatenation has a plain layout, the same on all grids, and takes
+    no communication.
     """
     pieces, starts = interleaved_pieces(channels), [sum(channels[:place]) for place in range(len(channels))]
     return [

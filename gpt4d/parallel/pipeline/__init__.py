@@ -1,1 +1,1 @@
-"""Schedules of pipeline stages as plain values. A single stage has a schedule too."""
+"""Schedules of pipeline stages as plain values. A single stage also has a schedule."""

@@ -21,8 +21,8 @@ from gpt4d.parallel.stage import Stage
 
 LOSS = "loss"
 Tensors = Mapping[str, torch.Tensor]
-# Returns what a part of the model produces from a microbatch: tensors for later parts by name, or the loss, summed over
-# this rank's samples. Arguments: module, part, batch, and what earlier parts have produced for this one.
+# Returns the tensors that a part of the model produces from a microbatch: tensors for later parts by name, or the loss,
+# summed over this rank's samples. Arguments: module, part, batch, and what earlier parts have produced for this one.
 Compute = Callable[[nn.Module, Any, Any, Tensors], Tensors]
 
 
@@ -32,7 +32,7 @@ def whole_model(loss_sum: Callable[[nn.Module, Any], torch.Tensor]) -> Compute:
 
 
 class _InFlight(NamedTuple):
-    """What a forward leaves for its backward."""
+    """The tensors that a forward leaves for its backward."""
 
     received: dict[int, dict[str, torch.Tensor]]  # by the virtual stage that produced it
     produced: Tensors
@@ -42,7 +42,7 @@ class StageRuntime:
     """Executes the programs of a stage.
 
     Args:
-        stage: what this rank computes.
+        stage: this rank's stage.
         reducer: sums the stage's gradients.
         compute: computes a part of the model on a microbatch.
 
@@ -136,7 +136,7 @@ def forward_over_stages(
     Stages without the last part get None.
 
     Args:
-        stage: of this rank.
+        stage: this rank's stage.
         exchange: of the tensors that cross; None if there is one stage.
         compute: returns what a part produces, by name, from what earlier parts have produced for it.
     """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 class Action(NamedTuple):
     """One forward ("F") or backward ("B") of one microbatch, counted from 0, on one virtual stage.
 
-    A backward may be split: "I" computes the gradient of the input, "W" those of the weights.
+    A backward may be split: "I" computes the gradient of the input, "W" the gradients of the weights.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Action(NamedTuple):
         return f"{self.virtual_stage}{self.kind}{self.microbatch}"
 
 
-Order = list[Action]  # of one stage
+Order = list[Action]  # actions of one stage
 
 
 def single_stage(microbatches: int) -> Order:
@@ -43,7 +43,7 @@ def gpipe(stages: int, microbatches: int) -> list[Order]:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> list[Order]:
-    """1F1B: stage i runs S - i forwards, then a backward and a forward in turns (PipeDream-Flush)."""
+    """1F1B: stage i runs S - i forwards, then alternate backward and forward (PipeDream-Flush)."""
     return [_alternating(_of_stage(stage, microbatches), stages - stage) for stage in range(stages)]
 
 
@@ -91,7 +91,7 @@ def _of_stage(stage: int, microbatches: int) -> tuple[Order, Order]:
 
 
 def _alternating(actions: tuple[Order, Order], first: int, delayed: int | None = None) -> Order:
-    """Return ``first`` forwards, and then a backward and a forward in turns.
+    """Return ``first`` forwards, and then alternate backward and forward.
 
     ``delayed``: split the backwards, and compute the weight gradients of each after those input gradients that follow
     it, this many. Without: do not split them.
@@ -114,7 +114,7 @@ def _alternating(actions: tuple[Order, Order], first: int, delayed: int | None =
 def problem(orders: Sequence[Order], virtual_stages: int, microbatches: int) -> str | None:
     """Return why ``orders`` are not a schedule, or None if they are one.
 
-    Each virtual stage must compute every microbatch forward and then backward, whole or in both halves.
+    Each virtual stage must compute every microbatch forward and then backward, in one action or in two.
     """
     stages = len(orders)
     for stage, order in enumerate(orders):
@@ -140,12 +140,12 @@ def problem(orders: Sequence[Order], virtual_stages: int, microbatches: int) -> 
 
 
 def peak_of_others(order: Iterable[Action], forward: float, delayed: float) -> float:
-    """Return the most that a stage holds of microbatches other than that of the current action.
+    """Return the maximum that a stage holds of microbatches other than the current action's.
 
     Args:
         order: its actions.
-        forward: what a microbatch keeps from its forward until its backward.
-        delayed: what it keeps from a split backward until its weight gradients.
+        forward: memory that a microbatch holds from its forward until its backward.
+        delayed: memory that it holds from a split backward until its weight gradients.
     """
     held = peak = 0.0
     after = {"F": forward, "B": 0.0, "I": delayed, "W": 0.0}
@@ -157,7 +157,7 @@ def peak_of_others(order: Iterable[Action], forward: float, delayed: float) -> f
 
 
 def peak_in_flight(order: Iterable[Action]) -> int:
-    """Return the most microbatches whose activations a stage holds: from the forward until the last gradient.
+    """Return the maximum number of microbatches whose activations a stage holds, from forward until last gradient.
 
     Each model chunk of a stage counts by itself.
     """
@@ -177,7 +177,7 @@ def balanced(work: Sequence[float], parts: int, places: Collection[int]) -> list
     Of several such choices it is the most even one: that with the smallest sum of squares.
 
     Args:
-        work: of each layer.
+        work: work of each layer.
         parts: number of parts, at most one more than the places.
         places: indices of layers that a part may begin with, other than 0.
     """
@@ -185,7 +185,7 @@ def balanced(work: Sequence[float], parts: int, places: Collection[int]) -> list
     ends = [*sorted(places), len(work)]
 
     def least(cost: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """Return the least cost and its beginnings; ``cost`` adds a part's work to the cost of those before it."""
+        """Return the minimum cost and its beginnings; ``cost`` adds a part's work to the cost of those before it."""
         best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0.0, total[end]), ()) for end in ends}
         for _ in range(parts - 1):
             following = {}

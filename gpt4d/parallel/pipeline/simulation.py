@@ -17,7 +17,7 @@ class Costs:
     Attributes:
         forward: by virtual stage.
         input_gradient: by virtual stage.
-        weight_gradient: by virtual stage; a whole backward takes the sum of both.
+        weight_gradient: by virtual stage; an unsplit backward takes the sum of both.
         transfers: by edge, of the tensors that cross it forward. A tensor may skip stages.
         gradients: by edge, of the gradients that cross it back, if any; None: as ``transfers``.
     """
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """The transfer of what an action produces, along an edge or back."""
+    """The transfer of the tensors that an action produces, along an edge or back."""
 
     action: Action
     source: int  # virtual stages
@@ -75,7 +75,7 @@ class Timeline:
         return max(spans[-1].stop for spans in self.stages)
 
     def peak_waiting(self, stage: int, tensors: Mapping[Edge, int] | None = None) -> int:
-        """Return the most tensors that a stage has received for forwards that have not started.
+        """Return the maximum number of tensors that a stage has received for forwards that have not started.
 
         ``tensors``: how many cross each edge, or their bytes; None: one.
         """
@@ -99,7 +99,7 @@ class Deadlock(ValueError):
 
 
 def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
-    """Return the timeline of a step in which transfers start as soon as their tensor exists, beside computation.
+    """Return the timeline of a step whose transfers start as soon as their tensor exists and overlap with computation.
 
     The transfers from one stage to another follow each other in the order in which their tensors exist, which is that
     of the sending stage's actions. Raises Deadlock if stages wait for each other.

@@ -1,4 +1,4 @@
-"""The transfers between stages: what crosses each edge, on which link, in which layout."""
+"""The transfers between stages: the tensors that cross each edge, their links and layouts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -19,7 +19,8 @@ from gpt4d.parallel.stage_plan import StagePlan
 class Edge(NamedTuple):
     """A tensor that a virtual stage produces and a later one uses.
 
-    ``layout`` is that on both grids, ``shape`` the global shape of one microbatch. Integers and masks have no gradient.
+    ``layout`` is the layout on both grids, ``shape`` the global shape of one microbatch. Integers and masks have no
+    gradient.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Copy(NamedTuple):
 
 
 class Arrival:
-    """The tensors of one transfer, by name. ``wait`` returns what this rank receives."""
+    """The tensors of one transfer, by name. ``wait`` returns the tensors that this rank receives."""
 
     def __init__(self, transfers: Mapping[str, ReshardingInFlight]):
         self.transfers = transfers
@@ -66,19 +67,19 @@ class Arrival:
 
 
 class Exchange:
-    """This rank's links to other stages, and the plans of what crosses them.
+    """This rank's links to other stages, and the resharding plans of its tensors.
 
     All ranks create it together. Each pair of stages that share an edge has a link for each direction.
 
     Args:
         stages: the grids of all stages.
-        edges: what crosses, on all virtual stages.
+        edges: the tensors that cross, on all virtual stages.
         copies: weights that several stages use.
-        strategy: of the transfers (gpt4d.parallel.resharding).
+        strategy: strategy of the transfers (gpt4d.parallel.resharding).
         ranks_per_host: consecutive ranks of the job on each host.
-        device: of this rank.
+        device: this rank's device.
         new_group: makes the process group of some ranks; all ranks of the job call it.
-        chunks: of a microbatch, each of which x splits where a layout says so.
+        chunks: chunks of a microbatch, each of which x splits where a layout says so.
     """
 
     def __init__(

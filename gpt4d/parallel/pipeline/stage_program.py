@@ -1,9 +1,9 @@
-"""What each stage does in a step: its actions, and when it starts to send and to receive. No torch here.
+"""The program of each stage in a step: its actions, and when it starts to send and to receive. No torch here.
 
 The sending stage starts a transfer as soon as its tensor exists. The receiving one starts it before the action during
 which that happens in the simulated step, so that it is ready while it computes something else. All transfers have one
-global order, that of these times, and each stage starts its own in this order. So no stages wait for each other in a
-cycle, even where a transfer blocks all that a stage starts after it.
+global order, the order of these times, and each stage starts its own in this order. So no stages wait for each other in
+a cycle, even where a transfer blocks all that a stage starts after it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class StageTransfer(NamedTuple):
 
 Program = list[
     Action | StageTransfer
-]  # of one stage: a transfer stands where the stage starts to send or to receive it
+]  # actions and transfers of one stage: a transfer stands where the stage starts to send or to receive it
 
 
 def link_name(source: int, target: int) -> str:
@@ -75,7 +75,7 @@ def orders_of(name: str, stages: int, microbatches: int, costs: Costs, chunks_pe
         name: one of ``SCHEDULES``.
         stages: number of stages.
         microbatches: parts of the global batch.
-        costs: of the virtual stages; only ``eager_1f1b_w`` depends on them.
+        costs: costs of the virtual stages; only ``eager_1f1b_w`` depends on them.
         chunks_per_stage: model chunks of a stage; more than one with ``interleaved_1f1b`` alone.
 
     Raises ConfigError if the numbers do not suit the schedule.
@@ -101,7 +101,7 @@ def orders_of(name: str, stages: int, microbatches: int, costs: Costs, chunks_pe
 def _with_fewest_delays(stages: int, microbatches: int, costs: Costs) -> list[Order]:
     """Return eager 1F1B with split backwards, and the fewest delayed weight gradients of those with the fastest step.
 
-    A delayed gradient occupies memory. With none, each still runs beside the transfer of its input's gradient.
+    A delayed gradient occupies memory. Without delay, each still overlaps with the transfer of its input's gradient.
     """
     choices = [schedule.eager_1f1b(stages, microbatches, delayed) for delayed in range(min(stages, microbatches) + 1)]
     return min(choices, key=lambda orders: simulate(orders, costs).seconds)

@@ -99,11 +99,11 @@ def _begins(recording: StageTrace, stage: int, count: int) -> dict[StageTransfer
 
 _COLORS = {"F": "#7a9cc6", "B": "#c6a07a", "I": "#c6a07a", "W": "#9fbf9f"}
 _NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
-_MOST_LABELS = 400  # of more actions than this, no numbers would be legible
+_MOST_LABELS = 400  # with more actions, no numbers are legible
 
 
 def draw(timeline: Timeline, title: str, path: Path) -> None:
-    """Write a picture of a step to ``path``. A number is a microbatch; dark edges are further model chunks."""
+    """Write a plot of a step to ``path``. A number is a microbatch; dark edges are further model chunks."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -2,7 +2,7 @@
 
 python -m gpt4d.parallel.resharding src=S0RR src_mesh=2x4 dst=RS0R dst_mesh=2x4 shape=1024,1024,512
 
-A mesh is hosts × devices per host; src_hosts=0,0,1,1 and dst_hosts=… give the host of each device instead.
+A mesh is hosts × devices per host; src_hosts=0,0,1,1 and dst_hosts=… give the host of each device.
 Further options: strategy=broadcast|send_recv|local_allgather|global_allgather|signal,
 order=ensemble|naive|load_balance|dfs|greedy, seed=0, effort=1, format=table|json, plot=FILE.
 """
@@ -36,7 +36,7 @@ class ReshardingQuery:
     src_mesh: str = MISSING  # 2x4
     dst: str = MISSING
     dst_mesh: str = MISSING
-    shape: str = MISSING  # of the global tensor: 1024,1024,512
+    shape: str = MISSING  # shape of the global tensor: 1024,1024,512
     src_hosts: str | None = None  # host of each device: 0,0,1,1
     dst_hosts: str | None = None
     strategy: str = "broadcast"

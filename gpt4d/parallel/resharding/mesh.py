@@ -20,7 +20,7 @@ class StageMesh:
     """The mesh of one stage: its axes, outermost first, and the rank and host of each device in row-major order.
 
     Any device may be on any host, which describes every placement of a 4-D grid. Where a layout names ``CHUNK``, a
-    device has a tile of each of ``chunks`` chunks, one after another.
+    device has a tile of each of ``chunks`` consecutive chunks.
     """
 
     axes: tuple[tuple[str, int], ...]  # name and size

@@ -38,7 +38,7 @@ class SendStep:
 
     task: int  # index of the unit task
     slices: tuple[slice, ...]  # the tile in this rank's local tensor
-    shape: tuple[int, ...]  # of the tile
+    shape: tuple[int, ...]  # shape of the tile
     sending: bool  # this rank holds the tile; the others receive and forward it
     rounds: tuple[Round, ...]
     turn_from: int | None = None  # the rank that sends before this one over the same host's link
@@ -47,7 +47,7 @@ class SendStep:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """All steps of one rank. ``shape`` is that of its local tensor: the result if ``receives``, else the input."""
+    """All steps of one rank. ``shape`` is the shape of its local tensor: the result if ``receives``, else the input."""
 
     shape: tuple[int, ...]
     receives: bool
@@ -75,8 +75,8 @@ def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_typ
 def _turns(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
     """Return, for each send over a link, the ranks that send before and after it from its host; None for its own.
 
-    Sends of one device follow each other anyway. Sends of several devices would share the link: each would take longer
-    than planned, and the receivers of the first would wait for all.
+    Sends of one device follow each other anyway. Sends of several devices share the link: each takes longer
+    than planned, and the receivers of the first send wait for all.
     """
     by_host: dict[int, list[int]] = {}
     for number, send in enumerate(plan.sends):

@@ -23,7 +23,7 @@ class Send:
     receivers: tuple[int, ...]  # ranks, grouped by host
     sender_host: int
     receiver_hosts: tuple[int, ...]
-    start: Fraction  # in units of the time that the whole tensor takes over one host's link
+    start: Fraction  # relative to the time that the global tensor takes over one host's link
     stop: Fraction
 
 
@@ -31,10 +31,10 @@ class Send:
 class ReshardingPlan:
     """The sends of one resharding, in the single order that all ranks follow.
 
-    Times are in units of the whole tensor over one host's link. With this strategy no order and no choice of senders
-    takes less than ``lower_bound``, whether a task is broadcast to all hosts at once or to each host separately. The
-    plan is optimal if ``makespan`` equals it. If the meshes share hosts, a host that both sends and forwards takes
-    longer than planned.
+    The unit of time is one transfer of the global tensor over one host's link. With this strategy no order and no
+    choice of senders takes less than ``lower_bound``, whether a task is broadcast to all hosts at once or to each host
+    separately. The plan is optimal if ``makespan`` equals it. If the meshes share hosts, a host that both sends and
+    forwards takes longer than planned.
     """
 
     shape: tuple[int, ...]
@@ -175,7 +175,7 @@ def _sequence(jobs: list[SendJob], order: str, seed: int, effort: int) -> tuple[
 
 
 class _SenderBalance:
-    """Chooses the sending device on a host: among the devices that hold the tile, the one with the least to send."""
+    """Chooses the sending device on a host: the device with the tile that has the smallest amount to send."""
 
     def __init__(self, tasks: list[UnitTask], mesh: StageMesh):
         self.tasks, self.hosts = tasks, dict(zip(mesh.devices, mesh.hosts, strict=True))

@@ -10,7 +10,7 @@ from gpt4d.parallel.resharding.plan import ReshardingPlan, Send
 def as_json(plan: ReshardingPlan) -> str:
     """Return the plan as JSON, its unit tasks by the start of their first send.
 
-    Times are in units of the whole tensor over one host's link.
+    The unit of time is one transfer of the global tensor over one host's link.
     """
     document = {
         "shape": plan.shape,
@@ -100,7 +100,7 @@ def _list(numbers: tuple[int, ...]) -> str:
 
 
 def plot(plan: ReshardingPlan, path: Path) -> None:
-    """Save a Gantt chart of each host's sends and receives to ``path``, one color per unit task (20 in turn)."""
+    """Save a Gantt chart of each host's sends and receives to ``path``. Unit tasks have 20 colors, repeated."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -153,7 +153,7 @@ def dfs(jobs: list[SendJob], effort: int = 1, initial: JobSequence | None = None
 class _DepthFirstSearch:
     """A search of the tree of sequences whose jobs start in nondecreasing order, so that each schedule occurs once.
 
-    A branch is pruned if some job could end before the next one starts, because running it first would cost nothing,
+    A branch is pruned if some job could end before the next one starts, because running it first costs nothing,
     or if the branch's lower bound is no better than the best sequence so far.
     """
 

@@ -48,7 +48,7 @@ class Link:
         self.worker = CommThread(name)
 
     def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
-        """Allocate what is needed to execute ``plan`` any number of times."""
+        """Allocate the buffers that are needed to execute ``plan`` any number of times."""
         with self.on_stream():
             return Resharding(self, plan, dtype)
 
@@ -87,7 +87,7 @@ class Resharding:
     ) -> "ReshardingInFlight":
         """Start sending ``local``, this rank's tensor on the source mesh, or receiving, into ``out`` if given.
 
-        ``name`` is what the transfer is called in hang reports and profiler traces.
+        ``name`` names the transfer in hang reports and profiler traces.
 
         Do not change ``local`` and do not use ``out`` before ``wait`` returns. All ranks of the link start the same
         transfers in the same order. With the strategy signal the received values are meaningless.

@@ -21,14 +21,14 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.kernels import SUM
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 
-MASTER_DTYPE, MASTER_BYTES = "float32", 4  # of a weight, of its gradient and of each of AdamW's two states
+MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes of a weight, its gradient and each of AdamW's two states
 
 
 class CommunicatingDevice(SymbolicDevice, Protocol):
-    """A device that counts collectives too."""
+    """A device that also counts collectives."""
 
     def start(self, kind: str, axis: str, nbytes: float) -> Any:
-        """Start a collective of a tensor of ``nbytes`` beside the computation."""
+        """Start a collective of a tensor of ``nbytes``, overlapped with the computation."""
 
     def wait(self, collective: Any) -> None:
         """Wait for a started collective."""
@@ -124,9 +124,9 @@ class SymbolicContext(Context):
     Args:
         device: whose clock and memory count.
         sizes: the grid.
-        parameters: of the layers that are computed, by name.
+        parameters: the parameters of the layers that are computed, by name.
         overlap: which communication overlaps with computation.
-        gradient_bytes: of all layers, of which ``parameters`` may have a few.
+        gradient_bytes: bytes of the gradients of all layers; ``parameters`` may contain a few layers.
         shard_states: each rank of the data axis updates its rows only (ZeRO-1).
         settings: further arguments of ``Context``.
     """
@@ -178,7 +178,7 @@ class SymbolicContext(Context):
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of gathered weights, and of those in flight."""
+        """The bytes of gathered weights and of weights in flight."""
         gathering = (pending.result for pending in self.schedule.gathering.values())
         return sum(weight.storage.nbytes for weight in (*self.schedule.ready.values(), *gathering) if weight.storage)
 
@@ -240,7 +240,7 @@ class SymbolicReduction:
 
     Args:
         context: has the parameters and their gradients.
-        gradient_bytes: of all layers, of which the context may have a few.
+        gradient_bytes: bytes of the gradients of all layers; the context may contain a few layers.
         shard_states: each rank of the data axis updates its rows only (ZeRO-1).
     """
 

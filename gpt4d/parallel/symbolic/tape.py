@@ -1,7 +1,7 @@
 """The graph of gradients of symbolic tensors, with the order and the memory of torch's autograd. No torch here.
 
 The backward runs the nodes whose gradients are complete, the last created first. Gradients and saved tensors live as
-long as in torch, so that the planner's peak of memory is that of a run.
+long as in torch, so that the planner's peak memory equals the peak of a run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TapeNode:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Forget what has been saved for the backward, which is over."""
+        """Forget the tensors saved for the backward, which has ended."""
         self._saved = []
 
 
@@ -279,7 +279,7 @@ class _Recomputation:
 
 
 class _RecomputationRecorder:
-    """Keeps what a recomputation saves, up to the last tensor that its forward has saved."""
+    """Keeps the saved tensors of a recomputation, up to the last tensor that the forward has saved."""
 
     def __init__(self, recomputation: _Recomputation):
         self.recomputation, self.count = recomputation, 0

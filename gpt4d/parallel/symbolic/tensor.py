@@ -20,9 +20,9 @@ class SymbolicDevice(Protocol):
     compiled: bool  # torch.compile fuses elementwise functions
     is_cpu: bool
     plans: dict[tuple, Any]  # the costs and results of calls of kernels
-    numbers: Iterator[int]  # of the nodes in the graph of gradients, in the order of their creation
+    numbers: Iterator[int]  # numbers of the nodes in the graph of gradients, in the order of their creation
     records: bool  # calls are recorded for a backward
-    recomputation: Any  # what takes the place of saved tensors, within blocks that are recomputed
+    recomputation: Any  # replaces saved tensors within blocks that are recomputed
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
         """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""

@@ -1,4 +1,4 @@
-"""Threads that communicate beside the computation."""
+"""Threads that communicate concurrently with the computation."""
 
 import queue
 import threading
@@ -73,4 +73,4 @@ def _execute(tasks: queue.SimpleQueue[_Submitted | None]) -> None:
                 task.stopped = time.perf_counter()
                 task.set_result(result)
                 del result
-            del item, task, function, on_error  # or the tensors of the last task would live until the next one
+            del item, task, function, on_error  # else the tensors of the last task live until the next task

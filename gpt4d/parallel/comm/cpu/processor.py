@@ -1,4 +1,4 @@
-"""The processor of a rank on a CPU: its clock, and what its threads do for communication.
+"""The processor of a rank on a CPU: its clock, its threads and its copies for communication.
 
 A benchmark may replace ``current`` by a processor that keeps the time of a device that it simulates.
 """
@@ -17,7 +17,7 @@ class Processor:
         return time.perf_counter()
 
     def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what a thread that communicates beside the computation executes in place of ``function``."""
+        """Return the function that a communication thread executes in place of ``function``."""
         return function
 
     @contextmanager
@@ -27,12 +27,12 @@ class Processor:
 
     @contextmanager
     def posting(self) -> Iterator[float | None]:
-        """Copy a tensor for the other ranks of the host. Yield the time at which that starts, if it counts."""
+        """Copy a tensor to the host's shared memory. Yield the time at which that starts, if it counts."""
         yield None
 
     @contextmanager
     def receiving(self, collective: Any) -> Iterator[None]:
-        """Wait for the other ranks of the host and set ``collective.result``, a combination of their tensors.
+        """Wait for the host's ranks and set ``collective.result``, a combination of their tensors.
 
         ``collective``: a gpt4d.parallel.comm.cpu.shared_memory.SharedMemoryCollective.
         """

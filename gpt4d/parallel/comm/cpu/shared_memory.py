@@ -1,8 +1,8 @@
 """Collectives between CPU ranks of one host through shared memory.
 
-In a collective every rank copies its tensor into its slot and notifies the others; once all have done so, each computes
-its result from all slots. Sockets carry the notifications only. The data is copied twice, where a TCP stack copies it
-many times, and only the waiting rank itself computes.
+In a collective every rank copies its tensor into its slot and notifies its peers. Once all ranks have done so, each
+rank computes its result from all slots. Sockets carry the notifications only. The data is copied twice, where a TCP
+stack copies it many times, and only the waiting rank itself computes.
 """
 
 import mmap
@@ -18,7 +18,7 @@ import torch
 from gpt4d.parallel.comm.cpu import processor
 
 SLOT_BYTES = 64 << 20  # the largest tensor; only the part of a slot that is written takes memory
-_MAX_AHEAD = 2  # collectives by which a rank may be ahead of the others, and may have in flight
+_MAX_AHEAD = 2  # collectives by which a rank may be ahead of its peers, and may have in flight
 _SLOTS = 2 * _MAX_AHEAD
 _TIMEOUT_S = 30 * 60  # a rank that is silent for longer is an error, as with gloo
 
@@ -40,7 +40,7 @@ class SharedMemoryCollective:
                 self.memory.wait_for_peers(self.number)
                 self.result = self.combine(self.memory.slots(self.number, self.like))
             del self.combine, self.like
-            self.memory.in_flight.remove(self)  # or the memory object would keep the result alive
+            self.memory.in_flight.remove(self)  # else the memory object keeps the result alive
         return self.result
 
 
@@ -48,9 +48,9 @@ class SharedMemory:
     """Memory shared by the ranks of a group on one host. All of them post the same collectives in the same order.
 
     Args:
-        index: of this rank on its host.
+        index: index of this rank on its host.
         buffer: the memory.
-        peers: sockets to the others, by their index.
+        peers: sockets to the peers, by index.
     """
 
     def __init__(self, index: int, buffer: mmap.mmap, peers: dict[int, socket.socket]):
@@ -113,7 +113,7 @@ def _name_lost_peer(index: int) -> Iterator[None]:
 
 
 def share_memory(index: int, peers: dict[int, socket.socket]) -> SharedMemory:
-    """Map the memory file that the first rank of a host creates and sends to the others."""
+    """Map the memory file that the first rank of a host creates and sends to its peers."""
     length = _SLOTS * (len(peers) + 1) * SLOT_BYTES
     if index == 0:
         file = os.memfd_create("gpt4d")

@@ -1,7 +1,7 @@
 """Ranks that compute on the CPUs of one host, or of several: how they find and reach each other.
 
-On several hosts, a collective first sums inside each host, then communicates between the hosts, and then shares what
-came in inside each host, as far as its kind needs it.
+On several hosts, a collective has up to three parts: a sum inside each host, communication between the hosts, and an
+exchange of the received data inside each host. Its kind decides which parts it needs.
 """
 
 import os
@@ -108,7 +108,7 @@ def _connect_hosts(group: dist.ProcessGroup) -> SharedMemory | TwoLevelTransport
 
 
 def _connect(addresses: list[str], listener: socket.socket, index: int, count: int) -> list[dict[int, socket.socket]]:
-    """Return ``count`` sockets from this rank of a host, which is ``index``, to each of the others."""
+    """Return ``count`` sockets from this rank of a host, which is ``index``, to each peer."""
     connections: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for other, address in enumerate(addresses[:index]):
         for number, peers in enumerate(connections):
