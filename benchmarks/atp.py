@@ -1,6 +1,7 @@
 """ATP on virtual clusters of several topologies: every mesh with and without chunks, measured and predicted.
 
-    python -m benchmarks.atp [cases=1x8:5:50,8x1:16:50,2x4:16:100] [chunks=4] [mbit=200] [out=docs/atp] [continued=true]
+    python -m benchmarks.atp [cases=1x8:5:50,8x1:16:50,2x4:16:100] [chunks=4] [mbit=200] [continued=true]
+        [out=benchmarks/results/atp]
 
 A case is hosts x ranks, the percentage of a step that is computation on DeviceMesh(N, 1) without chunks, and perhaps a
 rate of the uplinks in place of ``mbit``. The rate of the virtual devices (``benchmarks.settings``) follows from the
@@ -33,7 +34,7 @@ class AtpBenchmark(DeviceConfig):
     cases: str = "1x8:5:50,8x1:5:50,8x1:16:50,2x4:16:100,4x4:16:50,16x1:16:50"
     chunks: int = 4  # compared with none
     continued: bool = False  # keep the cases that ``out``.json has: an earlier run was interrupted
-    out: str = "docs/atp"
+    out: str = "benchmarks/results/atp"
 
 
 # Nothing of a step runs beside the next one, so a turn is one step. With faster links or larger batches, the processor

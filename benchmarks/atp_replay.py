@@ -1,6 +1,6 @@
 """The ATP paper's machines and models, replayed from its own numbers (ATP paper, §5, Table 3 and Fig. 10-12).
 
-    python -m benchmarks.atp_replay [out=docs/atp_replay]
+    python -m benchmarks.atp_replay [out=benchmarks/results/atp_replay]
 
 Nothing is measured here. A layer takes the time of its FLOPs and of Eq. 2's sums. Two things are calibrated with the
 paper's Table 3: the FLOP rate of each model, on IC3 without chunks, and a factor of Eq. 2's time on each of the other
@@ -37,7 +37,7 @@ CHUNKS = 4
 
 @dataclass
 class ReplayBenchmark:
-    out: str = "docs/atp_replay"
+    out: str = "benchmarks/results/atp_replay"
 
 
 def describe(model: str) -> Description:

@@ -1,6 +1,6 @@
 """Time of saving and loading, compared with a plain write, torch.save and torch.distributed.checkpoint.
 
-    python -m benchmarks.checkpoint [mib=2048] [where=.] [repeats=5] [out=docs/checkpoint]
+    python -m benchmarks.checkpoint [mib=2048] [where=.] [repeats=5] [out=benchmarks/results/checkpoint]
 
 Four ranks on this machine hold ``mib`` MiB of matrices, split by rows. The operations alternate in one run. The time
 of ``save in the background`` is the time for which training waits. A load verifies all checksums first and reads from
@@ -27,7 +27,7 @@ class CheckpointBenchmark:
     mib: int = 2048
     where: str = "."
     repeats: int = 5
-    out: str = "docs/checkpoint"
+    out: str = "benchmarks/results/checkpoint"
 
 
 def main(arguments: list[str]) -> None:

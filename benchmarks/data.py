@@ -1,6 +1,6 @@
 """Speed of the preparation of a corpus and of the loader, in tokens per second.
 
-    python -m benchmarks.data [repeats=5] [copies=4] [out=docs/data]
+    python -m benchmarks.data [repeats=5] [copies=4] [out=benchmarks/results/data]
 
 The preparation encodes the State of the Union speeches with GPT-2's tokenizer. It is compared with ``datasets.map``
 with the same tokenizer and number of processes; both write their output to files. The loader's shuffled batches are
@@ -37,7 +37,7 @@ PROCESSES = len(os.sched_getaffinity(0))
 class DataBenchmark:
     repeats: int = 5
     copies: int = 4  # of the speeches; one copy has 12 MB
-    out: str = "docs/data"
+    out: str = "benchmarks/results/data"
 
 
 def prepare_tokens(source: Path, directory: Path) -> int:

@@ -4,7 +4,7 @@
 
 Each check prints one line and adds its values to ``out``, a JSON file. The exit code is 1 if a check failed or was not
 reached; a check that cannot run fails. The three parts take at most eight minutes each. A second call runs only what
-has not passed yet with the same code, torch and device. docs/gpu.md describes the checks.
+has not passed yet with the same code, torch and device. docs/reference/gpu_check.md describes the checks.
 
 Needs torch 2.11 or newer and the packages of requirements.txt, no network, and
 

@@ -1,6 +1,7 @@
 """Losses of the same run on several grids, lying on each other.
 
-    python -m benchmarks.grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [model=gpt_tiny] [steps=100] [out=docs/grids]
+    python -m benchmarks.grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [model=gpt_tiny] [steps=100]
+        [out=benchmarks/results/grids]
 
 Trains ``train.py`` once on each grid, gx × gy × gz × gdata, under torchrun in a temporary directory, and compares the
 losses with those of the first grid. ``ddp4`` in place of a grid is the same run in torch's DistributedDataParallel on
@@ -31,7 +32,7 @@ class GridsBenchmark:
     steps: int = 100
     model: str = "gpt_tiny"
     lr: float = 1e-3  # At gpt_tiny's own 4e-3 training is at the edge of stability, which amplifies rounding errors.
-    out: str = "docs/grids"
+    out: str = "benchmarks/results/grids"
 
 
 def train(grid: str, config: GridsBenchmark, directory: Path) -> list[float]:

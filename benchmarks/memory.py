@@ -1,6 +1,6 @@
 """Measured against planned memory of a step: ten random plans of one device, each in a process of its own.
 
-    python -m benchmarks.memory [plans=10] [seed=0] [out=docs/memory.json]
+    python -m benchmarks.memory [plans=10] [seed=0] [out=benchmarks/results/memory.json]
 
 Memory is the peak of the bytes that torch's allocator has given out on the host in the second step, weights and states
 included. The size of the process is no measure: it also contains free memory that the allocator and gloo retain.

@@ -1,7 +1,8 @@
 """A training step of a small GPT-2 on one device: ours, plain torch.nn and transformers, eager and compiled.
 
-    python -m benchmarks.one_device [cases=8192:fp32,8192:bf16,50304:fp32] [repeats=9] [out=docs/one_device]
-    python -m benchmarks.one_device grid=2x1x1x2 cases=8192:fp32 out=docs/four_ranks
+    python -m benchmarks.one_device [cases=8192:fp32,8192:bf16,50304:fp32] [repeats=9]
+        [out=benchmarks/results/one_device]
+    python -m benchmarks.one_device grid=2x1x1x2 cases=8192:fp32 out=benchmarks/results/four_ranks
     python -m benchmarks.one_device device=cuda layers=12 hidden=768 heads=12 length=1024 batch=32 cases=50304:bf16
 
 All have the same weights, tokens, precision and AdamW, and take turns. A case is a vocabulary and a precision. On a
@@ -31,7 +32,7 @@ class OneDeviceBenchmark(OneDeviceConfig):
     cases: str = "8192:fp32,8192:bf16,50304:fp32"
     repeats: int = 9
     warm_up: int = 1
-    out: str = "docs/one_device"
+    out: str = "benchmarks/results/one_device"
 
 
 def parse_cases(text: str) -> list[tuple[int, str]]:

@@ -1,6 +1,7 @@
 """FLOPs and bytes of the operations of a training step, and the time they take on one GPU, counted without a GPU.
 
-    python -m benchmarks.operations model=gpt_1b3 train.batch_size=8 cluster=dgx_h200 [out=docs/operations]
+    python -m benchmarks.operations model=gpt_1b3 train.batch_size=8 cluster=dgx_h200
+        [out=benchmarks/results/operations]
 
 Other arguments are overrides, as for train.py, of a text model on one device. The step runs on torch's device meta,
 which knows shapes but computes nothing: each kernel takes ``max(FLOPs / cluster.matmul_tflops, bytes /

@@ -22,7 +22,7 @@ from gpt4d.runtime.errors import one_line_errors
 @dataclass
 class OverheadBenchmark(OneDeviceConfig):
     repeats: int = 20
-    out: str = "docs/overhead"
+    out: str = "benchmarks/results/overhead"
 
 
 def ratio(row: dict, baseline: dict) -> float:

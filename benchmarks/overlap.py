@@ -1,6 +1,6 @@
 """Time saved by each communication overlap (4D paper, Fig. 3) on an emulated cluster, ours and AxoNN's.
 
-    python -m benchmarks.overlap [grid=2x2x2] [mbit=400] [repeats=5] [virtual=true] [out=docs/overlap]
+    python -m benchmarks.overlap [grid=2x2x2] [mbit=400] [repeats=5] [virtual=true] [out=benchmarks/results/overlap]
 
 Runs the forward and backward of transformer blocks on a grid x·y·z of two hosts with four ranks each, in float32 with
 full activation checkpointing. All settings alternate step by step in one run. AxoNN's blocks take part if it is
@@ -23,7 +23,7 @@ from gpt4d.runtime.errors import one_line_errors
 @dataclass
 class OverlapBenchmark(DeviceConfig):
     grid: str = "2x2x2"  # x·y·z
-    out: str = "docs/overlap"
+    out: str = "benchmarks/results/overlap"
 
 
 def main(arguments: list[str]) -> None:

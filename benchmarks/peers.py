@@ -1,6 +1,7 @@
 """Training step time of gpt4d, torch and megatron-core on an emulated cluster.
 
-    python -m benchmarks.peers [grids=4x1x1x2,2x2x1x2] [mbit=400] [repeats=5] [virtual=true] [out=docs/peers]
+    python -m benchmarks.peers [grids=4x1x1x2,2x2x1x2] [mbit=400] [repeats=5] [virtual=true]
+        [out=benchmarks/results/peers]
 
 Measures the whole step of a GPT-2 on two hosts with four ranks each: forward, backward, gradient reduction and
 clipping, AdamW; float32, no activation checkpointing. All contenders start from the same weights and use the same
@@ -26,7 +27,7 @@ class PeersBenchmark(DeviceConfig):
     # Our grids, gx·gy·gz·gdata.
     grids: str = "4x1x2x1,2x2x2x1,1x1x8x1,1x1x8x1/whole=1,4x1x1x2,4x1x1x2/sharded,2x2x1x2,2x1x1x4,1x1x1x8"
     warm_up: int = 1  # each turn is several steps
-    out: str = "docs/peers"
+    out: str = "benchmarks/results/peers"
 
 
 def main(arguments: list[str]) -> None:

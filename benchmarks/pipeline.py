@@ -60,7 +60,7 @@ class PipelineBenchmark(StagesConfig):
     cases: str = "2x1x1x2:8,2x1x1x2:32,1x1x1x4:8,1x1x1x4:32"
     contenders: str = "all"
     peers: bool = True  # torch's and megatron-core's pipelines take part
-    out: str = "docs/pipeline"
+    out: str = "benchmarks/results/pipeline"
 
 
 def parse_cases(text: str, config: StagesConfig) -> list[tuple[str, int]]:

@@ -1,6 +1,6 @@
 """Measured step time of a small GPT on every grid, and the planner's predictions (4D paper, Fig. 7).
 
-    python -m benchmarks.planner [mbit=400] [repeats=5] [cluster=FILE] [measured=FILE] [out=docs/planner]
+    python -m benchmarks.planner [mbit=400] [repeats=5] [cluster=FILE] [measured=FILE] [out=benchmarks/results/planner]
     python -m benchmarks.planner virtual=true [hosts=2] [ranks=4] [grids=4x1x2x1,2x2x2x1] [mbit=200] [repeats=3]
 
 Calibrates the planner on an emulated cluster of two hosts with four ranks each, then measures all grids of eight
@@ -54,7 +54,7 @@ class PlannerBenchmark(DeviceConfig):
     grids: str | None = None  # to measure, separated by commas; null: all, or a selection of many
     cluster: str | None = None  # an existing calibration; null: calibrate first, or the rates of virtual devices
     measured: str | None = None  # the .json of an earlier run, to use its step times; null: measure
-    out: str = "docs/planner"
+    out: str = "benchmarks/results/planner"
 
 
 def plain_rates(config: DeviceConfig) -> ClusterConfig:

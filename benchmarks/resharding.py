@@ -1,6 +1,6 @@
 """Cross-mesh resharding on an emulated cluster: Fig. 5 and Table 2 of arXiv 2211.05322, §5.1, all in one run.
 
-    python -m benchmarks.resharding [mbit=80] [repeats=5] [out=docs/resharding]
+    python -m benchmarks.resharding [mbit=80] [repeats=5] [out=benchmarks/results/resharding]
 
 Runs every strategy on five hosts with four ranks each, and for Table 2 also the broadcast with simpler schedules. All
 plans alternate in one run. With the default ``mbit``, one host's link takes 1.7 s for the whole tensor, as long as the
@@ -27,7 +27,7 @@ _COLORS = dict(zip(STRATEGIES, ("#2f6db3", "#b7b7b7", "#d9c89e", "#c6a07a", "#9f
 class ReshardingBenchmark:
     mbit: float = 80.0
     repeats: int = 5
-    out: str = "docs/resharding"
+    out: str = "benchmarks/results/resharding"
 
 
 def main(arguments: list[str]) -> None:

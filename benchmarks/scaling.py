@@ -1,6 +1,6 @@
 """The planner's predictions for the 4D paper's scaling experiments, beside the published figures.
 
-    python -m benchmarks.scaling [out=docs/scaling]
+    python -m benchmarks.scaling [out=benchmarks/results/scaling]
 
 - weak scaling of GPTs (Table III): 5 to 80 billion parameters on 64 to 1024 devices of Perlmutter and Frontier
 - strong scaling (Fig. 9 and 10): the GPT of 80 billion parameters on 64 to 1024 devices, and what a step consists of
@@ -33,7 +33,7 @@ _BATCH = 2048  # sequences of 2048 tokens, or pictures
 
 @dataclass
 class ScalingBenchmark:
-    out: str = "docs/scaling"
+    out: str = "benchmarks/results/scaling"
 
 
 def settings(model: str, cluster: str) -> Config:

@@ -1,6 +1,6 @@
 """Training step time of a U-Net on a virtual cluster: our grids, predicted too, and torch's DDP and FSDP2.
 
-    python -m benchmarks.unet [grids=2x4x1x1,1x1x8x1] [hosts=2] [ranks=4] [mbit=50] [out=docs/unet_grids]
+    python -m benchmarks.unet [grids=2x4x1x1,1x1x8x1] [hosts=2] [ranks=4] [mbit=50] [out=benchmarks/results/unet_grids]
 
 Measures the whole step: forward, backward, gradient reduction and clipping, AdamW; float32, equal batches and weights.
 torch trains diffusers' UNet2DModel. ``1x1x8x1`` is ZeRO-3 in our layers. The planner is given the rates of the links
@@ -26,7 +26,7 @@ from gpt4d.runtime.errors import one_line_errors
 @dataclass
 class UNetBenchmark(DeviceConfig):
     grids: str = "2x4x1x1,1x1x8x1"  # ours, gx·gy·gz·gdata
-    out: str = "docs/unet_grids"
+    out: str = "benchmarks/results/unet_grids"
 
 
 # With faster links and devices, the processor of this machine would be the bottleneck: a U-Net has many operations.

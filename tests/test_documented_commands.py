@@ -21,7 +21,7 @@ _NODE_GPUS = 4  # of Perlmutter
 def documented_commands() -> list[str]:
     """Return all commands in code blocks and inline code, each in one line, without comments."""
     commands = []
-    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
+    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         commands += [line.strip() for line in text.splitlines() if re.match(_STARTERS, line)]
         commands += re.findall(rf"`({_STARTERS}[^`]*)`", text)

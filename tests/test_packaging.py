@@ -59,7 +59,7 @@ def imported_parts(path: Path) -> set[str]:
 
 
 def test_packages_import_downward_only():
-    page = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/reference/architecture.md").read_text(encoding="utf-8")
     order = re.findall(r"^gpt4d/(\w+)", page, re.MULTILINE)
     parts = {path.stem: [path] if path.is_file() else path.rglob("*.py") for path in REPOSITORY.glob("gpt4d/[a-z]*")}
     assert sorted(order) == sorted(parts)
@@ -82,7 +82,7 @@ def test_version_is_that_of_the_metadata():
 
 def test_readme_is_short_and_leads_to_every_page():
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-    pages = {*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"}
+    pages = {*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"}
     assert not pages - reachable_from_readme()
 
 

@@ -112,7 +112,7 @@ def test_no_file_under_configs_sets_an_unused_key(group):
 
 def documented_commands():
     """Arguments of every train.py in README and docs, by its line."""
-    for page in [CONFIG_DIR.parent / "README.md", *sorted((CONFIG_DIR.parent / "docs").glob("*.md"))]:
+    for page in [CONFIG_DIR.parent / "README.md", *sorted((CONFIG_DIR.parent / "docs").rglob("*.md"))]:
         for line in re.sub(r"\\\n\s*", " ", page.read_text()).splitlines():
             command = re.search(r"train\.py ([^`|]+)", line)
             if command and "…" not in command[1] and not command[1].startswith("--"):

@@ -59,7 +59,7 @@ def test_ratio_compares_steps_of_the_same_turn():
 
 def test_written_json_contains_command_machine_and_settings(tmp_path):
     rows = [report.row("ours", "2x1x1x1", ANSWERS), report.row("torch", "DDP8", [{"seconds": 2.5, "loss": 4.0}])]
-    out = tmp_path / "docs" / "figures"
+    out = tmp_path / "results" / "figures"
     report.write(out, "python -m it", report.machine("torch", "no-such-package"), rows, batch=8)
     report.bars(rows, out, "title")
     written = json.loads(out.with_suffix(".json").read_text())

@@ -64,5 +64,5 @@ def test_the_name_of_a_grid_says_all_its_settings():
 
 
 def test_an_empty_value_is_reported_before_the_benchmark_runs():
-    with pytest.raises(ConfigError, match="out=: empty; give a value, or leave it out for docs/one_device"):
+    with pytest.raises(ConfigError, match="out=: empty; give a value, or leave it out for benchmarks/results/one_d"):
         from_arguments(OneDeviceBenchmark, ["out="])

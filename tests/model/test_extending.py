@@ -1,4 +1,4 @@
-"""The examples of docs/architecture.md: a layer and a model family from outside the package train on a grid."""
+"""The examples of docs/guides/extending.md: a layer and a model family from outside the package train on a grid."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from tests.fake_time import FakeTime
 from tests.grids import batch_part, token_loss
 from tests.model.recording import recorded_collectives
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/architecture.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/guides/extending.md"
 MODULES = ["mixer.py", "mixing.py", "mixing_kernels.py"]
 LENGTH, BATCH, FLOPS, LAUNCH_US = 16, 8, 2e10, 0.1
 LARGE = {"hidden": 256, "vocab_size": 512, "max_positions": 256}  # sizes at which the virtual device takes time

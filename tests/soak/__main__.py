@@ -38,7 +38,7 @@ class Soak:
     seed: int = 0
     model: str = "gpt"
     plans: str = ",".join((*PLANS, ELASTIC))
-    out: str = "docs/soak.json"
+    out: str = "benchmarks/results/soak.json"
 
 
 @dataclass
