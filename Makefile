@@ -2,8 +2,9 @@
 # PYTHON selects the interpreter of .venv; ARGS are passed on: make train ARGS="train.steps=100".
 PYTHON ?= python3
 VENV := .venv
+DOCS_VENV := .venv-docs
 
-.PHONY: train test test-fast test-full lint soak gpu-check format clean
+.PHONY: train test test-fast test-full lint soak gpu-check docs format clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
@@ -36,6 +37,11 @@ DEVICE ?= cuda
 gpu-check: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.gpu_check device=$(DEVICE) $(ARGS)
 
+# The pages and the API reference in build/site. A link that leads nowhere or a wrong docstring is an error.
+docs: $(DOCS_VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
 format: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check --fix .
 	$(VENV)/bin/python -m ruff format .
@@ -46,6 +52,11 @@ $(VENV)/installed: requirements.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
+$(DOCS_VENV)/installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) .ruff_cache .mypy_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

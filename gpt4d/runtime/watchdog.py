@@ -52,7 +52,8 @@ class Watchdog:
 
     Args:
         store: the job's store, through a connection that nothing else uses.
-        rank, size: this rank and the number of ranks.
+        rank: rank of this process.
+        size: number of ranks.
         rank0_host: the host of rank 0 and of the store, which is named when the store does not answer.
         on_failure: called on the watchdog's thread with the failure that ends the job.
         timeout_s: ``parallel.timeout_s``. A short one also shortens the time after which a silent rank is lost.
