@@ -16,6 +16,7 @@ from gpt4d.config import (
     CONFIG_DIR,
     ConfigError,
     GridSizes,
+    OptimConfig,
     ParallelConfig,
     TrainConfig,
     compose,
@@ -269,8 +270,6 @@ def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatc
     defaults = ["gpt2", "_self_", {"override /data@_global_.data": "blue_marble"}]
     (configs / "model/seeing.yaml").write_text(yaml.dump({"defaults": defaults, "name": "seeing"}))
     (configs / "model/seeing_more.yaml").write_text(yaml.dump({"defaults": ["seeing", "_self_"], "layers": 3}))
-    for name in ("seeing", "seeing_more"):
-        shutil.copy(configs / "optim/gpt_tiny.yaml", configs / f"optim/{name}.yaml")
     for overrides, data in (
         (["model=seeing"], "blue_marble"),
         (["model=seeing_more"], "blue_marble"),
@@ -282,6 +281,30 @@ def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatc
         config = compose(overrides)
         assert config.data.name == data
         assert config.run.name == f"{config.model.name}-{data}"
+
+
+OPTIMIZERS = [  # settings, optim.lr, optim.warmup_steps, optim.ema_decay
+    (["model=gpt_10b"], 1.1e-4, 700, 0),
+    (["model=unet_1b"], 1e-4, 500, 0.9999),
+    (["model=utransformer_tiny"], 2e-3, 50, 0.99),
+    (["model=gpt_10b", "optim.lr=5e-4"], 5e-4, 700, 0),
+    (["optim.lr=5e-4", "model=unet_1b"], 5e-4, 500, 0.9999),
+    (["model=unet_1b", "optim=finetune"], 2e-5, 50, 0),
+    (["optim=finetune", "model=unet_1b", "optim.lr=1e-5"], 1e-5, 50, 0),
+    (["model=unet_1b", "optim=unet"], 1e-4, 500, 0.9999),
+]
+
+
+@pytest.mark.parametrize(("overrides", "lr", "warmup_steps", "ema_decay"), OPTIMIZERS, ids=lambda value: str(value))
+def test_a_model_sets_the_optimizer_unless_the_user_does(overrides, lr, warmup_steps, ema_decay):
+    optim = compose(overrides).optim
+    assert (optim.lr, optim.warmup_steps, optim.ema_decay) == (lr, warmup_steps, ema_decay)
+
+
+@pytest.mark.parametrize("model", SHIPPED_MODELS)
+def test_optim_adamw_replaces_all_optimizer_settings_of_a_model(model):
+    assert compose([f"model={model}"]).optim != OptimConfig()
+    assert compose([f"model={model}", "optim=adamw"]).optim == OptimConfig()
 
 
 def test_validation_imports_no_torch():

@@ -11,7 +11,7 @@ from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
 from gpt4d.config.machine import register_resolver
 from gpt4d.config.overrides import check_text, checked_overrides, whole_number
-from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig
+from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig, OptimConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -44,11 +44,12 @@ def to_config(composed) -> Config:
 
 
 def preset(group: str, name: str) -> dict[str, Any]:
-    """Return the settings in the file of a choice, such as ``preset("data", "c4")``; none if there is no such file."""
+    """Return a group's settings in the file of a choice, such as ``preset("data", "c4")``; none without such a file."""
     from omegaconf import OmegaConf
 
     path = CONFIG_DIR / group / f"{name}.yaml"
-    return cast(dict, OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else {}
+    settings = cast(dict, OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else {}
+    return settings.get(group, settings)
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
@@ -89,7 +90,7 @@ def _check_family(overrides: Sequence[str]) -> None:
     if name not in model_schemas or any(override.startswith("model.") for override in overrides):
         return
     files = sorted(CONFIG_DIR.glob("model/*.yaml"))
-    sizes = [path.stem for path in files if f"- {name}\n" in path.read_text(encoding="utf-8")]
+    sizes = [path.stem for path in files if f"- {name}@model\n" in path.read_text(encoding="utf-8")]
     if sizes:
         raise ConfigError(
             f"model={name}: a family of models, not a size; choose one of {', '.join(sizes)}, or set its "
@@ -150,7 +151,9 @@ def _register_schema() -> None:
     """Register ``Config`` with Hydra, which then checks ``configs/train.yaml`` and all overrides against it."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(group="optim", name="adamw", node=OptimConfig)  # replaces what the model's file sets
     register_resolver()
 
 
@@ -195,8 +198,8 @@ def _unknown_choice(path: str, options: Sequence[str]) -> ConfigError:
     """Return the error for a choice of a group that does not exist, such as ``model/gpt_125M``."""
     group, _, name = path.rpartition("/")
     similar = difflib.get_close_matches(name.lower(), options, n=1)
-    if group == "optim" and name not in model_schemas and not similar:
-        remedy = "the optimizer is AdamW; use optim=adamw with optim.lr, or leave it out for the learning rate of model"
+    if group == "optim" and not similar:
+        remedy = "the optimizer is AdamW; use optim=adamw with optim.lr, or leave it out for the model's learning rate"
     else:
         remedy = f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(options)}"
     return ConfigError(f"{group}={name}: there is no such choice; {remedy}")

@@ -36,7 +36,6 @@ def configure(run_dir: object, *overrides: str) -> Config:
     return compose(
         [
             "model=toy",
-            "optim=adamw",
             "train.seq_len=3",
             "train.batch_size=8",
             f"train.steps={STEPS}",
