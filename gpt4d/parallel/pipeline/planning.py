@@ -1,7 +1,7 @@
 """The orders of a schedule by its name, and the number of delayed weight gradients that hides its transfers."""
 
 from gpt4d.config import ConfigError
-from gpt4d.config.pipeline import SCHEDULES as SCHEDULES
+from gpt4d.config.schema import SCHEDULES as SCHEDULES
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.schedule import Order
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
