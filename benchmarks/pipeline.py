@@ -26,7 +26,7 @@ from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.settings import arguments_of, parse_sizes
 from benchmarks.workers.stages import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.config.pipeline import STRATEGIES
+from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, simulate

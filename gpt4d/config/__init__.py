@@ -1,4 +1,4 @@
-"""Settings: their definitions (``schema``), their composition (``composing``) and their checks (``checks``)."""
+"""Settings: definitions (``schema``), composition (``composing``) and checks (``fields``, ``checks``)."""
 
 # Other packages import these names from here.
 # ruff: noqa: F401
@@ -26,6 +26,18 @@ from gpt4d.config.composing import (
     to_config,
     to_config_error,
 )
+from gpt4d.config.fields import (
+    COUNT,
+    FRACTION,
+    LARGEST_COUNT,
+    LARGEST_DEVICES,
+    SIZE,
+    ConfigError,
+    NodeError,
+    check_limits,
+    redefined,
+    setting,
+)
 from gpt4d.config.identity import (
     Change,
     Effect,
@@ -50,13 +62,11 @@ from gpt4d.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    ConfigError,
     DataConfig,
     GridSizes,
     LevelConfig,
     MeasuredConfig,
     ModelConfig,
-    NodeError,
     OptimConfig,
     OverlapConfig,
     ParallelConfig,
@@ -65,14 +75,8 @@ from gpt4d.config.schema import (
 )
 from gpt4d.config.unused import check_unused, conditional_keys, unused_keys
 from gpt4d.config.values import (
-    LARGEST_COUNT,
-    LARGEST_DEVICES,
-    LARGEST_SIZE,
-    check_above_0,
     check_at_least,
-    check_at_most,
     check_choice,
-    check_fraction,
     check_picture,
     divisors,
     shortened,

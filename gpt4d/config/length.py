@@ -3,7 +3,8 @@
 import math
 from dataclasses import replace
 
-from gpt4d.config.schema import Config, ConfigError, TrainConfig
+from gpt4d.config.fields import ConfigError, check_limits
+from gpt4d.config.schema import Config, TrainConfig
 
 DEFAULT_STEPS = TrainConfig.steps
 
@@ -15,10 +16,7 @@ def with_steps(config: Config) -> Config:
     of a model that is trained on images.
     """
     train = config.train
-    for key in ("tokens", "epochs"):
-        value = getattr(train, key)
-        if value is not None and not value > 0:
-            raise ConfigError(f"train.{key}={value}: use a value above 0")
+    check_limits(train, "train.")
     if train.tokens is None:
         steps = train.steps if train.epochs is None else DEFAULT_STEPS
     elif train.epochs is not None:

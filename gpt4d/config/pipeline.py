@@ -6,24 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from gpt4d.config.checks import share_multiple
-from gpt4d.config.schema import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
-from gpt4d.config.values import LARGEST_COUNT, check_at_least, check_choice, divisors, shortened
+from gpt4d.config.fields import ConfigError
+from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.config.values import divisors, shortened
 
-SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
-SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # those that compute gradients of inputs and of weights apart
+SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # they compute gradients of inputs and of weights apart
 DEFAULT_SCHEDULE = "eager_1f1b"
-STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 _MICROBATCHES_PER_STAGE = 4
 
 
 def check_pipeline(config: Config) -> None:
-    """Check the settings of the pipeline by themselves. Raises ConfigError naming key, value and remedy."""
+    """Check relations between the settings of the pipeline. Raises ConfigError naming key, value and remedy."""
     pipeline, parallel = config.parallel.pipeline, config.parallel
-    for key in ("stages", "chunks_per_stage", "microbatches"):
-        check_at_least(f"parallel.pipeline.{key}", getattr(pipeline, key), 1, LARGEST_COUNT)
-    check_choice("parallel.pipeline.schedule", pipeline.schedule or DEFAULT_SCHEDULE, SCHEDULES)
-    # Signal sends no values: it is for benchmarks, which do not check their settings here.
-    check_choice("parallel.pipeline.strategy", pipeline.strategy, STRATEGIES[:-1])
     if (pipeline.stages or 1) == 1:
         return
     if config.train.micro_batch_size is not None:

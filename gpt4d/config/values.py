@@ -1,45 +1,19 @@
-"""Checks of single values, and lists of possible ones for messages."""
+"""Checks of values that are no settings, and lists of possible values for messages."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from gpt4d.config.schema import ConfigError
-
-LARGEST = 1e12  # limit of numbers without a limit of their own, so that none is infinite
-LARGEST_SIZE = 10_000_000  # limit of sizes of a model
-LARGEST_DEVICES = 1_000_000  # limit of devices to plan for
-LARGEST_COUNT = 10_000  # limit of layers and other things that are enumerated
-
-
-def check_share(key: str, value: float) -> None:
-    """Raise ConfigError unless ``value`` is from 0 to 1."""
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{key}={value}: not a share; use 0 to 1")
-
-
-def check_above_0(key: str, value: float | None, most: float = LARGEST) -> None:
-    """Raise ConfigError unless ``value`` is None, or above 0 and at most ``most``."""
-    if value is not None and not value > 0:
-        raise ConfigError(f"{key}={value}: use a value above 0")
-    check_at_most(key, value, most)
+from gpt4d.config.fields import LARGEST, ConfigError, Limits
 
 
 def check_at_least(key: str, value: float | None, least: float, most: float = LARGEST) -> None:
     """Raise ConfigError unless ``value`` is None, or from ``least`` to ``most``."""
-    if value is not None and not value >= least:
-        raise ConfigError(f"{key}={value}: use a value of at least {least}")
-    check_at_most(key, value, most)
+    Limits(at_least=least, at_most=most).check(key, value)
 
 
-def check_at_most(key: str, value: float | None, most: float = LARGEST) -> None:
-    if value is not None and not value <= most:
-        raise ConfigError(f"{key}={value}: use a value of at most {most:,.0f}")
-
-
-def check_fraction(key: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{key}={value}: use a value from 0 up to, not including, 1")
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    Limits(choices=choices).check(key, value)
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -51,11 +25,6 @@ def value_of(config: Any, key: str) -> Any:
 def divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d < n]
-
-
-def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}={value}: use one of {', '.join(choices)}")
 
 
 def check_picture(key: str, path: str | None) -> None:

@@ -16,7 +16,7 @@ from typing import cast
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gpt4d import activity
-from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, compose, unused_keys
+from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, check_limits, compose, unused_keys
 from gpt4d.data import parts, tokens
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
@@ -116,6 +116,7 @@ def main(arguments: list[str]) -> None:
     config = composed.data
     if config.source in ("tokens", "blend"):
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
+    check_limits(config, "data.")
     check_data(config, composed.model.name)
     for key, reason in unused_keys(composed).items():
         if key.startswith("data."):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_type_hints
 
-from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, register_model
+from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits, register_model
 from gpt4d.model import gemma3, gpt2, llama, olmo2, unet
 from gpt4d.model.description import Description
 from gpt4d.model.family import Family
@@ -55,6 +55,7 @@ def check_model(model: ModelConfig) -> None:
     for key, kind in get_type_hints(type(model)).items():
         if not _has_type(value := getattr(model, key), kind):
             raise ConfigError(f"model.{key}={value!r}: not of type {getattr(kind, '__name__', kind)}; correct it")
+    check_limits(model, "model.")
     # A family checks a model as part of a run's configuration. Any model takes sequences of one token.
     of(model).check(Config(model=model, train=TrainConfig(seq_len=1)))
 

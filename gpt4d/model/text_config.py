@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from gpt4d.config import Config, ConfigError, GridSizes, divisors
+from gpt4d.config import COUNT, SIZE, Config, ConfigError, GridSizes, ModelConfig, divisors, setting
 from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 
@@ -51,6 +51,19 @@ class PaddedVocabulary:
         """Return the settings with a ``vocab_multiple`` that each of ``grids`` divides."""
         settings: Any = self
         return replace(settings, vocab_multiple=math.lcm(self.vocab_multiple, *(sizes.x * sizes.z for sizes in grids)))
+
+
+@dataclass
+class TransformerConfig(PaddedVocabulary, ModelConfig):
+    """Settings of all transformers of text."""
+
+    layers: int = setting(4, "number of blocks", **COUNT)
+    hidden: int = setting(128, "features of the residual stream", **SIZE)
+    heads: int = setting(4, "attention heads of a block", **SIZE)
+    vocab_size: int = setting(4096, "number of token ids that the tokenizer may produce", **SIZE)
+    vocab_multiple: int = setting(128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE)
+    max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
+    norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)
 
 
 def check_length(config: Config) -> None:

@@ -26,11 +26,10 @@ from omegaconf import MISSING
 from gpt4d.config import (
     ConfigError,
     asks_for_help,
-    check_above_0,
-    check_choice,
     check_picture,
     from_arguments,
     known_keys,
+    setting,
 )
 from gpt4d.runs import plots
 from gpt4d.runs.summary import Run, differences, find_runs, open_run
@@ -41,7 +40,7 @@ from gpt4d.writing import required_file
 
 @dataclass
 class ListConfig:
-    format: str = "table"
+    format: str = setting("table", "form of the output", choices=("table", "json"))
 
 
 @dataclass
@@ -52,16 +51,15 @@ class DiffConfig:
 @dataclass
 class PlotConfig:
     out: str = MISSING
-    x: str = "tokens"
+    x: str = setting("tokens", "quantity on the horizontal axis", choices=plots.X_AXES)
 
 
 @dataclass
 class WatchConfig:
-    every_s: float = 2.0
+    every_s: float = setting(2.0, "seconds between updates", above=0)
 
 
 def list_runs(paths: list[Path], config: ListConfig) -> None:
-    check_choice("format", config.format, ("table", "json"))
     runs = find_runs(paths or [Path("runs")])
     if config.format == "json":
         print(json.dumps([run.to_json() for run in runs], indent=1))
@@ -81,7 +79,6 @@ def diff(paths: list[Path], config: DiffConfig) -> None:
 
 
 def plot(paths: list[Path], config: PlotConfig) -> None:
-    check_choice("x", config.x, plots.X_AXES)
     check_picture("out", config.out)
     if not paths:
         raise ConfigError("plot: no run; pass at least one")
@@ -100,7 +97,6 @@ def plot(paths: list[Path], config: PlotConfig) -> None:
 def watch(paths: list[Path], config: WatchConfig) -> None:
     from rich.live import Live
 
-    check_above_0("every_s", config.every_s)
     runs: list[Run] = []
     with Live(console=console(), auto_refresh=False) as live:
         while True:

@@ -392,7 +392,7 @@ def test_an_invalid_blend_is_rejected(tiny, blend):
         (["data.tokenizer_vocab=null", "out=x"], "data.tokenizer_vocab=null: the model has no vocabulary"),
         (["data.processes=-1", "out=x"], "data.processes=-1: use a value of at least 1"),
         (["data.processes=0", "out=x"], "data.processes=0: use a value of at least 1"),
-        (["data.validation_fraction=nan", "out=x"], "data.validation_fraction=nan: use a value from 0 up to"),
+        (["data.validation_fraction=nan", "out=x"], "data.validation_fraction=nan: use a value of at least 0"),
         (["data=text", "data.path='~nosuch/x'", "out=x"], "data.path='~nosuch/x': matches no file"),
         (["data.tokenizer='~nosuch/x.json'", "out=x"], "data.tokenizer=~nosuch/x.json: no such file"),
     ],

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 
 from gpt4d.config import Config, GridSizes, divisors
 from gpt4d.config.composing import CONFIG_DIR, to_config
-from gpt4d.config.pipeline import SCHEDULES, STRATEGIES
+from gpt4d.config.schema import SCHEDULES, STRATEGIES
 
 MOST_RANKS = 8
 FAMILIES = {

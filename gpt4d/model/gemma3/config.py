@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from gpt4d.config import COUNT, SIZE, redefined, setting
 from gpt4d.model.llama.config import LlamaConfig, LlamaSizes
 
 
@@ -9,17 +10,17 @@ from gpt4d.model.llama.config import LlamaConfig, LlamaSizes
 class Gemma3Config(LlamaSizes):
     """A Gemma 3 of text: four norms in each block, GeGLU, and attention that is local in most blocks."""
 
-    name: str = "gemma3_tiny"
-    layers: int = 6
-    key_value_heads: int = 1
-    inner: int = 256
-    norm_epsilon: float = 1e-6
-    window: int = 64  # tokens that a token of a local block attends to, itself included
-    global_every: int = 6  # each so many-th block attends to all earlier tokens
-    query_pre_attn_scalar: int = 32  # products of queries and keys are divided by its square root
-    rope_theta: float = 1e6  # of global blocks
-    rope_linear_factor: float = 1.0  # divides the rotary frequencies of global blocks
-    rope_local_theta: float = 1e4
+    name: str = redefined(LlamaSizes, "name", "gemma3_tiny")
+    layers: int = redefined(LlamaSizes, "layers", 6)
+    key_value_heads: int = redefined(LlamaSizes, "key_value_heads", 1)
+    inner: int = redefined(LlamaSizes, "inner", 256)
+    norm_epsilon: float = redefined(LlamaSizes, "norm_epsilon", 1e-6)
+    window: int = setting(64, "tokens that a token of a local block attends to, itself included", **SIZE)
+    global_every: int = setting(6, "distance of blocks that attend to all earlier tokens", **COUNT)
+    query_pre_attn_scalar: int = setting(32, "products of queries and keys are divided by its square root", **SIZE)
+    rope_theta: float = setting(1e6, "base of the rotary frequencies of global blocks", above=1)
+    rope_linear_factor: float = setting(1.0, "divisor of the rotary frequencies of global blocks", **SIZE)
+    rope_local_theta: float = setting(1e4, "base of the rotary frequencies of local blocks", above=1)
 
     @property
     def tied(self) -> bool:

@@ -2,24 +2,19 @@
 
 from dataclasses import dataclass
 
-from gpt4d.config import ModelConfig
-from gpt4d.model.text_config import PaddedVocabulary
+from gpt4d.config import FRACTION, redefined, setting
+from gpt4d.model.text_config import TransformerConfig
 
 
 @dataclass
-class GPT2Config(PaddedVocabulary, ModelConfig):
+class GPT2Config(TransformerConfig):
     """A GPT-2: pre-LayerNorm, learned positions, GELU, biases, head tied to the token embedding."""
 
-    name: str = "gpt_tiny"
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    vocab_size: int = 4096  # number of token ids that the tokenizer may produce
-    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this and of each stage's gx·gz
-    max_positions: int = 256  # the longest sequence
-    dropout: float = 0.0  # of the embedding and of each block's two outputs
-    attention_dropout: float = 0.0  # of the attention weights; above 0 the fused attention kernels are not used
-    norm_epsilon: float = 1e-5
+    name: str = redefined(TransformerConfig, "name", "gpt_tiny")
+    dropout: float = setting(0.0, "dropout of the embedding and of each block's two outputs", **FRACTION)
+    attention_dropout: float = setting(
+        0.0, "dropout of attention weights, for which no fused kernels exist", **FRACTION
+    )
 
     @property
     def tied(self) -> bool:

@@ -3,25 +3,18 @@
 import math
 from dataclasses import dataclass
 
-from gpt4d.config import ModelConfig
-from gpt4d.model.text_config import PaddedVocabulary
+from gpt4d.config import SIZE, redefined, setting
+from gpt4d.model.text_config import TransformerConfig
 
 
 @dataclass
-class LlamaSizes(PaddedVocabulary, ModelConfig):
+class LlamaSizes(TransformerConfig):
     """The settings of all families with the products of a Llama."""
 
-    name: str = "llama_tiny"
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    key_value_heads: int = 2  # each serves heads / key_value_heads heads of queries
-    head_size: int = 32
-    inner: int = 352  # features of the gated MLP
-    vocab_size: int = 4096  # number of token ids that the tokenizer may produce
-    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this and of each stage's gx·gz
-    max_positions: int = 256  # the longest sequence
-    norm_epsilon: float = 1e-5
+    name: str = redefined(TransformerConfig, "name", "llama_tiny")
+    key_value_heads: int = setting(2, "heads of keys and of values, a divisor of heads", **SIZE)
+    head_size: int = setting(32, "features of a head", **SIZE)
+    inner: int = setting(352, "features of the gated MLP", **SIZE)
 
     @property
     def qkv_channels(self) -> tuple[int, int, int]:
@@ -45,16 +38,20 @@ class LlamaConfig(LlamaSizes):
     Qwen2 has biases of queries, keys and values too, Qwen3 norms of queries and keys.
     """
 
-    tied: bool = True  # the head is the token embedding
-    qkv_bias: bool = False
-    qk_norm: bool = False  # an RMSNorm of each head of queries and keys
-    rope_theta: float = 1e4
-    rope_scaling: str = "none"  # none, llama3 or yarn, for sequences longer than those of the first training
-    rope_factor: float = 1.0  # how much longer
-    rope_original_positions: int = 0  # the longest sequence of the first training
-    rope_low_frequency: float = 1.0  # llama3: at most so many turns in these positions: slower by rope_factor
-    rope_high_frequency: float = 4.0  # llama3: at least so many: unchanged
-    rope_beta_slow: float = 1.0  # yarn: as rope_low_frequency
-    rope_beta_fast: float = 32.0  # yarn: as rope_high_frequency
-    rope_truncate: bool = True  # yarn: the limits are whole pairs of features
-    rope_attention_factor: float = 0.0  # yarn: of queries and keys; 0: 0.1·ln(rope_factor) + 1
+    tied: bool = setting(True, "the head is the token embedding")
+    qkv_bias: bool = setting(False, "biases of queries, keys and values")
+    qk_norm: bool = setting(False, "an RMSNorm of each head of queries and keys")
+    rope_theta: float = setting(1e4, "base of the rotary frequencies", above=1)
+    rope_scaling: str = setting("none", "scaling for longer sequences", choices=("none", "llama3", "yarn"))
+    rope_factor: float = setting(1.0, "ratio of the maximum lengths with and without scaling", **SIZE)
+    rope_original_positions: int = setting(0, "maximum length before scaling", **(SIZE | {"at_least": 0}))
+    rope_low_frequency: float = setting(
+        1.0, "llama3: maximum rotations of frequencies that rope_factor divides", above=0
+    )
+    rope_high_frequency: float = setting(4.0, "llama3: minimum rotations of unchanged frequencies", above=0)
+    rope_beta_slow: float = setting(1.0, "yarn: as rope_low_frequency", above=0)
+    rope_beta_fast: float = setting(32.0, "yarn: as rope_high_frequency", above=0)
+    rope_truncate: bool = setting(True, "yarn: the limits are whole pairs of features")
+    rope_attention_factor: float = setting(
+        0.0, "yarn: factor of queries and keys; 0: 0.1·ln(rope_factor) + 1", **(SIZE | {"at_least": 0})
+    )

@@ -1,25 +1,25 @@
 """The settings of a U-Net for diffusion."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from gpt4d.config import ModelConfig
+from gpt4d.config import COUNT, FRACTION, SIZE, ModelConfig, redefined, setting
 
 
 @dataclass
 class UNetConfig(ModelConfig):
     """A U-Net after Nichol & Dhariwal, and the diffusion that it is trained for."""
 
-    name: str = "unet_tiny"
-    image_size: int = 32  # height and width of the pictures
-    image_channels: int = 3  # 3: RGB, 1: gray
-    channels: int = 32  # of the first level
-    multipliers: list[int] = field(default_factory=lambda: [1, 2, 2, 2])  # of `channels` at each level
-    blocks_per_level: int = 3  # residual blocks of the encoder; the decoder has one more
-    attention_at: list[int] = field(default_factory=lambda: [16, 8])  # sizes at which blocks end with attention
-    head_size: int = 32  # channels of an attention head
-    groups: int = 32  # of GroupNorm
-    dropout: float = 0.0  # in each residual block
-    norm_epsilon: float = 1e-5
-    timesteps: int = 1000  # of the diffusion
-    noise_schedule: str = "cosine"  # or linear
-    prediction: str = "epsilon"  # what the model predicts: the noise, or the velocity v
+    name: str = redefined(ModelConfig, "name", "unet_tiny")
+    image_size: int = setting(32, "height and width of the images", at_least=1, at_most=16_384)
+    image_channels: int = setting(3, "channels of the images: 3 for RGB, 1 for gray", choices=(1, 3))
+    channels: int = setting(32, "channels of the first level", **SIZE)
+    multipliers: list[int] = setting([1, 2, 2, 2], "channels of each level, as multiples of model.channels", **SIZE)
+    blocks_per_level: int = setting(3, "residual blocks of the encoder; the decoder has one more", **COUNT)
+    attention_at: list[int] = setting([16, 8], "image sizes at which blocks end with attention")
+    head_size: int = setting(32, "channels of an attention head", **SIZE)
+    groups: int = setting(32, "groups of GroupNorm", **SIZE)
+    dropout: float = setting(0.0, "dropout in each residual block", **FRACTION)
+    norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)
+    timesteps: int = setting(1000, "time steps of the diffusion", **SIZE)
+    noise_schedule: str = setting("cosine", "schedule of the noise", choices=("cosine", "linear"))
+    prediction: str = setting("epsilon", "output: the noise epsilon or the velocity v", choices=("epsilon", "v"))

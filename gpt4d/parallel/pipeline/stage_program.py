@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpt4d.config import ConfigError
-from gpt4d.config.pipeline import SCHEDULES as SCHEDULES
+from gpt4d.config.schema import SCHEDULES as SCHEDULES
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.schedule import Action, Order
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
