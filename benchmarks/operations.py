@@ -41,17 +41,18 @@ _ATTENTION = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product
 # Of other operations: parts of the name of the file and function of gpt4d, or of the operation, and their kind.
 _KINDS = {
     "optim.py": "norm, clipping and AdamW",
-    "gradients.py": "norm, clipping and AdamW",
+    "gradient_reducer.py": "norm, clipping and AdamW",
     "loss": "loss",
     "norm": "norms",
-    "dropout": "dropout",
+    "dropped": "dropout",
+    "row_keys": "dropout",
     "random.py": "dropout",
     "activations": "activations",
     "gelu": "activations",
     "cast_to": "conversion of weights",
     "product": "gradients of biases",
     "attention": "queries, keys and values",
-    "rotary": "queries, keys and values",
+    "heads": "queries, keys and values",
     "aten.stack": "queries, keys and values",
     "aten.cat": "queries, keys and values",
     "embedding": "embedding",
@@ -96,7 +97,8 @@ class KernelCounter(TorchDispatchMode):
                 self._inside_compiled = False
             # What it changes in place is an argument and no result: it is written too.
             tensors = list(tensors_in((args, kwargs, result if result is not None else args[0])))
-            kind = next(kind for part, kind in _KINDS.items() if part in Path(function.__code__.co_filename).name)
+            place = f"{Path(function.__code__.co_filename).name}:{function.__name__}"
+            kind = next(kind for part, kind in _KINDS.items() if part in place)
             self._add(kind, sum(map(nbytes, tensors)) / self.bytes_s)
             return result
 
