@@ -111,6 +111,8 @@ def _commit() -> tuple[str | None, bool | None]:
         command = ["git", "-C", str(CONFIG_DIR.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout
 
+    if not (CONFIG_DIR.parent / "train.py").exists():  # a wheel, which another repository may contain
+        return None, None
     try:
         with activity.unlimited():  # git has a timeout of its own
             return git("rev-parse", "HEAD").strip(), not git("status", "--porcelain").strip()

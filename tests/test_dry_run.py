@@ -44,7 +44,7 @@ def test_a_dry_run_names_what_cannot_be_read_or_written(tiny, tmp_path, monkeypa
 
 
 def test_a_start_without_space_for_a_checkpoint_is_one_line(tiny, monkeypatch):
-    from train import train
+    from gpt4d.run import train
 
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(ConfigError, match=r"run\.dir=.*: a checkpoint takes .* and 1 kB are free"):

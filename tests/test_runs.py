@@ -43,7 +43,7 @@ def locked_by_another_process(directory):
 
 
 def test_a_second_run_in_one_directory_ends_with_one_line_and_the_lock_ends_with_its_process(tmp_path, tiny):
-    from train import train
+    from gpt4d.run import train
 
     config = tiny()
     run_dir = Path(config.run.dir)

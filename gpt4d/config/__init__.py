@@ -20,7 +20,6 @@ from gpt4d.config.composing import (
     expand_cluster,
     format_for_hydra,
     from_arguments,
-    preset,
     read_cluster,
     register_model,
     to_config,
@@ -58,6 +57,7 @@ from gpt4d.config.pipeline import (
     stage_sizes,
     with_stages,
 )
+from gpt4d.config.reference import train_help
 from gpt4d.config.schema import (
     CheckpointConfig,
     ClusterConfig,

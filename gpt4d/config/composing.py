@@ -14,7 +14,7 @@ from gpt4d.config.machine import register_resolver
 from gpt4d.config.overrides import check_text, checked_overrides, whole_number
 from gpt4d.config.schema import ClusterConfig, Config, ModelConfig, OptimConfig
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+CONFIG_DIR = (Path(__file__).parent / "files").resolve()  # a link to configs/ in a clone, a directory in a wheel
 
 
 def compose(overrides: list[str] | None = None) -> Config:
@@ -22,7 +22,7 @@ def compose(overrides: list[str] | None = None) -> Config:
     import hydra
 
     if not CONFIG_DIR.is_dir():
-        raise ConfigError(f"{CONFIG_DIR}: no such directory; install gpt4d from its clone with pip install -e .")
+        raise ConfigError(f"{CONFIG_DIR}: no such directory; install gpt4d again")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return to_config(hydra.compose("train", overrides=expand_cluster(overrides or [])))
@@ -42,6 +42,15 @@ def to_config(composed) -> Config:
     if added:
         raise unknown_key(min(added))
     return with_steps(cast(Config, OmegaConf.to_object(composed)))
+
+
+def choices(group: str) -> list[str]:
+    """Return the choices of a group: its files under ``configs/``, and what is registered with Hydra."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return GlobalHydra.instance().config_loader().get_group_options(group)
 
 
 def preset(group: str, name: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """All keys of the configuration, and errors for keys that do not exist."""
 
 import difflib
-from dataclasses import is_dataclass
-from typing import get_type_hints
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from typing import Any, NamedTuple, cast, get_type_hints
 
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, ModelConfig
@@ -79,16 +80,31 @@ def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return list(key_types(schema, prefix))
 
 
-def key_types(schema: type = Config, prefix: str = "") -> dict[str, type]:
-    """Return the type of every key of a config class."""
-    types: dict[str, type] = {}
+class Setting(NamedTuple):
+    """Key, type and field of one setting. ``family``: the model family that has it; empty for settings of all runs."""
+
+    key: str
+    type: Any
+    field: Field
+    family: str = ""
+
+
+def settings(schema: type = Config, prefix: str = "", family: str = "") -> Iterator[Setting]:
+    """Yield all settings of a config class. Several model families may have settings with one key."""
+    fields_by_name = {each.name: each for each in fields(schema)}
     for name, kind in get_type_hints(schema).items():
         if not is_dataclass(kind):
-            types[prefix + name] = kind
-            continue
-        for group in [kind, *(model_schemas.values() if kind is ModelConfig else ())]:
-            types |= key_types(group, f"{prefix}{name}.")
-    return types
+            yield Setting(prefix + name, kind, fields_by_name[name], family)
+        elif kind is ModelConfig and model_schemas:
+            for each, group in model_schemas.items():
+                yield from settings(group, f"{prefix}{name}.", each)
+        else:
+            yield from settings(cast(type, kind), f"{prefix}{name}.")
+
+
+def key_types(schema: type = Config, prefix: str = "") -> dict[str, type]:
+    """Return the type of every key of a config class."""
+    return {each.key: each.type for each in settings(schema, prefix)}
 
 
 def groups(schema: type = Config, prefix: str = "") -> dict[str, type]:

@@ -281,12 +281,12 @@ class RunConfig:
 class Config:
     """Settings of a run."""
 
-    model: ModelConfig = setting(ModelConfig, "model: a file in configs/model, or a family and its sizes")
-    data: DataConfig = setting(DataConfig, "data: a file in configs/data")
+    model: ModelConfig = setting(ModelConfig, "a model in configs/model, or a family and its sizes")
+    data: DataConfig = setting(DataConfig, "text or images: a file in configs/data, and data.path")
     parallel: ParallelConfig = setting(ParallelConfig, "grid, pipeline stages and overlap")
     train: TrainConfig = setting(TrainConfig, "length, batch, precision and memory of the run")
     optim: OptimConfig = setting(OptimConfig, "optimizer and learning rate")
-    cluster: ClusterConfig = setting(ClusterConfig, "machine that the planner assumes: a file in configs/cluster")
+    cluster: ClusterConfig = setting(ClusterConfig, "machine that the planner assumes, in configs/cluster")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "interval, number and source of checkpoints")
     logging: LoggingConfig = setting(LoggingConfig, "metrics and samples")
     profile: ProfileConfig = setting(ProfileConfig, "traces")

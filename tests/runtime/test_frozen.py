@@ -36,7 +36,7 @@ import os, sys, time
 from gpt4d.config import compose
 from gpt4d.runtime.errors import one_line_errors
 from tests.runtime.test_faults import at_step, shorten_timeouts
-from train import train
+from gpt4d.run import train
 number, directory, shorten, *overrides = sys.argv[1:]
 if shorten == "True":
     shorten_timeouts()

@@ -1,0 +1,20 @@
+"""Explanation of settings: ``python -m gpt4d.config optim.lr``, or ``python -m gpt4d.config warmup`` to search.
+
+Prints key, default, type, limits and meaning of the key, or of all keys whose name or meaning contains every word.
+"""
+
+import sys
+
+from gpt4d.config.overrides import asks_for_help
+from gpt4d.config.reference import explain
+from gpt4d.model import registry  # noqa: F401 – registers the families' settings
+from gpt4d.runtime.errors import one_line_errors
+
+
+def main(arguments: list[str]) -> None:
+    print(__doc__.strip() if asks_for_help(arguments) else explain(arguments))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
