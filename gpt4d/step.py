@@ -16,6 +16,7 @@ from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
 from gpt4d.parallel import compile, gradient_reducer
+from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
@@ -58,21 +59,10 @@ def build_stage(
         own = plan.stage_of(grid.world.index)
         index, bounds = own.index, {own.index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
     description = whole.stage(bounds.values())
-    recompute = train.activation_checkpointing == "full"
     compile.enable(train.compile, device)
-    weights = ShardedWeights(
-        grid,
-        dtype if dtype == torch.float64 else compute_dtype(train.precision, device),
-        dtype,
-        device=device,
-        overlap=config.parallel.overlap,
-        recompute=recompute,
-        num_chunks=config.parallel.chunks,
-        scatter_heads=config.parallel.scatter_heads,
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute_inputs=train.activation_checkpointing == "selective",
-        loss_chunks=train.loss_chunks,
-    )
+    computed = dtype if dtype == torch.float64 else compute_dtype(train.precision, device)
+    context = Context(grid, computed, config.parallel.overlap, **layer_settings(config))
+    weights = ShardedWeights(context, dtype, device)
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))
     weights.keep_whole(description.whole_weights)
@@ -86,7 +76,7 @@ def build_stage(
         weights=weights,
         module=module,
         parts=parts,
-        layer_weights={place: whole.stage([part]).layer_weights(recompute) for place, part in bounds.items()},
+        layer_weights={place: whole.stage([part]).layer_weights(context.recompute) for place, part in bounds.items()},
         terms=dict(description.contributions),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
@@ -110,7 +100,7 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
     """
     train, parallel, whole = plan.config.train, plan.config.parallel, plan.description
     samples = train.batch_size // plan.microbatches
-    edges_in = partial(edges, whole, plan.crossing, samples, train.seq_len, stage.weights.compute_dtype)
+    edges_in = partial(edges, whole, plan.crossing, samples, train.seq_len, stage.weights.context.compute_dtype)
     described = [whole.stage(stage_plan.parts) for stage_plan in plan.stages]
     copies = [
         Copy(name, owner, holder, spec.layout, spec.shape, stage.weights.dtype)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
 
 _STATES = 3  # tensors of a checkpoint per parameter: the weight and AdamW's two averages

@@ -75,7 +75,7 @@ class TextModelSpec(ModelSpec):
             received: as for ``compute``.
             cache: of the tokens before these, which has begun a forward of these.
         """
-        tokens = tokens_of(model.context, sample_ids_B, ids_BS.shape[1], documents, cache)
+        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, cache)
         part = part or self.parts[0]
         x_TH = self._stream(model, part, ids_BS, tokens, received or {})
         return tokens.restored(self._logits(model, x_TH)) if part.ends else x_TH
@@ -103,7 +103,7 @@ class TextModelSpec(ModelSpec):
             sample_ids_B: as for ``forward``.
             documents: as for ``forward``.
         """
-        tokens = tokens_of(model.context, sample_ids_B, ids_BS.shape[1], documents)
+        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents)
         x_TH = self._stream(model, part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}
@@ -126,8 +126,8 @@ class TextModelSpec(ModelSpec):
         """Return the residual stream after the blocks of a part. No reference to the one before them stays behind."""
         blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
         if part.begins:
-            return run_blocks(model.context, blocks, self._embedded(model, ids_BS, tokens), tokens)
-        return run_blocks(model.context, blocks, received["stream"], tokens)
+            return run_blocks(model.weights, blocks, self._embedded(model, ids_BS, tokens), tokens)
+        return run_blocks(model.weights, blocks, received["stream"], tokens)
 
     def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: TokenIndex) -> Any:
         x_TH = model.tokens(ids_BS, tokens)

@@ -48,13 +48,15 @@ class GradientReducer:
         shard: bool = False,
     ):
         self.weights, self.parameters = weights, dict(parameters)
-        self.optimizer_shards = [_own_rows(p, weights.grid) if shard else p for p in parameters.values()]
+        self.optimizer_shards = [_own_rows(p, weights.context.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
-        grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
-        buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)
+        grid, element_bytes = weights.context.grid, torch.finfo(weights.dtype).bits // 8
+        buckets = gradient_buckets(
+            specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.context.sequence_parallel
+        )
         # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
         this = weakref.proxy(self)
         self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, list(buckets), overlap)
@@ -98,7 +100,7 @@ class GradientReducer:
 
     def pack(self, bucket: Bucket) -> torch.Tensor:
         members = self._members(bucket)
-        parts = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        parts = self.weights.context.grid[bucket.axes[-1]].size if bucket.sharded else 1
         packed = _pack([_gradient(p) for p in members], parts)
         for parameter in members:
             parameter.grad = None
@@ -107,7 +109,7 @@ class GradientReducer:
     def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: torch.Tensor) -> Pending:
         scatters = kind == "reduce_scatter"
         start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
-        return start(packed, self.weights.grid[axis])
+        return start(packed, self.weights.context.grid[axis])
 
     def wait(self, pending: Pending) -> torch.Tensor:
         return pending.wait()
@@ -120,7 +122,7 @@ class GradientReducer:
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
         rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
-        return self.weights.grid[bucket.axes[-1]].start_all_gather(rows)
+        return self.weights.context.grid[bucket.axes[-1]].start_all_gather(rows)
 
     def write_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         for parameter, piece in self._unpack(bucket, rows):
@@ -131,7 +133,7 @@ class GradientReducer:
 
     def _unpack(self, bucket: Bucket, packed: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Return each parameter's piece, [parts, elements], of packed gradients or of some of their parts."""
-        share = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        share = self.weights.context.grid[bucket.axes[-1]].size if bucket.sharded else 1
         members = self._members(bucket)
         return list(zip(members, packed.split([p.numel() // share for p in members], 1), strict=True))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gpt4d.config import Config, GridSizes, PipelineConfig
 from gpt4d.model import registry
 from gpt4d.model.description import Description, Unit
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk

@@ -12,7 +12,7 @@ from gpt4d.config import Config, GridSizes
 from gpt4d.model.description import Description
 from gpt4d.model.probe import Product
 from gpt4d.parallel.stage_plan import strides
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes, step_flops

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, OverlapConfig
 from gpt4d.model.description import Description, EdgeTensor, joined
-from gpt4d.parallel.context import GradientTerm
+from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
 from gpt4d.parallel.layout import CHUNK
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.context import MASTER_BYTES, SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor
+from gpt4d.parallel.weights import ComputeGradient
 from gpt4d.planner.device import Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
@@ -98,7 +99,7 @@ def few_blocks(description: Description, model: Description) -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a recording depends on besides the model. ``context``: further arguments of ``SymbolicContext``."""
+    """What a recording depends on besides the model. ``layers``: further arguments of ``Context``."""
 
     sizes: GridSizes  # x and y
     micro_batch: int
@@ -109,7 +110,7 @@ class Settings:
     is_cpu: bool
     splits_backwards: bool
     overlaps_sums: bool
-    context: tuple[tuple[str, Any], ...]
+    layers: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
@@ -124,7 +125,7 @@ class Settings:
             config.cluster.device == "cpu",
             splits_backwards(config),
             config.parallel.overlap.all_reduce,
-            tuple(context_settings(config).items()),
+            tuple(layer_settings(config).items()),
         )
 
 
@@ -133,22 +134,8 @@ def compute_dtype(config: Config) -> str:
     return "float32" if compute_bytes(config) == MASTER_BYTES else "bfloat16"
 
 
-def context_settings(config: Config) -> dict[str, Any]:
-    """Return the arguments of a context that decide how layers compute."""
-    train, parallel = config.train, config.parallel
-    return {
-        "compute_dtype": compute_dtype(config),
-        "recompute": train.activation_checkpointing == "full",
-        "num_chunks": parallel.chunks,
-        "scatter_heads": parallel.scatter_heads,
-        "sequence_parallel": parallel.sequence_parallel,
-        "recompute_inputs": train.activation_checkpointing == "selective",
-        "loss_chunks": train.loss_chunks,
-    }
-
-
 class _RecordingDevice:
-    """A device that writes down what it is asked for (gpt4d.parallel.symbolic.context.CommunicatingDevice)."""
+    """A device that writes down what it is asked for (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
 
     def __init__(self, settings: Settings, places: dict[str, int]):
         self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
@@ -299,18 +286,17 @@ class _Use(Storage):
         self.device.drop(self.key)
 
 
-class _RecordingContext(SymbolicContext):
-    """The context of layers whose use of weights is recorded."""
+class _RecordingWeights(SymbolicWeights):
+    """Weights whose use by layers is recorded."""
 
     device: _RecordingDevice
 
     def __init__(self, device: _RecordingDevice, description: Description, settings: Settings):
         overlap = OverlapConfig(all_reduce=settings.overlaps_sums)
-        super().__init__(
-            device, settings.sizes, description.parameters, overlap, 0, shard_states=False, **dict(settings.context)
-        )
-        layers = {0: description.layer_weights(self.recompute)}
-        self._uses = weight_order(single_stage(1), layers, description.chunk_terms(self._num_chunks))
+        context = Context(SymbolicGrid(device, settings.sizes), settings.dtype, overlap, **dict(settings.layers))
+        super().__init__(context, description.parameters)
+        layers = {0: description.layer_weights(context.recompute)}
+        self._uses = weight_order(single_stage(1), layers, description.chunk_terms(context.num_chunks))
         self._position = -1
 
     @property
@@ -326,9 +312,9 @@ class _RecordingContext(SymbolicContext):
 
     def _gathered(self, shard: SymbolicTensor, phase: str) -> SymbolicTensor:
         self._position += 1
-        return self.device.gather(self._name(shard), phase, shard.like(dtype=self.compute_dtype))
+        return self.device.gather(self._name(shard), phase, shard.like(dtype=self.context.compute_dtype))
 
-    def scatter(self, shard: SymbolicTensor, compute: GradientTerm) -> None:
+    def scatter(self, shard: SymbolicTensor, compute: ComputeGradient) -> None:
         self.device.scatter(self._name(shard), compute)
 
     def add_term(self, name: str, gradient: SymbolicTensor) -> None:
@@ -356,14 +342,14 @@ def _have_segments(segments: Sequence[Segment], count: int) -> bool:
 def _record(description: Description, settings: Settings) -> list[Segment]:
     """Compute a microbatch."""
     recorder = _RecordingDevice(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
-    context = _RecordingContext(recorder, description, settings)
-    model: Any = SymbolicLayer(description.spec, context)
+    weights = _RecordingWeights(recorder, description, settings)
+    model: Any = SymbolicLayer(description.spec, weights)
     recorder.begin(FORWARD, -1)
     computed = []
     for units in description.parts:
         part = joined(units)
         received = {
-            name: _received(description.tensors[name], context, settings) for name in description.received(units)
+            name: _received(description.tensors[name], weights, settings) for name in description.received(units)
         }
 
         def new(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
@@ -373,7 +359,7 @@ def _record(description: Description, settings: Settings) -> list[Segment]:
         computed.append(model.spec.compute(model, part, received, *batch))
         del received, batch
     recorder.begin(BACKWARD, len(recorder.places))
-    with context.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
+    with weights.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
         while computed:
             produced = computed.pop()
             results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
@@ -382,17 +368,17 @@ def _record(description: Description, settings: Settings) -> list[Segment]:
             results.clear()
     recorder.begin(DELAYED, len(recorder.places))
     if settings.splits_backwards:
-        context.compute_delayed_gradients()
+        weights.compute_delayed_gradients()
     recorder.begin("", 0)
     return recorder.segments
 
 
-def _received(tensor: EdgeTensor, context: _RecordingContext, settings: Settings) -> SymbolicTensor:
+def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings) -> SymbolicTensor:
     """Return this device's part of a tensor of another part of the model."""
-    layout = (context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+    layout = (weights.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
     extents = {**settings.sizes._asdict(), CHUNK: 1}
     tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))
-    shape, device = tuple(stop - start for start, stop in tile), context.device
+    shape, device = tuple(stop - start for start, stop in tile), weights.device
     if not tensor.has_gradient:
         return SymbolicTensor(device, shape, tensor.dtype(settings.dtype)).new()
     new = SymbolicTensor(device, shape, settings.dtype).new()

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, grid_problem, value_of
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.capacity import (
     check_machine,

@@ -15,7 +15,7 @@ from gpt4d.parallel.pipeline.schedule import balanced, peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.pipeline.stage_program import link_name, orders_of
 from gpt4d.parallel.stage_plan import StagePlan
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size

@@ -6,7 +6,7 @@ from gpt4d.config import Config, GridSizes, chunk_problem, divisors
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 
 
 def grids(devices: int) -> Iterator[GridSizes]:

@@ -121,7 +121,7 @@ def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:
     if stage.exchange is None:
         return None
     model: Any = stage.module
-    description, dtype = registry.describe(model.spec.config), stage.weights.compute_dtype
+    description, dtype = registry.describe(model.spec.config), stage.weights.context.compute_dtype
     return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, whole_batch))
 
 

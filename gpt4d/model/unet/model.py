@@ -90,10 +90,10 @@ class ResidualBlockSpec(LayerSpec):
             x_BSSC = concatenate([x_BSSC, *skip], block.in_channels)
         changes = sum(block.in_channels) != block.output.channels
         shortcut_BSSC = await layer.shortcut(x_BSSC) if changes else x_BSSC
-        h_BSSC = await layer.first(recomputable(layer.context, silu, layer.first_norm(x_BSSC)))
+        h_BSSC = await layer.first(recomputable(layer.weights, silu, layer.first_norm(x_BSSC)))
         h_BSSC = await layer.time(layer.second_norm(h_BSSC), embedding_BE)
         activated = partial(_activated, layer, pixels)
-        x_BSSC = shortcut_BSSC + await layer.second(recomputable(layer.context, activated, h_BSSC))
+        x_BSSC = shortcut_BSSC + await layer.second(recomputable(layer.weights, activated, h_BSSC))
         return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
 
@@ -187,13 +187,13 @@ class UNetSpec(ModelSpec):
             sample_ids_B: as for ``forward``.
             targets_BSSC: what to predict; the last part uses it. None: it returns the prediction.
         """
-        tensors, context = dict(received), model.context
+        tensors, weights = dict(received), model.weights
         if part.begins:
             tensors[EMBEDDING] = run_alone(model.time(timesteps_B))
-            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, context.compute_dtype)))
+            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, weights.context.compute_dtype)))
         nodes, wanted = self._graph(model, part)
-        samples = tokens_of(context, sample_ids_B, length=1)
-        produced = run_graph(context, nodes, tensors, wanted, samples)
+        samples = tokens_of(weights, sample_ids_B, length=1)
+        produced = run_graph(weights, nodes, tensors, wanted, samples)
         if not part.ends:
             return produced
         del tensors

@@ -111,7 +111,7 @@ def run_graph(
     Chunks may be in different blocks at the same time, unless blocks are recomputed: they are recomputed one by one.
 
     Args:
-        weights: the context of the blocks, which decides the number of chunks and whether blocks are recomputed.
+        weights: the weights of the blocks, which decide the number of chunks and whether blocks are recomputed.
         nodes: the blocks.
         tensors: their inputs in addition to their own outputs, by name; cut along dim 0.
         results: names of tensors, given or produced.

@@ -197,7 +197,7 @@ class Conv2dSpec(LayerSpec):
     def prepare(self, layer: BoundLayer) -> None:
         contracted, produced = map(layer.context.grid.axis, self.axes)
         split = FEATURES if self.scatter_output else None
-        layer.product = ProductContext(layer.context, self.operation, contracted, produced, inner_split=split)
+        layer.product = ProductContext(layer.weights, self.operation, contracted, produced, inner_split=split)
 
     async def forward(self, layer: BoundLayer, x_BHWC: Any) -> Any:
         return await multiply(x_BHWC, layer.weight, layer.bias if self.bias else None, layer.product)

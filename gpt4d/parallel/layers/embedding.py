@@ -87,7 +87,7 @@ class LookupFunction(Function):
 
     @staticmethod
     def forward(ctx, weight, ids, weights, scatter: bool):
-        table, axis = weights.gather(weight), weights.grid.x
+        table, axis = weights.gather(weight), weights.context.grid.x
         rows, local, elsewhere = look_up(table, ids, axis.index * table.shape[0])
         if axis.size > 1:
             rows = clear_(rows, elsewhere)
@@ -100,7 +100,7 @@ class LookupFunction(Function):
     def backward(ctx, d_rows):
         local, elsewhere = ctx.saved_tensors
         if ctx.scatter:
-            d_rows = ctx.weights.grid.x.all_gather(d_rows, parameter=ctx.weight)
+            d_rows = ctx.weights.context.grid.x.all_gather(d_rows, parameter=ctx.weight)
         # Each rank of x has the full gradient of the sum, including the gradient of its own rows. It adds them up in
         # the master's dtype, since the row of a frequent token is a sum of thousands.
         d_rows = cleared(d_rows, elsewhere, ctx.weight)
@@ -171,7 +171,7 @@ class TokenEmbeddingSpec(LayerSpec):
         return {"weight": ParameterSpec(shape, layout, unpadded, std=self.std, decay=True, streamed=True)}
 
     def forward(self, layer: BoundLayer, ids: Any, tokens: Any) -> Any:
-        return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.context, tokens.axis.size > 1)
+        return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.weights, tokens.axis.size > 1)
 
 
 @dataclass(frozen=True)

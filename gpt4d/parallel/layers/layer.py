@@ -18,11 +18,13 @@ class BoundLayer(Protocol):
     """A layer with its parameters and the layers that it consists of, whose names are attributes.
 
     Attributes:
-        context: the settings of the stage: its grid, its weights, dtypes, recomputation.
+        context: grid and settings of the stage.
+        weights: the weights of the stage, to gather.
         training: whether dropout drops.
     """
 
     context: Any
+    weights: Any
     training: bool
 
     def __getattr__(self, name: str) -> Any: ...

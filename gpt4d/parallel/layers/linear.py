@@ -150,7 +150,7 @@ class LinearSpec(LayerSpec):
         context, (contracted, produced) = layer.context, self.split
         splits_heads = self.heads is not None and self.stream_axis in context.head_axes(self.heads, self.stream_axis)
         layer.product = ProductContext(
-            context,
+            layer.weights,
             Matmul(),
             context.grid.axis(contracted),
             context.grid.axis(produced),
@@ -171,7 +171,7 @@ class TiedHeadSpec(LayerSpec):
 
     def prepare(self, layer: BoundLayer) -> None:
         grid = layer.context.grid
-        layer.product = ProductContext(layer.context, Matmul(transposed_storage=True), grid.y, grid.x)
+        layer.product = ProductContext(layer.weights, Matmul(transposed_storage=True), grid.y, grid.x)
 
     async def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
         return await multiply(x_BK, embedding, None, layer.product)

@@ -256,7 +256,7 @@ class _HeadLossCall:
         """Return the loss and compute its gradients, part by part."""
         operation, weights, x_axis = self.context.operation, self.context.weights, self.context.produced
         # If the tokens are split, all parts of the sum are scattered at once.
-        summed = weights.grid.axis(None) if self.split else x_axis
+        summed = weights.context.grid.axis(None) if self.split else x_axis
         if self.split:
             x_TH = start_gather(x_TH, x_axis, TOKENS, self.weight).wait()
         gathered = weights.gather(self.weight)
@@ -271,7 +271,7 @@ class _HeadLossCall:
                 logits = write_gradient(logits, saved, self.vocabulary, x_axis, one_like(loss))
                 d_part = operation.input_gradient(logits, gathered, part_TH)
                 pending = summed.start_all_reduce(d_part, parameter=self.weight)
-                if not weights.overlap.all_reduce:
+                if not weights.context.overlap.all_reduce:
                     pending.wait()
                 d_weight = operation.weight_gradient(logits, part_TH, self.weight, d_weight)
                 d_parts.append(pending.wait())

@@ -225,7 +225,7 @@ class NormSpec(LayerSpec):
 
     def forward(self, layer: BoundLayer, x: Any, branch: Any = None) -> tuple[Any, Any]:
         stream, out = self.apply(layer, x, branch)
-        if not layer.context.recomputes_inputs:
+        if not layer.weights.recomputes_inputs:
             return stream, out
         return stream, Recomputable(out, partial(self.recompute, layer, stream.detach(), out.grad_fn))
 

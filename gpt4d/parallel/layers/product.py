@@ -32,16 +32,16 @@ class Recomputable(NamedTuple):
     again: Callable[[], Any]
 
 
-def recomputable(context: Any, function: Callable[[Any], Any], x: Any) -> Any:
+def recomputable(weights: Any, function: Callable[[Any], Any], x: Any) -> Any:
     """Return ``function(x)``, the input of a product; a product does not save an input that is recomputable.
 
     Args:
-        context: the context of the layers. It decides whether the input is recomputable.
+        weights: the weights of the layers' stage. They decide whether the input is recomputable.
         function: elementwise.
         x: its input, which its backward saves.
     """
     out = function(x)
-    return Recomputable(out, partial(function, x.detach())) if context.recomputes_inputs else out
+    return Recomputable(out, partial(function, x.detach())) if weights.recomputes_inputs else out
 
 
 TOKENS, FEATURES = 0, -1  # dims of an activation that an axis may split
@@ -266,7 +266,7 @@ class ProductFunction(Function):
             else:
                 call.d_input = start_scatter(d_x, context.produced, call.input_split, call.weight)
                 d_x = placeholder(d_x, d_x.shape)
-            if not weights.overlap.all_reduce:
+            if not weights.context.overlap.all_reduce:
                 call.d_input.wait()
         if ctx.needs_input_grad[1]:
 

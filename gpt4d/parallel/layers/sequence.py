@@ -103,12 +103,12 @@ class TokenIndex:
 
 
 def tokens_of(
-    context: Any,
+    weights: Any,
     sample_ids: Any,
     length: int,
     documents: Documents | None = None,
     cache: KeyValueCache | None = None,
 ) -> TokenIndex:
-    """Return the tokens of a microbatch of the stage that has ``context``."""
-    axis = context.grid.axis("x" if context.splits_tokens else None)
-    return TokenIndex(sample_ids, length, axis, documents, context.num_chunks, cache)
+    """Return the tokens of a microbatch of the stage that has ``weights``."""
+    axis = weights.context.grid.axis("x" if weights.splits_tokens else None)
+    return TokenIndex(sample_ids, length, axis, documents, weights.num_chunks, cache)
