@@ -6,8 +6,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.comm.cpu import two_level
+from gpt4d.parallel.comm.collectives import Axis, transport_of
+from gpt4d.parallel.comm.cpu import hosts
 from gpt4d.parallel.layout import Layout
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
@@ -56,7 +56,7 @@ class Grid:
             setattr(self, name, self._axis(name, members, indices[name]))
             stride *= size
         world = dist.group.WORLD if world_size > 1 else None
-        self.world = Axis("world", world_size, rank, world)
+        self.world = Axis("world", world_size, rank, world, transport_of(world, device_type) if world else None)
         if len(self.ranks) == world_size:
             self.stage = self.world
         else:
@@ -70,7 +70,11 @@ class Grid:
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         backend = backends[self.device_type]
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
-        transport = two_level.connect(group) if self.device_type == "cpu" and name != "stage" else None
+        if self.device_type == "cpu" and name != "stage":
+            # The computation does not wait for the weights and gradients of z and data.
+            transport = hosts.connect(group, yielding=name in ("z", "data"))
+        else:
+            transport = transport_of(group, self.device_type)
         return Axis(name, len(members), index, group, transport)
 
     @classmethod

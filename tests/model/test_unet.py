@@ -66,7 +66,7 @@ def settings(sizes=ONE, **changes):
     parallel = ParallelConfig(gx=sizes.x, gy=sizes.y, gz=sizes.z, pipeline=pipeline, **changes)
     return Config(
         model=TINY,
-        data=DataConfig(source="blue_marble"),
+        data=DataConfig(source="blue_marble", tokenizer_vocab=None),
         parallel=parallel,
         train=TrainConfig(seq_len=1, batch_size=BATCH, **train),
     )

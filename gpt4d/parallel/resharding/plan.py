@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import search, strategies
 from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, unit_tasks
-from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob, lower_bound, send_jobs
+from gpt4d.parallel.resharding.strategies import SendJob, lower_bound, send_jobs
 
 ORDERS = ("ensemble", "naive", "load_balance", "dfs", "greedy")
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from gpt4d.parallel.resharding.mesh import StageMesh, UnitTask
 
-STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
-
 
 @dataclass(frozen=True)
 class SendJob:

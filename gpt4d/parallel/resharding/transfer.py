@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.comm.collectives import Axis, start_messages
+from gpt4d.parallel.comm.collectives import Axis, start_messages, transport_of
 from gpt4d.parallel.comm.cpu.comm_thread import CommThread
 from gpt4d.parallel.comm.stats import now
 from gpt4d.parallel.resharding.messages import PeerMessage, SendStep, rank_program
@@ -40,7 +40,7 @@ class Link:
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device):
         """Create the link on all ranks of ``group``, those of both meshes, together. Only this link uses the group."""
         self.device = device
-        self.axis = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
+        self.axis = Axis(name, group.size(), group.rank(), group, transport_of(group, device.type))
         # NCCL requires all ranks in the first communication of a group. A barrier would use gloo where both exist.
         self.axis.all_reduce(torch.zeros(1, device=device))
         self.axis.traffic.read()
