@@ -188,7 +188,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
             terms: number of contributions to a weight's gradient before its reduce-scatter over z; 1 by default.
             continued: weights that earlier microbatches of the step have gathered, and their accumulated gradients.
         """
-        assert self.position == len(self.order) - 1, "the last order was not finished"
+        assert self.position == len(self.order) - 1, "the previous order is not finished"
         self.order, self.kept, self.position = order, kept_after_use(order, cached, cached_for_step), -1
         unsplit = {use.weight for use in order if not self.device.is_split(use.weight)}
         prefetch = self.overlap.prefetch if self.overlap.all_gather else 0

@@ -273,7 +273,7 @@ class AttentionSpec(LayerSpec):
     scale: float | None = None
 
     def prepare(self, layer: BoundLayer) -> None:
-        assert self.window is None or (self.causal and self.dropout == 0), "only causal attention has a window"
+        assert self.window is None or (self.causal and self.dropout == 0), "a window needs causality and no dropout"
         context = layer.context
         axes = [context.grid.axis(name) for name in context.head_axes(self.parts or self.heads, self.stream)]
         layer.first_head, layer.heads = local_heads(self.heads, axes)
@@ -290,7 +290,7 @@ class AttentionSpec(LayerSpec):
             tokens: the tokens of q, k and v (gpt4d.parallel.layers.sequence).
         """
         documents, mask = tokens.documents, None
-        assert documents is None or (self.causal and tokens.cache is None), "documents limit causal training only"
+        assert documents is None or (self.causal and tokens.cache is None), "documents need causality and no cache"
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(layer, k, v), tokens.cache.mask
         if self.window is not None and self.window < k.shape[1]:

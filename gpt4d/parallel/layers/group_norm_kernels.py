@@ -31,8 +31,8 @@ class _Indices(NamedTuple):
 def _indices(groups: Groups, device: torch.device) -> _Indices:
     own = groups.own
     members = [[channel for channel, group in enumerate(own) if group == wanted] for wanted in range(groups.count)]
-    most = max(map(len, members))
-    padded = [row + [len(own)] * (most - len(row)) for row in members]
+    width = max(map(len, members))
+    padded = [row + [len(own)] * (width - len(row)) for row in members]
     return _Indices(*(torch.tensor(v, device=device) for v in (list(own), padded, [len(row) for row in members])))
 
 

@@ -24,7 +24,7 @@ def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
     backward = torch.ops.aten.native_layer_norm_backward
     d_given = d_out.to(given.dtype)
     d_x, d_weight, d_bias = backward(d_given, given, weight.shape, mean, rstd, w, b, [True, wide, wide])
-    if not wide:  # the kernel rounds sums over all tokens to the narrow dtype; the statistics have the wide one
+    if not wide:  # the kernel rounds sums over all tokens to the narrow dtype
         d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
         d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
     return _summed(d_x, d_stream, x), d_weight, d_bias

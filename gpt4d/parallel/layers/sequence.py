@@ -61,7 +61,7 @@ class TokenIndex:
 
     def chunk(self, count: int) -> Sequence[TokenIndex]:
         """Split the sequences into ``count`` chunks and return the tokens of each chunk."""
-        assert count == self.num_chunks, f"these are {self.num_chunks} chunk(s), not {count}"
+        assert count == self.num_chunks, f"the tokens have {self.num_chunks} chunk(s), not {count}"
         documents = [None] * count if self.documents is None else self.documents.chunk(count)
         samples = self.sample_ids.chunk(count)
         return [

@@ -92,7 +92,7 @@ class StageRuntime:
     def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, ReshardingInFlight]) -> None:
         """Send the gradients of this stage's copies, and add received gradients to the gradients of owned weights.
 
-        Only rank 0 of the batch axes adds a received gradient, because the reducer later sums over these axes.
+        Only rank 0 of the batch axes adds a received gradient, because the reducer later all-reduces over these axes.
         """
         weights, grid = self.stage.weights, self.stage.grid
         weights.finish()

@@ -197,11 +197,12 @@ class Exchange:
 
     def start_weight(self, name: str, weight: torch.Tensor) -> None:
         """Start to send ``weight`` to its copy, or to receive it into the copy ``weight`` on the holding stage."""
-        transfer, what = self._weights[name], f"copy of {name}"
+        transfer = self._weights[name]
+        label = f"copy of {name}, {transfer.link.axis.name}"
         if name in self.held:
-            self._arriving.append(transfer.start(out=weight, name=f"{what}, {transfer.link.axis.name}"))
+            self._arriving.append(transfer.start(out=weight, name=label))
         else:
-            self._leaving.append(transfer.start(weight, name=f"{what}, {transfer.link.axis.name}"))
+            self._leaving.append(transfer.start(weight, name=label))
 
     def wait_for_held(self) -> None:
         """Wait until this stage's copies of weights are up to date."""

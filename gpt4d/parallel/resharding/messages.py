@@ -59,7 +59,7 @@ def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_typ
     receives = rank in plan.destination_mesh.devices
     mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
     own = [mesh.tiles(plan.shape, layout, chunk)[rank] for chunk in mesh.chunks_of(layout)]
-    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # tiles are concatenated here
+    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # dim of concatenation
     steps, neighbors = [], {} if receives else _sender_neighbors(plan)
     for number, send in enumerate(plan.sends):
         if rank == send.sender or rank in send.receivers:

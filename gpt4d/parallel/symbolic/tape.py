@@ -194,7 +194,7 @@ def backward(results: Sequence[tuple[SymbolicTensor, SymbolicTensor]]) -> None:
                     missing[edge[0]] -= 1
                     if not missing[edge[0]]:
                         heapq.heappush(ready, (-edge[0].number, next(order), edge[0]))
-    assert not buffers, "a gradient has reached no end"
+    assert not buffers, "a gradient has reached no parameter"
 
 
 def _run(node: TapeNode, buffers: dict[TapeNode, Gradients]) -> None:

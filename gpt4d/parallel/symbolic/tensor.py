@@ -137,7 +137,7 @@ class SymbolicTensor:
         return self
 
     def _view(self, shape: tuple[int, ...]) -> SymbolicTensor:
-        assert math.prod(shape) == math.prod(self.shape), f"{shape} is no view of {self.shape}"
+        assert math.prod(shape) == math.prod(self.shape), f"{shape} is not a view of {self.shape}"
         from gpt4d.parallel.symbolic.tape import view
 
         return view(self, shape)
