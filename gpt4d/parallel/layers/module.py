@@ -9,7 +9,7 @@ from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
 class Layer(nn.Module):
-    """A layer of a stage, built from its spec. Its parameters have no values yet."""
+    """A layer of a stage, built from its spec. Its parameters are not initialized."""
 
     def __init__(self, spec: LayerSpec, weights: ShardedWeights):
         super().__init__()

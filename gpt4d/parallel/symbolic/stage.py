@@ -22,14 +22,14 @@ from gpt4d.parallel.symbolic.kernels import SUM
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 from gpt4d.parallel.weights import Weights
 
-MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes of a weight, its gradient and each of AdamW's two states
+MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes per element of weight, gradient and both AdamW states
 
 
 class CommunicatingDevice(SymbolicDevice, Protocol):
-    """A device that also counts collectives."""
+    """A device that also accounts for collectives."""
 
     def start(self, kind: str, axis: str, nbytes: float) -> Any:
-        """Start a collective of a tensor of ``nbytes``, overlapped with the computation."""
+        """Start a collective on a tensor of ``nbytes``. It overlaps with computation."""
 
     def wait(self, collective: Any) -> None:
         """Wait for a started collective."""
@@ -49,7 +49,7 @@ class _Run(NamedTuple):
 
 
 class SymbolicAxis:
-    """An axis of the grid, seen from its first device (gpt4d.parallel.comm.collectives.Axis)."""
+    """An axis of the grid, seen from its first device. It replaces gpt4d.parallel.comm.collectives.Axis."""
 
     index = 0
 
@@ -83,7 +83,7 @@ class SymbolicAxis:
 
 
 class SymbolicGrid:
-    """The grid of a stage (gpt4d.parallel.grid.Grid)."""
+    """The grid of a stage. It replaces gpt4d.parallel.grid.Grid."""
 
     def __init__(self, device: CommunicatingDevice, sizes: GridSizes):
         self.device, self.sizes = device, sizes
@@ -99,7 +99,7 @@ class SymbolicGrid:
 
 
 class SymbolicLayer:
-    """A layer on symbolic tensors, built from its spec as gpt4d.parallel.layers.module.Layer is."""
+    """A layer on symbolic tensors, built from its spec. It replaces gpt4d.parallel.layers.module.Layer."""
 
     training = True
 
@@ -126,7 +126,7 @@ class SymbolicWeights(Weights):
         context: settings of the stage, with a SymbolicGrid.
         parameters: the parameters of the layers that are computed, by name.
         gradient_bytes: bytes of the gradients of all layers; ``parameters`` may contain a few layers.
-        shard_states: each rank of the data axis updates its rows only (ZeRO-1).
+        shard_states: each rank of the data axis updates only its own rows (ZeRO-1).
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class SymbolicWeights(Weights):
         return tape.checkpointed(self.device, function, inputs, around)
 
     def shard(self, name: str) -> SymbolicTensor:
-        """Return this device's part of a parameter."""
+        """Return this device's shard of a parameter."""
         if name not in self._shards:
             this = weakref.proxy(self)
 
@@ -172,16 +172,16 @@ class SymbolicWeights(Weights):
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of gathered weights and of weights in flight."""
+        """The bytes of gathered weights and of all-gathers in flight."""
         gathering = (pending.result for pending in self.schedule.gathering.values())
         return sum(weight.storage.nbytes for weight in (*self.schedule.ready.values(), *gathering) if weight.storage)
 
     def elements(self, name: str) -> int:
-        """Return the elements of this device's part of a parameter."""
+        """Return the number of elements of this device's shard of a parameter."""
         return self.shard(name).nbytes // MASTER_BYTES
 
     def add_term(self, name: str, gradient: SymbolicTensor) -> None:
-        """Add a term to the gradient of a parameter."""
+        """Accumulate ``gradient`` in the gradient of a parameter."""
         if name in self.gradients:
             self.device.compute(moved=3 * gradient.nbytes)
         else:
@@ -190,7 +190,7 @@ class SymbolicWeights(Weights):
 
 
 class _SymbolicWeightDevice:
-    """The weights of a stage as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
+    """The weights of a stage. Implements gpt4d.parallel.engine.prefetch.WeightDevice."""
 
     def __init__(self, weights: SymbolicWeights):
         self.weights = weights
@@ -226,12 +226,12 @@ class _SymbolicWeightDevice:
 
 
 class SymbolicReduction:
-    """The sums of gradients, as ``gpt4d.parallel.engine.reduction.GradientDevice``, and the optimizer's work.
+    """The reduction of gradients and the optimizer's step. Implements gpt4d.parallel.engine.reduction.GradientDevice.
 
     Args:
         weights: the parameters and their gradients.
         gradient_bytes: bytes of the gradients of all layers; ``weights`` may contain a few layers.
-        shard_states: each rank of the data axis updates its rows only (ZeRO-1).
+        shard_states: each rank of the data axis updates only its own rows (ZeRO-1).
     """
 
     def __init__(self, weights: SymbolicWeights, gradient_bytes: int, shard_states: bool):
@@ -245,7 +245,7 @@ class SymbolicReduction:
             gradient_buckets(specs, sizes, shard_states, max_bytes, sequence_parallel=context.sequence_parallel)
         )
         local = {id(spec): spec.local_elements(sizes) for spec in specs.values()}
-        # The buckets at the end of a step with all blocks, however few of them are walked.
+        # The buckets in flight at the end of a step with all blocks, even if the context has fewer blocks.
         summed = sum(bucket.elements for bucket in buckets) / sum(local[id(spec)] for spec in specs.values())
         self.packed_bytes = min(max_bytes, summed * gradient_bytes)
         self.sums: GradientSums[SymbolicTensor, Pending] = GradientSums(
@@ -257,11 +257,11 @@ class SymbolicReduction:
         self.sums.finish()
 
     def update(self) -> None:
-        """Compute the norm of the gradients and the optimizer's step."""
+        """Account for the gradient norm and the optimizer's step."""
         nbytes, count = self.optimized * MASTER_BYTES, len(self.weights.parameters)
         self.device.compute(moved=nbytes, operations=count)
         self.device.do("all_reduce", "world", 3 * 8)
-        # AdamW reads weight, gradient and two states and writes all, the gradient scaled.
+        # AdamW reads and writes the weight, the gradient (to clip it) and two states.
         self.device.compute(moved=8 * nbytes, operations=count)
 
     def pack(self, bucket: Bucket) -> SymbolicTensor:
@@ -281,7 +281,7 @@ class SymbolicReduction:
     def unpack(self, bucket: Bucket, total: SymbolicTensor) -> None:
         self.device.compute(operations=len(bucket.names))
         for name in bucket.names:
-            self.weights.gradients[name] = total  # a part of it
+            self.weights.gradients[name] = total  # the gradient is a view of the bucket
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
         axis, nbytes = bucket.axes[-1], bucket.elements * MASTER_BYTES
