@@ -116,7 +116,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (
             1,
             ["data=blue_marble"],
-            "data.source=blue_marble: pictures, but model=gpt_tiny trains on text; use data=sotu",
+            "data.source=blue_marble: images, but model=gpt_tiny trains on text; use data=sotu",
         ),
         (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
         (1, ["checkpoint.resume=true"], "checkpoint.resume=true: not a way to resume; use auto, the default"),

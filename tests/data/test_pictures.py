@@ -307,7 +307,7 @@ def test_without_flip_no_picture_is_mirrored_and_none_is_changed_in_place():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "sotu"}, "data.source=sotu: text, but model=unet trains on pictures; use data=blue_marble, "),
+        ({"source": "sotu"}, "data.source=sotu: text, but model=unet trains on images; use data=blue_marble, "),
         ({"source": "pictures"}, "data.path=null: data.source=pictures needs a path; set a folder or a glob"),
         ({"source": "hub"}, "data.path=null: data.source=hub needs a path; set the name of a dataset"),
         ({"source": "pictures", "path": "/no/such"}, "data.path='/no/such': matches no file; use a path or glob"),
