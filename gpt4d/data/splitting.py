@@ -15,8 +15,8 @@ _RUN = re.compile(r"[^\W_]+|(?:[^\w\s]|_)+|\s+")
 def split_text(text: str, size: int = PIECE_CHARACTERS, longest: int = _LONGEST) -> list[str]:
     """Split a text where no token of byte-level BPE can cross: before a newline or a space next to visible characters.
 
-    Every piece but the last has at least ``size`` characters, since pieces that are too short cost more than they save.
-    A text of ``longest`` characters without such a place is cut at that length, which may change its tokens.
+    Every piece but the last has at least ``size`` characters, since the overhead of short pieces exceeds their benefit.
+    A text of ``longest`` characters without such a position is cut at that length, which may change its tokens.
     """
     cuts, end = [0], 0
     while end < len(text):
