@@ -262,7 +262,7 @@ def committed(run_dir: Path) -> list[Path]:
 
 
 def listing(run_dir: Path) -> list[Path]:
-    """Return everything in a run's directory of checkpoints. Raises ConfigError if it is not readable."""
+    """Return all entries of a run's directory of checkpoints. Raises ConfigError if it is not readable."""
     try:
         return list((run_dir / "checkpoints").iterdir())
     except FileNotFoundError:

@@ -49,7 +49,7 @@ class Saver:
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid, timeout: timedelta | None = None):
-        """Create the saving thread and its process group. ``timeout``: of the group; None for torch's default."""
+        """Create the saving thread and its process group. ``timeout``: None for torch's default."""
         self.config, self.run_dir, self.grid = config, run_dir, grid
         with MAIN.begin("connecting the threads that save checkpoints") as activity, activity.waiting():
             self._group = dist.new_group(backend="gloo", timeout=timeout)

@@ -36,7 +36,7 @@ def check_space(plan: ParallelPlan) -> Space:
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"run.dir={config.run.dir}: {existing} is not writable; use another directory")
     free = shutil.disk_usage(existing).free
-    if free < needed and config.run.world_size is None:  # else the run may start on another machine
+    if free < needed and config.run.world_size is None:  # otherwise the run may start on another machine
         raise ConfigError(
             f"run.dir={config.run.dir}: a checkpoint takes {readable_size(needed)}, and {readable_size(free)} are "
             "free; use a directory on a larger disk"

@@ -12,7 +12,7 @@ from gpt4d.config import ConfigError, DataConfig, matching_files
 from gpt4d.data import sources
 from gpt4d.data.sources import one_line
 
-_COMPRESSED_BYTES = 1 << 14  # decompressed at once: at the highest ratio they become half a gigabyte
+_COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
 
 
 class Document(NamedTuple):
@@ -66,7 +66,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def _open_content(path: Path, file: io.BufferedReader) -> io.BufferedIOBase:
-    """Return a reader of the decompressed content if the file is .gz or .zst, else ``file``."""
+    """Return a reader of the decompressed content if the file is .gz or .zst, otherwise ``file``."""
     if path.suffix not in (".gz", ".zst"):
         return file
     if not file.peek(1):

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-_SPAN_ELEMENTS = 2**20  # read in one task, since waking another thread costs as much as copying 50,000 tokens
+_SPAN_ELEMENTS = 2**20  # elements per task, since waking a thread takes as long as copying 50,000 tokens
 
 
 class Source(Protocol):
@@ -94,7 +94,7 @@ class Loader:
         span = pending.result() if pending else self._read(first, steps=1)
         if self._threads:
             after, stride = first + len(span) * self.batch_size, self._steps_per_span * self.batch_size
-            starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread keep all busy
+            starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread: no thread is idle
             self._pending = {
                 start: self._pending.get(start) or self._threads.submit(self._read, start, self._steps_per_span)
                 for start in starts

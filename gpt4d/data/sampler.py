@@ -11,7 +11,7 @@ from gpt4d.config import ConfigError
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
-_BLOCK = 4096  # samples whose positions are computed at once
+_BLOCK = 4096  # number of samples whose positions are computed together
 _MAX_PERIOD = 100_000  # maximum period of a blend, whose choices are in memory
 
 

@@ -1,4 +1,4 @@
-"""Long texts in pieces: a tokenizer takes too much time and memory for millions of characters at once."""
+"""Splitting of long texts, because a tokenizer takes too much time and memory for millions of characters."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ def split_text(text: str, size: int = PIECE_CHARACTERS, longest: int = _LONGEST)
 def split_words(text: str, longest: int = _LONGEST_WORD) -> list[str]:
     """Split words of ``longest`` characters or more, since the time to train BPE grows with the square of a word.
 
-    A cut is in the middle of half as many characters of one kind, so words below half of ``longest`` are never cut.
+    Cuts are in the middle of runs of ``longest`` / 2 characters of one kind, so shorter words are never cut.
     """
     half, quarter = longest // 2, longest // 4
     places = range(half, len(text) - quarter + 1, half)

@@ -134,7 +134,7 @@ def parse(files: Mapping[str, bytes], where: object) -> Tokenizer:
 
 
 def companions(directory: Path) -> dict[str, bytes]:
-    """Return the files that describe a tokenizer besides ``tokenizer.json``, by name."""
+    """Return the files that describe a tokenizer in addition to ``tokenizer.json``, by name."""
     return {name: (directory / name).read_bytes() for name in COMPANIONS if (directory / name).is_file()}
 
 

@@ -58,7 +58,7 @@ def _verified(path: Path, entry: FileEntry) -> State:
 
 
 def _read(record: Path) -> dict[str, State]:
-    """Return the states of verified files by path; none for a record that a crash or somebody else has damaged."""
+    """Return the states of verified files by path; empty for a missing or damaged record."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(record.read_bytes()))
     return {}

@@ -1,7 +1,7 @@
 """The ATP paper's choice of a mesh (§3.3-3.5): all-reduce times from the hierarchical communication matrix.
 
-DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1. In gpt4d's
-order of ranks, devices along d1 are neighbors, so ``innermost`` is x. In the paper's order, ``innermost`` is y.
+DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1. In
+gpt4d's order of ranks, devices along d1 are neighbors, so ``innermost`` is x. In the paper's order, ``innermost`` is y.
 """
 
 from collections import Counter

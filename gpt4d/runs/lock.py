@@ -80,7 +80,7 @@ class DirectoryLock:
         self._file.flush()
 
     def is_valid(self) -> bool:
-        """Return whether other processes meet this lock: not if somebody has removed or replaced the directory."""
+        """Return whether other processes see this lock. They do not if the directory was removed or replaced."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except OSError:
