@@ -377,7 +377,7 @@ def parse_json(path: Path, convert: Callable[[Any], T]) -> T:
 
 
 def open_regular(path: Path):
-    """Open a checkpoint's file unbuffered. Raises Damaged if it is missing, or a link or a device: do not trust it."""
+    """Open a checkpoint's file unbuffered. Raises Damaged unless it is a regular file: checkpoints may be untrusted."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):

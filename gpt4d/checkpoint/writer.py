@@ -53,7 +53,7 @@ class _Item(planning.WriteItem):
 
 
 class SavePlanner(default_planner.DefaultSavePlanner):
-    """Plans a save of sharded tensors: one rank writes each replica, and all ranks write about equally much."""
+    """Plans a save of sharded tensors: one rank writes each replicated shard, and ranks write similar amounts."""
 
     def __init__(
         self,

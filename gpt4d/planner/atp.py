@@ -66,9 +66,9 @@ def all_reduce_bandwidths(
 def all_reduced_elements(description: Description, samples: int, length: int) -> tuple[float, float]:
     """Return the elements that are all-reduced along the first and the second dimension, in forward and backward.
 
-    The second dimension all-reduces the outputs of column-parallel layers (7h in a GPT-2 block). The first dimension
-    all-reduces the outputs of row-parallel layers (2h). The paper counts the same for the backward, although the layers
-    send slightly less.
+    The second dimension all-reduces the outputs of layers that read the residual stream (7h in a GPT-2 block). The
+    first dimension all-reduces the outputs of layers that write to it (2h). The paper counts the same for the backward,
+    although the layers send slightly less.
     """
     summed = Counter[str | None]()
     for product, blocks, _ in products(description, length):
