@@ -48,10 +48,10 @@ def build_stage(
     Args:
         config: model, precision, activation checkpointing and overlaps.
         grid: the ranks of the stage.
-        device: where its parameters live.
-        dtype: of the master weights; float64 computes in float64 too.
-        initialized: set initial values; without it a checkpoint must be loaded.
-        plan: the pipeline, of which ``grid`` is a stage; None: the stage is the full model.
+        device: the device of its parameters.
+        dtype: dtype of the master weights; with float64, the computation is also in float64.
+        initialized: set initial values; if false, a checkpoint must be loaded.
+        plan: the pipeline that has ``grid`` as a stage; None: the stage is the full model.
     """
     train, whole = config.train, plan.description if plan else registry.describe_run(config)
     index, bounds = 0, {0: (0, len(whole.units))}
@@ -90,13 +90,13 @@ def build_stage(
 
 
 def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> None:
-    """Connect this rank's stage of a pipeline to the others. All ranks of the job call it together.
+    """Connect this rank's stage to all further stages of a pipeline. All ranks of the job call it together.
 
     Args:
         plan: the pipeline.
         stage: the stage of this rank.
         ranks_per_host: consecutive ranks of the job on each host.
-        timeout: of the links' process groups; None for torch's default.
+        timeout: timeout of the links' process groups; None for torch's default.
     """
     train, parallel, whole = plan.config.train, plan.config.parallel, plan.description
     samples = train.batch_size // plan.microbatches
@@ -128,12 +128,12 @@ class TrainStep:
     """Computes training steps of a stage and updates its parameters.
 
     Args:
-        stage: what this rank trains.
+        stage: the stage that this rank trains.
         compute: computes a part of the model on a microbatch (gpt4d.parallel.pipeline.runtime).
         config: the optimizer's settings.
-        overlap_data: gradients are summed over data beside the backward.
+        overlap_data: all-reduce gradients over the data axis concurrently with the backward.
         before_update: called before parameters change; a checkpoint may still read them.
-        is_spike: returns something true for a loss and a norm of a step to skip. It reads device values on the host.
+        is_spike: returns a true value if a step with this loss and norm must be skipped. It runs on the host.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class TrainStep:
         """Train on one global batch.
 
         Args:
-            batches: this rank's ``microbatches`` parts of it.
-            microbatches: how many there are.
-            units: tokens or images of the global batch, which the loss is averaged over.
+            batches: this rank's microbatches of the global batch.
+            microbatches: number of microbatches.
+            units: number of tokens or images of the global batch, by which the loss is divided.
             lr: learning rate of this step.
             stop: this rank has been asked to stop; all ranks learn it.
         """
@@ -170,7 +170,7 @@ class TrainStep:
             group["lr"] = lr
         loss = self.runtime.forward_backward(batches, microbatches, units)
         squared_norm = gradient_reducer.squared_norm(self.shards, grid, device)
-        stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor would synchronize
+        stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
         totals = grid.world.all_reduce(totals)
         loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]
@@ -191,5 +191,5 @@ class TrainStep:
 
 
 def mask_replicas(loss: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Return a loss to be summed over the job: ranks along x and y have the same samples, and one of them counts."""
+    """Return the loss for an all-reduce over the job: zero except on one rank of each x-y plane with equal samples."""
     return loss if grid.x.index == grid.y.index == 0 else torch.zeros_like(loss)

@@ -1,4 +1,4 @@
-"""What each unit of a model does, found by computing it on symbolic tensors. No torch here."""
+"""Weights, FLOPs and products of each unit of a model, determined with symbolic tensors. No torch here."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ class Product(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    weights: LayerWeights  # by their names in the unit
+    weights: LayerWeights  # names relative to the unit
     flops: float
     products: tuple[Product, ...]
 
 
 class Probe:
-    """Computes one sample of each unit of a description on one device, equal blocks once."""
+    """Computes one sample of each unit of a description on one device. Equal blocks are computed once."""
 
     def __init__(self, description: Description):
         self.description = description
         self._known: dict[tuple[Hashable, ...], _Facts] = {}
 
     def weights(self, unit: Unit, recompute: bool = False) -> LayerWeights:
-        """Return the names of the weights that a unit takes from the stream; with ``recompute``, it is recomputed."""
+        """Return the names of the weights that a unit takes from the prefetcher, with or without recomputation."""
         weights = self._facts(unit, self.description.loss_chunks, recompute and unit.block).weights
         return LayerWeights(*(tuple(_prefix(unit) + name for name in names) for names in weights))
 
     def flops(self, unit: Unit, length: int) -> float:
-        """Return the floating-point operations of one forward of one sample of ``length`` tokens."""
+        """Return the FLOPs of the forward of one sample of ``length`` tokens."""
         return self._facts(unit, length, recompute=False).flops
 
     def products(self, unit: Unit, length: int) -> tuple[Product, ...]:

@@ -1,10 +1,10 @@
 """The work of a microbatch's layers on one device, recorded for a few blocks and replayed for all blocks.
 
-The layers of a model compute on symbolic tensors once. A recording has what they ask for: computation, memory,
-collectives over x and y, gathered weights, terms of gradients. It has no times at which anything happens, and nothing
-of z and data. So it serves every microbatch, all grids with the same x and y, and every order of the ranks.
+The layers of a model compute on symbolic tensors once. A recording contains their requests: computation, memory,
+collectives over x and y, gathered weights, gradients. It contains no times, and nothing that depends on z and data.
+So it is valid for every microbatch, all grids with the same x and y, and every order of the ranks.
 
-A block takes what another block has recorded that is of the same kind, between neighbors of the same kinds.
+A block reuses the recording of another block of the same kind whose neighbors are of the same kinds.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
 
 
 class Segment(NamedTuple):
-    """The events from the first weight that a block takes in a phase to the first that the next block takes.
+    """The events of a phase from the first weight of a block up to the first weight of the next block.
 
-    ``place`` is the number of the block. A phase begins with a segment of no block.
+    ``place`` is the index of the block. The first segment of a phase has no block.
     """
 
     phase: str
@@ -46,9 +46,9 @@ class MicrobatchRecording:
     """A microbatch of some blocks.
 
     Args:
-        segments: recorded, perhaps for other blocks.
+        segments: the recorded segments, possibly of other blocks.
         recorded: number of blocks that were recorded.
-        sources: for each block, the place of the recorded one that does the same.
+        sources: for each block, the index of the recorded block with the same events.
     """
 
     def __init__(self, segments: Sequence[Segment], recorded: int, sources: Sequence[int]):
@@ -56,7 +56,7 @@ class MicrobatchRecording:
         self._recorded, self._sources = recorded, sources
 
     def phase(self, phase: str) -> Iterator[tuple[int, Sequence[Event]]]:
-        """Yield the places of the blocks and their events in the order of a phase."""
+        """Yield the indices of the blocks and their events in the order of a phase."""
         count = len(self._sources)
         before, source = (-1, -1) if phase == FORWARD else (count, self._recorded)
         yield before, self._events.get((phase, source), ())
@@ -65,10 +65,10 @@ class MicrobatchRecording:
 
 
 def surroundings(description: Description) -> list[Hashable]:
-    """Return the kind of each block with those of its neighbors.
+    """Return the kind of each block together with the kinds of its neighbors.
 
-    The ends of each part of the model differ, and so does the first block of each kind in a part: it may compute what
-    the others use too, such as the angles of a rotary embedding.
+    The ends of each part of the model differ. The first block of each kind in a part also differs, because it may
+    compute values that further blocks use, such as the angles of a rotary embedding.
     """
     found: list[Hashable] = []
     for number, part in enumerate(description.parts):
@@ -80,13 +80,13 @@ def surroundings(description: Description) -> list[Hashable]:
 
 
 def few_blocks(description: Description, model: Description) -> list[str]:
-    """Return names of blocks of a model, such that every block of ``description`` has the surroundings of one of them.
+    """Return names of blocks of a model whose surroundings cover the surroundings of every block of ``description``.
 
-    They are the first blocks of the model that will do: then descriptions with other blocks have the same ones.
+    They are the first such blocks of the model, so that descriptions with other blocks give the same names.
     """
     around, names = surroundings(description), [unit.name for unit in description.blocks]
     if any(unit.tensors != description.blocks[0].tensors for unit in description.blocks):
-        return names  # some blocks pass tensors on to others
+        return names  # some blocks pass tensors on to later blocks
     chosen = dict(zip(reversed(around), reversed(description.blocks), strict=True))
     first = [chosen[kinds] for kinds in dict.fromkeys(around)]
     if len(model.parts) == 1:
@@ -99,7 +99,7 @@ def few_blocks(description: Description, model: Description) -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a recording depends on besides the model. ``layers``: further arguments of ``Context``."""
+    """Settings that a recording depends on. ``layers``: further arguments of ``Context``."""
 
     sizes: GridSizes  # x and y
     micro_batch: int
@@ -135,19 +135,19 @@ def compute_dtype(config: Config) -> str:
 
 
 class _RecordingDevice:
-    """A device that writes down what it is asked for (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
+    """A device that records requests (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
 
     def __init__(self, settings: Settings, places: dict[str, int]):
         self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
         self.records, self.recomputation = True, None
-        self.places = places  # of the blocks, by their names
+        self.places = places  # indices of the blocks, by name
         self.sizes = {**settings.sizes._asdict(), "none": 1}
         self.segments: list[Segment] = []
-        self.kept: list[SymbolicTensor] = []  # gradients, whose memory is not the layers' any more
-        self._keys = 0  # in the current segment
-        self._counts: dict[tuple[str, int], int] = {}  # of keys in the segments before
+        self.kept: list[SymbolicTensor] = []  # gradients, whose memory the layers have handed over
+        self._keys = 0  # number of keys in the current segment
+        self._counts: dict[tuple[str, int], int] = {}  # number of keys in each earlier segment
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
@@ -203,10 +203,10 @@ class _RecordingDevice:
         self._add(Drop(self._seen(key)))
 
     def scatter(self, name: str, compute: Callable[[Any], Any]) -> None:
-        """Record both ways to compute a gradient, alone and added to an earlier one.
+        """Record the computation of a gradient twice: alone, and with accumulation into an earlier gradient.
 
-        The first way's result stays with the player: a result that the layers have computed before is theirs to
-        release in the other way only.
+        Without accumulation, the player keeps the result. With accumulation, the layers release a result that they have
+        computed earlier.
         """
         self._enter(self.segments[-1].phase, name)
         self._flush()
@@ -220,7 +220,7 @@ class _RecordingDevice:
         events.append(Scatter(self._parameter(name), first, further, result.shape, result.dtype))
 
     def _computed(self, compute: Callable[[Any], Any], earlier: Any) -> tuple[list[Event], Any, int]:
-        """Return the events of a computation, its result, and the bytes by which it changes the memory in use."""
+        """Return the events of a computation, its result, and its change of the memory in use in bytes."""
         segment = self.segments[-1]
         inner: list[Event] = []
         self.segments[-1] = segment._replace(events=inner)
@@ -246,7 +246,7 @@ class _RecordingDevice:
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
     def _enter(self, phase: str, name: str) -> None:
-        """Begin the segment of the block of a weight, unless a later one of the phase has begun."""
+        """Begin the segment of the block that owns a weight, unless a later segment of the phase has begun."""
         place, current = self._place(name), self.segments[-1]
         if place is None:
             return
@@ -274,7 +274,7 @@ class _RecordingDevice:
 
 
 class _Use(Storage):
-    """What takes the place of a gathered weight's memory while layers use it."""
+    """Storage of a gathered weight while layers use it. Its end records a ``Drop``."""
 
     __slots__ = ("key",)
     device: _RecordingDevice
@@ -333,7 +333,7 @@ def recording_of(description: Description, blocks: Collection[str], settings: Se
 
 
 def _have_segments(segments: Sequence[Segment], count: int) -> bool:
-    """Return whether each of some blocks has a segment of its own in the forward and in the backward."""
+    """Return whether each of ``count`` blocks has its own segment in the forward and in the backward."""
     found = {segment[:2] for segment in segments}
     return found >= {(phase, place) for phase in (FORWARD, BACKWARD) for place in range(count)}
 
@@ -374,7 +374,7 @@ def _record(description: Description, settings: Settings) -> list[Segment]:
 
 
 def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings) -> SymbolicTensor:
-    """Return this device's part of a tensor of another part of the model."""
+    """Return this device's shard of a tensor that another part of the model produces."""
     layout = (weights.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
     extents = {**settings.sizes._asdict(), CHUNK: 1}
     tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))

@@ -1,7 +1,6 @@
-"""A training step on one device, as the engine of a run decides it and the recorded layers compute it.
+"""A simulated training step on one device, from the engine's decisions and the recorded layers.
 
-The decisions about weights and gradients are those of gpt4d.parallel.engine. Tests compare the step with what a run
-counts.
+gpt4d.parallel.engine decides about weights and gradients as in a run. Tests compare the step with the counts of a run.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,13 +27,13 @@ class StepWalk:
         config: the settings.
         description: the model.
         sizes: the grid.
-        links: how fast its collectives are.
+        links: the speed of its collectives.
         micro_batch: samples of a microbatch on one device.
-        cached: names of the units whose gathered weights are kept.
+        cached: names of the units with cached unsharded weights.
         blocks: names of the blocks to compute; None: all.
-        omitted: how many equal blocks to count, in memory alone, after each of some blocks.
-        gradient_bytes: of the whole model on one device; None: of the blocks.
-        continued_bytes: that the whole model holds from one microbatch to the next.
+        omitted: number of equal blocks after a block, by its name, of which only the memory is counted.
+        gradient_bytes: bytes of all gradients of the model on one device; None: only of the computed blocks.
+        continued_bytes: bytes that the full model keeps in use between two microbatches.
     """
 
     def __init__(
@@ -71,13 +70,13 @@ class StepWalk:
         """Compute microbatches and the update that follows them.
 
         Args:
-            microbatches: how many.
-            continued: the step has had earlier ones.
+            microbatches: number of microbatches.
+            continued: the step has computed earlier microbatches.
             last: the number of the microbatch after which to end, without the update; None: compute all.
         """
         self.continued = continued
-        self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes that layers have kept for the backward
-        # Seconds, and bytes kept for weight gradients that are computed later.
+        self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes saved for the backward
+        # Seconds, and bytes saved for weight gradients that are computed later.
         self.after_backward: list[tuple[float, int]] = []
         self.after_microbatch: list[tuple[float, ...]] = []
         config, description, device, parallel = self.config, self.description, self.device, self.config.parallel
@@ -94,7 +93,7 @@ class StepWalk:
         order = weight_order(single_stage(microbatches), layers, chunk_terms)
         sums = weights.reduction.sums
         sums.begin(expected | dict.fromkeys(self.cached_for_step, 1))
-        sums.start_row_gathers()  # of the step before
+        sums.start_row_gathers()  # rows that the previous step has updated
         earlier = self._continue() if continued else None
         weights.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, earlier)
         for _ in range(last or microbatches):
@@ -108,7 +107,7 @@ class StepWalk:
         return device
 
     def _continue(self) -> dict[str, tuple[SymbolicTensor, SymbolicTensor]]:
-        """Hold what earlier microbatches have left. Return weights that stay gathered, with their gradients."""
+        """Allocate the tensors of earlier microbatches. Return cached unsharded weights with their gradients."""
         weights, earlier, before = self.weights, {}, self.device.held
         for name, spec in self.description.parameters.items():
             shard = weights.shard(name)
@@ -120,7 +119,7 @@ class StepWalk:
             copied = parts > 1 or weights.context.compute_dtype != MASTER_DTYPE
             gathered = whole.like(dtype=weights.context.compute_dtype)
             earlier[name] = gathered.new() if copied else gathered, whole.new()
-        self.device.hold(self.continued_bytes - (self.device.held - before))  # of blocks that are not computed here
+        self.device.hold(self.continued_bytes - (self.device.held - before))  # blocks that are not simulated
         return earlier
 
     def layer_bytes(self) -> int:
@@ -165,12 +164,12 @@ class StepWalk:
                 self.weights.add_term(self._name(event.parameter, place), self._adopted(event))
 
     def _gradient(self, place: int, phase: str, event: Scatter, earlier: SymbolicTensor | None) -> SymbolicTensor:
-        """Return the gradient of a weight, added to an earlier one if there is one."""
+        """Return the gradient of a weight, added to ``earlier`` if given."""
         self._play_events(place, phase, event.further if earlier else event.first)
         return earlier or self._adopted(event)
 
     def _adopted(self, event: Scatter | Term) -> SymbolicTensor:
-        """Return a gradient in the memory that layers have taken for it."""
+        """Return a gradient in memory that the layers have allocated."""
         tensor = SymbolicTensor(self.device, event.shape, event.dtype)
         self.device.release(tensor.nbytes)
         return tensor.new()
@@ -182,13 +181,13 @@ class StepWalk:
 
 
 def _key(key: Key, place: int) -> tuple[str, int, int]:
-    """Return a key without regard to the current block."""
+    """Return a key with the absolute index of its block."""
     phase, offset, number = key
     return phase, place + offset, number
 
 
 class _Omitted:
-    """Equal blocks after a block of which the memory alone is counted."""
+    """Equal blocks after a block. Only their memory is counted."""
 
     def __init__(self, walk: StepWalk, place: int, more: int):
         self.walk, self.more = walk, more
@@ -199,15 +198,15 @@ class _Omitted:
         self.before = self.kept = self.delayed = 0
 
     def begin(self, phase: str) -> None:
-        """Begin a phase. In the backward, release what the blocks have kept, and hold their gradients."""
+        """Begin a phase. In the backward, release the blocks' saved activations and allocate their gradients."""
         if phase == BACKWARD:
             self.walk.device.release(self.kept)
             self.walk.device.hold(self.gradient_bytes)
         self.before = self.walk.layer_bytes()
 
     def end(self, phase: str) -> None:
-        """End a phase. Hold what the blocks keep for the backward, and what their weight gradients will read."""
-        device, ready = self.walk.device, self.walk.weights.schedule.ready
+        """End a phase. Allocate activations saved for the backward and tensors saved for weight gradients."""
+        device, ready = self.walk.device, self.walk.context.schedule.ready
         grown = self.more * (self.walk.layer_bytes() - self.before)
         if phase == FORWARD:
             self.kept = grown + self.more * sum(ready[name].nbytes for name in self.weights if name in ready)
