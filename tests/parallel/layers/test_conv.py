@@ -25,7 +25,7 @@ from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.grids import BINARY_GRIDS, global_tensor, sampled
-from tests.parallel.layers.oracle import close, fill, normal, part, stream
+from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, stream
 
 BATCH = ("data", "z")
 GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
@@ -89,9 +89,8 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("sizes", sampled(GRIDS))
-@pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_a_convolution_is_algorithm_1(ranks, sizes, case):
-    ranks.run(sizes.devices, conv, sizes, *CONVOLUTIONS[case])
+def test_a_convolution_is_algorithm_1(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, conv, sizes, list(CONVOLUTIONS.values()))
 
 
 def group_norm(sizes, channels, groups, axis, offset):
@@ -140,13 +139,15 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("channels", "groups", "parts", "cut"), NORMS, ids=str)
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, channels, groups, parts, cut, offset):
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, parts):
     """With an offset too: a difference of large squares would lose it. Statistics alone are sent, and only if cut."""
-    sent = ranks.run(parts, group_norm, GridSizes(1, parts), channels, groups, "y", offset)
-    statistics = 4 * groups * 8
-    assert sent == [((parts - 1) * 3 + 2 * (parts - 1) / parts * 2) * statistics * cut] * parts
+    norms = [norm for norm in NORMS if norm[2] == parts]
+    for offset in (0.0, 1000.0):
+        cases = [(channels, groups, "y", offset) for channels, groups, *_ in norms]
+        sent = ranks.run(parts, check_cases, group_norm, GridSizes(1, parts), cases)
+        statistics = [4 * groups * 8 * cut for _, groups, _, cut in norms]
+        assert sent == [[((parts - 1) * 3 + 2 * (parts - 1) / parts * 2) * size for size in statistics]] * parts
 
 
 def test_a_norm_of_channels_over_x(ranks):
@@ -204,9 +205,8 @@ def attention(sizes, stream_axis):
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, sizes, axis):
-    ranks.run(sizes.devices, attention, sizes, axis)
+def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, attention, sizes, [("x",), ("y",)])
 
 
 def time_embedding(sizes, axis):
@@ -246,9 +246,8 @@ def time_embedding(sizes, axis):
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_scales_and_shifts_come_from_one_embedding_on_all_ranks(ranks, sizes, axis):
-    ranks.run(sizes.devices, time_embedding, sizes, axis)
+def test_scales_and_shifts_come_from_one_embedding_on_all_ranks(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, time_embedding, sizes, [("x",), ("y",)])
 
 
 def test_sinusoids_are_those_of_diffusers():
