@@ -141,7 +141,7 @@ def batch_part(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def train_in_rank(config: Config) -> None:
-    """The whole of a training run, as train.py does it, in the process group of the pool."""
+    """Run a complete training run, as train.py does, in the process group of the pool."""
     import torch.distributed as dist
 
     from gpt4d.trainer import Trainer
@@ -165,7 +165,7 @@ def bytes_sent(run_dir: str | Path) -> dict[str, float]:
 
 
 def bytes_planned(config: Config, sizes: GridSizes) -> object:
-    """Planned bytes along each axis, approximate only in that sums of whole bytes are floating-point numbers."""
+    """Return the planned bytes along each axis, compared with a tolerance because they are floating-point sums."""
     estimate = Estimate(config, sizes)
     plan = estimate.plan(config.train.micro_batch_size or estimate.share)
     return pytest.approx({axis: used["bytes"] for axis, used in plan.comm.items()}, rel=1e-9)

@@ -70,7 +70,7 @@ class LaunchedJob:
                 os.kill(self.processes[rank].pid, number)
 
     def exit_codes(self) -> list[int]:
-        """Wait for all ranks and return their exit codes; that of a killed rank is negative."""
+        """Wait for all ranks and return their exit codes. The exit code of a killed rank is negative."""
         deadline = time.monotonic() + TIMEOUT_S
         return [self.exit_code(rank, deadline - time.monotonic()) for rank in range(len(self.processes))]
 

@@ -1,7 +1,7 @@
 """Forty faults that ``make test`` must catch: python -m tests.mutations [NUMBER…]
 
 Each mutation replaces one line of gpt4d in a temporary copy of the repository. Its tests run on the copy, and a failure
-catches the mutation. Without numbers all mutations run, one after another, which takes about ten minutes. The exit code
+catches the mutation. Without numbers all mutations run sequentially, which takes about ten minutes. The exit code
 is the number of mutations that survive. A change to ``make test`` that lets one survive has lost a claim.
 """
 
@@ -29,7 +29,7 @@ class Mutation(NamedTuple):
         old: a fragment that occurs on exactly one line of the module.
         new: the fragment that replaces it.
         claim: the claim that the fault breaks.
-        tests: the tests that run first; the other tests of ``make test`` run only if these pass.
+        tests: the tests that run first. If they pass, all tests of ``make test`` run.
     """
 
     file: str

@@ -94,7 +94,7 @@ class RankPool:
                     results[rank] = value
                 else:
                     failures[rank] = value
-                    deadline = min(deadline, time.monotonic() + 10)  # the other ranks probably wait for this one
+                    deadline = min(deadline, time.monotonic() + 10)  # the remaining ranks probably wait for this one
         if failures:
             self.close()
             raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
@@ -114,7 +114,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # what has been imported stays: a collection looks at objects of tests alone
+    gc.freeze()  # imported objects stay: a collection only visits objects of tests
     # It warns that gathering a dim that two axes split takes two all-gathers, which tests do on purpose.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     while True:

@@ -1,4 +1,4 @@
-"""Invariants 1 and 2 over whole runs: against plain torch, on several grids, uninterrupted and resumed."""
+"""Invariants 1 and 2 over complete runs: against plain torch, on several grids, uninterrupted and resumed."""
 
 import json
 from pathlib import Path

@@ -19,7 +19,7 @@ from tests.grids import TINY_MODEL, token_loss
 
 OPTIONS = {"documents", "dropout", "attention dropout", "recomputation", "bf16", "sharded states"}
 OPTIONS |= {"chunks", "split tokens"}
-# Each grid runs with these options and with the others. Each pair of options occurs in all four combinations.
+# Each grid runs with both sets of options. Each pair of options occurs in all four combinations.
 GRIDS = {
     GridSizes(1, 1, 1, 1): OPTIONS,
     GridSizes(2, 2, 2, 1): {"documents", "bf16", "sharded states", "chunks"},

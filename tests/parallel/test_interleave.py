@@ -121,7 +121,7 @@ def test_a_forward_without_gradients_takes_any_number_of_tokens(ranks):
 
 
 def collectives_of_a_step(sizes, recompute, parallel):
-    """On a rank: of each collective of activations, its layer, kind, axis, and the computations that ran beside it."""
+    """On a rank: layer, kind and axis of each collective of activations, and the computations that overlap with it."""
     runtime = runtime_of(sizes, recompute, **parallel)
     names = {p: name for name, p in runtime.stage.module.named_parameters()}
     computed, found = [0], []
@@ -169,7 +169,7 @@ def collectives_of_a_step(sizes, recompute, parallel):
     ids=str,
 )
 def test_computation_runs_beside_every_collective_but_that_of_the_last_chunk(ranks, recompute, parallel):
-    """Along x and y, forward, backward and in recomputations: of four chunks at most one has nothing beside."""
+    """Along x and y, forward, backward and in recomputations: at most one of four chunks has no overlap."""
     for found in ranks.run(4, collectives_of_a_step, GridSizes(2, 2, 1, 1), recompute, {"chunks": 4, **parallel}):
         total = Counter(entry[:3] for entry in found)
         alone = Counter(entry[:3] for entry in found if not entry[3])

@@ -1,4 +1,4 @@
-"""Overlaps and caches change when weights and gradients travel, never what arrives; and nothing travels twice."""
+"""Overlaps and caches change the time of transfers of weights and gradients, never a result. Nothing is sent twice."""
 
 import itertools
 from collections import Counter
@@ -230,7 +230,7 @@ def test_collectives_in_flight_do_not_disturb_each_other(ranks):
 
 
 def exchanged_in_messages(message_bytes):
-    """The messages of three collectives through the network, and their results: two sums and what a gather returns."""
+    """The messages of three collectives through the network, and their results: two sums and a gathered tensor."""
     counts = Counter()
 
     def counted(kind, exchange):

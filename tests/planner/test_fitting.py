@@ -1,4 +1,4 @@
-"""A run whose planned memory exceeds its devices ends before it starts, with what fits in one line."""
+"""A run whose planned memory exceeds its devices ends before it starts, with one line that names settings that fit."""
 
 import re
 import subprocess

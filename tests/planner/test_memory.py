@@ -78,7 +78,7 @@ def peak_taken(config: Config, sizes: GridSizes) -> int:
 
 
 def memory_peak(run_step: Callable[[], None]) -> int:
-    """Return the most that torch's allocator has given out in the third step, over what was there before."""
+    """Return the peak of torch's allocator in the third step, minus the memory in use before."""
     for _ in range(2):
         run_step()
     return allocated_peak(run_step)
@@ -87,7 +87,7 @@ def memory_peak(run_step: Callable[[], None]) -> int:
 @pytest.mark.parametrize("sizes", [GridSizes(2, 1, 2, 1), GridSizes(1, 2, 1, 4)], ids=grid_name)
 @pytest.mark.parametrize("shard", [False, True])
 def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, shard):
-    # The whole gradients, before they are summed over data: without buckets that set off meanwhile.
+    # The full gradients, before their reduction over data: no bucket is reduced during the backward.
     config = compose([*MODEL, f"optim.shard_states={shard}", "train.batch_size=8", "parallel.overlap.data=false"])
     for taken in ranks.run(sizes.devices, state_taken, config, sizes):
         assert taken == training_state(registry.describe(config.model), sizes, shard)

@@ -1,4 +1,4 @@
-"""The planner's pipelines: what a step on stages takes, and which stages are chosen."""
+"""The planner's pipelines: time and memory of a step on stages, and the choice of stages."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ SLOW = (
 
 
 def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
-    """On a rank: its stage, and the most memory of a step in bytes, with weights and states."""
+    """On a rank: its stage, and the peak memory of a step in bytes, with weights and states."""
     plan, stage = own_stage(config, world_size, torch.float32, ranks_per_host=world_size)
     data = RandomTokens(config, plan, stage)
     step = TrainStep(stage, data.compute, config.optim)
@@ -126,7 +126,7 @@ def test_links_between_stages_and_axes_send_the_planned_bytes(ranks, world_size,
 
 @pytest.mark.parametrize("grid", ["1x1x1x2", "2x1x1x1"])
 def test_weight_gradients_computed_by_themselves_hide_no_sums_of_outputs(grid):
-    """A whole backward sums the gradients of inputs over x beside the products of weights, half a backward does not."""
+    """All-reduces of the inputs' gradients overlap with the weights' products, unless the backward is split."""
     slow_links = "cluster.levels=[{ranks: null, group_gb_s: 0.001, latency_us: 0}]"
     settings = [
         *SLOW[:-1],
@@ -220,7 +220,7 @@ def test_a_step_is_what_its_stages_take_and_what_they_wait():
     [
         # Two nodes send half of 8 MB each, and the two nodes of the target receive half each.
         ((0, (1, 1, 2, 2)), (4, (1, 1, 2, 2)), 4.0),
-        # All devices hold the whole tensor: the link of one node of the target must carry it all.
+        # All devices hold the full tensor: the link of one node of the target must carry all of it.
         ((0, (2, 2, 1, 1)), (4, (2, 2, 1, 1)), 8.0),
         # Each node of the target needs half, but one node has it all to send.
         ((0, (2, 1, 1, 1)), (2, (1, 1, 1, 4)), 8.0),

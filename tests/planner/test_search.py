@@ -1,4 +1,4 @@
-"""Search for the best grid: enumeration, ranking, what does not fit, and the planner's command."""
+"""Search for the best grid: enumeration, ranking, grids that do not fit, and the planner's command."""
 
 import json
 import math
@@ -121,7 +121,7 @@ def test_auto_selects_the_best_grid(tiny):
         validate(tiny("parallel.mode=auto", "parallel.gy=2"), 8)
 
 
-# A machine on which gathers limit the forward of the best grids, and reductions the step of the others.
+# On this machine gathers limit the forward of the best grids, and reductions limit the step of the remaining grids.
 SLOW_LINKS = (
     "cluster=local", "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
     "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",

@@ -1,4 +1,4 @@
-"""Diffusion runs: invariants 1 and 2 and planned bytes for a U-Net, averaged weights, generated pictures."""
+"""Diffusion runs: invariants 1 and 2 and planned bytes for a U-Net, averaged weights, generated images."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ SIZE = 8
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of 48 pictures, each with a gradient of a color of its own."""
+    """A folder of 48 images, each with a gradient of a color of its own."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
     ramp = np.linspace(0, 1, SIZE)[:, None, None] * np.linspace(0.5, 1, SIZE)[None, :, None]
@@ -114,7 +114,7 @@ def tensors(run_dir, prefix):
 
 
 def test_averages_continue_on_another_grid_and_follow_the_weights(ranks, tiny, serial):
-    """Three steps on four ranks, three on one: the averages are those of six steps on one device."""
+    """Three steps on four ranks and three on one rank give the averages of six steps on one device."""
     ranks.run(4, train_in_rank, tiny("parallel.gx=2", "parallel.gz=2", "train.steps=3", "optim.schedule_steps=6"))
     config = tiny("optim.schedule_steps=6")
     ranks.run(1, train_in_rank, config)

@@ -1,4 +1,4 @@
-"""Generated text is that of a model that reads the text alone, without padding."""
+"""Generated text equals the text of a model that reads one text at a time, without padding."""
 
 from functools import partial
 

@@ -51,7 +51,7 @@ def conv(sizes, channels, kernel, axes, options):
     total = GradientReducer(weights, dict(layer.named_parameters()))
     kh, kw = (kernel, kernel) if isinstance(kernel, int) else kernel
     inputs, weight, bias = normal(8, 6, 4, channels[0]), normal(*channels[::-1], kh, kw, seed=1), normal(channels[1])
-    order = (1, 0, 2, 3) if axes.produced is None else (0, 1, 2, 3)  # of the stored weight
+    order = (1, 0, 2, 3) if axes.produced is None else (0, 1, 2, 3)  # dims of the stored weight
     fill(layer.weight, weight.permute(order), weights)
     fill(layer.bias, bias, weights)
     in_layout = pixels(axes.contracted)
@@ -124,7 +124,7 @@ def group_norm(sizes, channels, groups, axis, offset):
     return weights.grid[axis].traffic.read()["bytes"]
 
 
-# Channels, groups and ranks: whole groups on each rank; a rank cuts every group; ranks cut some groups; a group
+# Channels, groups and ranks: complete groups on each rank; a rank cuts every group; ranks cut some groups; a group
 # straddles two parts of a concatenation; a group of all channels.
 NORMS = [
     ((16,), 8, 4, False),
@@ -141,7 +141,7 @@ NORMS = [
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, parts):
-    """With an offset too: a difference of large squares would lose it. Statistics alone are sent, and only if cut."""
+    """Only statistics are sent, and only if a group is cut. An offset must not cost digits."""
     norms = [norm for norm in NORMS if norm[2] == parts]
     for offset in (0.0, 1000.0):
         cases = [(channels, groups, "y", offset) for channels, groups, *_ in norms]
@@ -276,7 +276,7 @@ class Residual(torch.nn.Module):
 
 
 def blocks(sizes, options, delayed=False):
-    """On a rank: global gradients of blocks that are cut into chunks and recomputed, and beside each sum what ran."""
+    """On a rank: global gradients of blocks in chunks, and the number of convolutions during each all-reduce."""
     weights = ShardedWeights(Grid(sizes), torch.float64, torch.float64, **options)
     layers = torch.nn.ModuleList([Residual(weights), Residual(weights)])
     parameters = dict(layers.named_parameters())
@@ -307,7 +307,7 @@ def blocks(sizes, options, delayed=False):
 
 @contextmanager
 def overlapped():
-    """Record for each sum over x or y of a convolution's outputs or gradients how many convolutions ran beside it."""
+    """Record how many convolutions overlap with each all-reduce of a convolution's outputs or gradients."""
     beside, computed, start = [], [0], collectives.start_all_reduce
 
     def counted(compute):
@@ -364,8 +364,8 @@ def test_blocks_of_convolutions_are_exact_in_chunks_recomputed_and_delayed(ranks
 
 
 def test_other_chunks_convolve_while_a_convolution_is_summed(ranks):
-    """And the weight's gradient is computed while that of the input is summed: only a last chunk's output waits."""
+    """The weight's gradient overlaps with the all-reduce of the input's gradient. Only a last chunk's output waits."""
     for _, beside in ranks.run(4, blocks, GridSizes(2, 2), {"num_chunks": 4}):
-        outputs_and_gradients = 2 * (2 + 2) * 4  # blocks, sums over x or y, chunks
+        outputs_and_gradients = 2 * (2 + 2) * 4  # blocks, all-reduces, chunks
         assert len(beside) == outputs_and_gradients
         assert 8 * beside.count(0) <= len(beside)

@@ -47,7 +47,7 @@ def linear(sizes, transposed, parts):
     theirs.backward(upstream)
     close(ours, part(theirs.view(out_shape), weights, out_layout))
     close(mine.grad, part(inputs.grad, weights, Layout(batch, (), (into,))))
-    # The stream reduces over z the gradients of weights that z splits. The other axes follow with all gradients.
+    # Sharded weights reduce-scatter their gradients over z. The reducer handles the remaining axes.
     total.finish()
     for parameter, whole in ((layer.weight, weight), (layer.bias, bias)):
         close(parameter.grad, part(whole.grad.view(parameter.spec.shape), weights, parameter.spec.layout))
@@ -203,7 +203,7 @@ def cross_entropy(sizes, columns, vocabulary, scale):
     weights = stream(sizes)
     logits = normal(5, 7, columns) * scale
     targets = torch.randint(0, vocabulary, (5, 7), generator=torch.Generator().manual_seed(1))
-    logits[..., vocabulary:] = 1e4  # padding that would drown everything if it took part
+    logits[..., vocabulary:] = 1e4  # padding, which must not take part: it exceeds everything else
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
     with patch.object(kernels, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
@@ -223,7 +223,7 @@ def test_cross_entropy_over_a_cut_vocabulary_leaves_padding_out(ranks, sizes):
 
 
 class LargestResult(TorchDispatchMode):
-    """Records the most bytes of an operation's result."""
+    """Records the maximum number of bytes of an operation's result."""
 
     nbytes = 0
 

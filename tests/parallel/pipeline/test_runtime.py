@@ -77,9 +77,9 @@ def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_
 
 
 def retained_by_a_step(config):
-    """On a rank: the number of sends of a step, and the maxima of what it retains when a forward starts.
+    """On a rank: the number of sends of a step, and the maximum numbers of retained objects when a forward starts.
 
-    The maxima: tensors of completed sends, and batches.
+    The objects are tensors of completed sends, and batches.
     """
     plan, stage = own_stage(config, world_size=2)
     task = tasks.get(registry.of(config.model).task).create(config)

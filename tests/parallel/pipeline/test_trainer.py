@@ -46,7 +46,7 @@ def made():
 
 @pytest.fixture
 def serial(ranks, tiny, made, tmp_path):
-    """Return what the serial run reports; it runs once."""
+    """Return the report of the serial run, which runs once."""
     if not made:
         config = tiny(*COMMON, f"run.dir={tmp_path}/serial")
         ranks.run(1, run_in_rank, config)
