@@ -7,7 +7,7 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import random
-from tests.grids import TINY_MODEL, build_model, global_tensor
+from tests.grids import TINY_MODEL, build_model, full, global_tensor
 
 
 def whole_of(shape):
@@ -131,7 +131,9 @@ def initial_weights(sizes):
     return {name: global_tensor(p, p.spec, grid) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (4, 1, 1, 2), (1, 3, 1, 1), (1, 2, 4, 1), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2, 1), (1, 3, 1, 1), full((4, 1, 1, 2)), full((1, 2, 4, 1)), full((2, 2, 2, 2))], ids=str
+)
 def test_initial_weights_are_bit_equal_on_every_grid(ranks, sizes):
     sizes = GridSizes(*sizes)
     (serial,) = ranks.run(1, initial_weights, GridSizes())

@@ -14,6 +14,7 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
+from tests.grids import full
 from tests.parallel.pipeline.graph import joined, of_rows  # registers the family
 from tests.parallel.pipeline.test_runtime import check_step
 from tests.parallel.test_eager_costs import Counter
@@ -54,11 +55,11 @@ INTERLEAVED = (PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_st
 @pytest.mark.parametrize(
     ("grids", "settings"),
     [
-        ("2x1x1x2,1x1x2x1", (PIPELINE + "schedule=gpipe",)),
         ("1x2x1x1,2x1x2x1", (PIPELINE + "schedule=eager_1f1b_w", "train.activation_checkpointing=full")),
         ("1x1x1x2,1x2x1x1,1x1x2x1", ()),
-        ("1x1x1x1,1x1x2x1,1x2x1x1,1x1x1x2", (PIPELINE + "schedule=zb_h1", PIPELINE + "microbatches=8")),
         ("1x1x1x2,1x1x2x2", INTERLEAVED),
+        full("2x1x1x2,1x1x2x1", (PIPELINE + "schedule=gpipe",)),
+        full("1x1x1x1,1x1x2x1,1x2x1x1,1x1x1x2", (PIPELINE + "schedule=zb_h1", PIPELINE + "microbatches=8")),
     ],
     ids=str,
 )

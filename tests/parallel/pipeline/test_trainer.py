@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import bytes_sent, metric_lines
+from tests.grids import bytes_sent, full, metric_lines
 
 PIPELINE = "parallel.pipeline."
 COMMON = (
@@ -57,9 +57,7 @@ def serial(ranks, tiny, made, tmp_path):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, (PIPELINE + "stages=2",)),
         (6, (PIPELINE + "stages=2", PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "optim.shard_states=true")),
-        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=1f1b", "train.activation_checkpointing=full")),
         (
             4,
             (
@@ -70,6 +68,8 @@ def serial(ranks, tiny, made, tmp_path):
                 "parallel.sequence_parallel=true",
             ),
         ),
+        full(2, (PIPELINE + "stages=2",)),
+        full(4, (PIPELINE + "stages=4", PIPELINE + "schedule=1f1b", "train.activation_checkpointing=full")),
     ],
     ids=str,
 )
