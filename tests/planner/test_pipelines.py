@@ -22,6 +22,7 @@ from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.planner.workload import grids, training_state
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
+from tests.grids import full
 from tests.planner.test_memory import memory_peak
 from tests.stages import RandomTokens, own_stage
 
@@ -61,14 +62,14 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, ["stages=2", "schedule=1f1b"]),
-        (4, ["stages=4"]),
         (4, ["stages=2", "schedule=gpipe", "stage_grids=[1x1x2x1,2x1x1x1]"]),
         (2, ["stages=2", "schedule=interleaved_1f1b", "chunks_per_stage=2"]),
-        (2, ["stages=2", "schedule=zb_h1", "microbatches=4"]),
-        (2, ["stages=2", "schedule=zb_h1", "microbatches=4", "layers=16", "activation_checkpointing=full"]),
         (2, ["stages=2", "schedule=eager_1f1b_w", "layers=16", "activation_checkpointing=selective"]),
         (3, ["stages=3", "schedule=zb_h1", "microbatches=8", "layers=12", "activation_checkpointing=full"]),
+        full(2, ["stages=2", "schedule=1f1b"]),
+        full(4, ["stages=4"]),
+        full(2, ["stages=2", "schedule=zb_h1", "microbatches=4"]),
+        full(2, ["stages=2", "schedule=zb_h1", "microbatches=4", "layers=16", "activation_checkpointing=full"]),
     ],
     ids=str,
 )
@@ -104,8 +105,8 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
     [
         (6, [PIPELINE + "stage_grids=[2x1x1x2,1x2x1x1]", PIPELINE + "strategy=local_allgather"]),
         (3, ["model.layers=6", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"]),
-        (8, ["parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2", PIPELINE + "schedule=zb_h1"]),
-        (4, ["model=llama_tiny", "model.tied=false", "model.layers=4", "parallel.gy=2", "train.precision=bf16"]),
+        full(8, ["parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2", PIPELINE + "schedule=zb_h1"]),
+        full(4, ["model=llama_tiny", "model.tied=false", "model.layers=4", "parallel.gy=2", "train.precision=bf16"]),
     ],
     ids=str,
 )
