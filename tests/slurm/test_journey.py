@@ -132,6 +132,7 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
                 20: ("grid 1x1x1x2 (", []),
             },
             id="from two stages to one",
+            marks=pytest.mark.full,
         ),
     ],
 )  # fmt: skip
