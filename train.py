@@ -10,7 +10,7 @@ import sys
 from gpt4d.runtime.signals import end_on_signals
 
 if __name__ == "__main__":
-    end_on_signals()  # before the other imports, which take a second
+    end_on_signals()  # first, because the remaining imports take a second
 
     from gpt4d.run import main
     from gpt4d.runtime.errors import one_line_errors

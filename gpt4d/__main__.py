@@ -1,6 +1,6 @@
 """The command ``gpt4d``, such as ``gpt4d train train.steps=100``.
 
-Commands: train, plan, prepare, checkpoint, generate, runs, config. ``gpt4d COMMAND --help`` describes one of them.
+Commands: train, plan, prepare, checkpoint, generate, runs, config. ``gpt4d COMMAND --help`` describes a command.
 """
 
 import sys
@@ -23,7 +23,7 @@ def main() -> None:
     """Pass the arguments behind the command on to the main function of its module."""
     command, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if command == "train":
-        end_on_signals()  # before the other imports, which take a second
+        end_on_signals()  # first, because the remaining imports take a second
     from gpt4d.config import ConfigError, asks_for_help
     from gpt4d.runtime.errors import one_line_errors
 

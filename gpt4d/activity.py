@@ -1,4 +1,4 @@
-"""What a rank does, or waits for, outside the collectives of an axis, so that the watchdog sees it.
+"""Work and waits of a rank outside the collectives of an axis, recorded for the watchdog.
 
 There are two tracks of activities: one for the main thread, and one for the thread that saves checkpoints. All ranks
 begin the same activities in the same order on each track. An activity consists of this rank's work and of waits for
@@ -17,12 +17,12 @@ class Activity:
     """One activity of a thread.
 
     Attributes:
-        name: for reports, such as "reading the metrics of step 5".
-        number: of the track's activities, from 1.
+        name: the name in reports, such as "reading the metrics of step 5".
+        number: index of the activity on its track, from 1.
         thread: identifier of the thread.
         started: time.monotonic of its beginning.
-        waits: this rank waits for other ranks, it does not work.
-        unlimited: its work takes as long as it takes, without visible progress.
+        waits: this rank waits for other ranks and does not work.
+        unlimited: its work has no time limit, even without visible progress.
         progress: increases with every visible progress of its work.
     """
 
@@ -45,7 +45,7 @@ class Activity:
 
 
 class Track:
-    """The activities of one thread, one after the other.
+    """The activities of one thread, in sequence.
 
     Attributes:
         current: the activity that has not ended, None between activities.
@@ -70,7 +70,7 @@ class Track:
 
     @property
     def finished(self) -> int:
-        """Number of activities in which this rank has no work left, or none before it has waited for others."""
+        """Number of activities in which this rank has no work left before other ranks can continue."""
         current = self.current
         return self.begun - (1 if current and not current.waits else 0)
 
@@ -86,14 +86,14 @@ def set_waiting(waits: bool) -> None:
 
 
 def progress() -> None:
-    """Tell the watchdog that the work of this thread's activity, if there is one, makes progress."""
+    """Tell the watchdog that this thread's activity, if any, makes progress."""
     if activity := getattr(_local, "activity", None):
         activity.progress += 1
 
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Exempt the body from the limit on work without progress: it computes elsewhere, or waits for another program."""
+    """Exempt the body from the limit on work without progress, for waits for other programs, disks or networks."""
     activity: Activity | None = getattr(_local, "activity", None)
     if not activity or activity.unlimited:
         yield

@@ -1,4 +1,4 @@
-"""``train.py --dry-run``: everything that can be checked and predicted without starting. No torch here."""
+"""``train.py --dry-run``: checks and predictions that are possible without starting a run. No torch here."""
 
 import os
 from collections.abc import Iterator, Sequence

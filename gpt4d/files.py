@@ -11,18 +11,20 @@ import xxhash
 
 from gpt4d import activity
 
-_FLUSH_BYTES = 64 << 20  # written between two flushes, so that none takes long on a slow disk and progress is visible
+_FLUSH_BYTES = 64 << 20  # bytes between two flushes, so that a flush is short on a slow disk and progress is visible
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS lacks fdatasync
 _CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the CPU cache when it is written after its checksum
 
 
 class FileEntry(NamedTuple):
+    """Size in bytes and XXH3 checksum (128 bits, hexadecimal) of a file."""
+
     bytes: int
     xxh3_128: str
 
 
 def counts(values: Iterable) -> tuple[int, ...]:
-    """Return values read from JSON as a tuple. Raises ValueError unless all are integers at least 0 and below 2**63."""
+    """Return values read from JSON as a tuple. Raises ValueError unless all are integers from 0 to 2**63 - 1."""
     values = tuple(values)
     if not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise ValueError(f"{values} are not all counts")

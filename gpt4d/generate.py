@@ -1,8 +1,8 @@
-"""Text or pictures from a trained model.
+"""Generate text or images with a trained model.
 
 python -m gpt4d.generate checkpoint=runs/NAME prompt="…"
 python -m gpt4d.generate checkpoint=runs/NAME prompts=FILE tokens=100
-python -m gpt4d.generate checkpoint=runs/NAME out=pictures.png
+python -m gpt4d.generate checkpoint=runs/NAME out=images.png
 torchrun --nproc-per-node 4 -m gpt4d.generate checkpoint=runs/NAME prompt="…" gx=4
 """
 
@@ -33,6 +33,7 @@ from gpt4d.task.task import GenerateConfig
 
 
 def main(arguments: list[str]) -> None:
+    """Generate with the checkpoint that ``arguments`` name, and print the result on rank 0."""
     if asks_for_help(arguments):
         print(__doc__)
         return
@@ -60,11 +61,11 @@ def main(arguments: list[str]) -> None:
 
 
 def _grid(config: GenerateConfig, launch: Launch, meta: Meta) -> GridSizes:
-    """Return the grid, which all processes form. Raises ConfigError if they cannot, or the model cannot be split."""
+    """Return the grid of all processes. Raises ConfigError if its size is wrong, or it cannot split the model."""
     sizes = GridSizes(config.gx, config.gy, config.gz, 1)
     if min(sizes) < 1 or sizes.devices != launch.world_size:
         raise ConfigError(
-            f"gx·gy·gz={config.gx}·{config.gy}·{config.gz}: this is no grid of {launch.world_size} process(es); choose "
+            f"gx·gy·gz={config.gx}·{config.gy}·{config.gz}: not a grid of {launch.world_size} process(es); choose "
             "sizes with that product, or start as many with torchrun --nproc-per-node"
         )
     rules = registry.describe(meta.model).rules

@@ -22,8 +22,8 @@ class StepMeter:
 
     Args:
         plan: the configuration and its grid.
-        stage: whose axes count their traffic.
-        task: the unit, and the time spent waiting for data.
+        stage: the stage whose axes count their traffic.
+        task: the task, which provides the unit and the time spent waiting for data.
         hosts: each rank's host, to name stragglers.
     """
 
@@ -45,7 +45,7 @@ class StepMeter:
             axis.traffic.read()
 
     def time_communication(self, timed: bool) -> None:
-        """Measure how long the next step's collectives run and are waited for, or only their bytes."""
+        """Measure durations and exposed times of the next step's collectives, or only their bytes."""
         self._timed_steps += timed
         for axis in self.stage.axes.values():
             axis.traffic.timed = timed
@@ -53,7 +53,7 @@ class StepMeter:
     def measure(self, step: StepMetrics, progress: Progress, log) -> dict:
         """Return the line of metrics.jsonl for the steps since ``restart``; times and bytes are per step.
 
-        Times of communication are means over the steps that were timed, or zero if there are none. All ranks call it. A
+        Times of communication are means over the timed steps, or zero without timed steps. All ranks call it. A
         straggler is reported to ``log``.
         """
         task, device, batch_size = self.task, self.stage.weights.device, self.config.train.batch_size
@@ -91,8 +91,8 @@ class StepMeter:
 
 
 def summary(plan: ParallelPlan, stage: Stage) -> str:
-    """Return the size of the model, the grid of each stage and the planned memory of a device, for people."""
-    config, dtype = plan.config, stage.weights.compute_dtype
+    """Return the size of the model, the grid of each stage and the planned memory of a device as text."""
+    config, dtype = plan.config, stage.weights.context.compute_dtype
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     config = replace(config, train=replace(config.train, precision=precision))
     estimate = PipelineEstimate.of(plan, config)

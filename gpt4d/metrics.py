@@ -27,7 +27,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process in GiB: on its GPU if it has one, else on the host."""
+    """Return the peak memory of this process in GiB, on its GPU or, without a GPU, on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -37,7 +37,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def used_memory_gib(device: torch.device) -> float | None:
-    """Return the memory this process uses now in GiB, on GPU or host; None if the system does not report it."""
+    """Return the current memory of this process in GiB, on GPU or host; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30
     try:
@@ -51,7 +51,7 @@ class RunLogger:
     """Writer of rank 0's reports. ``step`` and ``event`` append one line each to metrics.jsonl.
 
     Each line has ``time``, in seconds since 1970, and ``elapsed_s``, the seconds that all jobs of the run have taken.
-    ``unit``: what the task counts, such as tokens. Steps carry the keys ``{unit}`` (total so far) and ``{unit}_per_s``.
+    ``unit``: the task's unit, such as tokens. Steps have the keys ``{unit}`` (total so far) and ``{unit}_per_s``.
     """
 
     def __init__(self, config: Config, run_dir: Path, unit: str = "tokens"):
@@ -81,11 +81,11 @@ class RunLogger:
         self.line.print(message)
 
     def start(self, **values) -> None:
-        """Write that a start of the run is recorded in starts.jsonl. The lines after it belong to that start."""
+        """Write that starts.jsonl contains a new start of the run, to which all following lines belong."""
         self._write({"event": "start", **values})
 
     def failed(self, problem: str) -> None:
-        """Write that the job ends with an error. Any thread may call it, also after ``close``."""
+        """Write that the job ends with an error. Any thread may call it, even after ``close``."""
         self.file.append(self._line({"event": "failed", "problem": problem}))
 
     def _line(self, values: dict) -> str:
@@ -102,11 +102,11 @@ class RunLogger:
             self.wandb.log(scalars, step=self.wandb_step)
 
     def reopen(self) -> None:
-        """Continue in a new file: the run directory has been created again."""
+        """Continue in a new file, after the run directory was created again."""
         self.file.close()
 
     def close(self) -> None:
-        """Close everything; a second call does nothing."""
+        """Close all outputs. A second call does nothing."""
         self.line.close()
         self.file.close()
         if self.wandb:
@@ -116,7 +116,7 @@ class RunLogger:
 
 
 class NullLogger:
-    """Logger of the other ranks, which discards everything."""
+    """Logger of ranks other than 0, which discards all reports."""
 
     def step(self, values: dict) -> None: ...
 
@@ -168,13 +168,13 @@ def _start_wandb(config: Config, run_dir: Path):
         with required_file(id_file):
             id_file.write_text(uuid.uuid4().hex[:12])
     try:
-        with activity.unlimited():  # wandb has a timeout of its own
+        with activity.unlimited():  # wandb has its own timeout
             return wandb.init(
                 project=wandb_config.project,
                 name=config.run.name,
                 id=id_file.read_text(),
                 resume="allow",
-                mode=cast(Any, wandb_config.mode),  # one of wandb's, as config.checks makes sure
+                mode=cast(Any, wandb_config.mode),  # checked by config.checks
                 dir=str(run_dir),
                 config=asdict(config),
             )

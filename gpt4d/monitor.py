@@ -28,10 +28,10 @@ class StepMetrics(NamedTuple):
 
 
 class PendingMetrics:
-    """``StepMetrics`` on their way from the device, so that a GPU can be a step ahead of the loop that reads them."""
+    """``StepMetrics`` in transfer from the device, so that a GPU can be a step ahead of the loop that reads them."""
 
     def __init__(self, step: int, lr: float, values: torch.Tensor):
-        """``values``: loss, norm, skipped, stopping; shape [4], float64."""
+        """Start the transfer of ``values``: loss, gradient norm, skipped and stopping, float64 [4]."""
         self.step, self.lr, self.values, self.arrived = step, lr, values, None
         if not values.is_cpu:
             self.values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
@@ -80,7 +80,7 @@ class LossMonitor:
 
     @property
     def is_finite(self) -> bool:
-        """True if the last step's loss and norm were finite; if not, the update before may have spoiled the weights."""
+        """True if the last step's loss and norm were finite. If not, the update before may have spoiled the weights."""
         return self.last is None or (math.isfinite(self.last.loss) and math.isfinite(self.last.norm))
 
     def spikes(self, loss: float, norm: float) -> dict[str, float]:
@@ -122,7 +122,7 @@ class LossMonitor:
         return {name: asdict(stats) for name, stats in self.stats.items()}
 
     def restore(self, state: dict[str, dict]) -> None:
-        """Restore what ``state`` returned. Raises ConfigError for something else."""
+        """Restore a result of ``state``. Raises ConfigError for a value of any other form."""
         try:
             restored = {name: RunningStats(**stats) for name, stats in state.items()}
         except TypeError as error:
@@ -135,7 +135,7 @@ class LossMonitor:
 
 
 class StragglerDetector:
-    """Detector of a rank that the others wait for in several consecutive reports."""
+    """Detector of a rank that delays all ranks in several consecutive reports."""
 
     def __init__(self, hosts: list[str]):
         self.hosts = hosts
@@ -150,10 +150,11 @@ class StragglerDetector:
         self.slowest = rank
         message = ""
         if self.times and self.times % _LATE_TIMES == 0:
-            message = f"rank {rank} on {self.hosts[rank]} takes {worst:.3f} s per step, the others about {median:.3f} s"
+            message = f"rank {rank} on {self.hosts[rank]} takes {worst:.3f} s per step, the median is {median:.3f} s"
         return {"min": min(busy), "median": median, "max": worst, "slowest": rank}, message
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:
+    """Return whether all elements of all tensors are finite. Synchronizes with the device."""
     largest = torch._foreach_norm([tensor.detach().float() for tensor in tensors], math.inf)
     return bool(torch.stack(largest).isfinite().all())

@@ -11,7 +11,7 @@ from gpt4d.config import OptimConfig
 
 
 def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW on named parameters or shards of them (it works element by element); only matrices decay.
+    """Return AdamW on named parameters or on shards of them, since AdamW is elementwise. Only matrices decay.
 
     All states are allocated here, so that a checkpoint can be loaded into them.
     """
@@ -47,13 +47,13 @@ def update(optimizer: torch.optim.AdamW, skipped: torch.Tensor, norm: torch.Tens
     """Run one step of ``optimizer`` with gradients scaled so that their global ``norm`` is at most ``limit``.
 
     Args:
-        optimizer: of ``build_optimizer``. It scales gradients where it reads them: they take no pass of their own.
+        optimizer: result of ``build_optimizer``. It scales gradients while it reads them, without an additional pass.
         skipped: a flag on the device; if it is set, weights and states stay unchanged.
-        norm: of all gradients. It stays on the device, so the host does not wait for it.
-        limit: 0: no limit.
+        norm: the norm of all gradients. It stays on the device, so the host does not wait for it.
+        limit: the maximum norm; 0 for no limit.
     """
     fused: Any = optimizer  # GradScaler sets these attributes on fused optimizers
     fused.found_inf = skipped.float()
     if limit:
-        fused.grad_scale = (norm / limit).clamp(min=1).float()  # what they are divided by
+        fused.grad_scale = (norm / limit).clamp(min=1).float()  # the divisor of the gradients
     optimizer.step()

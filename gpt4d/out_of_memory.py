@@ -31,7 +31,7 @@ class MemoryWatch:
         self.stage: Stage | None = None
 
     def describe(self, error: BaseException) -> str:
-        """Return the error in one line. It must not fail itself, whatever the state of the process."""
+        """Return the error in one line. It must not fail in any state of the process."""
         where = _layer(error.__traceback__, self.stage) or (
             "the training step" if self.stage else "the start of the run"
         )
@@ -49,7 +49,7 @@ class MemoryWatch:
 
 @contextmanager
 def one_line(plan: ParallelPlan, device: torch.device) -> Iterator[MemoryWatch]:
-    """Raise OutOfMemory, which is reported in one line, for an error of memory of the device or the host."""
+    """Raise OutOfMemory, which is reported in one line, if the device or the host cannot allocate memory."""
     watch = MemoryWatch(plan, device)
     try:
         yield watch
@@ -60,7 +60,7 @@ def one_line(plan: ParallelPlan, device: torch.device) -> Iterator[MemoryWatch]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory could not be allocated, on a GPU or on the host."""
+    """Return whether an exception means that memory could not be allocated, on a GPU or on the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -70,7 +70,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _layer(traceback: TracebackType | None, stage: Stage | None) -> str | None:
     """Return the name of the innermost module whose forward the error passed through.
 
-    The backward has none: there it is the layer of the weight that was last gathered.
+    In the backward, which runs no such forward, it is the layer of the weight that was gathered last.
     """
     if stage is None:
         return None

@@ -17,13 +17,13 @@ class ParallelPlan:
     """The settings, the model and the stages with which a number of devices train.
 
     Attributes:
-        config: the configuration with everything that the plan decides filled in.
-        description: the whole model, padded for the grids of all stages.
+        config: the configuration, completed with the plan's decisions.
+        description: the full model, padded for the grids of all stages.
         stages: the pipeline's stages, first to last.
         microbatches: microbatches of a step on each device.
         crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
         costs: estimated seconds of a microbatch on each virtual stage and edge, by which the stages' programs are
-            chosen; None if there is one stage.
+            chosen; None for a single stage.
         candidates: one line for each plan that was considered, best first; empty if the grid was given.
     """
 
@@ -49,11 +49,11 @@ class ParallelPlan:
         return self.stages[0].sizes
 
     def micro_batch_size(self, stage: StagePlan) -> int:
-        """Return the samples that a device of a stage takes at once."""
+        """Return the microbatch of a device of a stage, in samples."""
         return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
 
     def training_program(self, stage: int, microbatches: int) -> Program:
-        """Return what a stage does in a training step. Equal arguments give programs that fit together on all ranks."""
+        """Return a stage's program of a training step. Equal arguments give matching programs on all ranks."""
         pipeline = self.config.parallel.pipeline
         assert self.costs is not None and pipeline.schedule is not None
         orders = orders_of(pipeline.schedule, len(self.stages), microbatches, self.costs, pipeline.chunks_per_stage)
@@ -62,7 +62,7 @@ class ParallelPlan:
         return programs(orders, self.costs)[stage]
 
     def evaluation_program(self, stage: int, microbatches: int) -> Program:
-        """Return what a stage does in an evaluation: forwards alone, one microbatch after another."""
+        """Return a stage's program of an evaluation, the forwards of all microbatches in sequence."""
         own = [range(index, self.virtual_stages, len(self.stages)) for index in range(len(self.stages))]
         orders = [[Action("F", m, place) for m in range(microbatches) for place in places] for places in own]
         assert self.costs is not None

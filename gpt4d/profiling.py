@@ -1,4 +1,4 @@
-"""``profile.steps``: torch profiler traces of chosen steps on every rank, and pictures of the last of them."""
+"""``profile.steps``: torch profiler traces of chosen steps on every rank, and plots of the last chosen step."""
 
 import inspect
 from collections import Counter
@@ -31,9 +31,9 @@ from gpt4d.writing import optional_file
 class Profile:
     """Context of a training loop that starts after step ``done``; each step runs inside ``step(number)``.
 
-    The profiled steps leave ``run.dir/traces/steps_…/rank_00000.json.gz`` of each rank, for chrome://tracing or
-    Perfetto, and of the last step rank 0's ``timeline.png`` and, of more than one stage, ``pipeline.png``. Results do
-    not change. On other steps nothing is recorded, and the model has no hooks.
+    The profiled steps produce ``run.dir/traces/steps_…/rank_00000.json.gz`` for each rank, for chrome://tracing or
+    Perfetto. For the last step, rank 0 writes ``timeline.png`` and, with several stages, ``pipeline.png``. Results do
+    not change. On all further steps nothing is recorded, and the model has no hooks.
     """
 
     def __init__(self, config: Config, train_step: TrainStep, logger, done: int):
@@ -121,17 +121,18 @@ class Profile:
 class _LayerRecorder:
     """Context that names each layer's computation in the profiler's trace and records it in ``spans``.
 
-    Layers are the outermost modules (``blocks.0``) and the innermost (``blocks.0.mlp.up``). Backwards are observed by
-    hooks on nodes of autograd's graph, which are freed with the graph; a module's own backward hooks would add nodes
-    to it. Where chunks take turns, an innermost layer has a span for each turn and for each node. An outermost one
-    lasts from the first chunk to the last; the trace does not name it, since such ranges overlap each other.
+    Layers are the outermost modules (``blocks.0``) and the innermost (``blocks.0.mlp.up``). Hooks on nodes of
+    autograd's graph observe backwards and are freed with the graph. Backward hooks of modules add nodes to the graph
+    and are not used. If chunks interleave, an innermost layer has a span for each segment of a chunk and for each node.
+    An outermost layer lasts from the first chunk to the last chunk. The trace does not name it, since such ranges
+    overlap.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, chunked: bool):
         self.model, self.optimizer, self.device, self.chunked = model, optimizer, device, chunked
         self.spans: list[LayerSpan] = []  # start and stop are results of ``now``
         self.open: dict[tuple[str, str], tuple] = {}  # (name, phase) → (profiler range, start) of unfinished spans
-        self.depth: Counter[tuple[str, str]] = Counter()  # chunks that are inside of one
+        self.depth: Counter[tuple[str, str]] = Counter()  # number of chunks inside each layer
         self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "_LayerRecorder":
@@ -189,7 +190,7 @@ class _LayerRecorder:
             self._observe_backward(name, inputs, output)
 
     async def _observe(self, name: str, in_turns: bool, layer: nn.Module, inputs: tuple, forward: Coroutine):
-        """Record a layer's coroutine and return its result; ``in_turns``: each turn by itself."""
+        """Record a layer's coroutine and return its result; ``in_turns``: record each segment separately."""
         turns, phase, result = forward.__await__(), self._phase(), None
         traced = in_turns or not self.chunked
         self._begin(name, phase, traced)
@@ -227,7 +228,7 @@ class _LayerRecorder:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules: the outermost and the innermost that are called, without the model itself."""
+    """Yield names and modules: the outermost and the innermost called modules, without the model itself."""
     outermost: list[str] = []
     for name, module in model.named_modules():
         if not name or isinstance(module, (nn.ModuleDict, nn.ModuleList)):

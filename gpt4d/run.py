@@ -1,4 +1,4 @@
-"""The command ``train.py``: help, dry run, sweep, or a run as this process's launcher says."""
+"""The command ``train.py``: help, dry run, sweep, or a run under this process's launcher."""
 
 import faulthandler
 import os
@@ -36,14 +36,14 @@ def main(arguments: list[str]) -> None:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
-@one_line_errors()  # inside Hydra, which reports errors at length, and around it for Hydra's own errors
+@one_line_errors()  # inside Hydra, whose reports are long, and also around Hydra for its own errors
 def _run(composed) -> None:
     gpu.set_environment()  # the detection of cluster=auto may ask torch for the GPU
     train(to_config(composed))
 
 
 def train(config: Config) -> None:
-    """Train as this process's launcher says. Exits with code 75 after a signal, once the run is saved."""
+    """Train as a rank of this process's launcher. Exits with code 75 after a signal, once the run is saved."""
     faulthandler.enable()  # a mapped file that is truncated ends this process with SIGBUS; the stack shows its reader
     launch = Launch.from_environment()
     plan = validate(config, config.run.world_size or launch.world_size)
@@ -60,7 +60,7 @@ def train(config: Config) -> None:
         print(f"{mode}: {chosen}", flush=True)
 
     with listen_for_signals(announce=not launch.rank) as stop:
-        # torch takes seconds to import: only once the configuration is known to be right.
+        # Import torch, which takes seconds, only after all checks of the configuration.
         from gpt4d import out_of_memory
         from gpt4d.runtime.job import process_group
         from gpt4d.trainer import Trainer

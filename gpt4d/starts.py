@@ -42,7 +42,7 @@ def record(
         hosts: the host of each rank.
         grids: the grid of each pipeline stage.
         identity: the fingerprints of the data (Task.identity).
-        found: the settings that differ from those with which the run was trained.
+        found: the settings that differ from the settings with which the run was trained.
         initial: the checkpoint whose weights this start began with (``checkpoint.init``).
     """
     from omegaconf import OmegaConf
@@ -84,7 +84,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def check_last(config: Config) -> dict[str, Change]:
-    """Return the settings that differ from the last start in ``run.dir``; none if there was no start.
+    """Return the settings that differ from the last start in ``run.dir``; empty before the first start.
 
     Raises ConfigError if a difference changes results and ``checkpoint.allow_changes`` does not list it.
     """
@@ -111,10 +111,10 @@ def _commit() -> tuple[str | None, bool | None]:
         command = ["git", "-C", str(CONFIG_DIR.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout
 
-    if not (CONFIG_DIR.parent / "train.py").exists():  # a wheel, which another repository may contain
+    if not (CONFIG_DIR.parent / "train.py").exists():  # an installed package, which another repository may contain
         return None, None
     try:
-        with activity.unlimited():  # git has a timeout of its own
+        with activity.unlimited():  # git has its own timeout
             return git("rev-parse", "HEAD").strip(), not git("status", "--porcelain").strip()
     except (OSError, subprocess.SubprocessError):  # no git, no clone, or a slow file system
         return None, None

@@ -16,6 +16,7 @@ from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
 from gpt4d.parallel import compile, gradient_reducer
+from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
@@ -47,10 +48,10 @@ def build_stage(
     Args:
         config: model, precision, activation checkpointing and overlaps.
         grid: the ranks of the stage.
-        device: where its parameters live.
-        dtype: of the master weights; float64 computes in float64 too.
-        initialized: set initial values; without it a checkpoint must be loaded.
-        plan: the pipeline, of which ``grid`` is a stage; None: the stage is the full model.
+        device: the device of its parameters.
+        dtype: dtype of the master weights; with float64, the computation is also in float64.
+        initialized: set initial values; if false, a checkpoint must be loaded.
+        plan: the pipeline that has ``grid`` as a stage; None: the stage is the full model.
     """
     train, whole = config.train, plan.description if plan else registry.describe_run(config)
     index, bounds = 0, {0: (0, len(whole.units))}
@@ -58,21 +59,10 @@ def build_stage(
         own = plan.stage_of(grid.world.index)
         index, bounds = own.index, {own.index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
     description = whole.stage(bounds.values())
-    recompute = train.activation_checkpointing == "full"
     compile.enable(train.compile, device)
-    weights = ShardedWeights(
-        grid,
-        dtype if dtype == torch.float64 else compute_dtype(train.precision, device),
-        dtype,
-        device=device,
-        overlap=config.parallel.overlap,
-        recompute=recompute,
-        num_chunks=config.parallel.chunks,
-        scatter_heads=config.parallel.scatter_heads,
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute_inputs=train.activation_checkpointing == "selective",
-        loss_chunks=train.loss_chunks,
-    )
+    computed = dtype if dtype == torch.float64 else compute_dtype(train.precision, device)
+    context = Context(grid, computed, config.parallel.overlap, **layer_settings(config))
+    weights = ShardedWeights(context, dtype, device)
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))
     weights.keep_whole(description.whole_weights)
@@ -86,7 +76,7 @@ def build_stage(
         weights=weights,
         module=module,
         parts=parts,
-        layer_weights={place: whole.stage([part]).layer_weights(recompute) for place, part in bounds.items()},
+        layer_weights={place: whole.stage([part]).layer_weights(context.recompute) for place, part in bounds.items()},
         terms=dict(description.contributions),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
@@ -100,17 +90,17 @@ def build_stage(
 
 
 def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> None:
-    """Connect this rank's stage of a pipeline to the others. All ranks of the job call it together.
+    """Connect this rank's stage to all further stages of a pipeline. All ranks of the job call it together.
 
     Args:
         plan: the pipeline.
         stage: the stage of this rank.
         ranks_per_host: consecutive ranks of the job on each host.
-        timeout: of the links' process groups; None for torch's default.
+        timeout: timeout of the links' process groups; None for torch's default.
     """
     train, parallel, whole = plan.config.train, plan.config.parallel, plan.description
     samples = train.batch_size // plan.microbatches
-    edges_in = partial(edges, whole, plan.crossing, samples, train.seq_len, stage.weights.compute_dtype)
+    edges_in = partial(edges, whole, plan.crossing, samples, train.seq_len, stage.weights.context.compute_dtype)
     described = [whole.stage(stage_plan.parts) for stage_plan in plan.stages]
     copies = [
         Copy(name, owner, holder, spec.layout, spec.shape, stage.weights.dtype)
@@ -138,12 +128,12 @@ class TrainStep:
     """Computes training steps of a stage and updates its parameters.
 
     Args:
-        stage: what this rank trains.
+        stage: the stage that this rank trains.
         compute: computes a part of the model on a microbatch (gpt4d.parallel.pipeline.runtime).
         config: the optimizer's settings.
-        overlap_data: gradients are summed over data beside the backward.
+        overlap_data: all-reduce gradients over the data axis concurrently with the backward.
         before_update: called before parameters change; a checkpoint may still read them.
-        is_spike: returns something true for a loss and a norm of a step to skip. It reads device values on the host.
+        is_spike: returns a true value if a step with this loss and norm must be skipped. It runs on the host.
     """
 
     def __init__(
@@ -169,9 +159,9 @@ class TrainStep:
         """Train on one global batch.
 
         Args:
-            batches: this rank's ``microbatches`` parts of it.
-            microbatches: how many there are.
-            units: tokens or images of the global batch, which the loss is averaged over.
+            batches: this rank's microbatches of the global batch.
+            microbatches: number of microbatches.
+            units: number of tokens or images of the global batch, by which the loss is divided.
             lr: learning rate of this step.
             stop: this rank has been asked to stop; all ranks learn it.
         """
@@ -180,7 +170,7 @@ class TrainStep:
             group["lr"] = lr
         loss = self.runtime.forward_backward(batches, microbatches, units)
         squared_norm = gradient_reducer.squared_norm(self.shards, grid, device)
-        stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor would synchronize
+        stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
         totals = grid.world.all_reduce(totals)
         loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]
@@ -201,5 +191,5 @@ class TrainStep:
 
 
 def mask_replicas(loss: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Return a loss to be summed over the job: ranks along x and y have the same samples, and one of them counts."""
+    """Return the loss for an all-reduce over the job: zero except on one rank of each x-y plane with equal samples."""
     return loss if grid.x.index == grid.y.index == 0 else torch.zeros_like(loss)

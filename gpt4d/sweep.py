@@ -1,8 +1,8 @@
 """Sweeps: ``python train.py -m optim.lr=1e-3,4e-3 train.seed=0,1`` trains one job per combination, in order.
 
-Each job is a run of its own in ``<run.dir>/<its values>`` and a process of its own, with the same result as
-``python train.py`` with the job's overrides. A job that fails or is killed does not end the sweep. With several ranks,
-each rank of the sweep starts its rank of each job. The same command skips finished jobs and resumes unfinished ones.
+Each job is a separate process and a separate run in ``<run.dir>/<its values>``, with the same result as ``python
+train.py`` with the job's overrides. A job that fails or is killed does not end the sweep. With several ranks, each
+rank starts one process per job. The same command skips finished jobs and resumes unfinished ones.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from gpt4d.writing import optional_file, replace_file
 
 _MULTIRUN = {"-m", "--multirun"}
 _MAX_NAME = 100  # characters; file systems allow 255 bytes
-_PORT_STEP = 32  # ports of the steps of one Slurm job follow each other
-_SWEEP_PIPE = "GPT4D_SWEEP_PIPE"  # descriptor of a pipe that tells a job when its sweep ends
+_PORT_STEP = 32  # distance between jobs' ports, since the steps of one Slurm job have consecutive ports
+_SWEEP_PIPE = "GPT4D_SWEEP_PIPE"  # descriptor of a pipe that closes when the sweep ends
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Job:
         run, train = Run(self.directory), self.config.train
         if run.state is not State.FINISHED:
             return False
-        if train.epochs is not None:  # only the data tell how many steps these are
+        if train.epochs is not None:  # the number of steps depends on the data
             return run.settings.get("train.epochs") == train.epochs
         return run.history.step >= train.steps
 
 
 def requested(arguments: Sequence[str]) -> bool:
-    """Return whether the arguments of train.py ask for a sweep, and not only for information such as ``--help``."""
+    """Return whether the arguments of train.py start a sweep, rather than print information such as ``--help``."""
     options = {argument for argument in arguments if argument.startswith("-")}
     return bool(options) and options <= _MULTIRUN
 
@@ -128,7 +128,7 @@ def expand(overrides: Sequence[str], world_size: int) -> list[Job]:
             job = Job.create(combination, swept_keys)
             owner = jobs.setdefault(job.name, job)
             if owner is not job:
-                raise ConfigError(f"the same run as {' '.join(owner.swept)} ({job.directory}); leave one of them out")
+                raise ConfigError(f"the same run as {' '.join(owner.swept)} ({job.directory}); leave one out")
             validate(job.config, world_size)
             lock.check_unused(job.directory)
             checkpoint_dir.check_run(job.config)
@@ -170,8 +170,8 @@ def _describe(problem: str, jobs: list[str], count: int) -> str:
 def job_name(values: Mapping[str, str]) -> str:
     """Return a file name for the values of the swept keys, such as ``lr=0.001,seed=0``.
 
-    It has the last part of each key, or the complete key where two keys end alike. Names with characters that are not
-    safe in a file name, and long names, are shortened and get a checksum.
+    It contains the last part of each key, or the complete key if two keys have the same last part. Long names, and
+    names with characters that are unsafe in file names, are shortened and get a checksum.
     """
     short = [key.rpartition(".")[2] for key in values]
     names = [last if short.count(last) == 1 else key for key, last in zip(values, short, strict=True)]
@@ -192,7 +192,7 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _value(config: Config, key: str, text: str) -> str:
-    """Return the value of a key as text: 0.001 for 1e-3. The text of the override if the key is a group."""
+    """Return the value of a key as text, such as 0.001 for 1e-3; for a group, the text of the override."""
     if key not in known_keys():
         return text.strip("'\"")
     value = value_of(config, key)
@@ -200,7 +200,7 @@ def _value(config: Config, key: str, text: str) -> str:
 
 
 class _JobProcess:
-    """The process of the current job. A signal to the sweep ends the job, which saves its state, and then the sweep."""
+    """The process of the current job. A signal to the sweep first ends the job, which saves its state."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
@@ -242,7 +242,7 @@ def _ignore_ctrl_c() -> None:
 
 
 def end_with_sweep() -> None:
-    """End this process when the sweep ends that has started it, if a sweep has."""
+    """End this process when its sweep ends. Without a sweep, do nothing."""
     if pipe := os.environ.get(_SWEEP_PIPE):
         end_with_parent(int(pipe))
 
@@ -255,7 +255,7 @@ def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch) -> None
     Args:
         jobs: the jobs in their order.
         program: the command line that the overrides of a job follow.
-        launch: the place of this process among the ranks of the sweep.
+        launch: the rank of this process in the sweep.
     """
     report = None if launch.rank else _Report(jobs)
     unfinished = [job for job in jobs if not job.is_finished()]
@@ -320,7 +320,7 @@ class _Report:
         runs = {job.name: Run(job.directory) for job in self.jobs}
         for name, code in codes.items():
             if code not in (0, EXIT_CODE, -signal.SIGTERM):
-                runs[name].state = State.FAILED  # perhaps before the run recorded a start
+                runs[name].state = State.FAILED  # the job may have failed before the run recorded a start
         entries = [
             {"job": job.name, "overrides": job.swept, **runs[job.name].to_json(), "exit_code": codes.get(job.name)}
             for job in self.jobs

@@ -1,4 +1,4 @@
-"""Timeline of one training step as a picture: computation of the layers, and collectives on each axis of the grid."""
+"""Plot of the timeline of one training step: computation of the layers, and collectives on each axis of the grid."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def draw(path: Path, title: str, seconds: float, spans: list[LayerSpan], axes: d
 
 
 def _lanes(spans: list[LayerSpan]) -> tuple[list, list]:
-    """Return the visible pieces of the outermost layers and those of the innermost layers."""
+    """Return the visible intervals of two lanes: the outermost layers and the innermost layers."""
     names = {span.name for span in spans}
     parents = {name: [parent for parent in _ancestors(name) if parent in names] for name in names}
     containers = {parent for ancestors in parents.values() for parent in ancestors}
@@ -79,7 +79,7 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _visible(spans: list[LayerSpan]) -> list[tuple[LayerSpan, float, float]]:
-    """Return the pieces (span, start, stop) of a lane, in which an inner span covers the one that contains it."""
+    """Return the visible intervals (span, start, stop) of a lane. An inner span covers the span that contains it."""
     active: list[LayerSpan] = []  # spans that have started and not ended, the outermost first
     pieces, reached = [], 0.0
     for next_span in [*sorted(spans, key=lambda span: span.start), None]:
@@ -98,7 +98,7 @@ def _visible(spans: list[LayerSpan]) -> list[tuple[LayerSpan, float, float]]:
 
 
 def _write(plot, names: list[str], start, stop, height: float, seconds: float, upright: bool = False) -> None:
-    """Write the first name that fits the bar; otherwise the last one vertically if ``upright``; otherwise nothing."""
+    """Write the first name that fits the bar. If no name fits and ``upright`` is set, write the last one vertically."""
     room = (stop - start) / seconds * 0.8 * _WIDTH_IN * 72 / _FONT  # in letter heights
     fitting = next((name for name in names if room > 0.6 * len(name)), None)
     if fitting or (upright and room > 1):

@@ -50,10 +50,10 @@ class Trainer:
         self.hang_detector = HangDetector({}, timeout_s, self.run_dir / "hang")
         if watchdog:
             watchdog.hang_detector = self.hang_detector
-        self.lock: DirectoryLock | None = None  # of rank 0
+        self.lock: DirectoryLock | None = None  # only on rank 0
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
-            # By default torch would also fill every temporary tensor.
+            # By default torch also fills every temporary tensor.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         task_name = registry.of(config.model).task
         self.task = tasks.get(task_name).create(config)
@@ -93,12 +93,12 @@ class Trainer:
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
-        self.started_at: float | None = None  # on rank 0, once starts.jsonl has this start, its time
+        self.started_at: float | None = None  # time of this start in starts.jsonl; only on rank 0
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
 
     @contextmanager
     def _connecting(self, name: str) -> Iterator[None]:
-        """Limit the time in which the body connects ranks. A rank that is ready earlier waits for the others."""
+        """Limit the time in which the body connects ranks. A rank that is ready early waits for the remaining ranks."""
         with MAIN.begin(name), activity.unlimited(), self.watchdog.limit(name) if self.watchdog else nullcontext():
             yield
 
@@ -123,8 +123,8 @@ class Trainer:
                 self.stage.exchange.close()
             run_on_rank0(self.log.close, "closing the log")
         except BaseException as error:
-            # With other ranks, an error of this rank, or of another, which this one follows from, is reported at once.
-            # Until then nothing here may wait, and after it the process ends.
+            # In a job of several ranks, report the error immediately and end the process. The error may result from an
+            # error of another rank, so nothing here may wait before the report.
             if self.watchdog and not isinstance(error, RAISED_ON_ALL_RANKS):
                 raise
             if self.started_at and isinstance(error, Exception):
@@ -134,7 +134,7 @@ class Trainer:
         self._close()
 
     def _close(self) -> None:
-        self.hang_detector.axes = {}  # what an error has left behind; activities are watched to the end
+        self.hang_detector.axes = {}  # drop unfinished collectives after an error; activities are watched to the end
         self.task.close()
         self.checkpoints.close()
         self.log.close()
@@ -153,14 +153,14 @@ class Trainer:
             validating = last or _due(step, train.validate_every)
             saving = last or _due(step, config.checkpoint.every)
             reporting = validating or saving or _due(step, config.logging.every)
-            # Times of communication cost a GPU time, so they are those of the last step before a report.
+            # Timing of communication slows a GPU, so only the last step before a report is timed.
             self.meter.time_communication(reporting or profile.includes(step) or self.device.type == "cpu")
             with profile.step(step):
                 unread.append(self._step(stop))
             self.checkpoints.report_saved()
             if step == first + _SLOW_STEPS:
                 self.hang_detector.end_startup()
-            # A GPU works a step ahead of what is read from it, unless its values are needed now.
+            # The GPU is one step ahead of the metrics that the host reads, unless the host needs them now.
             while len(unread) > (0 if reporting or stopping or train.skip_spikes else 1):
                 step_metrics = self._read(unread.popleft())
                 stopping |= step_metrics.stopping
@@ -257,7 +257,7 @@ class Trainer:
             self.watchdog.record_failure = self.log.failed
 
     def _finish(self) -> None:
-        """Report a sample, the final validation loss and where everything is."""
+        """Report a sample, the final validation loss and the location of the outputs."""
         if sample := self.task.sample():
             self.log.event("sample", sample.message, **self.progress.values(self.task.unit), **sample.values)
         run_on_rank0(self._report_end, "reporting the end of the run")

@@ -38,7 +38,7 @@ def optional_file(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Write ``path`` such that it has its old or its new content at any time. Raises OSError."""
+    """Replace the content of ``path`` atomically. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(content, encoding="utf-8")
@@ -51,11 +51,11 @@ class LineLog:
     """A file to which lines are appended. Any thread may append, also after ``close``.
 
     Lines that cannot be written, because the disk is full for example, wait in memory until the next ``append`` or
-    ``close`` writes them. Only a warning tells of them.
+    ``close`` writes them. The log prints a warning and raises no error.
     """
 
     def __init__(self, path: Path):
-        """Raises ConfigError if the file cannot be opened."""
+        """Open ``path`` for appending. Raises ConfigError if it cannot be opened."""
         self.path = path
         self._lock = threading.Lock()
         self._descriptor: int | None = None

@@ -14,6 +14,7 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.model.module import Model
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
@@ -50,16 +51,16 @@ def build_model(
     seed: int = 1,
     loss_chunks: int = 1,
 ) -> Model:
-    weights = ShardedWeights(
+    context = Context(
         Grid(sizes),
         compute_dtype or dtype,
-        dtype,
         recompute=checkpointing == "full",
         recompute_inputs=checkpointing == "selective",
         loss_chunks=loss_chunks,
     )
+    weights = ShardedWeights(context, dtype)
     model = registry.build(config.on_grids([sizes]), weights)
-    initialize(model, seed, weights.grid)
+    initialize(model, seed, weights.context.grid)
     return model
 
 

@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     # Collectives, layers, engine
     Mutation(
-        "parallel/comm/collectives.py",
+        "parallel/comm/cpu/shared_memory.py",
         "for other in slots[2:]:",
         "for other in slots[1:]:",
         "an all-reduce through shared memory counts each rank once",
@@ -121,8 +121,8 @@ MUTATIONS = [
     ),
     Mutation(
         "parallel/comm/collectives.py",
-        "sent_bytes = 2 * (axis.size - 1) / axis.size * tensor.nbytes",
-        "sent_bytes = (axis.size - 1) / axis.size * tensor.nbytes",
+        "axis, 2 * (axis.size - 1) / axis.size, parameter, op)",
+        "axis, (axis.size - 1) / axis.size, parameter, op)",
         "counted bytes equal planned bytes",
         "tests/parallel/test_comm_stats.py tests/test_trainer.py",
     ),
@@ -192,8 +192,8 @@ MUTATIONS = [
     # Pipelines and resharding
     Mutation(
         "parallel/pipeline/schedule.py",
-        "group, place = divmod(turn, stages * chunks)",
-        "group, place = divmod(turn, stages)",
+        "group, place = divmod(index, stages * chunks)",
+        "group, place = divmod(index, stages)",
         "the interleaved schedule computes every microbatch on every virtual stage",
         "tests/parallel/pipeline/test_schedules.py",
     ),

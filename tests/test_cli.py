@@ -108,7 +108,7 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp
     assert texts[0].stdout == texts[1].stdout == texts[2].stdout
     assert texts[0].stdout.startswith("alpha: ${beta} = ")
     alone = run_command(ranks.context, *generate, f"checkpoint={run}", "prompt=a", "gx=2")
-    assert "error: gx·gy·gz=2·1·1: this is no grid of 1 process(es)" in alone.stderr
+    assert "error: gx·gy·gz=2·1·1: not a grid of 1 process(es)" in alone.stderr
 
 
 @pytest.mark.parametrize(

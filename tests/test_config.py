@@ -93,7 +93,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (3, ["parallel.gdata=3"], "train.batch_size=8: cannot be split over parallel.gdata·gz=3; use a multiple of 3"),
         (2, ["train.micro_batch_size=3"], "train.micro_batch_size=3: does not divide"),
         (1, ["train.loss_chunks=3"], "train.loss_chunks=3: does not divide train.seq_len="),
-        (1, ["model=unet_tiny", "train.loss_chunks=2"], "train.loss_chunks=2: a picture has no logits"),
+        (1, ["model=unet_tiny", "train.loss_chunks=2"], "train.loss_chunks=2: an image has no logits"),
         (1, ["train.seq_len=512"], "train.seq_len=512: longer than model.max_positions=256"),
         (1, ["model.heads=5"], "model.heads=5: does not divide model.hidden=128; use one of 1, 2, 4"),
         (1, ["train.precision=fp8"], "train.precision=fp8: use one of auto, fp32, bf16"),
@@ -116,7 +116,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (
             1,
             ["data=blue_marble"],
-            "data.source=blue_marble: pictures, but model=gpt_tiny trains on text; use data=sotu",
+            "data.source=blue_marble: images, but model=gpt_tiny trains on text; use data=sotu",
         ),
         (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
         (1, ["checkpoint.resume=true"], "checkpoint.resume=true: not a way to resume; use auto, the default"),

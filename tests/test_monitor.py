@@ -80,7 +80,7 @@ def test_a_rank_that_is_late_five_times_in_a_row_is_named():
     spread, message = stragglers.note([1.0, 1.0, 1.0, 1.1])
     assert spread == {"min": 1.0, "median": 1.0, "max": 1.1, "slowest": 3} and not message
     messages = [stragglers.note([1.0, 1.0, 2.0, 1.0])[1] for _ in range(5)]
-    assert messages[:4] == [""] * 4 and messages[4] == "rank 2 on b takes 2.000 s per step, the others about 1.000 s"
+    assert messages[:4] == [""] * 4 and messages[4] == "rank 2 on b takes 2.000 s per step, the median is 1.000 s"
     assert not stragglers.note([2.0, 1.0, 1.0, 1.0])[1]
 
 

@@ -280,7 +280,7 @@ def test_the_watched_table_follows_the_files(two_runs, monkeypatch, capsys):
         (["diff", "{empty}", "{empty}"], "{empty}: not a run"),
         (["plot", "{empty}"], "out=… is missing"),
         (["plot", "out=a.png"], "plot: no run"),
-        (["plot", "{empty}", "out=a.jpeg"], "out=a.jpeg: no format for pictures"),
+        (["plot", "{empty}", "out=a.jpeg"], "out=a.jpeg: not a format of plots"),
         (["plot", "{empty}", "out=a.png", "x=days"], "x=days: use one of step, tokens, hours"),
         (["watch", "{empty}", "every_s=0"], "every_s=0.0: use a value above 0"),
     ],

@@ -12,6 +12,7 @@ from gpt4d.config import GridSizes
 from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.model.gpt2 import hugging_face as hf
+from gpt4d.parallel.context import Context
 from tests.data import batch
 from tests.grids import (
     BINARY_GRIDS,
@@ -296,13 +297,13 @@ def multiply_once(sizes, m, k, n):
     from gpt4d.parallel.layers.module import Layer
     from gpt4d.parallel.sharded_weights import ShardedWeights
 
-    weights = ShardedWeights(Grid(sizes))
+    weights = ShardedWeights(Context(Grid(sizes), torch.float32))
     layer = Layer(LinearSpec(k, n), weights)
     torch.nn.init.zeros_(layer.weight)
     torch.nn.init.zeros_(layer.bias)
     inputs = torch.zeros(m, k // sizes.y, requires_grad=True)
     run_alone(layer(inputs)).sum().backward()
-    return {axis.name: axis.traffic.read()["bytes"] for axis in weights.grid}
+    return {axis.name: axis.traffic.read()["bytes"] for axis in weights.context.grid}
 
 
 def test_bytes_of_a_layer_follow_the_papers_equations(ranks):

@@ -13,6 +13,7 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.parallel import random
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import DropoutSpec
@@ -63,7 +64,7 @@ class Values:
         self.sizes, self.dtype, self.device = sizes, dtype, device
         self.generator = torch.Generator().manual_seed(0)
         master = torch.float64 if dtype == torch.float64 else torch.float32
-        self.weights = ShardedWeights(Grid.single_device(), dtype, master, device)
+        self.weights = ShardedWeights(Context(Grid.single_device(), dtype), master, device)
         self.inputs: dict[str, torch.Tensor] = {}
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -87,7 +88,7 @@ class Values:
         places = torch.arange(self.sizes.length, device=self.device)
         lengths = samples[:, None] + self.sizes.length // 3
         documents = Documents.ending_with(0, (places + 1) % lengths) if with_documents else None
-        return TokenIndex(samples + 7, self.sizes.length, self.weights.grid.axis(None), documents)
+        return TokenIndex(samples + 7, self.sizes.length, self.weights.context.grid.axis(None), documents)
 
 
 Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
@@ -159,7 +160,7 @@ def _head(values: Values):
 def _cross_entropy(values: Values):
     s = values.sizes
     logits, targets = values.input(s.batch, s.length, s.columns), values.ids(s.vocabulary)
-    return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.grid.x)
+    return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.context.grid.x)
 
 
 def _dropout(values: Values):
@@ -261,7 +262,10 @@ def check(context: CheckContext) -> Outcome:
 def _check_bits(outcome: Outcome, device: torch.device) -> None:
     """Require initial weights and dropout masks to have the same bits as on the CPU."""
     config = GPT2Config(layers=2, hidden=64, heads=4, vocab_size=1000, max_positions=64)
-    streams = [ShardedWeights(Grid.single_device(), device=place) for place in (torch.device("cpu"), device)]
+    streams = [
+        ShardedWeights(Context(Grid.single_device(), torch.float32), device=place)
+        for place in (torch.device("cpu"), device)
+    ]
     models = [registry.build(config, weights) for weights in streams]
     for model in models:
         initialize(model, 1, model.context.grid)

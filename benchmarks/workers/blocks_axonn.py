@@ -25,6 +25,7 @@ from benchmarks.workers import blocks
 from benchmarks.workers.training import Workload, initial_weights
 from gpt4d.config import GridSizes, from_arguments
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec
@@ -153,7 +154,7 @@ class AxonnBlocks:
 
 def build_contenders(grid: Grid, work: Workload) -> dict[str, AxonnBlocks]:
     build = partial(AxonnBlocks, grid, work, initial_weights(work.model))
-    global_norm = partial(GlobalNorm, ShardedWeights(grid), work.model.hidden)
+    global_norm = partial(GlobalNorm, ShardedWeights(Context(grid, torch.float32)), work.model.hidden)
     shard_norm = partial(nn.LayerNorm, work.model.hidden // grid.sizes.y)
     contenders = {
         "none": build(False, global_norm),

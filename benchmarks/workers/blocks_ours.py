@@ -66,7 +66,7 @@ class Gpt4dBlocks:
         return self.collect_results
 
     def collect_results(self) -> dict:
-        grid = self.weights.grid
+        grid = self.weights.context.grid
         exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in (grid.x, grid.y, grid.z)}
         matrices = [p for p in self.blocks.parameters() if p.spec.decay]
         norms = blocks.take_gradient_norms(self.inputs, matrices, grid.sizes)

@@ -3,13 +3,13 @@
     verify  checkpoint=runs/NAME             check all files and tensors
     inspect checkpoint=runs/NAME             print metadata and tensors
     export  checkpoint=runs/NAME out=DIR     for transformers or diffusers: AutoModelForCausalLM.from_pretrained("DIR")
-            dtype=float32|bfloat16|float16   by default that of an imported model, otherwise float32
-            weights=average|raw              by default the averages that samples are drawn with, if there are some
+            dtype=float32|bfloat16|float16   by default the dtype of an imported model, otherwise float32
+            weights=average|raw              by default the averages from which samples are drawn, if present
     import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: weights to train further
             tokenizer=none|NAME              instead of the tokenizer in source: a file, a directory or a hub name
 
-``checkpoint`` is a checkpoint or a run directory, of which ``verify`` checks all checkpoints and the other commands use
-the newest.
+``checkpoint`` is a checkpoint or a run directory. In a run directory, ``verify`` checks all checkpoints, and every
+further command uses the newest checkpoint.
 """
 
 import re
@@ -32,11 +32,15 @@ from gpt4d.task import registry as tasks
 
 @dataclass
 class ReadConfig:
+    """Settings of ``verify`` and ``inspect``: a checkpoint or a run directory."""
+
     checkpoint: str = MISSING
 
 
 @dataclass
 class ExportConfig:
+    """Settings of ``export``; the text of this module explains them."""
+
     checkpoint: str = MISSING
     out: str = MISSING
     dtype: str | None = None
@@ -45,13 +49,15 @@ class ExportConfig:
 
 @dataclass
 class ImportConfig:
+    """Settings of ``import``; the text of this module explains them."""
+
     source: str = MISSING
     out: str = MISSING
     tokenizer: str | None = None
 
 
 def verify(config: ReadConfig) -> None:
-    """Print one line for each checkpoint. Raises ConfigError at the end if one is damaged or unreadable."""
+    """Print one line for each checkpoint. Raises ConfigError at the end if a checkpoint is damaged or unreadable."""
     from gpt4d.checkpoint import storage
 
     path = Path(config.checkpoint)
@@ -106,6 +112,7 @@ def inspect(config: ReadConfig) -> None:
 
 
 def export(config: ExportConfig) -> None:
+    """Write a model for transformers or diffusers to ``config.out``, and print how to load it."""
     from gpt4d.checkpoint import exporter
     from gpt4d.checkpoint.model_directory import adapter_of
 
@@ -116,6 +123,7 @@ def export(config: ExportConfig) -> None:
 
 
 def import_(config: ImportConfig) -> None:
+    """Create a run at step 0 from a model of transformers or diffusers, and print the command that trains it."""
     from gpt4d.checkpoint import finetuning, importer
 
     model = importer.import_model(config.source, Path(config.out), config.tokenizer)
@@ -141,6 +149,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], type]] = {
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command that the first argument names with its ``key=value`` arguments."""
     if not arguments or arguments[0] not in COMMANDS:
         problem = f"{arguments[0]}: no such command" if arguments else "no command given"
         if asks_for_help(arguments):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run directory: selection, metadata, manifest, and the checks whether a run fits them.
+"""The checkpoints of a run directory: selection, metadata, manifest, and checks of a run's configuration against them.
 
 A checkpoint is written as ``checkpoints/step_00000100.partial``. Once every byte is on disk, it is committed by a
 rename that removes the suffix (``gpt4d.checkpoint.lifecycle``). Directories with a suffix are not checkpoints.
@@ -46,7 +46,7 @@ _NEW_RUN, OTHER_INIT = "set another run.name", "set another checkpoint.init"  # 
 
 
 class Damaged(ConfigError):
-    """Raised if a checkpoint's files differ from what was written. The message names the file."""
+    """Error of a checkpoint whose files differ from the written files. The message names the file."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Progress:
 
     step: int = 0
     samples: int = 0
-    units: int = 0  # tokens or images, whatever the task counts in
+    units: int = 0  # tokens or images, the task's unit
     skipped: int = 0  # steps whose update was skipped
 
     def values(self, unit: str) -> dict[str, int]:
@@ -72,7 +72,7 @@ class Meta:
         model: the settings of the model, of its family's dataclass.
         grids: axis sizes of each stage's grid; empty for an imported model.
         task: name of the task.
-        identity: what the numbers of the data mean (``check_task``), such as the tokenizer's checksum.
+        identity: fingerprints of the data (``check_task``), such as the tokenizer's checksum.
         monitor: state of the loss monitor: named numbers per metric.
         settings: the settings that decide the run's results (``recorded_settings``); empty for an imported model.
         extra: names of additional tensors, stored as ``extra.NAME``. ``Saver`` sets it.
@@ -186,7 +186,7 @@ class Checkpoint:
     def check_fits(self, model: ModelConfig, remedy: str = _NEW_RUN) -> None:
         """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
 
-        ``remedy``: another way out than the value of the checkpoint, for the message.
+        ``remedy``: the alternative to the checkpoint's value, for the message.
         """
         stored, family = self.meta.model, registry.of(model)
         if type(stored) is not family.config:
@@ -204,14 +204,14 @@ class Checkpoint:
     def check_task(
         self, task: str, identity: Mapping[str, str], allowed: Collection[str] = (), remedy: str = _NEW_RUN
     ) -> None:
-        """Raise ConfigError unless the checkpoint is of ``task`` and its data has the same identity, whatever its name.
+        """Raise ConfigError unless the checkpoint has the task ``task`` and data with the same identity.
 
         Args:
             task: the task of this run.
-            identity: the identity of its data. All entries must equal the checkpoint's except ``data``, the name.
+            identity: the identity of its data. All entries except ``data``, the name, must equal the checkpoint's.
             allowed: ``checkpoint.allow_changes``. It can allow other samples (``data``), but not another tokenizer,
                 which gives token ids another meaning.
-            remedy: another way out than data and task of the checkpoint, for the message.
+            remedy: the alternative to the checkpoint's data and task, for the message.
         """
         meta = self.meta
         if meta.task != task:
@@ -246,10 +246,12 @@ class Checkpoint:
 
 
 def name(step: int) -> str:
+    """Return the name of a step's checkpoint directory: ``step_00000100`` for 100."""
     return f"step_{step:08d}"
 
 
 def step_of(directory: Path) -> int:
+    """Return the step of a committed checkpoint from the name of its directory."""
     return int(directory.name.removeprefix("step_"))
 
 
@@ -260,7 +262,7 @@ def committed(run_dir: Path) -> list[Path]:
 
 
 def listing(run_dir: Path) -> list[Path]:
-    """Return everything in a run's directory of checkpoints. Raises ConfigError if it is not readable."""
+    """Return all entries of a run's directory of checkpoints. Raises ConfigError if it is not readable."""
     try:
         return list((run_dir / "checkpoints").iterdir())
     except FileNotFoundError:
@@ -272,8 +274,9 @@ def listing(run_dir: Path) -> list[Path]:
 def resume_candidates(resume: str, run_dir: Path) -> list[Checkpoint]:
     """Return the checkpoints that ``checkpoint.resume`` selects, in the order in which to try them.
 
-    auto: those of ``run_dir``, newest first; never: none; a path: the checkpoint there. Raises ConfigError if
-    ``run_dir`` has checkpoints and another than its newest is selected: two runs would mix in one directory.
+    ``auto`` selects the checkpoints of ``run_dir``, newest first, and ``never`` selects no checkpoint. A path selects
+    the checkpoint there. Raises ConfigError if ``run_dir`` has checkpoints and a different checkpoint than the newest
+    is selected, because one directory must not mix two runs.
     """
     own = [Checkpoint(path) for path in reversed(committed(run_dir))]
     if resume == "auto":
@@ -290,8 +293,8 @@ def resume_candidates(resume: str, run_dir: Path) -> list[Checkpoint]:
 def check_run(config: Config) -> dict[str, Change]:
     """Return the settings that differ from those with which the run of ``run.dir`` has been trained.
 
-    The first readable checkpoint that ``checkpoint.resume`` selects decides, without one the last start. Raises
-    ConfigError as ``check_settings`` does.
+    The first readable checkpoint that ``checkpoint.resume`` selects provides the settings of the run. Without a
+    checkpoint, the last start provides them. Raises ConfigError as ``check_settings`` does.
     """
     for checkpoint in resume_candidates(config.checkpoint.resume, Path(config.run.dir)):
         with suppress(Damaged):
@@ -301,7 +304,7 @@ def check_run(config: Config) -> dict[str, Change]:
 
 
 def initial(config: Config) -> Checkpoint | None:
-    """Return the checkpoint of ``checkpoint.init``, whose weights a new run starts from; None if the key is not set.
+    """Return the checkpoint ``checkpoint.init`` with the initial weights of a new run; None if the key is not set.
 
     Raises ConfigError if it does not fit the model.
     """
@@ -374,7 +377,7 @@ def parse_json(path: Path, convert: Callable[[Any], T]) -> T:
 
 
 def open_regular(path: Path):
-    """Open a checkpoint's file unbuffered. Raises Damaged if it is missing, a link or a device: it may be untrusted."""
+    """Open a checkpoint's file unbuffered. Raises Damaged unless it is a regular file: checkpoints may be untrusted."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):

@@ -40,7 +40,7 @@ def export(
         checkpoint: the checkpoint, which is verified first.
         out: directory to create.
         dtype: float32, bfloat16 or float16; None for the dtype of the model that was imported, otherwise float32.
-        weights: ``average`` or ``raw``; None for the averages that samples are drawn with, if the checkpoint has some.
+        weights: ``average`` or ``raw``; None for the averages from which samples are drawn, if the checkpoint has any.
         max_file_size: maximum size of a file of weights, such as 5GB, which is the default.
 
     Returns a description of the exported weights. Raises ConfigError if ``out`` exists, the weights do not fit the

@@ -16,13 +16,13 @@ _MAX_LENGTH = 1024  # tokens; longer sequences need memory that few machines hav
 
 
 def command(imported: Path, model: ModelConfig) -> str:
-    """Return the command that trains the import in ``imported`` on the user's data, in a run directory of its own."""
+    """Return the command that trains the import in ``imported`` on the user's data, in a separate run directory."""
     family = registry.of(model)
     defaults = asdict(type(model)(name=model.name))
     changed = {key: value for key, value in asdict(model).items() if value != defaults[key]}
     settings = [f"model={family.name}", *(f"model.{key}={_text(value)}" for key, value in changed.items())]
     settings.append("optim=finetune")
-    most = getattr(model, "max_positions", None)  # of models of text
+    most = getattr(model, "max_positions", None)  # only text models have it
     if most:
         settings.append(f"train.seq_len={min(most, _MAX_LENGTH)}")
     settings += _fitting(settings)
@@ -34,7 +34,7 @@ def command(imported: Path, model: ModelConfig) -> str:
 
 
 def _fitting(settings: list[str]) -> list[str]:
-    """Return the microbatch, and recomputation if it is needed, with which a step fits on one device."""
+    """Return overrides with which a step fits on one device: the microbatch and, if necessary, recomputation."""
     for recomputation in ([], ["train.activation_checkpointing=full"]):
         config = compose([*settings, *recomputation])
         config = replace(config, cluster=for_devices(config.cluster, 1))

@@ -84,7 +84,7 @@ def _find(source: str) -> Path:
 
 
 def _read_json(source: str, path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # Opening a pipe would block.
+    if path.exists() and not path.is_file():  # Opening a pipe blocks.
         raise ConfigError(f"source={source}: {path.name} is not a regular file; use another copy of the model")
     try:
         return dict(json.loads(path.read_bytes()))
@@ -93,7 +93,7 @@ def _read_json(source: str, path: Path) -> dict[str, Any]:
 
 
 def _model(source: str, values: dict[str, Any], adapter: HuggingFaceAdapter) -> ModelConfig:
-    """Return our settings for a ``config.json``. They pass the same checks as settings of a configuration."""
+    """Return gpt4d's settings for a ``config.json``. They pass the same checks as settings of a configuration."""
     try:
         model = adapter.config_from_hf(source, values)
         registry.check_model(model)
@@ -139,6 +139,6 @@ def _download(name: str) -> Path:
     try:
         files = ["*.json", "*.txt", "*.jinja", "tokenizer.model", "*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # Many kinds: no such name, no permission.
+    except Exception as error:  # The type depends on the cause: no such name, no permission.
         message = problem or " ".join(str(error).split())
         raise ConfigError(f"source={name}: not a directory, and the download from the hub failed ({message})") from None

@@ -1,4 +1,4 @@
-"""The life of a checkpoint's directory: it is begun, committed by a rename, and renamed before it is removed."""
+"""The life cycle of a checkpoint directory: it is created, committed by a rename, and renamed before it is removed."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """Remove leftovers and return the path at which to create and write the checkpoint of a step.
+    """Remove leftovers and return the path at which to write the checkpoint of a step.
 
     Raises OSError if that path has a leftover that cannot be removed.
     """
@@ -47,7 +47,7 @@ def retain(newest: Path, keep: int, keep_every: int | None) -> None:
     for path in older[: len(older) - (keep - 1)]:
         if not keep_every or checkpoint_dir.step_of(path) % keep_every:
             with _warning(path):
-                # Renamed first, so that a partly removed checkpoint is not taken for a complete one.
+                # Rename first, so that a partly removed checkpoint does not look complete.
                 _remove(_add_suffix(path, _REMOVED))
     for path in checkpoint_dir.listing(run_dir):
         if path.name.endswith(_DAMAGED):
@@ -56,7 +56,7 @@ def retain(newest: Path, keep: int, keep_every: int | None) -> None:
 
 
 def quarantine(directory: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not loaded. It is kept for inspection until the next commit.
+    """Rename a damaged checkpoint, so that it is not loaded. It remains for inspection until the next commit.
 
     Raises ConfigError if it cannot be renamed.
     """
@@ -71,7 +71,7 @@ def quarantine(directory: Path) -> Path:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what an interrupted save or removal left behind. Print a warning for what cannot be removed."""
+    """Remove the leftovers of an interrupted save or removal. Print a warning for a leftover that cannot be removed."""
     for path in checkpoint_dir.listing(run_dir):
         if path.name.startswith("step_") and path.name.endswith((_PARTIAL, _REMOVED)):
             with _warning(path):
@@ -88,7 +88,7 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or directory. Raises OSError if something remains; everything else is removed nevertheless."""
+    """Remove a file or directory as far as possible. Raises OSError if a part of it cannot be removed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return

@@ -17,7 +17,8 @@ from gpt4d.model.family import HuggingFaceAdapter
 def model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str) -> str:
     """Return the model card of a checkpoint's model in Markdown.
 
-    Losses and commit come from the run directory that contains the checkpoint; without one they are left out.
+    Losses and commit come from the run directory that contains the checkpoint. Without a run directory, they are
+    omitted.
     ``weights`` describes the exported weights.
     """
     meta, run_dir = checkpoint.meta, checkpoint.path.resolve().parents[1]

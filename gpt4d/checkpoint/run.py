@@ -1,4 +1,4 @@
-"""The checkpoints of a running job: which one to resume from, when a save has ended, what is reported about both."""
+"""The checkpoints of a running job: selection of the checkpoint to resume from, saves, and events about both."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -24,7 +24,7 @@ from gpt4d.task.task import Task
 
 
 class EventLog(Protocol):
-    """Where events are reported (gpt4d.metrics.RunLogger)."""
+    """Log to which events are reported (gpt4d.metrics.RunLogger)."""
 
     def event(self, event: str, message: str, /, **values) -> None: ...
 
@@ -37,7 +37,7 @@ class RunCheckpoints:
         stage: the model on this rank.
         task: identity of the data, and further state.
         task_name: its name in the registry.
-        monitor: its statistics are saved and restored.
+        monitor: the loss monitor, whose statistics are saved and restored.
     """
 
     def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, task_name: str, monitor: LossMonitor):
@@ -112,7 +112,7 @@ class RunCheckpoints:
         return progress
 
     def _initialize(self) -> None:
-        """Load the weights of ``checkpoint.init``: the averages that samples are drawn with, if it has some."""
+        """Load the weights of ``checkpoint.init``, or its averaged weights if it has any."""
         config, module, grid = self.plan.config, self.stage.module, self.stage.grid
         checkpoint = run_on_all_ranks(lambda: checkpoint_dir.initial(config), "looking for checkpoint.init")
         if checkpoint is None:
@@ -134,7 +134,7 @@ class RunCheckpoints:
         self._inherited = checkpoint.documents((*checkpoint_dir.MODEL_FILES, *tokenizers.COMPANIONS))
 
     def _report_changes(self, progress: Progress) -> None:
-        """Report the settings that differ, and what another length of the run does to the learning rate."""
+        """Report changed settings and, if the length of the run has changed, the effect on the learning rate."""
         config, step = self.plan.config, progress.step
         for key, (before, after) in self.changes.items():
             message, values = f"{key}={after}: {before} until step {step}", {}

@@ -49,7 +49,7 @@ class Saver:
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, grid: Grid, timeout: timedelta | None = None):
-        """``timeout``: of the process group that saves; None for torch's default."""
+        """Create the saving thread and its process group. ``timeout``: None for torch's default."""
         self.config, self.run_dir, self.grid = config, run_dir, grid
         with MAIN.begin("connecting the threads that save checkpoints") as activity, activity.waiting():
             self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -95,7 +95,7 @@ class Saver:
             torch.cuda.current_stream().wait_event(self._pending.copied)
 
     def finished(self, wait: bool = False) -> Saved | None:
-        """Return the save that has ended since the last call; None if it is still running or there is none.
+        """Return the save that has ended since the last call; None if it is still running or no save was started.
 
         Raises ConfigError on all ranks if the checkpoint could not be written.
         """
@@ -118,7 +118,7 @@ class Saver:
         self._thread.shutdown()
         if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
             saved, error = self._pending.saved, self._to_user_error(failure, self._pending.saved)
-            # An error of torch's collectives only says that a rank has ended.
+            # An error of torch's collectives only means that a rank has ended.
             cause = f" ({error!r})" if isinstance(failure, CheckpointException) else ""
             problem = error if isinstance(error, ConfigError) else f"{saved.path} is incomplete{cause}"
             print(f"error: {problem}", file=sys.stderr, flush=True)
@@ -129,7 +129,7 @@ class Saver:
             wait([pending.written], seconds)
 
     def _copy_to_host(self, shards: Mapping[str, LocalShard]) -> tuple[dict[str, LocalShard], torch.cuda.Event | None]:
-        """Return the shards in host memory, and the event that ends their copying if that is still running."""
+        """Return the shards in host memory, and the event after their copies if a GPU is still copying."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""The tensors of a model of transformers or diffusers. Only values that the model computes with can be read."""
+"""The tensors of a model of transformers or diffusers. Quantized weights are rejected."""
 
 import json
 import re
@@ -18,14 +18,14 @@ _UNQUANTIZED = "use the model that it was quantized from"
 
 
 class SourceWeights:
-    """The tensors of a source directory by name. Opening it raises ConfigError for tensors that cannot be imported.
+    """The tensors of a source directory by name. Raises ConfigError for tensors that cannot be imported.
 
     Args:
         directory: contains ``*.safetensors`` and, for several files, their index.
         values: its ``config.json``.
-        model: gpt4d's settings for it.
-        adapter: names its tensors.
-        names: all parameters of our model.
+        model: gpt4d's settings of the model.
+        adapter: the adapter that names its tensors.
+        names: all parameters of gpt4d's model.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SourceWeights:
             if {key, of} <= self._files.keys() and not torch.equal(self._read(key), self._read(of)):
                 raise ConfigError(
                     f"{directory}: {key} differs from {of}, but config.json ties them; set tie_word_embeddings in "
-                    "config.json to what the model was trained with"
+                    "config.json to its value in the training"
                 )
 
     def read(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -73,7 +73,7 @@ class SourceWeights:
         return self._files[key].get_tensor(key)
 
     def _stored_name(self, key: str) -> str:
-        """Return the name of a tensor in the files: a base model that was saved without its head omits ``BASE``."""
+        """Return the name of a tensor in the files. A base model that was saved without its head omits ``BASE``."""
         short = key.removeprefix(self.base)
         return short if key not in self._files and short in self._files else key
 
@@ -82,12 +82,12 @@ class SourceWeights:
             raise ConfigError(f"{self.directory}: {key} belongs to quantized weights; {_UNQUANTIZED}")
         if not re.fullmatch(adapter.BUFFERS, key if key.startswith(self.base) else self.base + key):
             raise ConfigError(
-                f"{self.directory}: {key} is no tensor of a model with this config.json; use a model without it"
+                f"{self.directory}: {key} is not a tensor of a model with this config.json; use a model without it"
             )
 
 
 def _open(directory: Path, index: str) -> dict[str, Any]:
-    """Return the opened file that has each tensor: the file that the index names, if there is an index."""
+    """Return the opened file of each tensor. If the directory has an index, the index names the files."""
     if (directory / index).exists():
         listed = _read_index(directory / index)
         opened = {name: _open_file(directory / name) for name in sorted({*listed.values()})}
@@ -110,7 +110,7 @@ def _open(directory: Path, index: str) -> dict[str, Any]:
 
 
 def _open_file(path: Path) -> Any:
-    if not path.is_file():  # Opening a pipe would block.
+    if not path.is_file():  # Opening a pipe blocks.
         raise ConfigError(f"{path}: missing, or not a regular file; download it again")
     try:
         return safe_open(path, framework="pt")

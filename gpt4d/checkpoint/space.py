@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
 
 _STATES = 3  # tensors of a checkpoint per parameter: the weight and AdamW's two averages
 
 
 class Space(NamedTuple):
-    """Bytes of one checkpoint, of all that a run keeps at most, if that is known, and of the free space."""
+    """Bytes of one checkpoint, maximum bytes of a run's checkpoints (None if unknown), and free bytes."""
 
     checkpoint: float
     most: float | None
@@ -28,7 +28,7 @@ class Space(NamedTuple):
 
 
 def check_space(plan: ParallelPlan) -> Space:
-    """Return the space that a run's checkpoints take. Raises ConfigError if there is none for the first one."""
+    """Return the space that a run's checkpoints take. Raises ConfigError if the first checkpoint does not fit."""
     config = plan.config
     needed = plan.description.num_parameters * MASTER_BYTES * (_STATES + (config.optim.ema_decay > 0))
     run_dir = Path(config.run.dir).resolve()
@@ -36,7 +36,7 @@ def check_space(plan: ParallelPlan) -> Space:
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"run.dir={config.run.dir}: {existing} is not writable; use another directory")
     free = shutil.disk_usage(existing).free
-    if free < needed and config.run.world_size is None:  # else the run may start on another machine
+    if free < needed and config.run.world_size is None:  # otherwise the run may start on another machine
         raise ConfigError(
             f"run.dir={config.run.dir}: a checkpoint takes {readable_size(needed)}, and {readable_size(free)} are "
             "free; use a directory on a larger disk"
@@ -45,7 +45,7 @@ def check_space(plan: ParallelPlan) -> Space:
 
 
 def _most(config: Config, needed: float) -> float | None:
-    """Return the bytes of all checkpoints that exist at once at most; None if the run's length is not known yet."""
+    """Return the maximum bytes of all checkpoints that exist at once; None if the run's length is not known yet."""
     if config.train.epochs is not None:
         return None
     checkpoint, steps = config.checkpoint, config.train.steps

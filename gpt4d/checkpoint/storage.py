@@ -1,4 +1,4 @@
-"""The stored tensors of a checkpoint: their file format, their verification, and how any grid loads them.
+"""The stored tensors of a checkpoint: their file format, their verification, and their loading on any grid.
 
 Each rank writes one file of raw values, ``rank_00003.bin``. The index ``tensors.json`` lists for each global tensor its
 dtype, shape and chunks, each with its file and byte offset. The index contains no ranks or grids, so a rank of any grid
@@ -83,7 +83,7 @@ class StoredTensor:
 
 
 def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
-    """Return whether two of several boxes, which begin at and end before [n, dims], have a common element."""
+    """Return whether two of n boxes have a common element. ``starts`` and ``stops`` (exclusive) are [n, dims]."""
     dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))  # leaves the fewest pairs
     order = starts[:, dim].argsort()
     starts, stops = starts[order], stops[order]
@@ -96,7 +96,7 @@ def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
 
 
 class Files:
-    """The tensors of a checkpoint directory, memory-mapped: only what is accessed is loaded.
+    """The tensors of a checkpoint directory, memory-mapped, so that values are loaded on access.
 
     Methods raise Damaged, naming the file, if a file does not match ``tensors.json``.
     """
@@ -162,7 +162,7 @@ class Files:
 
 
 class LocalShard(NamedTuple):
-    """This rank's part of a global tensor, padding included, and that tensor's shape and layout."""
+    """This rank's shard of a global tensor, padding included, and the global tensor's shape and layout."""
 
     local: torch.Tensor
     spec: ParameterSpec
@@ -188,13 +188,13 @@ def parts(
 ) -> dict[str, LocalShard]:
     """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
 
-    ``extra`` is further state by name, such as averaged weights: this rank's part and its spec. ``without``: names of
-    parameters that other ranks save.
+    ``extra`` is further state by name, such as averaged weights: this rank's shard and its spec. ``without`` contains
+    the names of parameters that other ranks save.
     """
     parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
     shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in parameters.items() if n not in without}
     if optimizer is not None:
-        # The optimizer may hold slices of the model's parameters, with layouts of their own.
+        # The optimizer may hold slices of the model's parameters, whose layouts differ.
         for group in optimizer.param_groups:
             for n, p in zip(group["param_names"], group["params"], strict=True):
                 shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
@@ -210,9 +210,10 @@ def load(
 ) -> None:
     """Load the model, and the optimizer and ``extra`` if given, in place from a checkpoint written on any grid.
 
-    A checkpoint without optimizer states, such as an imported model, leaves these two unchanged. Each rank first
-    verifies a share of the files. All ranks must call this function; an error on one is raised on all. Raises Damaged,
-    before anything is loaded, if the checkpoint is not intact, ConfigError if its tensors are not the model's.
+    A checkpoint without optimizer states, such as an imported model, leaves ``optimizer`` and ``extra`` unchanged. Each
+    rank first verifies a share of the files. All ranks must call this function; an error on one is raised on all.
+    Raises Damaged, before anything is loaded, if the checkpoint is not intact. Raises ConfigError if its tensors do not
+    match the model.
     """
     name = checkpoint.path.name
     run_on_all_ranks(lambda: verify(checkpoint, grid.world.index, grid.world.size), f"verifying {name}")
@@ -226,7 +227,7 @@ def load(
 
 
 def load_averages(checkpoint: Checkpoint, model: nn.Module, grid: Grid) -> bool:
-    """Load averages of weights (``gpt4d.task.averages``) into a model, if the checkpoint has them; return whether.
+    """Load averaged weights (``gpt4d.task.averages``) into a model. Return False if the checkpoint has none.
 
     All ranks must call this function after ``load``, which verifies the checkpoint.
     """
@@ -263,15 +264,15 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
     """Verify that files match the manifest, and that every tensor of the model is stored exactly once.
 
-    Ranks share the work that grows with the checkpoint: this call does share ``index`` of ``of``. Raises Damaged,
-    naming the file, if the checkpoint is not intact.
+    Ranks share the work that grows with the checkpoint: this call verifies share ``index`` of ``of`` shares. Raises
+    Damaged, naming the file, if the checkpoint is not intact.
     """
     verify_files(checkpoint, index, of)
     directory, meta, tensors = checkpoint.path, checkpoint.meta, checkpoint.files.tensors
     if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
         raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
     states = {name.rpartition(".")[2] for name in tensors if name.startswith("optim.")}
-    unknown = {name for name in tensors if not name.startswith("extra.")}  # ``meta`` has those of rank 0
+    unknown = {name for name in tensors if not name.startswith("extra.")}  # ``meta`` lists the extra tensors of rank 0
     for parameter, shape in shapes(meta.model).items():
         for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
             if name not in tensors or tensors[name].shape != shape:
@@ -281,7 +282,7 @@ def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
         if f"extra.{name}" not in tensors:
             raise Damaged(f"{directory / TENSORS}: extra.{name} is missing")
     if unknown:
-        raise Damaged(f"{directory / TENSORS}: {min(unknown)} is no tensor of this model")
+        raise Damaged(f"{directory / TENSORS}: {min(unknown)} is not a tensor of this model")
     if "tokenizer" in meta.identity and tokenizers.FILE not in checkpoint.manifest:
         raise Damaged(f"{directory / checkpoint_dir.MANIFEST}: {tokenizers.FILE} is not listed")
 

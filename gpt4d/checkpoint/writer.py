@@ -45,7 +45,7 @@ def complete_directory(
 
 
 class _Item(planning.WriteItem):
-    """A region to write. Torch balances ranks by its size instead of the whole tensor's."""
+    """A region to write. Torch balances ranks by the size of the region, not of the full tensor."""
 
     def tensor_storage_size(self) -> int:
         assert self.tensor_data is not None
@@ -53,14 +53,14 @@ class _Item(planning.WriteItem):
 
 
 class SavePlanner(default_planner.DefaultSavePlanner):
-    """Plans a save of sharded tensors: replicas are written by one rank, and all ranks write about as much."""
+    """Plans a save of sharded tensors: one rank writes each replicated shard, and ranks write similar amounts."""
 
     def __init__(
         self,
         shards: Mapping[str, tuple[torch.Tensor, tuple[int, ...], Region]],
         wait: Callable[[], None] = lambda: None,
     ):
-        """Takes this rank's values (valid after ``wait``), the global shape and the values' region, by tensor name."""
+        """Create a planner. ``shards``: values (valid after ``wait``), global shape and region, by tensor name."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.shards, self.wait = shards, wait
 
@@ -93,7 +93,7 @@ class Writer(storage.StorageWriter):
     """Writes tensors and ``documents`` (contents by file name) into a new ``directory``.
 
     Rank 0 calls ``done`` when everything is on disk. A failure on any rank is raised on all. Torch communicates
-    between the calls of these methods and the planner's: the watchdog learns when this rank works and when it waits.
+    between the calls of these methods and the planner's, so the methods report work and waits to the watchdog.
     """
 
     def __init__(self, directory: Path, documents: Mapping[str, bytes], done: Callable[[], None] = lambda: None):

@@ -12,6 +12,7 @@ from gpt4d.runtime.errors import one_line_errors
 
 
 def main(arguments: list[str]) -> None:
+    """Print the explanation of the keys that ``arguments`` name or search for."""
     print(__doc__.strip() if asks_for_help(arguments) else explain(arguments))
 
 

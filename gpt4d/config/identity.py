@@ -1,4 +1,4 @@
-"""Which settings make a run the experiment that it is.
+"""The effect of each setting on results, which decides whether a start continues the experiment of a run directory.
 
 Every key has one ``Effect`` on the numbers that a run produces. A run directory belongs to one experiment: a start that
 changes a key with ``Effect.RESULTS`` is refused, unless ``checkpoint.allow_changes`` lists the key.
@@ -13,7 +13,7 @@ from gpt4d.config.keys import known_keys
 
 
 class Effect(Enum):
-    """What another value of a key changes."""
+    """Effect of a changed key on a run."""
 
     RESULTS = "the results"
     DATA = "the data, which are compared by their content instead (Task.identity)"
@@ -68,7 +68,7 @@ class Change(NamedTuple):
 
 
 def effect_of(key: str) -> Effect:
-    """Return the effect of a key. Raises KeyError for a key that has none in the table."""
+    """Return the effect of a key. Raises KeyError for a key that is not in the table."""
     entry = key
     while entry not in _EFFECTS:
         entry, dot, _ = entry.rpartition(".")
@@ -78,7 +78,7 @@ def effect_of(key: str) -> Effect:
 
 
 def recorded_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide a run's results and length, by key: the part of it that checkpoints store.
+    """Return the settings that decide a run's results and length, by key. Checkpoints store these settings.
 
     ``values`` is a configuration as nested dictionaries, such as ``asdict(config)`` or the content of a config.yaml.
     """
@@ -97,7 +97,7 @@ _ABSENT = object()
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Change]:
-    """Return the keys of two ``recorded_settings`` whose values differ. A key that only one of them has is left out."""
+    """Return the keys of two ``recorded_settings`` whose values differ. Only keys in both settings are compared."""
     return {key: Change(before[key], after[key]) for key in before if key in after and before[key] != after[key]}
 
 

@@ -117,7 +117,7 @@ def groups(schema: type = Config, prefix: str = "") -> dict[str, type]:
 
 
 def meant_key(key: str, schema: type = Config) -> str | None:
-    """Return the key that somebody means by a name that another trainer uses, or that lacks its group; else None."""
+    """Return the key for another trainer's name of a setting, or for a key without its group; None if unknown."""
     keys = known_keys(schema)
     key = key.lower().replace("-", "_")
     name = key.rpartition(".")[2]
@@ -134,7 +134,7 @@ def unknown_key(key: str, schema: type = Config) -> ConfigError:
     prefix, _, name = key.rpartition(".")
     group = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == prefix}
     similar = difflib.get_close_matches(name, group, n=1)
-    if key in keys:  # of another model family
+    if key in keys:  # another model family has this key
         families = [family for family, settings in model_schemas.items() if name in get_type_hints(settings)]
         return ConfigError(f"{key}: the chosen model has no such key; it is one of {' and '.join(families)}")
     if schema is Config and (remedy := REMEDIES.get(key) or REMEDIES.get(name)):

@@ -1,4 +1,4 @@
-"""The length of a run: ``train.steps``, or what ``train.tokens`` or ``train.epochs`` amount to."""
+"""The length of a run in steps: ``train.steps``, or the equivalent of ``train.tokens`` or ``train.epochs``."""
 
 import math
 from dataclasses import replace
@@ -12,15 +12,15 @@ DEFAULT_STEPS = TrainConfig.steps
 def with_steps(config: Config) -> Config:
     """Return the configuration with the number of steps in which a run reads ``train.tokens``, if that is set.
 
-    The last step may read more: its batch is complete. Raises ConfigError if several keys give a length, or for tokens
-    of a model that is trained on images.
+    The last step may exceed ``train.tokens``, because its batch is complete. Raises ConfigError if several keys set the
+    length, or if ``train.tokens`` is set for a model that is trained on images.
     """
     train = config.train
     check_limits(train, "train.")
     if train.tokens is None:
         steps = train.steps if train.epochs is None else DEFAULT_STEPS
     elif train.epochs is not None:
-        raise ConfigError(f"train.epochs={train.epochs}: train.tokens={train.tokens} sets the length; leave one out")
+        raise ConfigError(f"train.epochs={train.epochs}: train.tokens={train.tokens} sets the length; set only one")
     elif hasattr(config.model, "timesteps"):
         raise ConfigError(
             f"train.tokens={train.tokens}: model={config.model.name} is trained on images; use train.epochs or "
@@ -30,9 +30,7 @@ def with_steps(config: Config) -> Config:
         steps = math.ceil(train.tokens / max(1, train.batch_size * train.seq_len))
     if train.steps not in (steps, DEFAULT_STEPS):
         key = "tokens" if train.epochs is None else "epochs"
-        raise ConfigError(
-            f"train.steps={train.steps}: train.{key}={getattr(train, key)} sets the length; leave one of them out"
-        )
+        raise ConfigError(f"train.steps={train.steps}: train.{key}={getattr(train, key)} sets the length; set only one")
     return replace(config, train=replace(train, steps=steps))
 
 

@@ -27,7 +27,7 @@ class GpuModel(NamedTuple):
     network_gb_s: float  # a GPU's share of its node's links to other nodes
 
 
-# By a part of torch's name of the device; the first that matches counts.
+# Keys are parts of torch's device names. The first matching key counts.
 _GPUS = {
     "B200": GpuModel(2250, 1500, 6000, 900, 50),
     "GH200": GpuModel(989, 650, 3200, 100, 25),
@@ -52,7 +52,7 @@ _UNKNOWN_GPU = GpuModel(None, 50, 500, 20, 1.25)
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts about a machine that a process can find out without a measurement."""
+    """Facts about a machine that a process can read without a measurement."""
 
     host_gib: float  # memory of the node, or of the control group of its processes
     local_ranks: int | None = None  # tasks on each node; None: no launcher has started this process
@@ -125,7 +125,7 @@ def read_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
 def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
     """Return tasks per node (None without a launcher) and nodes, from the variables of torchrun or Slurm.
 
-    In a Slurm job whose nodes have different numbers of tasks, the first one's counts.
+    If the nodes of a Slurm job have different numbers of tasks, the first node's number is returned.
     """
     if "WORLD_SIZE" in environment and "RANK" in environment:
         local = int(environment.get("LOCAL_WORLD_SIZE", 1))
@@ -138,7 +138,7 @@ def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
 
 
 def _control_group_limits(root: Path = _CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the limits in bytes of this process's control groups and of those that contain them, version 1 or 2."""
+    """Return the memory limits in bytes of this process's control groups (version 1 or 2) and of their ancestors."""
     if sys.platform != "linux" or not own.exists():
         return []
     limits = []

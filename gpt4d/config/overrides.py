@@ -12,18 +12,18 @@ _HYDRA_FLAGS = {
 }  # fmt: skip
 _WHOLE_FLOAT = re.compile(r"[+-]?\d+(\.0*)?([eE]\+?\d+)?|[+-]?\d*\.\d+[eE]\+?\d+")
 _NO_NAME = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)|true|false|null", re.IGNORECASE)
-_MAIN_KEYS = {"parallel.pipeline": "stages", "logging.wandb": "mode"}  # that a value of the group means
+_MAIN_KEYS = {"parallel.pipeline": "stages", "logging.wandb": "mode"}  # key that a value of the group sets
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Return whether a command is to print its description."""
+    """Return whether the arguments ask a command to print its description."""
     return bool({"--help", "-h"} & {*arguments})
 
 
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides with integers for integer keys: ``train.steps=600`` for ``train.steps=6e2``.
 
-    Raises ConfigError, naming the key that is meant, for keys that do not exist and for settings as ``--key value``.
+    Raises ConfigError for unknown keys and for settings written as ``--key value``. The message suggests the key.
     """
     integers = {key for key, kind in key_types().items() if kind in (int, int | None)}
     checked = []
@@ -51,14 +51,14 @@ def check_text(argument: str) -> None:
 
 
 def whole_number(text: str) -> str:
-    """Return a whole number in scientific notation as an integer, and any other text unchanged."""
+    """Return an integer in scientific notation as decimal digits, such as 600 for 6e2; any other text unchanged."""
     if not _WHOLE_FLOAT.fullmatch(text) or not float(text).is_integer():
         return text
     return str(int(float(text)))
 
 
 def _check_key(key: str, value: str) -> None:
-    """Raise ConfigError for a key that is no key, no part of one and no group of choices."""
+    """Raise ConfigError for a name that is not a key, a prefix of a key or a group of choices."""
     known, kinds = known_keys(), groups()
     if key in kinds and "." in key:  # the groups without a dot have choices: model=gpt_125m
         main = _MAIN_KEYS.get(key)

@@ -10,7 +10,7 @@ from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened
 
-SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # they compute gradients of inputs and of weights apart
+SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # schedules that separate gradients of inputs from gradients of weights
 DEFAULT_SCHEDULE = "eager_1f1b"
 _MICROBATCHES_PER_STAGE = 4
 
@@ -39,7 +39,7 @@ def check_pipeline(config: Config) -> None:
 
 
 def with_stages(config: Config, stages: int) -> Config:
-    """Return the configuration with this many stages and their schedule: the default if none is set, null for one."""
+    """Return the configuration with this many stages and a schedule: eager_1f1b if unset, null for one stage."""
     pipeline = config.parallel.pipeline
     schedule = pipeline.schedule or DEFAULT_SCHEDULE if stages > 1 else None
     pipeline = replace(pipeline, stages=stages, schedule=schedule)
@@ -47,7 +47,7 @@ def with_stages(config: Config, stages: int) -> Config:
 
 
 def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, ...]:
-    """Return the grid of each stage. Raises ConfigError unless they have ``world_size`` devices together."""
+    """Return the grid of each stage. Raises ConfigError unless the grids have ``world_size`` devices in total."""
     pipeline = parallel.pipeline
     stages = pipeline.stages or 1
     if pipeline.stage_grids is None:
@@ -108,9 +108,9 @@ def _parse_grid(text: str) -> GridSizes | None:
 
 
 def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
-    """Return the parts of the global batch, each of which every stage splits over its own grid.
+    """Return the number of microbatches of the global batch. Every stage splits each microbatch over its own grid.
 
-    Raises ConfigError for a number that does not divide the batch or whose parts a stage cannot split.
+    Raises ConfigError if the number does not divide the batch, or if a stage cannot split the microbatches.
     """
     given, possible = parallel.pipeline.microbatches, possible_microbatches(train, parallel, stages)
     if given in possible:
@@ -140,12 +140,12 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
 
 
 def possible_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> list[int]:
-    """Return the numbers of parts that the global batch can be cut into, in ascending order."""
+    """Return the possible numbers of microbatches of the global batch, in ascending order."""
     most, rest = divmod(train.batch_size, _microbatch_multiple(train, parallel, stages))
     multiple = len(stages) if parallel.pipeline.schedule == "interleaved_1f1b" else 1
     return [] if rest else [n for n in divisors(most) if n % multiple == 0]
 
 
 def _microbatch_multiple(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
-    """Return the number that divides a microbatch's samples if every stage can split them and cut its shares."""
+    """Return the divisor that a microbatch's number of samples needs, so that every stage can split and chunk it."""
     return math.lcm(*(sizes.batch_shards * share_multiple(train, parallel, sizes) for sizes in stages))

@@ -39,7 +39,7 @@ def train_help() -> str:
 
 
 def explain(words: Sequence[str]) -> str:
-    """Return key, type, default, limits and meaning of the key that ``words`` are, or of all keys that contain them.
+    """Return key, type, default, limits and meaning of the key ``words``, or of all keys that contain every word.
 
     Raises ConfigError if there is no such key.
     """
@@ -51,7 +51,7 @@ def explain(words: Sequence[str]) -> str:
         found = [each for each in settings() if each.key == meant]
     if not found:
         raise unknown_key(" ".join(words))
-    families: dict[str, list[str]] = {}  # of models, by the explanation of a setting that they have in common
+    families: dict[str, list[str]] = {}  # model families, by the explanation of their common setting
     for each in found:
         families.setdefault(_explanation(each), []).append(each.family)
     return "\n".join(
@@ -65,7 +65,7 @@ def default_text(setting: Setting) -> str:
     if factory is not MISSING:
         default = [vars(item) if is_dataclass(item) else item for item in factory()]
     if isinstance(default, str):
-        return re.sub(r"\$\{oc\.select:([\w.]+),\w+\}", r"${\1}", default)  # without the value that stands in for it
+        return re.sub(r"\$\{oc\.select:([\w.]+),\w+\}", r"${\1}", default)  # without the fallback value
     return str(default).lower() if isinstance(default, bool) else format_for_hydra(default)
 
 

@@ -231,7 +231,7 @@ class CheckpointConfig:
         "auto", "auto: newest checkpoint of run.dir; never, or a path: run.dir must have no checkpoint"
     )
     init: str | None = setting(
-        None, "checkpoint, run or import with the initial weights; optimizer and step start anew"
+        None, "checkpoint, run or import with the initial weights; step and optimizer start at 0"
     )
     allow_changes: list[str] = setting([], "keys or groups that may differ from the run's: [optim.lr]")
 

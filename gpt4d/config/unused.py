@@ -20,7 +20,7 @@ Condition = Callable[[Config], str | None]
 
 _TOKENS = ("tokens", "blend")  # sources that are token files already
 _ROWS = ("jsonl", "parquet", "hub")  # sources with columns
-# Values that switch something off, which is right even where it does not exist.
+# Values that disable a feature. They are accepted even where the feature does not exist.
 _OFF = {
     "logging.sample_prompt": "",
     "logging.sample_tokens": 0,
@@ -30,17 +30,17 @@ _OFF = {
 
 
 def unused_keys(config: Config) -> dict[str, str]:
-    """Return the keys that are set and that a run of ``config`` does not read, each with the reason and the remedy.
+    """Return the keys that are set but not read by a run of ``config``, each with the reason and the remedy.
 
-    A key is set if its value differs from the schema's default and, for keys of ``data`` and ``model``, from the value
-    in the file of ``configs/`` that ``data.name`` or ``model.name`` selects.
+    A key is set if its value differs from the schema's default. Keys of ``data`` and ``model`` must also differ from
+    the value in the chosen file of ``configs/``.
     """
     reasons = {key: condition(config) for key, condition in _CONDITIONS.items() if _is_set(config, key)}
     return {key: reason for key, reason in reasons.items() if reason}
 
 
 def check_unused(config: Config) -> None:
-    """Raise ConfigError for the first key that is set and that a run of ``config`` does not read."""
+    """Raise ConfigError for the first key that is set but not read by a run of ``config``."""
     for key, reason in unused_keys(config).items():
         raise ConfigError(f"{key}={_text(value_of(config, key))}: {reason}")
 
@@ -77,18 +77,18 @@ def _is_pictures(config: Config) -> bool:
 
 
 def _on_text(config: Config) -> str | None:
-    """Condition of a key that only models of text read. It holds for models of a task that is not known here."""
+    """Return why a model does not read a key of text models; None for text models and models of unknown tasks."""
     return (
-        f"model={config.model.name} is trained on pictures, not on text; leave it out" if _is_pictures(config) else None
+        f"model={config.model.name} is trained on images, not on text; leave it out" if _is_pictures(config) else None
     )
 
 
 def _on_pictures(config: Config) -> str | None:
-    return f"model={config.model.name} is trained on text, not on pictures; leave it out" if _is_text(config) else None
+    return f"model={config.model.name} is trained on text, not on images; leave it out" if _is_text(config) else None
 
 
 def _any(*conditions: Condition) -> Condition:
-    """Return the condition that has the reason of the first of several which has one."""
+    """Return a condition that gives the first reason of several conditions."""
     return lambda config: next(filter(None, (condition(config) for condition in conditions)), None)
 
 
@@ -151,7 +151,7 @@ def _on_equal_grids(config: Config) -> str | None:
 
 
 def _unless(key: str, *values: Any, remedy: str) -> Condition:
-    """Return the condition of a key that is not read while another one has one of these values."""
+    """Return the condition of a setting that a run ignores while ``key`` has one of ``values``."""
 
     def condition(config: Config) -> str | None:
         value = value_of(config, key)

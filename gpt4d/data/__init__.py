@@ -1,0 +1,1 @@
+"""Data: corpora, token and image files, and the loaders of batches."""

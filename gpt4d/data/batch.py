@@ -8,8 +8,8 @@ import torch
 class Batch(NamedTuple):
     """Inputs, targets and sample ids of one microbatch; the first dim of every tensor is the microbatch.
 
-    ``inputs`` maps the names of the model's inputs to tensors, or what describes them, ``targets`` is None for a task
-    without them, and ``sample_ids`` [microbatch] is the global index of each sample in the run.
+    ``inputs`` maps the names of the model's inputs to tensors or their metadata. A task without targets sets
+    ``targets`` to None. ``sample_ids`` [microbatch] contains the global index of each sample in the run.
     """
 
     inputs: dict[str, Any]

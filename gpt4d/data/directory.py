@@ -1,4 +1,4 @@
-"""Directories of prepared data: one job at a time writes one, which gets its name when it is complete."""
+"""Directories of prepared data. One job at a time writes a directory, which gets its final name when it is complete."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
     """Create the directory ``out`` and return True; or return False if it exists.
 
     ``write`` fills the directory ``out``.partial, which may have files of an interrupted job, and which is renamed to
-    ``out`` when ``write`` returns. ``on_progress`` is called with a line of text if another job has to be waited for.
+    ``out`` when ``write`` returns. While this job waits for another one, it calls ``on_progress`` with a line of text.
     Raises ConfigError for files that cannot be read or written.
     """
     try:
@@ -29,7 +29,7 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
             return False
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        # Tokens, downloads and another job take as long as they take. ``on_progress`` shows what happens.
+        # Encoding, downloads and waits for another job have no time limit. ``on_progress`` reports the state.
         with activity.unlimited(), _lock(partial, on_progress):
             if out.exists():  # another job may have written it while this one waited
                 return False
@@ -45,7 +45,7 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
 def _lock(directory: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
     """Let one job at a time prepare ``directory``. The lock belongs to the directory and survives its renaming.
 
-    On a file system without locks, every job gets it and a warning, as for the lock of a run.
+    On a file system without locks, every job acquires it and prints a warning, as for the lock of a run.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Documents of a corpus, read one after the other from files or from a Hugging Face dataset."""
+"""Documents of a corpus, read sequentially from files or from a Hugging Face dataset."""
 
 import gzip
 import io
@@ -12,20 +12,22 @@ from gpt4d.config import ConfigError, DataConfig, matching_files
 from gpt4d.data import sources
 from gpt4d.data.sources import one_line
 
-_COMPRESSED_BYTES = 1 << 14  # decompressed at once: at the highest ratio they become half a gigabyte
+_COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
 
 
 class Document(NamedTuple):
+    """The text of a document and its location in the corpus."""
+
     text: str
     location: str  # for error messages: books.jsonl:17
-    bytes_read: int = 0  # of the corpus files, up to the end of this document
+    bytes_read: int = 0  # position of the document's end in the concatenated corpus files
 
 
 def documents(config: DataConfig) -> Iterator[Document]:
     """Yield the non-empty documents of ``data.source``, in an order that depends on the corpus alone.
 
-    Raises ConfigError, with file and line, for a document that cannot be read, and for an empty one unless
-    ``data.skip_empty``.
+    Raises ConfigError, with file and line, for a document that cannot be read. Empty documents raise it unless
+    ``data.skip_empty`` is set.
     """
     texts, parquet, hub = _read_texts, _read_parquet, _read_hub
     readers = {"sotu": texts, "text": texts, "jsonl": _read_jsonl, "parquet": parquet, "hub": hub}
@@ -64,7 +66,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def _open_content(path: Path, file: io.BufferedReader) -> io.BufferedIOBase:
-    """Return a reader of the decompressed content if the file is .gz or .zst, else ``file``."""
+    """Return a reader of the decompressed content if the file is .gz or .zst, otherwise ``file``."""
     if path.suffix not in (".gz", ".zst"):
         return file
     if not file.peek(1):
@@ -122,7 +124,7 @@ def _files_with_offsets(config: DataConfig) -> Iterator[tuple[Path, int]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield each line with the bytes of the file that are read so far."""
+    """Yield each line with the number of bytes of the file read so far."""
     try:
         with open(path, "rb") as file, _open_content(path, file) as content:
             for line in content:
@@ -183,7 +185,7 @@ def _read_hub(config: DataConfig) -> Iterator[Document]:
 
 
 def _text_of(row, column: str, location: str) -> str:
-    """Return the text of a row. Raises ConfigError if there is none, or if it cannot be encoded as UTF-8."""
+    """Return the text of a row. Raises ConfigError if the column has no text or UTF-8 cannot encode the text."""
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         there = ", ".join(key for key, value in row.items() if isinstance(value, str)) if isinstance(row, dict) else ""
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Encoding of documents into token ids, in this process or in several."""
+"""Encoding of documents into token ids, in this process or in a pool of processes."""
 
 import itertools
 import multiprocessing
@@ -21,21 +21,26 @@ from gpt4d.data import tokenizers
 from gpt4d.data.documents import Document, is_held_out
 from gpt4d.runtime.parent import end_with_parent
 
-_BATCH_CHARACTERS = 1 << 18  # of text, encoded in one task
+_BATCH_CHARACTERS = 1 << 18  # characters that one task encodes
 
 Encoded = tuple[bool, np.ndarray]  # whether the document is held out; its ids, the end-of-text id last
-_process_state: "tuple[Tokenizer, Encoding]"  # of an encoding process
+_process_state: "tuple[Tokenizer, Encoding]"  # set in each encoding process
 
 
 class Encoding(NamedTuple):
+    """Settings of an encoding process."""
+
     tokenizer: Path
     end: int  # end-of-text id, appended to every document
     dtype: str
-    fraction: float  # of the documents, held out for validation
+    fraction: float  # fraction of documents that is held out for validation
 
 
 def encode_documents(documents: Iterable[Document], encoding: Encoding, processes: int | None) -> Generator[Encoded]:
-    """Yield the encoded documents in order; by default one process per core. Raises ConfigError if one is killed."""
+    """Yield the encoded documents in order, by default with one process per core.
+
+    Raises ConfigError if a process is killed.
+    """
     processes = processes or _cores()
     batches = _batches(documents)
     first = list(itertools.islice(batches, 2))
@@ -92,7 +97,7 @@ def _encode_batch(texts: list[str], tokenizer: Tokenizer, encoding: Encoding) ->
 
 @contextmanager
 def _blocked_ctrl_c() -> Iterator[None]:
-    """Block SIGINT in processes that the body starts: Ctrl-C reaches every process, and the parent ends the others."""
+    """Block SIGINT in processes that the body starts: Ctrl-C reaches them too, but the parent ends its children."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

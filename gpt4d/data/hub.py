@@ -1,4 +1,4 @@
-"""The Hugging Face hub, or the cache of downloaded files where there is no network."""
+"""The Hugging Face hub, or its local cache if there is no network."""
 
 from functools import cache
 

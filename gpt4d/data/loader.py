@@ -1,4 +1,4 @@
-"""Batches of samples, read ahead by threads; for a GPU into pinned memory."""
+"""Batches of samples, which threads prefetch; for a GPU into pinned memory."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-_SPAN_ELEMENTS = 2**20  # read in one task, since waking another thread costs as much as copying 50,000 tokens
+_SPAN_ELEMENTS = 2**20  # elements per task, since waking a thread takes as long as copying 50,000 tokens
 
 
 class Source(Protocol):
@@ -17,7 +17,7 @@ class Source(Protocol):
 
     Attributes:
         count: samples of an epoch.
-        row_shape: shape of a row: (length + 1,) for tokens, (height, width, channels) for pictures.
+        row_shape: shape of a row: (length + 1,) for tokens, (height, width, channels) for images.
     """
 
     count: int
@@ -30,13 +30,13 @@ class Source(Protocol):
 class Loader:
     """Microbatches of this rank's shard of each global batch, for ``device``.
 
-    A microbatch is a part of the global batch, of consecutive samples, which the shards split: stages that split it
-    differently have the same samples in it. Ranks with the same ``shard`` (0 to ``shards`` - 1) read the same
-    samples, and no sample is in two shards.
-    ``micro_batch_size`` None means one microbatch per step. Each of ``workers`` threads reads two spans ahead; a span
-    is the steps that hold about a million of this rank's elements (tokens, or bytes of pictures), at least one step.
-    The batches do not depend on ``workers``, which may be 0. ``reads`` false: this rank only needs its sample ids; its
-    rows are int64 zeros.
+    A microbatch consists of consecutive samples of the global batch, which the shards split. So pipeline stages with
+    different numbers of shards have the same samples in a microbatch. Ranks with the same ``shard`` (0 to ``shards`` -
+    1) read the same samples, and no sample is in two shards.
+    ``micro_batch_size`` None means one microbatch per step. Each of ``workers`` threads prefetches two spans. A span
+    consists of the steps with about a million of this rank's elements (tokens, or bytes of images), at least one step.
+    The batches do not depend on ``workers``, which may be 0. If ``reads`` is false, this rank only needs sample ids,
+    and its rows are int64 zeros.
     """
 
     def __init__(
@@ -66,9 +66,8 @@ class Loader:
     def step(self, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield rows and sample ids of the microbatches of the global batch that begins with sample ``first``.
 
-        The rows are [microbatch, *row_shape] in the files' dtype, since widened ones would take longer to move to a
-        GPU; those that are read are on the host, in pinned memory for a GPU. The sample ids are int64 [microbatch],
-        on the device.
+        The rows are [microbatch, *row_shape] in the files' dtype, since smaller elements move to a GPU faster. Rows
+        that are read are on the host, in pinned memory for a GPU. The sample ids are int64 [microbatch] on the device.
         """
         rows = self._rows(first)
         for places, part in zip(self.places, rows.split(self.micro_batch_size), strict=True):
@@ -90,12 +89,12 @@ class Loader:
             self._threads.shutdown(cancel_futures=True)
 
     def _load_steps(self, first: int) -> dict[int, torch.Tensor]:
-        """Return the step that begins with ``first`` and the rest of its span; start to read the next spans."""
+        """Return the step that begins with ``first`` and the rest of its span. Start to prefetch the next spans."""
         pending = self._pending.pop(first, None)
         span = pending.result() if pending else self._read(first, steps=1)
         if self._threads:
             after, stride = first + len(span) * self.batch_size, self._steps_per_span * self.batch_size
-            starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread keep all busy
+            starts = [after + index * stride for index in range(2 * self.workers)]  # two per thread: no thread is idle
             self._pending = {
                 start: self._pending.get(start) or self._threads.submit(self._read, start, self._steps_per_span)
                 for start in starts

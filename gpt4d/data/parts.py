@@ -13,6 +13,7 @@ SPLITS = ("train", "validation")
 
 
 def file_name(split: str, part: int, suffix: str) -> str:
+    """Return the name of a part's file, such as ``train_00003.bin``."""
     return f"{split}_{part:05}.{suffix}"
 
 

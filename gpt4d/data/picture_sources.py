@@ -1,4 +1,4 @@
-"""Pictures of a corpus, read one after the other as uint8 arrays [size, size, channels]."""
+"""Images of a corpus, read sequentially as uint8 arrays [size, size, channels]."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +14,9 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def pictures(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
-    """Yield the pictures of ``data.source``, in an order that depends on the corpus alone.
+    """Yield the images of ``data.source``, in an order that depends on the corpus alone.
 
-    Raises ConfigError, with the file or row, for a picture that cannot be read.
+    Raises ConfigError, with the file or row, for an image that cannot be read.
     """
     readers = {"blue_marble": _read_blue_marble, "pictures": _read_files, "hub": _read_hub}
     return readers[config.source](config, size, channels)
@@ -47,41 +47,41 @@ def _read_hub(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarr
         if not isinstance(picture, Image.Image):
             there = ", ".join(key for key, value in row.items() if isinstance(value, Image.Image))
             raise ConfigError(
-                f"{location}: no picture in data.column={config.column}; set it to a column with pictures "
+                f"{location}: no image in data.column={config.column}; set it to a column with images "
                 f"(here: {there or 'none'})"
             )
         yield _square(picture, size, channels, location)
 
 
 def _open(path: Path) -> Any:
-    """Return a picture of the Pillow library, upright. Raises ConfigError if the file is none."""
+    """Return a Pillow image in its upright orientation. Raises ConfigError if the file is not an image."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as picture:
             return ImageOps.exif_transpose(picture)
-    except Exception as error:  # the decoders raise SyntaxError, struct.error and others for damaged files
+    except Exception as error:  # for damaged files, decoders raise SyntaxError, struct.error and further types
         raise ConfigError(
-            f"{path}: not a picture that can be read ({one_line(error)}); remove it, or set data.path to a glob that "
-            "matches pictures only, such as 'photos/*.jpg'"
+            f"{path}: not a readable image ({one_line(error)}); remove it, or set data.path to a glob that "
+            "matches images only, such as 'photos/*.jpg'"
         ) from None
 
 
 def _square(picture: Any, size: int, channels: int, location: str) -> np.ndarray:
-    """Return the middle square of a picture, resized to ``size`` with antialiasing."""
+    """Return the center crop of an image, resized to ``size`` with antialiasing."""
     from PIL import Image
 
-    if picture.mode.startswith(("I", "F")):  # Pillow would cut off values above 255
-        raise ConfigError(f"{location}: more than 8 bits per channel; convert the picture to 8 bits")
+    if picture.mode.startswith(("I", "F")):  # Pillow clips values above 255
+        raise ConfigError(f"{location}: more than 8 bits per channel; convert the image to 8 bits")
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
     box = (left, top, left + side, top + side)
-    square = picture.crop(box).convert(_MODES[channels])  # not resize(…, box), which uses pixels outside too
+    square = picture.crop(box).convert(_MODES[channels])  # resize(…, box) also uses pixels outside the box
     return np.asarray(square.resize((size, size), Image.Resampling.BICUBIC)).reshape(size, size, channels)
 
 
 def _read_blue_marble(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
-    """Yield disjoint patches of land of NASA's picture of the Earth, row by row."""
+    """Yield disjoint land patches of NASA's image of the Earth, row by row."""
     (path,) = _files(config)
     picture = _open(path)
     pixels = np.asarray(picture.convert("RGB"))

@@ -1,4 +1,4 @@
-"""Picture files: a corpus as two uint8 arrays [n, size, size, channels], memory-mapped.
+"""Image files: a corpus as two uint8 arrays [n, size, size, channels], memory-mapped.
 
 A directory contains ``train.npy``, ``validation.npy`` and, written last, ``header.json`` with counts, size, channels
 and identity.
@@ -31,7 +31,7 @@ _REPORT_INTERVAL_S = 2.0
 
 
 class Pictures:
-    """Pictures [n, height, width, channels] as the samples of a run, each epoch in an order of its own.
+    """Images [n, height, width, channels] as the samples of a run, each epoch in a different order.
 
     With ``flip``, half of the samples are mirrored left to right. Order and mirroring are functions of the seed and the
     sample id.
@@ -54,7 +54,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class PictureFiles:
-    """A directory of picture files; ``open`` checks that they are complete."""
+    """A directory of image files; ``open`` checks that they are complete."""
 
     directory: Path
     header: dict
@@ -79,7 +79,7 @@ class PictureFiles:
         return files
 
     def array(self, split: str) -> np.ndarray:
-        """Return the pictures of a split: uint8 [n, size, size, channels], read from the file on access.
+        """Return the images of a split: uint8 [n, size, size, channels], read from the file on access.
 
         Raises ConfigError on a node that does not have the file.
         """
@@ -91,7 +91,7 @@ class PictureFiles:
             ) from None
 
     def count(self, split: str) -> int:
-        """Return the number of pictures of a split."""
+        """Return the number of images of a split."""
         return self.header["counts"][split]
 
     def _path(self, split: str) -> Path:
@@ -102,10 +102,10 @@ class PictureFiles:
 
 
 def picture_files(config: DataConfig, size: int, channels: int) -> PictureFiles:
-    """Return the pictures of ``data``, in size × size pixels, and prepare them unless they are in the cache.
+    """Return the images of ``data``, in size × size pixels, and prepare them unless they are in the cache.
 
-    ``channels`` is 1 for gray or 3 for RGB. One rank calls it; the others open what it returns. Raises ConfigError for
-    pictures that cannot be read, and if there are none to train on.
+    ``channels`` is 1 for gray or 3 for RGB. One rank calls it, and all ranks open the returned files. Raises
+    ConfigError for images that cannot be read, and if there are no images to train on.
     """
     with activity.unlimited():  # it may ask the hub
         facts = (FORMAT, picture_sources.identity(config, size, channels), config.validation_fraction)
@@ -122,7 +122,7 @@ def picture_files(config: DataConfig, size: int, channels: int) -> PictureFiles:
 def _write(
     config: DataConfig, size: int, channels: int, identity: str, directory: Path, on_progress: Callable[[str], None]
 ) -> None:
-    """Write all pictures and the header. Raises ConfigError if there is no picture to train on."""
+    """Write all images and the header. Raises ConfigError if there is no image to train on."""
     for path in directory.iterdir():
         path.unlink()  # belongs to an interrupted preparation
     shape = (size, size, channels)
@@ -139,15 +139,15 @@ def _write(
         if not counts["train"]:
             source = f"data.source={config.source}, data.path={config.path!r}"
             if counts["validation"]:
-                raise ConfigError(f"{source}: every picture is held out; set data.validation_fraction=0")
-            raise ConfigError(f"{source}: there is no picture of {size}×{size} pixels to train on; add pictures")
+                raise ConfigError(f"{source}: every image is held out; set data.validation_fraction=0")
+            raise ConfigError(f"{source}: there is no image of {size}×{size} pixels to train on; add images")
     header = {"format": FORMAT, "identity": identity, "counts": counts, "size": size, "channels": channels}
     write_file(directory / HEADER, json.dumps(header, indent=1).encode())
     sync(directory)
 
 
 class _NewArray:
-    """Writer of a .npy file of uint8 arrays of one shape, whose number is known at the end only.
+    """Writer of a .npy file of uint8 arrays of one shape. The number of arrays is known only at the end.
 
     It is a context manager: on exit without an error the file is complete and flushed to disk.
     """

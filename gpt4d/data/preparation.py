@@ -1,4 +1,4 @@
-"""Preparation of token files from text: part after part, and resumable."""
+"""Preparation of token files from text, one part at a time, so that it can be resumed."""
 
 import hashlib
 import itertools
@@ -20,12 +20,12 @@ from gpt4d.data.tokens import TokenFiles
 from gpt4d.files import sync, write_file
 
 PROGRESS = "progress.json"
-_PART_TOKENS = 1 << 26  # of the training split in a part: an interruption loses at most this much
+_PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses
 _REPORT_INTERVAL_S = 2.0
 
 
 def identity_of(config: DataConfig) -> str:
-    """Return a hash of everything the token files depend on."""
+    """Return a hash of the corpus, the settings and all other inputs of the token files."""
     tokenizer = sorted(tokenizers.from_config(config).items()) if config.tokenizer else config.tokenizer_vocab
     facts = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -73,7 +73,7 @@ class Preparation:
         sync(self.directory)
 
     def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
-        """Write one part. Returns False, and writes none, if no document is left."""
+        """Write one part and return True; or return False if no document is left."""
         writer = parts.TokenShardWriter(self.directory, len(self.parts))
         with writer:
             for held_out, ids in encoded:
@@ -93,7 +93,7 @@ class Preparation:
         return True
 
     def _resume(self) -> Tokenizer | None:
-        """Return the tokenizer of an interrupted preparation, or None if there is none that can be resumed."""
+        """Return the tokenizer of an interrupted preparation; None if no preparation can be resumed."""
         path = self.directory / PROGRESS
         if not path.exists():
             return None
@@ -171,7 +171,7 @@ class _Pace:
 
     def track(self, remaining: Iterable[Document]) -> Iterator[Document]:
         for document in remaining:
-            if self.read_before is None:  # the bytes of resumed parts say nothing about the current speed
+            if self.read_before is None:  # the speed does not include the bytes of resumed parts
                 self.read_before, self.started = document.bytes_read, time.monotonic()
             self.read = document.bytes_read
             yield document

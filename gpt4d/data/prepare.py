@@ -35,7 +35,7 @@ class Corpus:
 
     @property
     def first(self) -> TokenFiles:
-        """The first token files; all others have the same tokenizer."""
+        """The first token files. All token files have the same tokenizer."""
         return self.files[0]
 
     def fingerprint(self) -> str:
@@ -47,8 +47,8 @@ class Corpus:
 def corpus(config: DataConfig) -> Corpus:
     """Return the token files of ``data``, and prepare them unless they are in the cache.
 
-    Raises ConfigError for text that cannot be read, and for token files that are incomplete, have more tokens than the
-    model, or have different tokenizers.
+    Raises ConfigError for text that cannot be read. Token files raise it if they are incomplete, exceed the model's
+    vocabulary, or have different tokenizers.
     """
     if config.source in ("tokens", "blend"):
         weights = config.blend if config.source == "blend" else {cast(str, config.path): 1.0}
@@ -78,15 +78,15 @@ def prepare(
 ) -> TokenFiles:
     """Return the token files of a corpus in ``out``, and prepare them unless they exist.
 
-    ``on_progress`` is called with a line of text from time to time. ``identity`` is the result of ``identity_of``,
-    which is called if it is not given. The files are written to ``out``.partial, from which an interrupted preparation
-    resumes, and the directory is renamed to ``out`` once it is complete. Raises ConfigError if there is no text to
-    train on, or if ``out`` contains something else.
+    ``on_progress`` is called periodically with a line of text. ``identity`` defaults to the result of ``identity_of``.
+    The files are written to ``out``.partial, from which an interrupted preparation resumes. The directory is renamed
+    to ``out`` once it is complete. Raises ConfigError if there is no text to train on, or if ``out`` contains other
+    files.
     """
     identity = identity or identity_of(config)
     created = write_once(out, lambda partial: Preparation(config, identity, partial, on_progress).run(), on_progress)
     if created:
-        (out / PROGRESS).unlink()  # only now, since a preparation without it would start over
+        (out / PROGRESS).unlink()  # a preparation without this file starts over, so it is removed last
     elif not (out / tokens.HEADER).exists():
         raise ConfigError(f"out={out}: exists and has no token files; choose another directory, or remove it")
     files = TokenFiles.open(out)
@@ -98,6 +98,7 @@ def prepare(
 
 
 def main(arguments: list[str]) -> None:
+    """Prepare or verify token files as the command-line ``arguments`` ask."""
     if asks_for_help(arguments):
         print(__doc__)
         return

@@ -11,8 +11,8 @@ from gpt4d.config import ConfigError
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
-_BLOCK = 4096  # samples whose positions are computed at once
-_MAX_PERIOD = 100_000  # of a blend, whose choices are kept in memory
+_BLOCK = 4096  # number of samples whose positions are computed together
+_MAX_PERIOD = 100_000  # maximum period of a blend, whose choices are in memory
 
 
 def permute(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
@@ -55,7 +55,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 class Order:
-    """Order in which a run takes ``count`` samples: sample ``i`` is at place ``i mod count`` of its epoch's order."""
+    """Order in which a run reads ``count`` samples: sample ``i`` has position ``i mod count`` in its epoch's order."""
 
     def __init__(self, count: int, seed: int, shuffle: bool):
         self.count, self.seed, self.shuffle = count, seed, shuffle
@@ -75,7 +75,7 @@ class Order:
         return result
 
     def _positions_of_block(self, block: int) -> np.ndarray:
-        """Return the positions of a block of consecutive samples: one by one they would cost more than to read them."""
+        """Return the positions of a block of consecutive samples. Single positions take longer than reading samples."""
         epochs, within = np.divmod(np.arange(self._block_size) + block * self._block_size, self.count)
         for epoch in np.unique(epochs).tolist():
             within[epochs == epoch] = permute(within[epochs == epoch], self.count, self.seed, epoch)
@@ -103,9 +103,9 @@ class Sequences:
 class Blend:
     """A mixture of several ``Sequences`` by weight.
 
-    Among the first n samples of a run each source has its share of n, rounded up or down, so among any n consecutive
-    samples its count differs from its share by less than two. The choices repeat after ``period`` samples, which match
-    the weights exactly: 0.7 and 0.3 after ten. Raises ConfigError for weights whose period is too long.
+    Among the first n samples of a run, each source has its share of n, rounded up or down. So among any n consecutive
+    samples, its count differs from its share by less than two. The choices repeat after ``period`` samples, whose
+    counts match the weights exactly: after ten for 0.7 and 0.3. Raises ConfigError for weights with too long a period.
     """
 
     def __init__(self, sources: list[Sequences], weights: list[float]):
@@ -115,9 +115,9 @@ class Blend:
         self.period = sum(shares)
         taken, choices, before = [0] * len(shares), [], []
         for place in range(self.period):
-            # Each source's next sample has an earliest and a latest place that keep the source to its share. Of the
-            # sources whose earliest place is reached, choose the one with the first latest place (earliest deadline
-            # first), which misses no deadline if all can be met.
+            # Each source's next sample has an earliest and a latest position that keep the source to its share. Among
+            # the sources whose earliest position is reached, choose the source with the smallest latest position
+            # (earliest deadline first). This rule misses no deadline if all can be met.
             deadlines = [
                 (-(-(done + 1) * self.period // share), source)
                 for source, (share, done) in enumerate(zip(shares, taken, strict=True))

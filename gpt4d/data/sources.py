@@ -1,4 +1,4 @@
-"""Sources of a corpus, for text and for pictures: files, packages, datasets of the Hugging Face hub."""
+"""Sources of a corpus, for text and for images: files, packages, datasets of the Hugging Face hub."""
 
 import hashlib
 import importlib.util
@@ -21,7 +21,7 @@ def package_directory(config: DataConfig, module: str, package: str) -> Path:
     """Return the directory of a module without importing it. Raises ConfigError if it is not installed."""
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of the parent of a nested module
+    except ModuleNotFoundError:  # the parent of a nested module is missing
         spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -67,7 +67,7 @@ def _fingerprint(path: Path, limit: int) -> tuple[int, str]:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Return whether a sample is in the validation split: its own hash decides, so new samples move no others."""
+    """Return whether a sample is in the validation split. Its hash decides, so further samples do not move it."""
     digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 

@@ -1,4 +1,4 @@
-"""Long texts in pieces: a tokenizer takes too much time and memory for millions of characters at once."""
+"""Splitting of long texts, because a tokenizer takes too much time and memory for millions of characters."""
 
 import itertools
 import re
@@ -15,8 +15,8 @@ _RUN = re.compile(r"[^\W_]+|(?:[^\w\s]|_)+|\s+")
 def split_text(text: str, size: int = PIECE_CHARACTERS, longest: int = _LONGEST) -> list[str]:
     """Split a text where no token of byte-level BPE can cross: before a newline or a space next to visible characters.
 
-    Every piece but the last has at least ``size`` characters, since pieces that are too short cost more than they save.
-    A text of ``longest`` characters without such a place is cut at that length, which may change its tokens.
+    Every piece but the last has at least ``size`` characters, since the overhead of short pieces exceeds their benefit.
+    A text of ``longest`` characters without such a position is cut at that length, which may change its tokens.
     """
     cuts, end = [0], 0
     while end < len(text):
@@ -31,7 +31,7 @@ def split_text(text: str, size: int = PIECE_CHARACTERS, longest: int = _LONGEST)
 def split_words(text: str, longest: int = _LONGEST_WORD) -> list[str]:
     """Split words of ``longest`` characters or more, since the time to train BPE grows with the square of a word.
 
-    A cut is in the middle of half as many characters of one kind, so words below half of ``longest`` are never cut.
+    Cuts are in the middle of runs of ``longest`` / 2 characters of one kind, so shorter words are never cut.
     """
     half, quarter = longest // 2, longest // 4
     places = range(half, len(text) - quarter + 1, half)

@@ -17,10 +17,10 @@ from gpt4d.data.splitting import PIECE_CHARACTERS, split_text, split_words
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-_PIECES_AT_ONCE = 64  # whose tokens the library describes with a hundred bytes each
+_PIECES_AT_ONCE = 64  # bounds memory, since the library needs a hundred bytes per token
 SETTINGS = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
-# Files of transformers beside tokenizer.json: settings, templates of chats, and older forms of the same tokenizer.
+# Further files of a transformers tokenizer: settings, chat templates, and older formats of the same tokenizer.
 COMPANIONS = (
     SETTINGS,
     _SPECIAL_TOKENS,
@@ -36,8 +36,8 @@ _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 def end_of_text(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) -> int:
     """Return the id of the token that ends a document.
 
-    It is the ``eos_token`` in the files next to tokenizer.json (``companions``), otherwise the first known name of such
-    a token that the tokenizer has. Raises ConfigError if the tokenizer has no such token.
+    It is the ``eos_token`` in the files next to tokenizer.json (``companions``). Without this setting, it is the first
+    known end-of-text name in the vocabulary. Raises ConfigError if the tokenizer has no such token.
     """
     own = special_tokens(files or {}).get("eos_token")
     for token in (own,) if own else _END_TOKENS:
@@ -134,7 +134,7 @@ def parse(files: Mapping[str, bytes], where: object) -> Tokenizer:
 
 
 def companions(directory: Path) -> dict[str, bytes]:
-    """Return the files that describe a tokenizer besides ``tokenizer.json``, by name."""
+    """Return the files that describe a tokenizer in addition to ``tokenizer.json``, by name."""
     return {name: (directory / name).read_bytes() for name in COMPANIONS if (directory / name).is_file()}
 
 
@@ -144,7 +144,7 @@ def read(path: Path) -> Tokenizer:
 
 
 def _configure(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) -> Tokenizer:
-    """Make a tokenizer encode whole documents deterministically, and never encode their text as end-of-text."""
+    """Make a tokenizer encode complete documents deterministically, and never encode their text as end-of-text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, models.BPE):
@@ -204,7 +204,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def _can_split(tokenizer: Tokenizer) -> bool:
     """Return whether the pieces of a text have the same tokens as the text.
 
-    They do if words are split as in GPT-2 and no added token absorbs the characters beside it.
+    They do if words are split as in GPT-2 and no added token absorbs adjacent characters.
     """
     splitter = tokenizer.pre_tokenizer
     if not isinstance(splitter, pre_tokenizers.ByteLevel) or not splitter.use_regex or splitter.add_prefix_space:

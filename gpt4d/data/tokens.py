@@ -1,8 +1,8 @@
 """Token files: a corpus as token ids, memory-mapped.
 
-A directory contains the files of each part, ``train_00000.bin`` and ``validation_00000.bin`` (uint16 or uint32); for
-each an index, ``train_00000.idx``, of the uint64 ends of its documents; ``tokenizer.json``; and, written last,
-``header.json`` with counts, sizes and checksums.
+A directory contains the files of each part, ``train_00000.bin`` and ``validation_00000.bin`` (uint16 or uint32). Each
+file has an index, such as ``train_00000.idx``, with the uint64 ends of its documents. The directory also contains
+``tokenizer.json`` and, written last, ``header.json`` with counts, sizes and checksums.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Tokens:
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
         """Return ``size`` tokens from each start: [n, size] in the files' dtype.
 
-        Raises RankError for an id beyond the vocabulary: what the model computes for it depends on the grid.
+        Raises RankError for an id beyond the vocabulary, because the model's output for it depends on the grid.
         """
         rows = self._rows(starts, size)
         if rows.size and rows.max() >= self.vocabulary:

@@ -19,9 +19,10 @@ State = list[int | str]  # size, time of the last change in ns, checksum
 
 
 def verify(files: Files, run_dir: Path) -> None:
-    """Compare files with the checksums of their entries, unless an earlier start of the run in ``run_dir`` has done so.
+    """Compare files with the checksums of their entries, unless an earlier start of the run has already verified them.
 
-    All ranks call this and share the work. Raises ConfigError on every rank, naming the file, if a checksum differs.
+    ``run_dir`` contains the record of verified files. All ranks call this and share the work.
+    Raises ConfigError on every rank, naming the file, if a checksum differs.
     """
     record = run_dir / FILE
     due = run_on_rank0(lambda: _changed(files, _read(record)), "looking for changed token files")
@@ -34,7 +35,7 @@ def verify(files: Files, run_dir: Path) -> None:
 
 
 def _changed(files: Files, remembered: dict[str, State]) -> list[int]:
-    """Return the indices of files that are not remembered in their present state."""
+    """Return the indices of files whose current state differs from the remembered one."""
     return [n for n, item in enumerate(files) if remembered.get(_key(item[0])) != _state(*item)]
 
 
@@ -57,7 +58,7 @@ def _verified(path: Path, entry: FileEntry) -> State:
 
 
 def _read(record: Path) -> dict[str, State]:
-    """Return the states of verified files by path; none for a record that a crash or somebody else has damaged."""
+    """Return the states of verified files by path; empty for a missing or damaged record."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(record.read_bytes()))
     return {}

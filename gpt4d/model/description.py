@@ -1,8 +1,8 @@
 """Torch-free descriptions of models: layers in the order of execution, parameters, divisibility.
 
-Configuration checks, the planner (time, bytes, memory), checkpoints and the order in which weights are gathered are
-derived from a description. Weights, FLOPs and products of a unit are found by computing it on symbolic tensors
-(gpt4d.model.probe).
+Configuration checks, the planner (time, bytes, memory), checkpoints and the order in which weights are gathered derive
+from a description. gpt4d.model.probe determines weights, FLOPs and products of a unit by computing it on symbolic
+tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BLOCKS = "blocks"  # the layer of a model that consists of its blocks
 
 @dataclass(frozen=True)
 class EdgeTensor:
-    """A tensor that one unit produces and later units use; it crosses an edge where they are on different stages.
+    """A tensor that one unit produces and later units use. It crosses an edge if they are on different stages.
 
     Attributes:
-        layout: on the grid of each stage.
+        layout: the layout on the grid of each stage.
         shape: its global shape for (samples, length).
         kind: an activation has the compute dtype and a gradient; integers are int64 and masks bool, without one.
         sequence_parallel: the layout in training with ``parallel.sequence_parallel``; None: the same.
@@ -56,7 +56,7 @@ class EdgeTensor:
 
 
 def residual_stream(hidden: int) -> EdgeTensor:
-    """Return the residual stream of a model of text, [tokens, hidden]."""
+    """Return the residual stream of a text model, [tokens, hidden]."""
     return EdgeTensor(
         Layout(("data", "z"), ("y",)),
         lambda samples, length: (samples * length, hidden),
@@ -65,7 +65,7 @@ def residual_stream(hidden: int) -> EdgeTensor:
 
 
 class Tensors(NamedTuple):
-    """The tensors other than the stream that a unit passes on to later units, and those that it takes from earlier."""
+    """Names of tensors, other than the stream, that a unit produces for later units or takes from earlier units."""
 
     produces: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
@@ -78,8 +78,8 @@ class Unit:
     Attributes:
         name: the prefix of a block's parameters, such as ``blocks.3``; empty for the layers around the blocks.
         part: the unit as a part of the model.
-        kind: equal blocks have the same one; None for the layers around the blocks.
-        tensors: that it passes on and takes.
+        kind: equal blocks have equal kinds; None for the layers around the blocks.
+        tensors: the tensors that the unit produces and takes.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Unit:
 
     @property
     def block(self) -> bool:
-        """Whether it may be recomputed, cached and cut off into a stage of its own."""
+        """Whether the unit is a block, which may be recomputed, cached and placed on a separate stage."""
         return bool(self.part.blocks)
 
 
@@ -105,9 +105,9 @@ def units_of(
     """Return the units of a model.
 
     Args:
-        kinds: of its blocks.
+        kinds: kinds of the blocks.
         first: the tensors of the layers before the blocks.
-        blocks: the tensors of each block; empty: no block has any.
+        blocks: the tensors of each block; empty if no block has any.
         last: the tensors of the layers behind the blocks.
     """
     return (
@@ -126,15 +126,15 @@ class Description:
 
     Attributes:
         model: returns the spec of some parts of the model.
-        parts: its units in the order of execution, by the parts that a stage computes; a whole model is one part.
-        rules: what the grid has to divide, in the user's terms.
-        tensors: what units pass on, by name. ``STREAM`` goes from each unit to the next one; other tensors go from the
-            unit that produces them to those that use them. A model need not have a stream.
+        parts: its units in the order of execution, grouped by the parts of a stage; the full model is one part.
+        rules: the extents that the grid has to divide, in the user's terms.
+        tensors: tensors between units, by name. ``STREAM`` goes from each unit to the next one. All further tensors go
+            from the unit that produces them to each unit that uses them. A model need not have a stream.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
         loss_chunks: ``train.loss_chunks``.
-        whole: names of the blocks whose weights are whole on every rank of z.
-        copied: parameters that units use and that belong to units of other stages.
+        whole: names of the blocks whose weights are replicated over z.
+        copied: parameters of other stages that units of this stage use.
     """
 
     model: Callable[[Sequence[Part]], ModelSpec]
@@ -156,12 +156,12 @@ class Description:
         return tuple(unit for unit in self.units if unit.block)
 
     def crossing(self, parts: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Return the names of the tensors on each edge between parts of this whole model.
+        """Return the names of the tensors on each edge between parts of this full model.
 
-        An edge is a pair of parts, the one that produces the tensors and a later one that uses them.
+        An edge is a pair of parts: the part that produces the tensors and a later part that uses them.
 
         Args:
-            parts: the first unit and the one after the last of each part, in order.
+            parts: the unit range (first, stop) of each part, in order; ``stop`` is exclusive.
         """
         chain = range(len(parts) - 1) if STREAM in self.tensors else range(0)
         names = {(place, place + 1): [STREAM] for place in chain}
@@ -191,7 +191,7 @@ class Description:
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Every parameter by its global name, in the model's order; copies of those of other stages are the last."""
+        """Every parameter by its global name, in the model's order. Copies of other stages' parameters come last."""
         replaced: dict[int, ParameterSpec] = {}  # equal blocks share their specs, so that counting them is fast
         found: dict[str, ParameterSpec] = {}
         for name, spec in self.spec.all_parameters.items():
@@ -204,21 +204,22 @@ class Description:
 
     @cached_property
     def whole_weights(self) -> frozenset[str]:
-        """The names of all streamed weights that z does not split."""
+        """The names of all prefetched weights that are replicated over z."""
         streamed = ((name, spec) for name, spec in self.parameters.items() if spec.streamed)
         return frozenset(name for name, spec in streamed if "z" not in spec.layout.axes)
 
     def with_whole_layers(self, count: int) -> Description:
-        """Return the same model with the weights of ``count`` blocks whole on every rank of z.
+        """Return the same model with the weights of ``count`` blocks replicated over z.
 
-        They are spread evenly over the model: while one of them computes, weights of later blocks are gathered.
+        These blocks are spread evenly over the model. While each of them computes, weights of later blocks are gathered
+        over z.
         """
         places = ((2 * number + 1) * len(self.blocks) // (2 * count) for number in range(count))
         return replace(self, whole=frozenset(self.blocks[place].name for place in places))
 
     @cached_property
     def parameter_counts(self) -> list[tuple[ParameterSpec, int]]:
-        """Each different parameter and how many of it there are."""
+        """Each distinct parameter spec and the number of parameters that share it."""
         specs = {id(spec): spec for spec in self.parameters.values()}
         counts = Counter(id(spec) for spec in self.parameters.values())
         return [(specs[key], count) for key, count in counts.items()]
@@ -232,34 +233,34 @@ class Description:
 
     @cached_property
     def probe(self) -> Probe:
-        """What its units do."""
+        """The probe of its units: their weights, FLOPs and products."""
         return Probe(self)
 
     def cached_units(self, cache_layers: int | str | None) -> frozenset[str]:
-        """Return the names of the units that ``parallel.cache_layers`` keeps: the last blocks, or all units."""
+        """Return the names of the units that ``parallel.cache_layers`` caches: the last blocks, or all units."""
         if cache_layers == "all":
             return frozenset(unit.name for unit in self.units)
         return frozenset(unit.name for unit in self.blocks[len(self.blocks) - int(cache_layers or 0) :])
 
     def weights_of(self, units: Collection[str]) -> frozenset[str]:
-        """Return the names of all weights that some units take from the stream."""
+        """Return the names of all weights that some units take from the weight prefetcher."""
         chosen = [unit for unit in self.units if unit.name in units]
         return frozenset(name for unit in chosen for name in self.probe.weights(unit).forward)
 
     def chunk_terms(self, count: int) -> dict[str, int]:
-        """Return the number of chunks that use a weight, and add a term to its gradient, where there are several.
+        """Return the number of gradient contributions of each block weight, one per chunk; empty for a single chunk.
 
-        A weight of a block must not be used outside the blocks too.
+        A weight of a block must not be used outside the blocks.
         """
         return dict.fromkeys(self.weights_of([unit.name for unit in self.blocks]), count) if count > 1 else {}
 
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
-        """Return the weights that each unit takes from the stream; with ``recompute``, blocks are recomputed."""
+        """Return the weights that each unit takes from the prefetcher; with ``recompute``, blocks are recomputed."""
         return [self.probe.weights(unit, recompute) for unit in self.units]
 
     @cached_property
     def contributions(self) -> Counter[str]:
-        """Number of terms that one microbatch adds to the gradient of each parameter: 2 for tied weights."""
+        """Number of contributions of one microbatch to the gradient of each parameter: 2 for tied weights."""
         counts = Counter(self.parameters.keys())
         for unit in self.units:
             if not unit.block:
@@ -269,10 +270,9 @@ class Description:
         return counts
 
     def stage(self, parts: Iterable[tuple[int, int]]) -> Description:
-        """Return the stage that has some parts of this model, each from a unit up to, not including, another one.
+        """Return the stage with some parts of this model, given as unit ranges (first, stop) with exclusive ``stop``.
 
-        It has a copy of each parameter that it uses and that another stage has: a tied weight. Equal parts are the same
-        object.
+        The stage has a copy of each tied weight that another stage owns. Equal parts give the same object.
         """
         bounds = tuple(parts)
         if bounds not in self._stages:
@@ -292,11 +292,11 @@ class Description:
         return replace(stage, copied=copied)
 
     def part(self, first: int, stop: int) -> Part:
-        """Return the part from unit ``first`` up to, not including, ``stop``."""
+        """Return the part from unit ``first`` up to unit ``stop``, which is exclusive."""
         return joined(self.units[first:stop])
 
     def with_blocks(self, names: Iterable[str]) -> Description:
-        """Return the same model with only some of its blocks. The planner asks for the same ones on every grid."""
+        """Return the same model with only some of its blocks. Results are cached, because every grid needs them."""
         wanted = frozenset(names)
         if wanted not in self._reduced:
             parts = (tuple(unit for unit in part if not unit.block or unit.name in wanted) for part in self.parts)
@@ -308,7 +308,7 @@ class Description:
         return {}
 
     def _with_parts(self, parts: tuple[tuple[Unit, ...], ...], **changes: Any) -> Description:
-        """Return the description of some of its units, which shares what is known of them."""
+        """Return the description of some of its units, which shares the probe of this description."""
         other = replace(self, parts=parts, **changes)
         other.__dict__["probe"] = self.probe
         return other
@@ -320,7 +320,7 @@ class Description:
         return 3 * samples * sum(self.probe.flops(unit, length) for unit in self.units)
 
     def hardware_flops(self, samples: int, length: int) -> float:
-        """Return the FLOPs of a step whose blocks are computed once more in the backward (Narayanan et al.)."""
+        """Return the FLOPs of a step whose blocks are recomputed in the backward (Narayanan et al.)."""
         return self.training_flops(samples, length) * 96 / 72
 
 
@@ -331,7 +331,7 @@ def joined(units: Sequence[Unit]) -> Part:
 
 
 def _unit_name(parameter: str) -> str:
-    """Return the name of the block that has a parameter, if one does."""
+    """Return the first two components of a parameter's name, such as ``blocks.3``."""
     return ".".join(parameter.split(".")[:2])
 
 

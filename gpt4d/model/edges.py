@@ -18,15 +18,15 @@ def edges(
     compute_dtype: torch.dtype,
     layout_of: Callable[[EdgeTensor], Layout],
 ) -> list[Edge]:
-    """Return what crosses each edge for one microbatch.
+    """Return the edges between pipeline stages with the tensors of one microbatch.
 
     Args:
-        description: of the whole model.
+        description: the full model.
         crossing: names of the tensors on each edge (``Description.crossing``).
-        samples: of the microbatch, over all devices.
-        length: of each sample.
-        compute_dtype: of activations.
-        layout_of: returns the layout of a tensor: one of those below.
+        samples: number of samples of the microbatch, over all devices.
+        length: length of each sample.
+        compute_dtype: dtype of activations.
+        layout_of: returns the layout of a tensor, such as ``plain``, ``token_split`` or ``whole_batch``.
     """
     dtypes = {"activation": compute_dtype, "integer": torch.int64, "mask": torch.bool}
     return [
@@ -47,5 +47,5 @@ def token_split(tensor: EdgeTensor) -> Layout:
 
 
 def whole_batch(tensor: EdgeTensor) -> Layout:
-    """Return the layout of samples that all ranks have, as in a generation."""
+    """Return the layout of samples that are replicated on all ranks, as in a generation."""
     return Layout(*(tuple(axis for axis in dim if axis not in BATCH_AXES) for dim in tensor.layout.dims))

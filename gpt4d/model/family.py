@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # families are described without torch; only building a model
 
 
 class HuggingFaceAdapter(Protocol):
-    """Converts a family's weights and settings to those of a model of transformers or diffusers, and back.
+    """Converts a family's weights and settings to a model of transformers or diffusers, and back.
 
     Attributes:
-        CLASS: what loads an exported model with ``from_pretrained``.
+        CLASS: name of the class whose ``from_pretrained`` loads an exported model.
         PIPELINE_TAG: the hub's name for the purpose of the models.
         USAGE: lines of Python that load and use an exported model.
         FOLDER: folder of the weights and their ``config.json`` in an exported directory; empty: the directory itself.
@@ -35,27 +35,27 @@ class HuggingFaceAdapter(Protocol):
     HAS_TOKENIZER: bool
 
     def names(self, name: str, config: Any) -> list[str]:
-        """Return the names of the library's tensors that our parameter ``name`` is there."""
+        """Return the names of the library's tensors that gpt4d's parameter ``name`` corresponds to."""
 
     def copies(self, config: Any) -> dict[str, str]:
-        """Return the library's tensors that files may contain as a copy of another one, with that one's name."""
+        """Return the names of tensors that files may contain as copies, each with the name of the original tensor."""
 
     def to_hf(self, name: str, tensor: "torch.Tensor", config: Any) -> "list[torch.Tensor]":
-        """Return our global tensor as the library has it: one tensor for each of ``names``."""
+        """Return gpt4d's global tensor in the library's format: one tensor for each of ``names``."""
 
     def from_hf(
         self, name: str, tensors: "Sequence[torch.Tensor]", shape: tuple[int, ...], config: Any
     ) -> "torch.Tensor":
-        """Return the library's tensors as our global tensor of ``shape``: the inverse of ``to_hf``."""
+        """Return the library's tensors as gpt4d's global tensor of ``shape``: the inverse of ``to_hf``."""
 
     def documents(self, config: Any, source: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the JSON files of an exported model by path, such as ``config.json``.
 
-        ``source``: the ``config.json`` of the model that was imported, whose settings stay; empty if there was none.
+        ``source``: the ``config.json`` of an imported model, whose settings remain; empty for other models.
         """
 
     def config_from_hf(self, source: str, values: dict) -> ModelConfig:
-        """Return our settings for the ``config.json`` of ``source``. Raises ConfigError for unsupported settings.
+        """Return gpt4d's settings for the ``config.json`` of ``source``. Raises ConfigError for unsupported settings.
 
         For a pipeline of diffusers, ``values["scheduler"]`` is the content of ``scheduler_config.json``.
         """
@@ -68,13 +68,14 @@ class Family:
     Attributes:
         name: the family's name in the registry, in checkpoints and as Hydra's schema ``model=<name>``.
         config: the dataclass of its settings.
-        structure: the settings that decide which parameters exist and what they compute; they must agree with a
-            checkpoint's.
+        structure: the settings that decide which parameters exist and how they are used; they must equal the settings
+            of a checkpoint.
         task: the name of the task that such models are trained for.
         unit: the unit of progress: tokens, or images.
         check: raises ConfigError for settings that are impossible on any grid.
         describe: returns the torch-free description for given settings.
-        hugging_face: returns the adapter to transformers or diffusers, if there is one. It may import that library.
+        hugging_face: returns the adapter to transformers or diffusers, and may import that library; None for a family
+            without adapter.
         hf_model_types: kinds of models that the adapter reads: ``model_type`` of transformers, ``_class_name`` of
             diffusers.
     """

@@ -1,10 +1,10 @@
-"""The common part of the families' adapters: checks of a ``config.json``, and how a model is loaded. No torch here."""
+"""Shared code of the families' adapters: checks of a ``config.json``, and a usage example. No torch here."""
 
 from collections.abc import Mapping, Sequence
 
 from gpt4d.config import ConfigError
 
-# How a model card loads a model of text; PATH stands for its directory.
+# Usage example of a text model for its model card. PATH stands for the model's directory.
 TEXT_USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH")

@@ -1,4 +1,4 @@
-"""Initial weights and dropout keys depend on (seed, name, global index) only, not on the grid."""
+"""Initial weights and dropout keys, which depend on (seed, name, global index) only and not on the grid."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from gpt4d.parallel.layout import spec_of
 
 
 def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
-    """Fill this rank's part of every parameter according to its spec, and set the key of every dropout."""
+    """Fill this rank's shard of every parameter according to its spec, and set the key of every dropout."""
     for name, parameter in model.named_parameters():
         spec = spec_of(parameter)
         with torch.no_grad():
@@ -21,7 +21,7 @@ def initialize(model: nn.Module, seed: int, grid: Grid) -> None:
             slices = tuple(slice(*ends) for ends in spec.stored_region(grid.sizes._asdict(), grid.indices))
             values = random.normal(random.key(seed, name), spec.stored_shape, slices, parameter.device)
             if values.shape != parameter.shape:
-                parameter.zero_()  # the padding, which no number depends on
+                parameter.zero_()  # the padding, which does not affect results
             used = parameter[tuple(slice(extent) for extent in values.shape)]
             # Not add_(values, alpha=std), which rounds once on some devices and twice on others.
             used.copy_(values.mul_(spec.std))

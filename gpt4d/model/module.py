@@ -11,7 +11,7 @@ from gpt4d.parallel.layers.module import Layer
 
 
 class Model(Layer):
-    """A model, or parts of one. Its values are not set until gpt4d.model.init.initialize."""
+    """A model, or parts of one. Its parameters are uninitialized until gpt4d.model.init.initialize."""
 
     spec: ModelSpec
 
@@ -19,13 +19,13 @@ class Model(Layer):
         """Return the tensors that a part produces for later parts, or the ``loss`` of the last part.
 
         Args:
-            part: one of those that have been built.
+            part: a part of this module.
             received: the tensors that earlier parts have produced for this one.
-            batch: what the spec's ``compute`` takes.
+            batch: further arguments of the spec's ``compute``.
         """
         return self.spec.compute(self, part, received, *batch)
 
     def loss_sum(self, *batch: Any) -> torch.Tensor:
-        """Return the loss of a whole model, summed, not averaged, over this rank's samples."""
+        """Return the loss of a full model, summed, not averaged, over this rank's samples."""
         (part,) = self.spec.parts
         return self.compute(part, {}, *batch)["loss"]

@@ -1,12 +1,12 @@
-"""Parts of a model, of which a stage of a pipeline computes some. No torch here."""
+"""Parts of a model, the model chunks of pipeline stages. No torch here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """Consecutive layers of a model, which a model chunk of a stage computes."""
+    """Consecutive layers of a model that form a model chunk of a stage."""
 
     begins: bool  # has the layers before the blocks, which take the batch
-    blocks: Sequence[int]  # indices of its blocks among the model's
+    blocks: Sequence[int]  # indices of its blocks in the model
     ends: bool  # has the layers behind the blocks, which compute the loss

@@ -1,18 +1,20 @@
-"""What each unit of a model does, found by computing it on symbolic tensors. No torch here."""
+"""Weights, FLOPs and products of each unit of a model, determined with symbolic tensors. No torch here."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.config import GridSizes
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.sharding import Axes
+from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
 if TYPE_CHECKING:
@@ -32,25 +34,25 @@ class Product(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    weights: LayerWeights  # by their names in the unit
+    weights: LayerWeights  # names relative to the unit
     flops: float
     products: tuple[Product, ...]
 
 
 class Probe:
-    """Computes one sample of each unit of a description on one device, equal blocks once."""
+    """Computes one sample of each unit of a description on one device. Equal blocks are computed once."""
 
     def __init__(self, description: Description):
         self.description = description
         self._known: dict[tuple[Hashable, ...], _Facts] = {}
 
     def weights(self, unit: Unit, recompute: bool = False) -> LayerWeights:
-        """Return the names of the weights that a unit takes from the stream; with ``recompute``, it is recomputed."""
+        """Return the names of the weights that a unit takes from the prefetcher, with or without recomputation."""
         weights = self._facts(unit, self.description.loss_chunks, recompute and unit.block).weights
         return LayerWeights(*(tuple(_prefix(unit) + name for name in names) for names in weights))
 
     def flops(self, unit: Unit, length: int) -> float:
-        """Return the floating-point operations of one forward of one sample of ``length`` tokens."""
+        """Return the FLOPs of the forward of one sample of ``length`` tokens."""
         return self._facts(unit, length, recompute=False).flops
 
     def products(self, unit: Unit, length: int) -> tuple[Product, ...]:
@@ -67,8 +69,11 @@ class Probe:
     def _compute(self, unit: Unit, length: int, recompute: bool) -> _Facts:
         description, device = self.description, _Counter()
         spec: Any = description.model([unit.part])
-        context = _Recorder(device, spec.all_parameters, recompute, description.loss_chunks)
-        model: Any = _RecordedLayer(spec, context)
+        context = Context(
+            SymbolicGrid(device, GridSizes()), "float32", recompute=recompute, loss_chunks=description.loss_chunks
+        )
+        weights = _RecordingWeights(context, spec.all_parameters)
+        model: Any = _RecordedLayer(spec, weights)
 
         def tensor(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
             return SymbolicTensor(device, shape, dtype)
@@ -85,9 +90,9 @@ class Probe:
         flops = device.flops
         tape.backward([(out, out.like()) for out in produced.values() if out.edge is not None])
         names: dict[str, list[str]] = {phase: [] for phase in (FORWARD, RECOMPUTATION, BACKWARD)}
-        for phase, name in context.uses:
+        for phase, name in weights.uses:
             names[phase].append(name.removeprefix(_prefix(unit)))
-        return _Facts(LayerWeights(*map(tuple, names.values())), flops, tuple(context.products))
+        return _Facts(LayerWeights(*map(tuple, names.values())), flops, tuple(weights.products))
 
 
 def _prefix(unit: Unit) -> str:
@@ -121,27 +126,13 @@ class _Counter:
     def do(self, kind: str, axis: str, nbytes: float) -> None: ...
 
 
-class _Recorder(SymbolicContext):
+class _RecordingWeights(SymbolicWeights):
     """Records the uses of weights and the products."""
 
-    def __init__(self, device: _Counter, parameters: Any, recompute: bool, loss_chunks: int):
+    def __init__(self, context: Context, parameters: Mapping[str, ParameterSpec]):
         self.uses: list[tuple[str, str]] = []  # phase and weight
         self.products: list[Product] = []
-        super().__init__(
-            device,
-            GridSizes(),
-            parameters,
-            OverlapConfig(),
-            gradient_bytes=0,
-            shard_states=False,
-            compute_dtype="float32",
-            recompute=recompute,
-            num_chunks=1,
-            scatter_heads=True,
-            sequence_parallel=False,
-            recompute_inputs=False,
-            loss_chunks=loss_chunks,
-        )
+        super().__init__(context, parameters)
 
     def gather(self, shard: Any) -> Any:
         self.uses.append((RECOMPUTATION if self.recomputing else FORWARD, self._name(shard)))
@@ -163,8 +154,8 @@ class _RecordedLayer(SymbolicLayer):
         return self._recorded(spec, x, result)
 
     async def _recorded(self, spec: LinearSpec | Conv2dSpec, x: Any, result: Any) -> Any:
-        out, context = await result, self.context
-        assert isinstance(context, _Recorder)
+        out, weights = await result, self.weights
+        assert isinstance(weights, _RecordingWeights)
         elements = (tensor.nbytes // 4 for tensor in (x, out, self.weight))
-        context.products.append(Product(spec.split, *elements))
+        weights.products.append(Product(spec.split, *elements))
         return out

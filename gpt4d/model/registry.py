@@ -1,4 +1,4 @@
-"""The registry of model families: the only place that knows them by name, and the only one that builds models."""
+"""The registry of model families. No other module knows families by name or builds models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ _families: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Add a family, which its name and the class of its settings then select."""
+    """Add a family, so that its name or the class of its settings selects it."""
     _families[family.name] = family
     register_model(family.name, family.config)
 
@@ -30,7 +30,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Family:
-    """Return the family called ``name``. Raises ConfigError if there is none."""
+    """Return the family called ``name``. Raises ConfigError if it is not registered."""
     if name not in _families:
         raise ConfigError(f"model family {name!r} is unknown; use one of {', '.join(names())}")
     return _families[name]
@@ -48,7 +48,7 @@ def of(config: ModelConfig) -> Family:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check settings that no configuration has checked: those of a checkpoint or an import.
+    """Check the settings of a checkpoint or an import, which no configuration check has seen.
 
     Raises ConfigError unless each value has the type of its field and the model is possible on some grid.
     """
@@ -67,7 +67,7 @@ def _has_type(value: object, kind: type) -> bool:
 
 
 def family_of_hf(model_type: object) -> Family:
-    """Return the family that reads models of this kind (``hf_model_types``). Raises ConfigError if there is none."""
+    """Return the family that reads models of this kind (``hf_model_types``). Raises ConfigError for other kinds."""
     supported = {kind: family for family in _families.values() for kind in family.hf_model_types}
     if not isinstance(model_type, str) or model_type not in supported:
         raise ConfigError(
@@ -82,9 +82,9 @@ def describe(config: ModelConfig) -> Description:
 
 
 def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description:
-    """Return ``describe`` of a run's model with the changes that ``parallel.*`` and ``train.*`` make.
+    """Return the description of a run's model with the changes that ``parallel.*`` and ``train.*`` make.
 
-    ``grids``: the grids of all stages, for which the model is padded. The configuration of a plan needs no grids.
+    ``grids``: the grids of all stages, for which the model is padded. The configuration of a plan is already padded.
     """
     description = describe(config.model.on_grids(grids)).with_whole_layers(config.parallel.whole_layers)
     return replace(description, loss_chunks=config.train.loss_chunks)
@@ -93,7 +93,7 @@ def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description
 def build(config: ModelConfig, weights: "ShardedWeights", parts: Sequence[Part] | None = None) -> "nn.Module":
     """Build a model, or parts of one, on the grid of ``weights``.
 
-    Its values are unset until ``gpt4d.model.init.initialize``.
+    Its parameters are uninitialized until ``gpt4d.model.init.initialize``.
     """
     from gpt4d.model.module import Model  # imports torch
 

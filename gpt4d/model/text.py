@@ -1,4 +1,4 @@
-"""The common part of models of text: token ids → blocks → logits or the loss, in one part or several. No torch here.
+"""Base of all text models: token ids → blocks → logits or the loss, in one part or several. No torch here.
 
 Shapes: B sequences, S positions, T tokens, H hidden, V vocabulary.
 """
@@ -22,16 +22,16 @@ from gpt4d.parallel.layers.sequence import TokenIndex, tokens_of
 
 @dataclass(frozen=True)
 class TextModelSpec(ModelSpec):
-    """A model of text, or parts of one.
+    """A text model, or parts of one.
 
-    Parts without the first have no embeddings, and parts without the last no head. A tied head has a copy of the token
+    Only the first part has embeddings, and only the last part has a head. A tied head has a copy of the token
     embedding.
 
     Attributes:
-        config: the settings of the model, with those of ``TextConfig``.
+        config: the settings of the model, which implement ``TextConfig``.
         block: its blocks, each a coroutine from the residual stream [T, H] and the tokens to the residual stream.
         norm: the norm before the head.
-        embeddings: layers behind the token embedding, each from the residual stream and the tokens to the stream.
+        embeddings: layers after the token embedding, each from the residual stream and the tokens to the stream.
         parts: the parts of the model.
     """
 
@@ -69,13 +69,13 @@ class TextModelSpec(ModelSpec):
         Args:
             model: the layer of this spec.
             ids_BS: this rank's sequences of token ids.
-            sample_ids_B: their indices in the whole run, which dropout depends on.
-            documents: attention and positions stay inside one. None: no limits.
+            sample_ids_B: their indices in the run, which dropout depends on.
+            documents: limits of attention and positions; None: no limits.
             part: one of ``parts``; None if there is only one. Parts but the last return the residual stream [T, H].
             received: as for ``compute``.
-            cache: of the tokens before these, which has begun a forward of these.
+            cache: the key-value cache of earlier tokens, whose ``begin`` was called for these tokens.
         """
-        tokens = tokens_of(model.context, sample_ids_B, ids_BS.shape[1], documents, cache)
+        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, cache)
         part = part or self.parts[0]
         x_TH = self._stream(model, part, ids_BS, tokens, received or {})
         return tokens.restored(self._logits(model, x_TH)) if part.ends else x_TH
@@ -103,7 +103,7 @@ class TextModelSpec(ModelSpec):
             sample_ids_B: as for ``forward``.
             documents: as for ``forward``.
         """
-        tokens = tokens_of(model.context, sample_ids_B, ids_BS.shape[1], documents)
+        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents)
         x_TH = self._stream(model, part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}
@@ -114,7 +114,7 @@ class TextModelSpec(ModelSpec):
             return {"loss": cross_entropy_sum(logits, targets_T, vocabulary, model.context.grid.x)}
         weight = model.tokens.weight if self.config.tied else model.head.weight
         _, normal_TH = model.norm(x_TH)
-        normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss keeps no input
+        normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss saves no input
         return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, model.head.product, chunks)}
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
@@ -123,11 +123,11 @@ class TextModelSpec(ModelSpec):
     def _stream(
         self, model: BoundLayer, part: Part, ids_BS: Any, tokens: TokenIndex, received: Mapping[str, Any]
     ) -> Any:
-        """Return the residual stream after the blocks of a part. No reference to the one before them stays behind."""
+        """Return the residual stream after the blocks of a part, without keeping a reference to earlier values."""
         blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
         if part.begins:
-            return run_blocks(model.context, blocks, self._embedded(model, ids_BS, tokens), tokens)
-        return run_blocks(model.context, blocks, received["stream"], tokens)
+            return run_blocks(model.weights, blocks, self._embedded(model, ids_BS, tokens), tokens)
+        return run_blocks(model.weights, blocks, received["stream"], tokens)
 
     def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: TokenIndex) -> Any:
         x_TH = model.tokens(ids_BS, tokens)

@@ -1,4 +1,4 @@
-"""Settings that all models of text have, and their check. No torch here."""
+"""Settings of all text models, and their check. No torch here."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from gpt4d.parallel.layers.linear import LinearSpec
 
 
 class TextConfig(Protocol):
-    """Settings of every model of text. ``tied``: the head multiplies by the token embedding."""
+    """Settings of every text model. ``tied``: the head multiplies by the token embedding."""
 
     hidden: int
     vocab_size: int
@@ -37,7 +37,7 @@ def token_embedding(config: TextConfig) -> TokenEmbeddingSpec:
 class PaddedVocabulary:
     """The padding of a vocabulary, which the embedding and the head split over x and z.
 
-    Checkpoints do not contain it: it depends on the grids, and the loss leaves it out.
+    Checkpoints do not contain it, because it depends on the grids, and the loss excludes it.
     """
 
     vocab_size: int
@@ -55,7 +55,7 @@ class PaddedVocabulary:
 
 @dataclass
 class TransformerConfig(PaddedVocabulary, ModelConfig):
-    """Settings of all transformers of text."""
+    """Settings of all text transformers."""
 
     layers: int = setting(4, "number of blocks", **COUNT)
     hidden: int = setting(128, "features of the residual stream", **SIZE)
@@ -67,7 +67,7 @@ class TransformerConfig(PaddedVocabulary, ModelConfig):
 
 
 def check_length(config: Config) -> None:
-    """Raise ConfigError if sequences are longer than the model's positions, or cannot be cut into the loss's parts."""
+    """Raise ConfigError if ``train.seq_len`` exceeds ``model.max_positions`` or is not divisible by the loss chunks."""
     length, most = config.train.seq_len, cast(TextConfig, config.model).max_positions
     if length > most:
         raise ConfigError(

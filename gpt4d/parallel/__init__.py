@@ -1,8 +1,8 @@
 """The grid of devices, the layout of tensors on it, and the layers that compute on shards.
 
 - ``layout``, ``grid``, ``stage_plan``, ``stage``: where tensors and stages are.
-- ``context``, ``sharded_weights``, ``gradient_reducer``: the settings and weights that layers use, and the
-  communication of weights and gradients.
+- ``context``, ``sharded_weights``, ``gradient_reducer``: the settings and weights of layers, and the communication of
+  weights and gradients.
 - ``engine``: when to prefetch, reduce and interleave. It does not import torch, so that the planner can execute it.
 - ``comm``: collectives and their statistics; ``comm.cpu`` is the transport between ranks without NCCL.
 - ``layers``: a spec for each kind of layer, and modules ``*_kernels`` that implement its kernels in torch.

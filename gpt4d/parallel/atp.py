@@ -1,9 +1,9 @@
 """ATP's linear layer for any torch model (ATP paper, Fig. 9): ``ATPLinear`` in place of ``nn.Linear``.
 
-It is the layer that gpt4d trains with, on a grid with x = d1, y = d2 and z = 1, without sharded weights: gradients of
-weights go through autograd, so that optimizers, autocast and activation checkpointing work as usual. A layer holds
-process groups, which cannot be copied: copy its state dict, not the layer. Each rank has its part of each gradient, so
-the norm of all gradients is a sum over the mesh.
+It is the linear layer that gpt4d trains with, on a grid with x = d1, y = d2 and z = 1, but without sharded weights.
+Autograd computes the gradients of weights, so optimizers, autocast and activation checkpointing work as usual. A layer
+holds process groups, which cannot be copied: copy its state dict, not the layer. Each rank has a shard of each
+gradient, so the global gradient norm needs an all-reduce over the mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,13 @@ def init_mesh(shape: tuple[int, int], device_type: str | None = None) -> Grid:
     """Arrange the ranks of the job in DeviceMesh(d1, d2), which later ``ATPLinear`` layers use, and return it.
 
     Rank ``i·d2 + j`` has index i along the first dimension, ``mesh.x``, and j along the second, ``mesh.y``. If the job
-    has more ranks, each d1·d2 of them form a mesh. ``DistributedDataParallel(model, process_group=mesh.data.group)``
-    then averages gradients over the meshes. All ranks call it, after ``torch.distributed.init_process_group``.
+    has more ranks, every d1·d2 consecutive ranks form a mesh, and
+    ``DistributedDataParallel(model, process_group=mesh.data.group)`` averages gradients over the meshes. All ranks must
+    call it after ``torch.distributed.init_process_group``.
 
     Args:
         shape: (d1, d2).
-        device_type: ``cuda`` or ``cpu``; None for ``cuda`` where there is one.
+        device_type: ``cuda`` or ``cpu``; None for ``cuda`` if available, else ``cpu``.
 
     Raises ValueError if d1·d2 does not divide the number of ranks.
     """
@@ -77,15 +78,15 @@ class _Weights:
     gather_for_backward = gather
 
     def add_gradient(self, weight: nn.Parameter, compute: Callable[[None], torch.Tensor]) -> torch.Tensor:
-        return compute(None)  # autograd adds it up
+        return compute(None)  # autograd accumulates it
 
 
 class ATPLinear(nn.Module):
     """``x·W + b`` on a mesh, W [in_features, out_features] sharded over both of its dimensions.
 
-    ``[Shard(1), Shard(0)]``, column-first: the first dimension splits the columns of W, the second its rows. The layer
-    takes x [..., in_features / d2] and returns [..., out_features / d1]. ``[Shard(0), Shard(1)]``, row-first, is its
-    counterpart: [..., in_features / d1] → [..., out_features / d2]. Alternate the two.
+    With ``[Shard(1), Shard(0)]``, column-first, d1 splits the columns of W and d2 its rows. The layer takes x
+    [..., in_features / d2] and returns [..., out_features / d1]. ``[Shard(0), Shard(1)]``, row-first, is its
+    counterpart: [..., in_features / d1] → [..., out_features / d2]. Alternate the two strategies.
 
     Args:
         in_features: number of features of the unsharded input.
@@ -96,8 +97,8 @@ class ATPLinear(nn.Module):
         dtype: the parameters' dtype.
         mesh: the mesh; None for the mesh of the last ``init_mesh``.
 
-    The initial values are those of ``nn.Linear`` with the same generator state, which must be equal on all ranks.
-    Raises ValueError for another strategy, or for features that the mesh does not divide.
+    The initial values equal the initial values of ``nn.Linear`` with the same generator state, which must be the same
+    on all ranks. Raises ValueError for any other strategy, and for features that the mesh does not divide.
     """
 
     def __init__(
@@ -118,13 +119,12 @@ class ATPLinear(nn.Module):
         contracted, produced = (mesh.x, mesh.y) if transposed else (mesh.y, mesh.x)
         _check("in_features", in_features, contracted)
         _check("out_features", out_features, produced)
-        whole = nn.Linear(in_features, out_features, bias, dtype=dtype)
+        full = nn.Linear(in_features, out_features, bias, dtype=dtype)
         with torch.no_grad():
-            weight = (
-                whole.weight.t().chunk(contracted.size, 0)[contracted.index].chunk(produced.size, 1)[produced.index]
-            )
+            rows = full.weight.t().chunk(contracted.size, 0)[contracted.index]
+            weight = rows.chunk(produced.size, 1)[produced.index]
             self.weight = nn.Parameter(weight.contiguous().to(device))
-            part = whole.bias.chunk(produced.size)[produced.index].clone().to(device) if bias else None
+            part = full.bias.chunk(produced.size)[produced.index].clone().to(device) if bias else None
             self.bias = nn.Parameter(part) if part is not None else None
         self.mesh, self.contracted, self.produced, self.transposed = mesh, contracted, produced, transposed
 
@@ -141,6 +141,8 @@ class ATPLinear(nn.Module):
 
 
 class SplitFunction(torch.autograd.Function):
+    """Replicated features [..., features] → this rank's shard over d2; the backward all-gathers the gradient."""
+
     @staticmethod
     def forward(ctx, x, mesh: Grid):
         ctx.mesh = mesh
@@ -153,6 +155,8 @@ class SplitFunction(torch.autograd.Function):
 
 
 class GatherFunction(torch.autograd.Function):
+    """All-gather of features over d2, [..., features / d2] → [..., features]; the backward takes the rank's shard."""
+
     @staticmethod
     def forward(ctx, part, mesh: Grid):
         ctx.mesh = mesh
@@ -160,12 +164,12 @@ class GatherFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_whole):
-        return d_whole.chunk(ctx.mesh.y.size, -1)[ctx.mesh.y.index].contiguous(), None
+    def backward(ctx, d_full):
+        return d_full.chunk(ctx.mesh.y.size, -1)[ctx.mesh.y.index].contiguous(), None
 
 
 def split_features(x: torch.Tensor, mesh: Grid | None = None) -> torch.Tensor:
-    """Return this rank's part of features that all ranks have, [..., features] → [..., features / d2].
+    """Return this rank's shard of replicated features, [..., features] → [..., features / d2].
 
     Raises ValueError for features that d2 does not divide.
     """
@@ -174,5 +178,5 @@ def split_features(x: torch.Tensor, mesh: Grid | None = None) -> torch.Tensor:
 
 
 def gather_features(part: torch.Tensor, mesh: Grid | None = None) -> torch.Tensor:
-    """Return the features of all ranks of the second dimension, [..., features / d2] → [..., features]."""
+    """All-gather features over the second dimension, [..., features / d2] → [..., features]."""
     return GatherFunction.apply(part, _current(mesh))

@@ -1,7 +1,7 @@
-"""Pure functions of tensors that torch.compile turns into few kernels where ``train.compile`` asks for it.
+"""Pure functions of tensors that torch.compile fuses if ``train.compile`` is set.
 
-Layers call them inside their autograd functions: collectives, the sharded weights and the order of the backward are
-not compiled, so results and communication do not depend on it but for the last bits.
+Layers call them inside their autograd functions. Collectives, the sharded weights and the order of the backward are not
+compiled. So compilation does not change the communication, and changes only the last bits of results.
 """
 
 import functools
@@ -24,10 +24,10 @@ _compiled: dict[Callable, Callable] = {}  # functions that have been called whil
 
 
 def enable(choice: bool | None, device: torch.device) -> None:
-    """Let functions of this process be compiled from now on, or not. None: on a GPU whose compilers are installed.
+    """Enable or disable compilation in this process. None: enable it on a GPU if its compilers are installed.
 
-    Raises ConfigError if they should be, but a compiler is missing, and NodeError if this node has no private directory
-    for them.
+    Raises ConfigError if ``choice`` is true but a compiler is missing, and NodeError if this node has no private
+    directory for compiled code.
     """
     global _enabled
     on_gpu = device.type == "cuda"
@@ -42,14 +42,14 @@ def enable(choice: bool | None, device: torch.device) -> None:
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return ``function``, which is compiled at its first call with tensors of some dtypes and ranks, if enabled."""
+    """Return ``function``, compiled if enabled. It is compiled at its first call for each set of dtypes and ranks."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not _enabled or torch.compiler.is_compiling():  # part of another one that is compiled
+        if not _enabled or torch.compiler.is_compiling():  # is_compiling: the calling function is being compiled
             return function(*args, **kwargs)
         if function not in _compiled:
-            _compiled[function] = torch.compile(function)  # of too many different shapes, it compiles no further ones
+            _compiled[function] = torch.compile(function)  # torch limits the number of recompilations for new shapes
         return _compiled[function](*args, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""Gradients between the layers and the optimizer: summed over the axes that split the batch, and measured."""
+"""Reduction of gradients over the axes that split the batch, and the squared norm of the global gradient."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
 class GradientReducer:
-    """Sums gradients over the axes that split the batch but not the parameter.
+    """Reduces gradients over the axes that split the batch but not the parameter.
 
-    ``ShardedWeights`` has reduce-scattered the gradients of weights that z splits. A rank's gradient of any other
-    parameter covers its own samples. Along x and y a parameter's copies see the same samples and need no all-reduce,
-    unless x splits the tokens that it acts on (``ParameterSpec.batch_axes``).
+    ``ShardedWeights`` has reduce-scattered the gradients of weights that z splits. The gradient of any other parameter
+    covers this rank's samples only. Along x and y a parameter's replicas act on the same samples and need no
+    all-reduce, unless x splits the tokens that the parameter acts on (``ParameterSpec.batch_axes``).
 
-    Parameters fill buckets in the reverse of their order, which is about the order of the backward. ``GradientSums``
-    decides when the reduction of a bucket starts. A bucket always has the same gradients, so a reduction has the same
-    bits whenever it starts.
+    Parameters fill buckets in reverse order, which is about the order of the backward. ``GradientSums`` decides when
+    the reduction of a bucket starts. A bucket always has the same gradients, so the bits of a result do not depend on
+    when its reduction starts.
 
     ``optimizer_shards`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1)
-    they are this rank's rows of each weight along data: gradients are reduce-scattered, and ``start_param_all_gather``
-    gathers the updated rows.
+    they are this rank's rows of each weight along data. Gradients are then reduce-scattered, and
+    ``start_param_all_gather`` gathers the updated rows.
 
     Args:
         weights: the stage's sharded weights.
@@ -48,41 +48,43 @@ class GradientReducer:
         shard: bool = False,
     ):
         self.weights, self.parameters = weights, dict(parameters)
-        self.optimizer_shards = [_own_rows(p, weights.grid) if shard else p for p in parameters.values()]
+        self.optimizer_shards = [_own_rows(p, weights.context.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
-        grid, element_bytes = weights.grid, torch.finfo(weights.dtype).bits // 8
-        buckets = gradient_buckets(specs, grid.sizes, shard, bucket_bytes, element_bytes, weights.sequence_parallel)
-        # Hooks live as long as their tensors, where the garbage collector does not see them: no strong reference back.
+        context, element_bytes = weights.context, torch.finfo(weights.dtype).bits // 8
+        buckets = gradient_buckets(
+            specs, context.grid.sizes, shard, bucket_bytes, element_bytes, context.sequence_parallel
+        )
+        # Weak, because the garbage collector does not see hooks: a strong reference makes a cycle that is never freed.
         this = weakref.proxy(self)
         self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, list(buckets), overlap)
         self._names = {parameter: name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
-            if not specs[name].streamed:  # gradients of the others come from the stream; autograd gives them none
+            if not specs[name].streamed:  # sharded weights report the gradients of weights that they gather
                 parameter.register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
         weights.on_gradient = lambda p: this._on_gradient(p)
         weights.pre_gather_hook = lambda p: this._wait_param(p)
 
     def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
-        """Start a step; arguments as for ``GradientSums.begin``. ``finish`` ends it."""
+        """Start a step, which ``finish`` ends. Arguments as for ``GradientSums.begin``."""
         self.sums.begin(terms, beside_backward)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter in self._names:  # not a copy of another stage's weight
+        if parameter in self._names:  # a copy of another stage's weight has no name
             self.sums.note_term(self._names[parameter])
 
     def finish(self) -> None:
-        """End a step's backward: all gradients are complete, in ``grad`` of the optimizer's shards."""
+        """End a step's backward: wait until ``grad`` of each optimizer shard is complete."""
         self.weights.finish()
         self.sums.finish()
 
     def start_param_all_gather(self) -> None:
-        """Start to gather the rows that other ranks updated; call it after the optimizer's step.
+        """Start the all-gather of the rows that other ranks have updated. Call it after the optimizer's step.
 
-        They arrive during the next forward. It waits for a weight when it first needs it; any other reader of
-        parameters calls ``wait_params`` before.
+        The rows arrive during the next forward, which waits for a weight before its first use. Any other reader of
+        parameters must call ``wait_params`` first.
         """
         self.sums.start_row_gathers()
 
@@ -98,7 +100,7 @@ class GradientReducer:
 
     def pack(self, bucket: Bucket) -> torch.Tensor:
         members = self._members(bucket)
-        parts = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        parts = self.weights.context.grid[bucket.axes[-1]].size if bucket.sharded else 1
         packed = _pack([_gradient(p) for p in members], parts)
         for parameter in members:
             parameter.grad = None
@@ -107,20 +109,20 @@ class GradientReducer:
     def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: torch.Tensor) -> Pending:
         scatters = kind == "reduce_scatter"
         start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
-        return start(packed, self.weights.grid[axis])
+        return start(packed, self.weights.context.grid[axis])
 
     def wait(self, pending: Pending) -> torch.Tensor:
         return pending.wait()
 
     def unpack(self, bucket: Bucket, total: torch.Tensor) -> None:
         for parameter, piece in self._unpack(bucket, total):
-            assert parameter.grad is None, "a gradient has more terms than its description says"
+            assert parameter.grad is None, "a gradient has more contributions than its description says"
             shard = self._shard_of[parameter]
             shard.grad = piece.reshape(shard.shape)
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
         rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
-        return self.weights.grid[bucket.axes[-1]].start_all_gather(rows)
+        return self.weights.context.grid[bucket.axes[-1]].start_all_gather(rows)
 
     def write_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         for parameter, piece in self._unpack(bucket, rows):
@@ -130,14 +132,14 @@ class GradientReducer:
         return [self.parameters[name] for name in bucket.names]
 
     def _unpack(self, bucket: Bucket, packed: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return each parameter's piece, [parts, elements], of packed gradients or of some of their parts."""
-        share = self.weights.grid[bucket.axes[-1]].size if bucket.sharded else 1
+        """Return each parameter's columns, [parts, elements], of packed gradients or of some of their rows."""
+        share = self.weights.context.grid[bucket.axes[-1]].size if bucket.sharded else 1
         members = self._members(bucket)
         return list(zip(members, packed.split([p.numel() // share for p in members], 1), strict=True))
 
 
 def _pack(tensors: Iterable[torch.Tensor], parts: int) -> torch.Tensor:
-    """Return tensors as one [parts, elements]: the first rows of all, the second rows of all, …"""
+    """Pack tensors into one tensor [parts, elements], whose row i contains part i of each tensor."""
     return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1)
 
 
@@ -147,7 +149,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
-    """Return this rank's rows along data of a parameter, on its memory; itself if data does not split it."""
+    """Return a view of this rank's rows of a parameter along data, or the parameter if data does not split it."""
     spec = spec_of(parameter)
     layout = over_data(spec, grid.sizes._asdict())
     if grid.data.size == 1 or layout == spec.layout:
@@ -158,14 +160,14 @@ def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
 
 
 def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:
-    """Return whether this rank counts its part of a parameter: exactly one of the ranks that hold the part does."""
+    """Return whether this rank counts its shard of a parameter, which exactly one of the shard's replicas does."""
     return all(index == 0 for name, index in grid.indices.items() if name not in spec_of(parameter).layout.axes)
 
 
 def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
-    """Return this rank's share of the squared norm of the global gradient, float64: the sum over the job is the norm.
+    """Return this rank's contribution to the squared norm of the global gradient, a float64 scalar.
 
-    Every element of every parameter is counted once, whatever axes replicate it.
+    The sum over all ranks of the job counts every element of every parameter once.
     """
     gradients = [_gradient(p) for p in parameters if counted_once(p, grid)]
     if not gradients:

@@ -6,20 +6,20 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.comm.cpu import two_level
+from gpt4d.parallel.comm.collectives import Axis, transport_of
+from gpt4d.parallel.comm.cpu import hosts
 from gpt4d.parallel.layout import Layout
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
 
 
 class Grid:
-    """This rank's place in the grid of a stage: one ``Axis`` each for x, y, z and data, one for the stage.
+    """The grid of a stage, seen from this rank: one ``Axis`` each for x, y, z and data.
 
     ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
 
-    Two more axes serve reductions: ``stage`` holds all ranks of this grid, ``world`` all ranks of the job. They are the
-    same group where one stage has all ranks.
+    Two more axes serve reductions: ``stage`` contains all ranks of this grid, ``world`` all ranks of the job. They have
+    the same group if one stage has all ranks.
 
     Args:
         sizes: devices along each axis; their product is the number of ranks of the stage.
@@ -56,7 +56,7 @@ class Grid:
             setattr(self, name, self._axis(name, members, indices[name]))
             stride *= size
         world = dist.group.WORLD if world_size > 1 else None
-        self.world = Axis("world", world_size, rank, world)
+        self.world = Axis("world", world_size, rank, world, transport_of(world, device_type) if world else None)
         if len(self.ranks) == world_size:
             self.stage = self.world
         else:
@@ -65,17 +65,21 @@ class Grid:
     def _axis(self, name: str, members: list[int], index: int) -> Axis:
         if len(members) == 1:
             return Axis(name)
-        # The backend for tensors of this device only: every rank of a gloo group connects to all others. Only the
-        # members take part, so that stages can be built side by side.
+        # Only the device's own backend, because every rank of a gloo group connects to all ranks of the group. Only
+        # members create the group, so that stages can be built concurrently.
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         backend = backends[self.device_type]
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
-        transport = two_level.connect(group) if self.device_type == "cpu" and name != "stage" else None
+        if self.device_type == "cpu" and name != "stage":
+            # The computation does not wait for the weights and gradients of z and data.
+            transport = hosts.connect(group, yielding=name in ("z", "data"))
+        else:
+            transport = transport_of(group, self.device_type)
         return Axis(name, len(members), index, group, transport)
 
     @classmethod
     def single_device(cls) -> "Grid":
-        """Return the grid of one device, whatever process group exists: for shapes, not for training."""
+        """Return the grid of one device, independent of process groups. It serves shapes, not training."""
         grid = cls.__new__(cls)
         grid.sizes, grid.device_type, grid.ranks = GridSizes(), "cpu", (0,)
         for name in (*grid.sizes._fields, "world"):
@@ -85,7 +89,7 @@ class Grid:
 
     @staticmethod
     def coordinates(place: int, sizes: GridSizes) -> dict[str, int]:
-        """Return the index along each axis of the rank at ``place`` in the stage."""
+        """Return the index along each axis of the stage's rank number ``place``."""
         indices = {}
         for name, size in sizes._asdict().items():
             place, indices[name] = divmod(place, size)
@@ -95,7 +99,7 @@ class Grid:
         return getattr(self, name)
 
     def axis(self, name: str | None) -> Axis:
-        """Return the axis of this name; for None one of this device alone, where no axis splits a dim."""
+        """Return the axis with this name, or for None an axis of size 1, for dims that no axis splits."""
         return Axis("none") if name is None else self[name]
 
     def __iter__(self) -> Iterator[Axis]:
@@ -106,7 +110,7 @@ class Grid:
 
     @property
     def active_axes(self) -> dict[str, Axis]:
-        """The axes of more than one device, by name."""
+        """The axes with more than one device, by name."""
         return {axis.name: axis for axis in self if axis.size > 1}
 
     @property
@@ -114,7 +118,7 @@ class Grid:
         return {name: self[name].index for name in self.sizes._fields}
 
     def local_slices(self, shape: tuple[int, ...], layout: Layout) -> tuple[slice, ...]:
-        """Return the part of a global tensor of ``shape`` that this rank holds under ``layout``."""
+        """Return the slices of a global tensor of ``shape`` that are this rank's shard under ``layout``."""
         return tuple(slice(*r) for r in layout.tile(shape, self.sizes._asdict(), self.indices))
 
     def local_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
@@ -122,5 +126,5 @@ class Grid:
 
     @property
     def batch_shard(self) -> int:
-        """Index of this rank's part among the ``sizes.batch_shards`` parts of the batch."""
+        """Index of this rank's shard of the batch, which has ``sizes.batch_shards`` shards."""
         return self.data.index * self.z.size + self.z.index

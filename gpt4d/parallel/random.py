@@ -1,11 +1,11 @@
 """Random numbers that do not depend on the grid: pure functions of a key and a global index.
 
 A sequential generator gives different numbers to tensors that are sharded differently. Here each number is a hash
-(SplitMix64's finalizer) of its global position, so every rank computes only its own shard.
+(SplitMix64's finalizer) of its global index, so every rank computes only its own shard.
 
-All numbers have the same bits on all grids, CPUs and GPUs, because each operation has exactly one right result: integer
-operations, table lookups, and single float32 multiplications and additions. The functions of the math library, whose
-last bit differs between devices, serve only to fill the tables, where rounding to float32 removes the difference.
+All numbers have the same bits on all grids, CPUs and GPUs, because the result of each operation is fully specified:
+integer operations, table lookups, and single float32 multiplications and additions. Functions of the math library,
+whose last bit differs between devices, only fill the tables. Rounding to float32 removes the difference.
 """
 
 import functools
@@ -17,10 +17,10 @@ import torch
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
-# Numbers computed at once. On a CPU, the intermediates stay in the cache of a core; elsewhere, their memory is bounded.
+# Numbers computed at once. On a CPU, intermediates fit in a core's cache; on other devices, the limit bounds memory.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
 _MASK_CHUNK = 1 << 20  # elements of a mask that are hashed at once
-_INTERVALS = 1 << 16  # of equal probability, in each of which the normal distribution is approximated by a uniform one
+_INTERVALS = 1 << 16  # equally probable intervals, in which a uniform distribution approximates the normal distribution
 
 
 def key(*parts: int | str) -> int:
@@ -41,7 +41,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def fold(state: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Derive a key for each ``index`` (int64, any shape) from ``state``: a key, or keys that broadcast with it."""
+    """Derive a key for each ``index`` (int64, any shape) from ``state``, a key or a tensor of keys that broadcasts."""
     return mix((index + 1) * _GOLDEN + state)
 
 
@@ -50,9 +50,9 @@ def normal(
 ) -> torch.Tensor:
     """Return ``slices`` of a global tensor of ``shape`` filled with standard normal numbers, float32, on ``device``.
 
-    ``state`` is the tensor's key; each dim has a slice with start and stop. A number takes 32 bits of a hash: 16 choose
-    one of 2^16 intervals between quantiles, 16 the place inside it. Variance and kurtosis are within 1e-5 of 1 and 3;
-    the largest absolute value is 4.61.
+    ``state`` is the tensor's key. Each dim has a slice with start and stop. A number takes 32 bits of a hash: 16 bits
+    choose one of 2^16 intervals between quantiles, 16 bits the position inside it. Variance and kurtosis are within
+    1e-5 of 1 and 3. The largest absolute value is 4.61.
     """
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for size, cut in zip(shape[:-1], slices[:-1], strict=True):
@@ -63,14 +63,14 @@ def normal(
 
 
 def normal_rows(keys: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return standard normal numbers [n, columns], float32, of which row i depends on ``keys[i]`` (int64 [n]) alone."""
+    """Return standard normal numbers [n, columns], float32. Row i depends only on ``keys[i]`` (int64 [n])."""
     return _normal_columns(keys, 0, columns)
 
 
 def integers(keys: torch.Tensor, bound: int) -> torch.Tensor:
     """Return an integer from 0 to ``bound`` - 1 for each of ``keys``, both int64, independent of ``normal_rows``.
 
-    ``bound`` is at most 2^31; the probabilities differ by 2^-32 at most.
+    ``bound`` is at most 2^31. The probabilities differ by at most 2^-32.
     """
     return (_shift_right(mix(keys.clone()), 32) * bound) >> 32
 
@@ -87,17 +87,17 @@ def _normal_columns(keys: torch.Tensor, first: int, last: int) -> torch.Tensor:
         interval = lanes[..., 1].int().add_(_INTERVALS // 2).flatten()
         place = lanes[..., 0].float().add_(0.5)
         torch.index_select(centers, 0, interval, out=part.view(-1))
-        # Not addcmul, which rounds once on some devices and twice on others.
+        # Not addcmul: the number of its roundings depends on the device.
         part.add_(place.mul_(widths.index_select(0, interval).view_as(part)))
     return out
 
 
 @functools.cache
 def _intervals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the centers and the widths / 2^16 of the intervals between quantiles of the normal distribution, float32.
+    """Return centers and widths / 2^16 of the intervals between quantiles of the normal distribution, float32.
 
-    No quantile lies so near the middle of two float32 numbers that errors in the last bits of float64 change its
-    rounding: the distance is at least 1e-12 of its value.
+    Errors in the last bits of float64 do not change the rounding of a quantile to float32: its relative distance from
+    the middle of two float32 numbers is at least 1e-12.
     """
     distribution = NormalDist()
     quantiles = [distribution.inv_cdf(0.5 + i / _INTERVALS) for i in range(_INTERVALS // 2)]
@@ -112,17 +112,17 @@ def _intervals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def keep_mask(rows: torch.Tensor, columns: int, offset: int, drop: float) -> torch.Tensor:
     """Return the boolean mask [*rows, columns] of the elements that dropout with probability ``drop`` keeps.
 
-    ``rows`` are int64 keys, one per row; the columns are ``offset`` to ``offset + columns`` of the global row.
+    ``rows`` are int64 keys, one per row. The columns are ``offset`` to ``offset + columns`` of the global row.
     Probabilities are multiples of 2^-16.
     """
-    least = round(drop * 2**16) - 2**15
+    minimum = round(drop * 2**16) - 2**15
     if torch.compiler.is_compiling() or rows.numel() * columns <= _MASK_CHUNK:
-        return _lanes(rows, columns, offset) >= least
-    # Hashes take twice the memory of the mask of a matrix, so those of all rows never exist at once.
+        return _lanes(rows, columns, offset) >= minimum
+    # Hashes take twice the memory of the mask, so they are computed for a few rows at a time.
     mask = torch.empty(rows.numel(), columns, dtype=torch.bool, device=rows.device)
     step = max(1, _MASK_CHUNK // columns)
     for part, keys in zip(mask.split(step), rows.flatten().split(step), strict=True):
-        torch.ge(_lanes(keys, columns, offset), least, out=part)
+        torch.ge(_lanes(keys, columns, offset), minimum, out=part)
     return mask.view(*rows.shape, columns)
 
 
@@ -131,7 +131,7 @@ def _lanes(rows: torch.Tensor, columns: int, offset: int) -> torch.Tensor:
 
     ``rows`` are int64 keys, one per row. One hash serves four neighboring columns.
     """
-    if torch.compiler.is_compiling():  # one kernel, in which a hash costs less than memory does
+    if torch.compiler.is_compiling():  # one fused kernel, in which a hash per element is faster than memory traffic
         places = torch.arange(offset, offset + columns, device=rows.device)
         return (fold(rows.unsqueeze(-1), places >> 2) >> (places % 4 * 16)).to(torch.int16)
     first, last = offset // 4, -(-(offset + columns) // 4)

@@ -1,4 +1,4 @@
-"""The stream of z-sharded weights: layers take gathered weights from it and hand full gradients back.
+"""Weights that are split over z: layers gather them, and their gradients are reduce-scattered.
 
 A weight is stored split once more over z (Ŵ in the 4D paper's Algorithm 1). A layer needs it gathered when it
 multiplies (line 2), and its gradient is summed over z (line 12). gpt4d.parallel.engine.prefetch decides when to
@@ -7,9 +7,9 @@ communicate (§IV):
 - OAG: while a layer computes, the weights of the next layers are gathered (gpt4d.parallel.engine.prefetch).
 - ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.
 - the cache: weights of chosen blocks stay gathered from the forward until the backward no longer needs them, or for
-  the whole step, in which case their gradients are added up before they are summed over z.
+  the entire step, in which case their gradients are added up before one reduce-scatter over z.
 
-Weights that are whole on every rank of z pass through the stream too, without communication.
+Weights that are replicated over z need no communication here.
 """
 
 import weakref
@@ -22,62 +22,28 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt4d.config import OverlapConfig
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
-from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layout import ParameterSpec, spec_of
+from gpt4d.parallel.weights import Weights
 
 _ALONE = Axis("z")  # an axis of one device: a collective on it returns its input
 
 
-class ShardedWeights(Context):
+class ShardedWeights(Weights):
     """Creates the parameters of one stage, gathers their z-shards and reduces their gradients.
 
     Args:
-        grid: the stage's grid.
-        compute_dtype: dtype of gathered weights and activations.
+        context: grid and settings of the stage.
         dtype: dtype of the master weights and of their gradients.
         device: where the parameters live.
-        overlap: which communication overlaps with computation; all of it by default.
-        recompute: blocks keep only their input for the backward and are computed again there.
-        num_chunks: chunks of a microbatch that are interleaved in the blocks while the model trains.
-        scatter_heads: y splits the heads of attention too, where it divides them.
-        sequence_parallel: x splits the tokens between the layers while the model trains.
-        recompute_inputs: products do not keep their inputs, where those are easily computed again.
-        loss_chunks: chunks of the tokens; the logits of one chunk exist at a time.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        compute_dtype: torch.dtype = torch.float32,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        overlap: OverlapConfig | None = None,
-        recompute: bool = False,
-        num_chunks: int = 1,
-        scatter_heads: bool = True,
-        sequence_parallel: bool = False,
-        recompute_inputs: bool = False,
-        loss_chunks: int = 1,
-    ):
-        super().__init__(
-            grid,
-            compute_dtype,
-            _TorchWeights(self),
-            overlap or OverlapConfig(),
-            recompute,
-            num_chunks,
-            scatter_heads,
-            sequence_parallel,
-            recompute_inputs,
-            loss_chunks,
-        )
-        self.dtype = dtype
-        self.device = torch.device(device)
+    def __init__(self, context: Context, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        super().__init__(context, _TorchWeightDevice(self))
+        self.dtype, self.device = dtype, torch.device(device)
         # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
         self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None
@@ -85,7 +51,9 @@ class ShardedWeights(Context):
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
         """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""
-        local = torch.empty(self.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device)
+        local = torch.empty(
+            self.context.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device
+        )
         parameter: Any = nn.Parameter(local)
         parameter.spec = spec
         return parameter
@@ -100,7 +68,7 @@ class ShardedWeights(Context):
         for name in names:
             parameter: Any = self._parameters[name]
             parameter.spec = spec_of(parameter).whole()
-            shape = self.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
+            shape = self.context.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
             parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
@@ -131,11 +99,11 @@ def _contexts(around: Callable[[], AbstractContextManager]) -> tuple[AbstractCon
     return nullcontext(), around()
 
 
-class _TorchWeights:
-    """The weights of a stream as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
+class _TorchWeightDevice:
+    """The weights of a stage as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
 
     def __init__(self, weights: ShardedWeights):
-        self._stream = weakref.proxy(weights)  # in a reference cycle, tensors live until the garbage collector runs
+        self._weights = weakref.proxy(weights)  # in a reference cycle, tensors live until the garbage collector runs
 
     def is_split(self, weight: str) -> bool:
         return self._axis(self._shard(weight)).size > 1
@@ -143,8 +111,8 @@ class _TorchWeights:
     def start_gather(self, weight: str) -> Pending:
         """Cast before gathering: a bf16 weight has half the bytes of its master."""
         shard = self._shard(weight)
-        self._stream.pre_gather_hook(shard)
-        local = cast_to(shard.detach(), self._stream.compute_dtype)
+        self._weights.pre_gather_hook(shard)
+        local = cast_to(shard.detach(), self._weights.context.compute_dtype)
         return self._axis(shard).start_all_gather(local, parameter=shard)
 
     def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
@@ -160,15 +128,15 @@ class _TorchWeights:
     def set_gradient(self, weight: str, gradient: torch.Tensor) -> None:
         shard = self._shard(weight)
         shard.grad = gradient
-        self._stream.on_gradient(shard)
+        self._weights.on_gradient(shard)
 
     def add_gradient(self, weight: str, part: torch.Tensor) -> None:
         shard = self._shard(weight)
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
-        self._stream.on_gradient(shard)
+        self._weights.on_gradient(shard)
 
     def _shard(self, weight: str) -> nn.Parameter:
-        return self._stream._parameters[weight]
+        return self._weights._parameters[weight]
 
     def _axis(self, shard: nn.Parameter) -> Axis:
         """Return the axis to gather a weight over."""
@@ -176,7 +144,7 @@ class _TorchWeights:
         if "z" not in layout.axes:
             return _ALONE
         assert layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
-        return self._stream.grid.z
+        return self._weights.context.grid.z
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

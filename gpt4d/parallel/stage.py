@@ -1,4 +1,4 @@
-"""A pipeline stage: a grid on some of the job's ranks, the parts of the model that they compute, and its programs."""
+"""A pipeline stage: a grid on some of the job's ranks, the model chunks that it computes, and its programs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +20,21 @@ class Stage:
     """One stage of the model.
 
     Attributes:
-        index: its place in the pipeline.
-        grid: its ranks.
-        weights: the stream that its module takes weights from.
-        module: its parts of the model, under global names.
-        parts: each part's boundaries, by virtual stage (gpt4d.model.description.Part).
-        layer_weights: weights that the layers of each part use, in the order of execution.
-        terms: number of terms that one microbatch adds to the gradient of each parameter.
+        index: the stage's index in the pipeline.
+        grid: the grid of the stage's ranks.
+        weights: the sharded weights of the module.
+        module: the stage's model chunks, under global names.
+        parts: the boundaries of each model chunk, by virtual stage (gpt4d.model.description.Part).
+        layer_weights: the weights that the layers of each model chunk use, in the order of execution.
+        terms: number of contributions of one microbatch to the gradient of each parameter.
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
-        chunk_terms: for weights that chunks of a microbatch use, their number: each adds a term to the gradient.
-        crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
-        exchange: its edges to other stages; None if there are none.
-        evaluation_exchange: the same edges in an evaluation, where x does not split tokens.
-        program: returns what this stage does in a step of some microbatches.
-        evaluation: returns what it does in an evaluation of some microbatches.
+        chunk_terms: number of chunks per microbatch, by weight, each of which contributes to the weight's gradient.
+        crossing: names of the tensors on each edge of the pipeline, by producing and consuming virtual stage.
+        exchange: the edges to other stages; None if there are none.
+        evaluation_exchange: the edges in an evaluation, where x does not split tokens.
+        program: returns the stage's program for a step with a given number of microbatches.
+        evaluation: returns the stage's program for an evaluation with a given number of microbatches.
     """
 
     index: int
@@ -55,18 +55,18 @@ class Stage:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Everything on which this rank communicates, by name."""
+        """The axes and links on which this rank communicates, by name."""
         return {**self.grid.active_axes, **(self.exchange.axes if self.exchange else {})}
 
     @property
     def copies(self) -> list[str]:
-        """Names of the parameters that another stage has too, updates and saves."""
+        """Names of the parameters that are copies of another stage's weights, which that stage updates and saves."""
         return self.exchange.held if self.exchange else []
 
     def send_copied_weights(self) -> None:
-        """Start to send weights to the stages that have copies of them; a forward waits for its own.
+        """Start to send weights to the stages that have copies of them. The next forward waits for the copies.
 
-        All ranks call this function after the weights have changed.
+        All ranks must call this function after the weights have changed.
         """
         if self.exchange is None:
             return
@@ -78,15 +78,15 @@ class Stage:
             self.exchange.start_weight(copy.name, parameter.detach())
 
     def wait_for_copies(self) -> None:
-        """Wait until the weights that ``send_copied_weights`` sends or receives may be read and changed."""
+        """Wait until all transfers that ``send_copied_weights`` has started are complete."""
         if self.exchange is not None:
             self.exchange.wait_for_owned()
             self.exchange.wait_for_held()
 
     def sources(self, virtual_stage: int) -> list[int]:
-        """Return the virtual stages whose tensors a part of this stage uses."""
+        """Return the virtual stages that produce tensors for a virtual stage of this stage."""
         return [source for source, target in self.crossing if target == virtual_stage]
 
     def targets(self, virtual_stage: int) -> list[int]:
-        """Return the virtual stages that use tensors of a part of this stage."""
+        """Return the virtual stages that use tensors of a virtual stage of this stage."""
         return [target for source, target in self.crossing if source == virtual_stage]

@@ -1,4 +1,4 @@
-"""The plan of one pipeline stage: its ranks, its grid and its parts of the model. No torch here."""
+"""The plan of one pipeline stage: its ranks, its grid and its model chunks. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from gpt4d.config import GridSizes
 def strides(sizes: GridSizes, innermost: str | None = None) -> dict[str, int]:
     """Return the distance in ranks between neighbors along each axis.
 
-    Neighbors along ``innermost`` (``parallel.innermost``), x by default, have consecutive ranks. y in its place is the
-    order of the ATP paper's DeviceMesh(d1, d2), whose d1 is x and whose d2 is y.
+    Neighbors along ``innermost`` (``parallel.innermost``), x by default, have consecutive ranks. With y the order
+    equals the order of the ATP paper's DeviceMesh(d1, d2), where d1 is x and d2 is y.
     """
     inner = ("y", "x") if innermost == "y" else ("x", "y")
     by_axis, stride = {}, 1
@@ -23,7 +23,7 @@ def strides(sizes: GridSizes, innermost: str | None = None) -> dict[str, int]:
 
 
 def ranks_in_grid_order(sizes: GridSizes, innermost: str | None = None) -> tuple[int, ...]:
-    """Return the rank at each place of a grid. Places count x first, then y, z and data, whatever is innermost."""
+    """Return the rank at each grid position. For any ``innermost``, positions enumerate x fastest, then y, z, data."""
     stride = strides(sizes, innermost)
     places = product(*(range(size) for size in reversed(sizes)))  # data, z, y, x
     axes = GridSizes._fields[::-1]
@@ -37,8 +37,8 @@ class StagePlan:
     Attributes:
         index: the position of the stage in the pipeline.
         first_rank: the lowest rank of the stage.
-        sizes: its grid.
-        parts: for each of its model chunks, the indices of the first unit and of the one after the last
+        sizes: the sizes of the stage's grid.
+        parts: for each model chunk, the index of its first unit and the index after its last unit
             (gpt4d.model.description).
         innermost: the axis whose neighbors have consecutive ranks (``parallel.innermost``).
     """
@@ -62,7 +62,7 @@ class StagePlan:
 def consecutive_stages(
     sizes: Sequence[GridSizes], parts: Sequence[tuple[tuple[int, int], ...]], innermost: str | None = None
 ) -> tuple[StagePlan, ...]:
-    """Return the stages with these grids and parts of the model, each on the ranks after those of the stage before."""
+    """Return stages with these grids and model chunks on consecutive ranks of the job, in the order of the stages."""
     stages, first_rank = [], 0
     for index, (grid, own) in enumerate(zip(sizes, parts, strict=True)):
         stages.append(StagePlan(index, first_rank, grid, own, innermost))

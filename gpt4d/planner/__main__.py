@@ -1,4 +1,4 @@
-"""Rank the grids that can train a model on a machine, by time of a step: python -m gpt4d.planner world_size=32.
+"""Rank the grids that can train a model on a machine by step time: python -m gpt4d.planner world_size=32.
 
   world_size=32    number of devices; without it, the fewest that can train the model are printed
   grid=4x1x2x1     answer for this grid gx·gy·gz·gdata only: whether it fits, and settings that make it fit
@@ -48,12 +48,12 @@ from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
 
-_MAX_DEVICES = 4096  # tried in the search for the fewest
+_MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 
 
 @dataclass
 class PlannerQuery:
-    """Arguments of the planner besides the configuration. The module's text explains them."""
+    """Arguments of the planner in addition to the configuration. The module's text explains them."""
 
     world_size: int | None = None
     grid: str | None = None
@@ -65,6 +65,7 @@ class PlannerQuery:
 
 
 def main(arguments: list[str]) -> None:
+    """Print the ranking, the estimate of one grid or the minimum number of devices, as ``arguments`` ask."""
     if asks_for_help(arguments):
         print(__doc__)
         return
@@ -138,7 +139,7 @@ def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: li
 
 
 def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> None:
-    """Print whether a grid fits, and the time of a step. Raises ConfigError if it is not possible."""
+    """Print whether a grid fits, and the time of a step. Raises ConfigError if the grid is not possible."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", query.grid or "")
     if not match or "0" in match.groups():
         raise ConfigError(f"grid={query.grid}: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1, for example")

@@ -1,7 +1,7 @@
 """The ATP paper's choice of a mesh (§3.3-3.5): all-reduce times from the hierarchical communication matrix.
 
-DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1. In our
-order of ranks, the devices along d1 are the neighbors: ``innermost`` is x; it is y in the paper's.
+DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1. In
+gpt4d's order of ranks, devices along d1 are neighbors, so ``innermost`` is x. In the paper's order, ``innermost`` is y.
 """
 
 from collections import Counter
@@ -29,16 +29,16 @@ class AtpMesh(NamedTuple):
 
 
 def meshes(devices: int) -> list[AtpMesh]:
-    """Return all meshes of ``devices`` devices, DeviceMesh(N, 1) first: ATP-1, ATP-2…"""
+    """Return all meshes of ``devices`` devices, DeviceMesh(N, 1) first: ATP-1, ATP-2, and so on."""
     return [AtpMesh(devices // d2, d2) for d2 in divisors(devices)]
 
 
 def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y") -> tuple[float | None, float | None]:
     """Return B1' and B2' in GB/s (Eq. 3); None for a dimension of one device.
 
-    Each is the bandwidth of the slowest level that the dimension crosses. Groups of the first dimension share a
-    level's links where one member of the level holds devices of several groups; on a switch, whose members are single
-    devices, they share nothing. The paper divides by d2 even if a member holds fewer than d2 devices.
+    Each value is the bandwidth of the slowest level that the dimension crosses. Groups of the first dimension share a
+    level's links if one member of the level contains devices of several groups. On a switch, whose members are single
+    devices, they share no links. The paper divides by d2 even if a member contains fewer than d2 devices.
     """
 
     def slowest(span: RankSpan) -> float | None:
@@ -52,7 +52,7 @@ def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y")
 def all_reduce_bandwidths(
     cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y"
 ) -> tuple[float | None, float | None]:
-    """Return B1 and B2 in GB/s: measured in the paper's order (``cluster.atp_gb_s``), or else by Eq. 4."""
+    """Return B1 and B2 in GB/s: measured in the paper's order (``cluster.atp_gb_s``), otherwise by Eq. 4."""
     measured = (cluster.atp_gb_s or {}).get(str(mesh))
     if measured and innermost == "y":
         return tuple(measured)
@@ -64,10 +64,11 @@ def all_reduce_bandwidths(
 
 
 def all_reduced_elements(description: Description, samples: int, length: int) -> tuple[float, float]:
-    """Return the elements that products sum along the first and the second dimension, over forward and backward.
+    """Return the elements that are all-reduced along the first and the second dimension, in forward and backward.
 
-    The second dimension sums the outputs of layers that leave the residual stream (7h in a GPT-2 block), the first
-    those of layers that return to it (2h). The paper counts as much for the backward; the layers send a little less.
+    The second dimension all-reduces the outputs of layers that read the residual stream (7h in a GPT-2 block). The
+    first dimension all-reduces the outputs of layers that write to it (2h). The paper counts the same for the backward,
+    although the layers send slightly less.
     """
     summed = Counter[str | None]()
     for product, blocks, _ in products(description, length):
@@ -102,12 +103,12 @@ class MeshPlan:
     """A mesh and its predicted step; as in the paper, all communication is exposed."""
 
     mesh: AtpMesh
-    sizes: GridSizes  # of the grid: x and y are the mesh, z and data its copies
-    innermost: str  # axis whose ranks are neighbors: y in the paper's order, x in ours
+    sizes: GridSizes  # sizes of the grid: x and y are the mesh, z and data its replicas
+    innermost: str  # axis whose ranks are neighbors: y in the paper's order, x in gpt4d's
     compute_s: float
     comm: dict[str, dict[str, float]]  # by dimension (d1, d2): bytes sent, time_s, exposed_s
     problem: str | None  # why the model cannot be split like this, or does not fit
-    micro_batch: int | None  # samples that a device can take at once
+    micro_batch: int | None  # maximum microbatch of a device
     memory_gib: float | None  # per device; None if the model cannot be split like this
 
     @property
@@ -129,10 +130,10 @@ class MeshPlan:
 
 
 def rank(config: Config, world_size: int) -> list[MeshPlan]:
-    """Return the meshes that ``config.parallel`` leaves open by T_comm of a step, each in the faster order of ranks.
+    """Return the meshes that ``config.parallel`` allows, sorted by T_comm of a step, each in its faster rank order.
 
-    The order is ``parallel.innermost`` if that is set, that of a measurement if there is one, and the paper's if both
-    are equally fast. Raises ConfigError if no mesh has the right size or the machine is too small.
+    ``parallel.innermost`` or a measurement of the mesh determines the order if present. If both orders are equally
+    fast, the paper's order is chosen. Raises ConfigError if no mesh has the right size or the machine is too small.
     """
     devices = _devices(config.parallel, world_size)
     given = config.parallel.d1, config.parallel.d2
@@ -146,7 +147,7 @@ def rank(config: Config, world_size: int) -> list[MeshPlan]:
 
 
 def _devices(parallel: ParallelConfig, world_size: int) -> int:
-    """Return the devices of a mesh. Raises ConfigError if the settings do not fit the number of processes."""
+    """Return the number of devices of a mesh. Raises ConfigError if the settings do not fit ``world_size``."""
     d1, d2, gz, gdata = parallel.d1, parallel.d2, parallel.gz, parallel.gdata
     copies = gz * (gdata or 1)
     if d1 and d2:

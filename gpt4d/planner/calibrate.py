@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m gpt4d.planner.calibrate out=configs/cluster/mine.yaml
 
 ``cluster=mine`` then selects it. On a cluster, start it like train.py on at least two nodes; the speed between more
-nodes is extrapolated from those. All ranks measure at once, since they share links, memory and, on a CPU, cores.
+nodes is extrapolated. All ranks measure simultaneously, since they share links, memory and, on a CPU, cores.
 """
 
 import os
@@ -52,12 +52,12 @@ from gpt4d.step import TrainStep, build_stage
 from gpt4d.writing import required_file
 
 _MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
-_ROUNDS = 3  # measurements, of which the median counts
+_ROUNDS = 3  # number of measurements per median
 _MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
 _MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
-_COMPARISONS = 9  # of a computation with and without a collective beside it
-_REPEATS = 5  # of work that is too short to be timed by itself, in each comparison
-_LONG_MESSAGE_S = 0.2  # no message larger than one that takes this long is measured
+_COMPARISONS = 9  # number of comparisons of a computation with and without a concurrent collective
+_REPEATS = 5  # calls per comparison, because a single call is too short to be timed
+_LONG_MESSAGE_S = 0.2  # measurements end with the first message that takes this long
 _COVER = 2.0  # duration of the computation that hides a collective, in durations of the collective
 _SMALL_MODEL = GPT2Config("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
 _LARGE_MODEL = {
@@ -68,6 +68,8 @@ _LARGE_MODEL = {
 
 @dataclass
 class CalibrateConfig:
+    """Arguments of the command."""
+
     out: str = MISSING  # the YAML file to write; cluster=… selects one in configs/cluster by its name
     name: str | None = None  # null: the file's name
 
@@ -138,7 +140,7 @@ def _matmul_flops(device: torch.device) -> float:
 
 
 def _square_matrix(device: torch.device) -> torch.Tensor:
-    """Return random numbers: GPUs are faster on constant ones, which take less power."""
+    """Return a matrix of random numbers. GPUs are faster on constant numbers, which take less power."""
     size = _MATRIX_SIZE[device.type]
     return torch.randn(size, size, dtype=compute_dtype("auto", device), device=device)
 
@@ -147,17 +149,17 @@ def _square_matrix(device: torch.device) -> torch.Tensor:
 
 
 def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
-    """Return microseconds per operation and GB/s of memory for which the planner predicts measured times of a step.
+    """Return microseconds per operation and GB/s of memory with which the planner predicts measured step times.
 
-    They solve the equations of two models: in a small one the number of operations counts, in a large one the bytes
-    that they move as well.
+    They solve two equations, one per model. The number of operations dominates the time of the small model. In the
+    large model, the bytes that they move also count.
     """
     rows, times = [], []
     for model, sequences in ((_SMALL_MODEL, 1), (_LARGE_MODEL[device.type], 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
         step_s = _seconds(_training_step(config, device), device)
         flops = _count_in_step(config, cluster, "matmul_tflops")
-        # Products read and write while they multiply, so the bytes of the other operations count.
+        # Products read and write while they multiply, so only the bytes of elementwise operations count.
         moved = _count_in_step(config, cluster, "matmul_tflops", "memory_gb_s") - flops
         rows.append((_count_in_step(config, cluster, "operation_us"), moved))
         times.append(max(step_s - flops * 1e-12 / cluster.matmul_tflops, 0.05 * step_s))
@@ -165,15 +167,15 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     determinant = a * d - b * c
     operation_s = (times[0] * d - b * times[1]) / determinant
     s_per_byte = (a * times[1] - c * times[0]) / determinant
-    # Either may be zero or negative if the measured rate of products is a little too low.
+    # Both may be zero or negative if the measured rate of products is slightly too low.
     s_per_byte = max(s_per_byte, 1e-13)
     return max(operation_s, 1e-7) * 1e6, 1e-9 / s_per_byte
 
 
 def _count_in_step(config: Config, cluster: ClusterConfig, *keys: str) -> float:
-    """Return the operations, bytes moved and FLOPs of a step on one device, those that ``keys`` are the speeds of.
+    """Return the sum of a step's operations, bytes moved and FLOPs on one device, each if ``keys`` has its rate.
 
-    Of the bytes and the FLOPs of a product, the larger number counts: the FLOPs.
+    A product counts the maximum of its bytes and its FLOPs, which is the number of FLOPs.
     """
     unit = {"operation_us": 1e6, "memory_gb_s": 1e-9, "matmul_tflops": 1e-12}
     free: dict[str, Any] = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
@@ -208,7 +210,7 @@ def _measure_links(
             if (*key, KINDS[0]) not in measured:
                 with limit(f"connecting groups of {size} ranks"):
                     axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
-                axis.traffic.timed = False  # nobody reads the intervals, so they would accumulate
+                axis.traffic.timed = False  # recorded intervals accumulate until they are read
                 for kind in KINDS:
                     with limit(f"measuring {kind} over {size} ranks"):
                         measured[(*key, kind)] = _measure_collective(replace(group, kind=kind), axis, device)
@@ -239,7 +241,7 @@ def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device)
 
 
 def _fit_line(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Return offset (at least 0) and slope (above 0) of the line with the least squares of relative errors."""
+    """Return offset (at least 0) and slope (above 0) of a least-squares line that minimizes relative errors."""
     weights = [1 / value**2 for value in y]
     total = sum(weights)
     mean_x = sum(w * a for w, a in zip(weights, x, strict=True)) / total
@@ -251,7 +253,7 @@ def _fit_line(x: list[float], y: list[float]) -> tuple[float, float]:
 
 
 def _measure_skew(launch: Launch, device: torch.device) -> float:
-    """Return by how many seconds computing followed by an all-reduce exceeds the sum of the two, in a node's ranks."""
+    """Return the delay in seconds with which the last rank of a node enters an all-reduce after a computation."""
     node, world = launch.local_world_size, launch.world_size
     axis = Grid(GridSizes(node, 1, 1, world // node) if node > 1 else GridSizes(world), device.type).x
     axis.traffic.timed = False
@@ -268,7 +270,7 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
 
 
 def _measure_hidden_share(start: Callable[[], collectives.Pending], alone_s: float, device: torch.device) -> float:
-    """Return the share of a collective's ``alone_s`` seconds that does not slow a computation beside it."""
+    """Return the share of a collective's ``alone_s`` seconds that overlaps a computation without slowing it."""
     square = _square_matrix(device)
     product_s = _seconds(lambda: square @ square, device)
     times = max(1, round(_COVER * alone_s / product_s))  # the collective ends before the computation
@@ -289,7 +291,7 @@ def _measure_hidden_share(start: Callable[[], collectives.Pending], alone_s: flo
 
 
 def _derive_levels(cluster: ClusterConfig, node: int) -> list[LevelConfig]:
-    """Return the links of a device and of a node by the measured all-gathers, for groups that were not measured."""
+    """Return the links of a device and of a node from measured all-gathers, for groups without a measurement."""
     inside = [m for m in cluster.measured if m.kind == "all_gather" and m.nodes == 1]
     between = [m for m in cluster.measured if m.kind == "all_gather" and m.nodes > 1]
     levels = []
@@ -304,6 +306,7 @@ def _derive_levels(cluster: ClusterConfig, node: int) -> list[LevelConfig]:
 
 
 def main(arguments: list[str]) -> None:
+    """Measure the machine with all ranks of the job, and write ``out`` on rank 0."""
     if asks_for_help(arguments):
         print(__doc__)
         return

@@ -16,7 +16,7 @@ from gpt4d.planner.workload import grids, micro_batch_sizes, training_state
 def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | None, float]:
     """Return the largest microbatch per device that fits and the GiB it needs; None and the minimum if none fits.
 
-    The minimum is a lower bound if even the training state does not fit. Microbatches up to ``more_than`` are left out.
+    The minimum is a lower bound if the training state alone does not fit. Microbatches up to ``more_than`` are skipped.
     """
     memory = usable_gib(estimate.config.cluster)
     if estimate.least_gib() > memory:
@@ -30,7 +30,7 @@ def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | N
     least = estimate.memory_gib(choices[-1])
     if least > memory:
         return None, min(least, needed)  # a single microbatch has no accumulated gradients
-    # Among several microbatches, larger ones never need less memory, so bisection finds the largest that fits.
+    # A larger microbatch never needs less memory, so bisection finds the largest one that fits.
     fits, too_many = len(choices) - 1, 0
     while fits - too_many > 1:
         middle = (fits + too_many) // 2
@@ -48,9 +48,9 @@ def estimate_of(level: Level, sizes: GridSizes, choice: Mapping[str, Any] | None
 
 
 def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Estimate, int | None]:
-    """Return the estimate and its largest microbatch that fits, if any; with split tokens if a larger one then fits.
+    """Return the estimate and its largest microbatch that fits, if any, with split tokens if they allow a larger one.
 
-    Microbatches up to ``more_than`` are left out.
+    Microbatches up to ``more_than`` are skipped.
     """
     micro_batch, _ = largest_micro_batch(estimate, more_than)
     if micro_batch != estimate.share and may_split_tokens(estimate.config, estimate.sizes):
@@ -61,7 +61,7 @@ def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Est
 
 
 def may_split_tokens(config: Config, sizes: GridSizes) -> bool:
-    """Return whether x can split the tokens between the layers and does not yet."""
+    """Return whether sequence parallelism is possible and not enabled."""
     return not config.parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0
 
 
@@ -71,7 +71,7 @@ def _with_split_tokens(estimate: Estimate) -> Estimate:
 
 
 def least_gib(level: Level, sizes: GridSizes) -> float:
-    """Return the GiB of a device that a step needs on a grid with the microbatch that needs least."""
+    """Return the minimum GiB of a device, over all microbatches, that a step needs on a grid."""
     estimate = estimate_of(level, sizes)
     split = [_with_split_tokens(estimate)] if may_split_tokens(level.config, sizes) else []
     return min(
@@ -83,12 +83,14 @@ def least_gib(level: Level, sizes: GridSizes) -> float:
 
 
 def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int | None:
-    """Return the fewest devices, up to ``limit`` and the machine's number, that can train this; None if none can.
+    """Return the minimum number of devices, up to ``limit`` and the machine's number, that can train ``config``.
 
     Args:
         config: the configuration; its grid sizes are ignored.
         limit: maximum number.
         keys: options that the planner may choose (gpt4d.planner.options).
+
+    Returns None if no number of devices is sufficient.
     """
     smallest = levels(config, keys)[-1]
     description, parallel = smallest.description, smallest.config.parallel
@@ -97,7 +99,7 @@ def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int 
         cluster = for_devices(config.cluster, devices)
         available = usable_gib(cluster) - cluster.reserved_gib
         if available <= 0:
-            return None  # the devices of a node that share its memory have too little each
+            return None  # devices that share the memory of a node have too little memory each
         if state_gib > available * devices:
             continue
         level = replace(smallest, config=replace(smallest.config, cluster=cluster))

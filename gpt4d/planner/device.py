@@ -1,8 +1,8 @@
 """Simulated clock, traffic and memory of one device during a step.
 
-The device computes sequentially. Channels between nodes and inside a node each run their parts of collectives one after
-another, overlapped with the computation as far as ``hidden`` allows. A short collective, such as the statistics of a
-norm, does not wait behind a long one of another axis: they share the channel.
+The device computes sequentially. Channels between nodes and inside a node each run their parts of collectives
+sequentially, overlapped with the computation as far as ``hidden`` allows. A short collective, such as the statistics of
+a norm, does not queue behind a long one of another axis: they share the channel.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"
-_SHORT = 0.1  # share of the time for which channels are busy: a collective of another axis that takes less shares them
+_SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel
 
 
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
-    """Return the bytes each of ``size`` ranks sends (4D paper, Eq. 1-3).
+    """Return the bytes that each of ``size`` ranks sends (4D paper, Eq. 1-3).
 
     ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for all-reduce and reduce-scatter.
     """
@@ -50,7 +50,7 @@ class Links:
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
-        self.costs: dict[tuple[str, str, float], CollectiveCost] = {}  # that are known
+        self.costs: dict[tuple[str, str, float], CollectiveCost] = {}  # cache
 
     def cost(self, kind: str, axis: str, nbytes: float) -> CollectiveCost:
         """Return the cost of a collective; ``nbytes`` as for ``sent_bytes``."""
@@ -78,7 +78,7 @@ class Rates(NamedTuple):
     def seconds(self, flops: float, moved: float, operations: int) -> float:
         """Return the seconds of a product of ``flops``, or of elementwise ``operations``.
 
-        A product takes the longer of two times, since it reads and writes ``moved`` bytes while it multiplies.
+        A product takes the maximum of two times, since it reads and writes ``moved`` bytes while it multiplies.
         """
         return max(flops * self.s_per_flop, moved * self.s_per_byte) + operations * self.operation_s
 
@@ -135,7 +135,7 @@ class Device:
             return None
         cost = self.links.costs.get((kind, axis, nbytes)) or self.links.cost(kind, axis, nbytes)
         sent, parts, pieces, seconds, exposed_s = cost
-        ready = ends = self.now + self.skew_s  # times at which a part's first piece is ready, and its last one
+        ready = ends = self.now + self.skew_s  # times at which the first and the last piece of a part are ready
         if self.axis_free[axis] <= self.now and seconds < _SHORT * (max(self.channel_free) - self.now):
             ends += 2 * seconds
             self.channel_free = [free + part_s for free, part_s in zip(self.channel_free, parts, strict=True)]
@@ -172,6 +172,6 @@ class Device:
         self.held -= nbytes
 
     def scratch(self, nbytes: float) -> None:
-        """Allocate memory and release it at once: only the peak changes."""
+        """Allocate memory and release it immediately, so that only the peak changes."""
         if self.held + nbytes > self.peak:
             self.peak = self.held + nbytes

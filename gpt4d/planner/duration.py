@@ -8,7 +8,7 @@ from gpt4d.model import registry
 
 @dataclass(frozen=True)
 class Duration:
-    """A run of some steps on some devices."""
+    """Number of steps, step time and devices of a run, and the resulting hours."""
 
     steps: int | None  # None: train.epochs, whose number of steps depends on the data
     devices: int
@@ -49,7 +49,7 @@ def duration(config: Config, devices: int, step_time_s: float) -> Duration:
 
 
 def batch_text(config: Config) -> str:
-    """Return the batch in words, since the answers depend on it."""
+    """Return a readable description of the batch, since the planner's answers depend on it."""
     train, unit = config.train, registry.of(config.model).unit
     if unit != "tokens":
         return f"{train.batch_size:,} {unit} per step"

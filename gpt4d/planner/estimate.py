@@ -1,4 +1,4 @@
-"""Time, bytes and memory of a step on one grid: a few short walks, extrapolated to the step's length."""
+"""Time, bytes and memory of a step on one grid, extrapolated from a few short simulated steps."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from gpt4d.config import Config, GridSizes, PipelineConfig
 from gpt4d.model import registry
 from gpt4d.model.description import Description, Unit
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.workload import compute_bytes, splits_backwards, training_state, utilization
 
 GIB = 2**30
-_MAX_WALKED = 64  # blocks in all microbatches of a step; longer steps are extrapolated
-_BLOCKS_PER_KIND = 4  # walked; each further block adds as much as the last walked block
+_MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
+_BLOCKS_PER_KIND = 4  # simulated blocks; each further block costs as much as the last simulated one
 
 
 @dataclass
@@ -32,20 +32,20 @@ class Plan:
     comm: dict[str, dict[str, float]]  # by axis: bytes, time_s, exposed_s
     memory: dict[str, float]  # in GiB: weights, gradients, optimizer, activations and the rest, reserved
     mfu: float | None  # model FLOPs over the peak, without recomputation
-    hfu: float | None  # the same with recomputation
+    hfu: float | None  # model FLOPs and recomputation over the peak
     share: int  # samples of a device in a step
     innermost: str = "x"  # axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
-    options: Mapping[str, Any] = field(default_factory=dict)  # further settings that it adds, by their keys
+    options: Mapping[str, Any] = field(default_factory=dict)  # further settings that the planner adds, by key
     stages: tuple[GridSizes, ...] = ()  # grids of a pipeline; times and bytes refer to its slowest stage
     pipeline: PipelineConfig | None = None
-    idle_s: float = 0.0  # for which that stage waits for others
-    link_bytes: Mapping[str, int] = field(default_factory=dict)  # by link between stages: sent by all of its ranks
+    idle_s: float = 0.0  # seconds for which the slowest stage waits for other stages
+    link_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes that all ranks of a link between stages send
     published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property
     def grid(self) -> str:
-        """The sizes of the grid or of the grids of all stages and, if it is y, the axis of neighboring ranks."""
+        """The sizes of the grid, or of the grids of all stages, with a note if y is the axis of neighboring ranks."""
         runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
         grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
         return grids + (" y innermost" if self.innermost == "y" else "")
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of overlapped collectives. A wait can exceed its collective: late ranks are waited for."""
+        """Seconds of overlapped collectives. A wait for late ranks can exceed the collective itself."""
         return sum(max(0.0, axis["time_s"] - axis["exposed_s"]) for axis in self.comm.values())
 
 
@@ -88,10 +88,10 @@ class Microbatch(NamedTuple):
     """Time and memory that a microbatch between others takes on a device."""
 
     forward_s: float
-    input_gradient_s: float  # of its backward, or all of it if the schedule does not split it
+    input_gradient_s: float  # input gradients, or the full backward if the schedule does not split it
     weight_gradient_s: float
-    kept_bytes: float  # from its forward until its backward
-    delayed_bytes: float  # from the gradients of inputs until those of weights
+    kept_bytes: float  # saved activations between the forward and the backward
+    delayed_bytes: float  # saved tensors between the input gradients and the weight gradients
 
     @property
     def seconds(self) -> float:
@@ -104,9 +104,9 @@ class Estimate:
     Args:
         config: the settings; the grid's settings are ignored.
         sizes: the grid.
-        description: the model, if it is known.
-        choice: settings of ``parallel`` that replace those in ``config``.
-        world: number of devices of all stages, if the grid is one of several.
+        description: the model; None to build it from ``config``.
+        choice: settings of ``parallel`` that override ``config``.
+        world: number of devices of all stages, if the grid belongs to a pipeline stage.
         options: settings in ``config`` that the planner has chosen, for the plan's overrides.
     """
 
@@ -145,11 +145,11 @@ class Estimate:
         return self._quick(micro_batch)[1]
 
     def quick_s(self, micro_batch: int) -> float:
-        """Return the approximate seconds of a step, to select grids for which ``plan`` is worth its time."""
+        """Return the approximate seconds of a step, to select the grids that ``plan`` estimates."""
         return self._quick(micro_batch)[0]
 
     def _kind(self, block: Unit) -> tuple:
-        """Return the kind of a block: blocks with the same cost that are cached and split alike are of one kind."""
+        """Return the kind of a block. Blocks of one kind have the same cost, caching and sharding."""
         whole = block.name in self.description.whole
         return block.kind, block.name in self.cached, whole
 
@@ -163,7 +163,7 @@ class Estimate:
         return chosen
 
     def _omitted(self) -> dict[tuple, int]:
-        """Return how many blocks of each kind are not among ``few``, in the order of their first."""
+        """Return the number of blocks of each kind that ``few`` omits, in the order of each kind's first block."""
         counts = Counter(self._kind(block) for block in self.description.blocks)
         counts.subtract(self._kind(block) for block in self.few)
         return dict(counts)
@@ -200,7 +200,7 @@ class Estimate:
         if len(blocks) * microbatches <= _MAX_WALKED:
             totals = self._walk(micro_batch, blocks).run(microbatches).totals()
         else:
-            # The first microbatch adds to no gradient, and the last one's additions hide sums.
+            # The first microbatch accumulates no gradients, and accumulation in the last one overlaps reductions.
             walked = min(2, microbatches)
             totals = self._walk(micro_batch, blocks).run(walked).totals()
             totals = _sum(totals, self._further_microbatch(micro_batch)[4:], microbatches - walked)
@@ -237,17 +237,17 @@ class Estimate:
         return Microbatch(forward_s, gradient_s, seconds - forward_s - gradient_s, kept, delayed)
 
     def _further_microbatch(self, micro_batch: int) -> tuple[float, ...]:
-        """Return what one more microbatch adds, extrapolated from one of a few blocks.
+        """Return the cost of one more microbatch, extrapolated from a microbatch of a few blocks.
 
-        That is the seconds of its forward and of its backward, without weight gradients that a split one leaves out,
-        the bytes kept until the backward and until those, and what it adds to the device's totals.
+        The result consists of the forward's seconds, the backward's seconds (input gradients only, if the schedule
+        splits it), the bytes saved for the backward, the bytes saved for weight gradients, and ``Device.totals``.
         """
         if micro_batch in self._further:
             return self._further[micro_batch]
 
         def added(blocks: Collection[Unit]) -> tuple[float, ...]:
             step = self._walk(micro_batch, blocks)
-            # The first of three begins with idle links; gradients leave in the last one.
+            # The first of three microbatches begins with idle links, and the last one reduces gradients.
             step.run(3, continued=True, last=2)
             first, second = step.after_microbatch
             (forward_end_s, kept), (backward_end_s, delayed) = step.after_forward[1], step.after_backward[1]
@@ -278,7 +278,7 @@ class Estimate:
 
     @cached_property
     def _continued_bytes(self) -> int:
-        """Bytes that a device holds from one microbatch to the next: gradients, and weights that stay gathered."""
+        """Bytes in use on a device between two microbatches: gradients and cached unsharded weights."""
         held = self.state["gradients"]
         if self.config.parallel.cache_scope == "step":
             element = compute_bytes(self.config)

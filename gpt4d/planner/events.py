@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-DELAYED = "delayed"  # the phase of weight gradients that a backward leaves out
+DELAYED = "delayed"  # the phase of weight gradients after a split backward
 
 
 class Key(NamedTuple):
@@ -14,7 +14,7 @@ class Key(NamedTuple):
     Attributes:
         phase: the segment's phase.
         offset: distance of the segment's block from the block that uses the key.
-        number: counted from the segment's end, so that equal ends have equal numbers.
+        number: number of the event, counted from the segment's end, so that equal ends have equal numbers.
     """
 
     phase: str
@@ -23,14 +23,14 @@ class Key(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of the block at ``offset`` from the current block; ``offset`` None: of no block."""
+    """A parameter of the block at ``offset`` from the current block; a parameter outside the blocks has none."""
 
     offset: int | None
     name: str
 
 
 class Work(NamedTuple):
-    """Computation without communication: its seconds, the bytes it leaves in use, and its peak above those before."""
+    """Computation without communication: its seconds, change of bytes in use, and peak above the previous bytes."""
 
     seconds: float
     held: int
@@ -71,8 +71,8 @@ class Scatter(NamedTuple):
 
     Attributes:
         weight: its parameter.
-        first: computes the gradient.
-        further: computes it and adds it to an earlier one.
+        first: the events that compute the gradient.
+        further: the events that compute the gradient and add it to an earlier one.
         shape: the gradient's shape.
         dtype: the gradient's dtype.
     """
@@ -85,7 +85,7 @@ class Scatter(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The gradient of a parameter that is not gathered, in memory that the layers have taken for it."""
+    """The gradient of a parameter that is not gathered, in memory that the layers have allocated."""
 
     parameter: Parameter
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Whether a run fits in the memory of its devices, and the settings or devices that make it fit."""
+"""Check of a run's planned memory against its devices, with settings or numbers of devices that fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ from gpt4d.planner.search import rank, with_fewer_options
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import total_gib
 
-_MAX_DEVICES = 4096  # tried in the search for the fewest
-_EXAMPLE = "dgx_h100"  # machine that is named where this one is too small
-_NUM_CHANGES = 2  # that a message names
+_MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
+_EXAMPLE = "dgx_h100"  # suggested machine if the configured one is too small
+_NUM_CHANGES = 2  # maximum number of changes in a message
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Fit:
         return sorted(found, key=lambda change: change.plan.step_time_s)[:limit]
 
     def smallest(self) -> Plan | None:
-        """Return the fastest plan on the fewest devices of the cluster that can train this with any settings."""
+        """Return the fastest plan on the minimum number of devices that can train this model with any settings."""
         config = replace(without_grid(self.config), cluster=self.cluster)
         keys = open_keys(config)
         fewest = fewest_devices(config, _MAX_DEVICES, keys)
@@ -87,7 +87,7 @@ class Fit:
         return next(iter(rank(config, fewest, top=1, keys=keys).plans), None)
 
     def check(self) -> None:
-        """Raise ConfigError that names the changes and the smallest grid that fit, if this does not."""
+        """Raise ConfigError if the run does not fit. The message names changes and the smallest grid that fit."""
         if self.fits:
             return
         remedies = [f"set {change}" for change in self.changes(1)]
@@ -101,7 +101,7 @@ class Fit:
 
 
 def _elsewhere(config: Config) -> str:
-    """Return the remedy if no number of this machine's devices suffices."""
+    """Return the remedy if no number of this machine's devices is sufficient."""
     other = read_cluster(CONFIG_DIR / "cluster" / f"{_EXAMPLE}.yaml")
     config = replace(without_grid(config), cluster=other)
     fewest = fewest_devices(config, _MAX_DEVICES, open_keys(config))
@@ -126,7 +126,7 @@ def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
 
 
 def without_grid(config: Config) -> Config:
-    """Return the configuration with everything that the planner chooses left open."""
+    """Return the configuration with the settings that the planner chooses reset to their defaults."""
     defaults = ParallelConfig()
     names = "gx", "gy", "gz", "gdata", "innermost", "cache_layers", "cache_scope", "pipeline"
     parallel = replace(config.parallel, mode="4d", **{name: getattr(defaults, name) for name in names})
@@ -134,7 +134,7 @@ def without_grid(config: Config) -> Config:
 
 
 def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[SuggestedChange]:
-    """Yield options with which a larger microbatch fits than with fewer options, and that microbatch."""
+    """Yield sets of options that allow a larger microbatch than smaller sets do, each with its largest microbatch."""
     free = replace(config, train=replace(config.train, micro_batch_size=None))
     choices, largest = levels(free, open_keys(free)), 0
     for choice in choices:
@@ -150,7 +150,7 @@ def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[SuggestedChange]
 
 
 def _stage_changes(config: Config, stages: Sequence[GridSizes]) -> Iterator[SuggestedChange]:
-    """Yield options, each with the number of microbatches whose step is fastest of those that fit."""
+    """Yield sets of options, each with the number of microbatches that gives the fastest step that fits."""
     before = config.parallel.pipeline.microbatches
     for level in levels(config, open_keys(config)):
         search = pipelines.Search(level)

@@ -14,7 +14,7 @@ def command(cluster: ClusterConfig, devices: int, arguments: Sequence[str], chos
         cluster: the machine.
         devices: the number of devices.
         arguments: the user's overrides.
-        chosen: the planner's overrides, which replace the user's of the same keys.
+        chosen: the planner's overrides, which replace the user's overrides of the same keys.
     """
     keys = {override.partition("=")[0] for override in chosen} | {"parallel.mode"}
     words = [word for word in arguments if word.partition("=")[0] not in keys]

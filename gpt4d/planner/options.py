@@ -1,4 +1,4 @@
-"""Settings besides ``parallel`` that the planner may choose: sharded states, parts of the loss, recomputation."""
+"""Settings outside ``parallel`` that the planner may choose: sharded states, loss chunks, recomputation."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.workload import Descriptions
 
-# In the order of the time that they cost: each is tried together with the ones before.
+# In ascending order of their cost in time. Each entry is tried together with all entries before it.
 _SAVINGS: tuple[dict[str, Any], ...] = (
     {"optim.shard_states": True, "train.loss_chunks": 8},
     {"train.activation_checkpointing": "selective"},
@@ -36,12 +36,12 @@ class Level:
         return self.describe(())
 
     def describe(self, grids: Collection[GridSizes], choice: Mapping[str, Any] | None = None) -> Description:
-        """Return the model with the padding that these grids need. ``choice``: replaces settings of ``parallel``."""
+        """Return the model with the padding that these grids need. ``choice`` overrides settings of ``parallel``."""
         parallel = replace(self.config.parallel, **(choice or {}))
         return self.descriptions.of(replace(self.config, parallel=parallel), grids)
 
     def with_options(self, options: Mapping[str, Any]) -> "Level":
-        """Return this level, which has no options, with some."""
+        """Return this level, which must have no options, with ``options``."""
         return replace(self, config=with_settings(self.config, options), options=options)
 
     def without(self, key: str) -> "Level":
@@ -56,7 +56,7 @@ def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
 
     Args:
         config: the user's settings.
-        keys: the keys in ``KEYS`` that the planner may choose. Values that the model does not allow are left out.
+        keys: the keys in ``KEYS`` that the planner may choose. Values that the model does not allow are skipped.
     """
     found, options = [Level(config, Descriptions(), {})], dict[str, Any]()
     for savings in _SAVINGS:

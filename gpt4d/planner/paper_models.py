@@ -1,8 +1,7 @@
 """The 4D paper's two performance models (§V, Eq. 1-10) as published: seconds of communication only.
 
 They count the products of blocks: the four fully connected layers of a transformer block, the convolutions of a U-Net.
-They omit embedding and head, norms and biases, latency, computation and overlap, all of which the planner's own model
-has.
+They omit embedding and head, norms and biases, latency, computation and overlap. The planner's own model includes them.
 """
 
 from collections import Counter
@@ -12,14 +11,14 @@ from gpt4d.config import Config, GridSizes
 from gpt4d.model.description import Description
 from gpt4d.model.probe import Product
 from gpt4d.parallel.stage_plan import strides
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
 from gpt4d.planner.workload import compute_bytes, step_flops
 
 
 def products(description: Description, length: int, cached: Collection[str] = ()) -> list[tuple[Product, int, int]]:
-    """Return the products of blocks, each with the number of blocks that have it and of those in ``cached``."""
+    """Return the products of blocks, each with its number of blocks and its number of blocks in ``cached``."""
     blocks = Counter(block.kind for block in description.blocks)
     kept = Counter(block.kind for block in description.blocks if block.name in cached)
     first = {block.kind: block for block in reversed(description.blocks)}
@@ -43,11 +42,11 @@ def bandwidths(
 def product_bytes(
     product: Product, samples: float, sizes: GridSizes, element: int, gradient: int
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes a rank sends for one product, by axis and collective (Eq. 4-8).
+    """Return the bytes that a rank sends for one product, by axis and collective (Eq. 4-8).
 
     Args:
-        product: of m·k, m·n and k·n elements in the paper's notation.
-        samples: per data-parallel group.
+        product: a product of m·k, m·n and k·n elements in the paper's notation.
+        samples: number of samples per data-parallel group.
         sizes: the grid.
         element: bytes per element of activations and gathered weights.
         gradient: bytes per element of weight gradients.
@@ -68,7 +67,7 @@ def product_bytes(
 
 
 def busy_s(config: Config, description: Description, sizes: GridSizes) -> float:
-    """Return the seconds of a step in which a grid computes and sums outputs, which nothing hides."""
+    """Return the seconds of a step for computation and for all-reduces of outputs without overlap."""
     comm = communication(config, description, sizes, aware=True)
     return (
         step_flops(config, description) / sizes.devices / (config.cluster.matmul_tflops * 1e12) + comm["x"] + comm["y"]

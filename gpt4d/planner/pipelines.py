@@ -16,26 +16,26 @@ from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import usable_gib
 from gpt4d.planner.workload import compute_s, grids, training_state
 
-_NUM_ESTIMATED = 8  # pipelines that are estimated in full, the best by the quick estimate
-_NUM_IMPROVED = 3  # of these, the fastest, for which other microbatches, schedules and grids are tried
-_MICROBATCHES = (1, 4, 16)  # per stage, that are tried
-_SCHEDULES = ("1f1b", "eager_1f1b_w", "zb_h1")  # tried besides the default
-_SMALLEST_SCHEDULE = "1f1b"  # keeps the fewest microbatches in flight
-_OTHER_GRIDS = 4  # tried for the first and for the last stage
-_LEAST_GAIN = 0.01  # of the step time, for which another schedule or grid is chosen
+_NUM_ESTIMATED = 8  # number of pipelines that are estimated in full, after the quick estimate
+_NUM_IMPROVED = 3  # number of fastest pipelines that are tried with other microbatches, schedules and grids
+_MICROBATCHES = (1, 4, 16)  # candidates, per stage
+_SCHEDULES = ("1f1b", "eager_1f1b_w", "zb_h1")  # candidates in addition to the default
+_SMALLEST_SCHEDULE = "1f1b"  # has the minimum number of microbatches in flight
+_OTHER_GRIDS = 4  # number of candidate grids for the first and for the last stage
+_LEAST_GAIN = 0.01  # minimum gain of another schedule or grid, as a share of the step time
 
 
 @dataclass
 class PipelineRanking:
-    """Pipelines, best first, and how many others there are."""
+    """Pipelines, best first, and the numbers and reasons of rejected pipelines."""
 
     plans: list[Plan] = field(default_factory=list)
-    pruned: int = 0  # number of pipelines that only the quick estimate has judged
+    pruned: int = 0  # number of pipelines without a full estimate
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids of stages that do not fit, and their GiB
     exact: dict[GridSizes, Callable[[], float]] = field(
         default_factory=dict
     )  # exact GiB where ``too_large`` has a lower bound
-    problem: str | None = None  # why the first pipeline that is not possible is not
+    problem: str | None = None  # why the first impossible pipeline is impossible
 
 
 class _Candidate(NamedTuple):
@@ -45,10 +45,10 @@ class _Candidate(NamedTuple):
 
 
 def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
-    """Rank pipelines on ``devices`` devices. What ``config.parallel.pipeline`` sets stays as it is.
+    """Rank pipelines on ``devices`` devices. Values that ``config.parallel.pipeline`` sets are fixed.
 
-    A quick estimate judges every number of stages with every grid: computation, idle time and, by the 4D paper's model,
-    the sums of outputs. The best few are walked through and simulated. ``choices``: the levels that may be chosen.
+    A quick estimate compares every number of stages with every grid. It covers computation, idle time and, by the 4D
+    paper's model, all-reduces of outputs. The best few are simulated. ``choices``: the levels that may be chosen.
     """
     ranking = PipelineRanking()
     searches = [Search(choice) for choice in choices]
@@ -67,7 +67,7 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
     alternatives = [candidate.sizes for candidate in candidates]
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
         first = next(n for n, search in enumerate(searches) if search.level.options == plan.options)
-        # The fastest may gain by a schedule that needs the memory which further options save.
+        # The fastest pipeline may allow a faster schedule if further options free the memory for it.
         for search in searches[first:] if place == 0 else [searches[first]]:
             if compute_s(search.level.config, search.description, devices) < plan.step_time_s:
                 ranking.plans[place] = plan = search.improved(plan, alternatives)
@@ -78,9 +78,9 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
 
 
 def _fastest(searches: Sequence["Search"], sizes: tuple[GridSizes, ...]) -> tuple[Plan | None, float]:
-    """Return the fastest plan that fits with any options; else None and the minimum of memory in GiB.
+    """Return the fastest plan that fits with any options; otherwise None and the minimum memory in GiB.
 
-    Options pay off by fewer microbatches: a number is left out if it is not faster without them.
+    Options are useful because they allow fewer microbatches. So numbers that are not faster without them are skipped.
     """
     best: PipelineEstimate | None = None
     chosen, first = searches[0], searches[0]
@@ -100,7 +100,7 @@ def _fastest(searches: Sequence["Search"], sizes: tuple[GridSizes, ...]) -> tupl
 
 
 def _with_fewer_options(plan: Plan, searches: Sequence["Search"]) -> Plan:
-    """Return the plan without the options that it does not need to fit and that do not make its step faster."""
+    """Return the plan without options that it needs neither for memory nor for speed."""
     assert plan.pipeline and plan.pipeline.microbatches
     pipeline = plan.pipeline
     for key in plan.options:
@@ -119,7 +119,7 @@ def any_fits(level: Level, devices: int) -> bool:
 
 
 def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterator[_Candidate]:
-    """Yield the pipelines with equal grids whose training state fits, and note those whose does not."""
+    """Yield pipelines of equal grids whose training state fits. Record all further pipelines in ``ranking``."""
     config, description = level.config, level.description
     given = config.parallel.pipeline.stages
     counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(description.blocks)]
@@ -150,7 +150,7 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
 
 
 def _no_numbers(config: Config) -> str:
-    """Return why there is no number of microbatches to try."""
+    """Return why no number of microbatches is possible."""
     pipeline, batch = config.parallel.pipeline, config.train.batch_size
     if pipeline.microbatches is not None:
         return f"parallel.pipeline.microbatches={pipeline.microbatches}: does not cut train.batch_size={batch}"
@@ -158,7 +158,7 @@ def _no_numbers(config: Config) -> str:
 
 
 def _numbers(config: Config, sizes: tuple[GridSizes, ...]) -> list[int]:
-    """Return the numbers of microbatches to try: the largest of those not above each multiple of the stages."""
+    """Return the numbers of microbatches to try: for each multiple of the stages, the largest number up to it."""
     train, parallel = config.train, config.parallel
     possible = possible_microbatches(train, parallel, sizes)
     if parallel.pipeline.microbatches is not None:
@@ -192,15 +192,15 @@ class Search:
         return PipelineEstimate(config, description, stages, microbatches, self._known[id(description)])
 
     def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
-        """Return whether the pipeline fits with one of the numbers of microbatches that are tried."""
+        """Return whether the pipeline fits with any candidate number of microbatches."""
         return any(self._fits(estimate) for estimate in self.smallest(sizes))
 
     def least_gib(self, sizes: tuple[GridSizes, ...]) -> float:
-        """Return the minimum of memory in GiB over the numbers of microbatches that are tried."""
+        """Return the minimum memory in GiB over the candidate numbers of microbatches."""
         return min(estimate.needed_gib(math.inf) for estimate in self.smallest(sizes))
 
     def smallest(self, sizes: tuple[GridSizes, ...]) -> Iterator[PipelineEstimate]:
-        """Yield what may need least memory: all numbers of microbatches, and the schedule with fewest in flight."""
+        """Yield estimates that may need the minimum memory: all numbers of microbatches with the smallest schedule."""
         schedules = [None] if self._config.parallel.pipeline.schedule else [_SMALLEST_SCHEDULE, None]
         for schedule in schedules:
             for number in reversed(self.numbers(sizes)):
@@ -214,7 +214,7 @@ class Search:
         return replace(estimate.plan(), options=self.level.options)
 
     def numbers(self, sizes: tuple[GridSizes, ...]) -> list[int]:
-        """Return the numbers of microbatches that are tried."""
+        """Return the candidate numbers of microbatches."""
         return _numbers(self.config(sizes), sizes)
 
     def choices(self, sizes: tuple[GridSizes, ...], numbers: Iterable[int]) -> Iterator[PipelineEstimate]:
@@ -222,18 +222,18 @@ class Search:
         return (self.estimate(sizes, number) for number in numbers)
 
     def faster(self, estimates: Iterable[PipelineEstimate], limit_s: float) -> PipelineEstimate | None:
-        """Return the estimate with the fastest step that fits and takes less than ``limit_s``, if any."""
+        """Return the estimate with the fastest step that fits and takes less than ``limit_s``; None without one."""
         fastest = None
         for estimate in estimates:
-            # The cheapest estimates come first: memory, and the last backward before the end of the step.
+            # Evaluate the cheapest estimates first: memory, then the last backward, then the end of the step.
             if self._fits(estimate) and estimate.backward_end_s < limit_s and estimate.step_time_s < limit_s:
                 fastest, limit_s = estimate, estimate.step_time_s
         return fastest
 
     def improved(self, plan: Plan, grids: Sequence[GridSizes]) -> Plan:
-        """Return the plan with the changes that make it faster, if it fits.
+        """Return the plan with changes that make it faster and still fit.
 
-        That is another number of microbatches or schedule, or another grid of the first or the last stage.
+        The candidates are other numbers of microbatches, other schedules, and other grids of the first and last stage.
         """
         for alternatives in (self._other_numbers, self._other_schedules, partial(self._other_grids, grids)):
             if faster := self.faster(alternatives(plan), (1 - _LEAST_GAIN) * plan.step_time_s):

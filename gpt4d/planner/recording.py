@@ -1,10 +1,10 @@
 """The work of a microbatch's layers on one device, recorded for a few blocks and replayed for all blocks.
 
-The layers of a model compute on symbolic tensors once. A recording has what they ask for: computation, memory,
-collectives over x and y, gathered weights, terms of gradients. It has no times at which anything happens, and nothing
-of z and data. So it serves every microbatch, all grids with the same x and y, and every order of the ranks.
+The layers of a model compute on symbolic tensors once. A recording contains their requests: computation, memory,
+collectives over x and y, gathered weights, gradients. It contains no times, and nothing that depends on z and data.
+So it is valid for every microbatch, all grids with the same x and y, and every order of the ranks.
 
-A block takes what another block has recorded that is of the same kind, between neighbors of the same kinds.
+A block reuses the recording of another block of the same kind whose neighbors are of the same kinds.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, OverlapConfig
 from gpt4d.model.description import Description, EdgeTensor, joined
-from gpt4d.parallel.context import GradientTerm
+from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
 from gpt4d.parallel.layout import CHUNK
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.context import MASTER_BYTES, SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor
+from gpt4d.parallel.weights import ComputeGradient
 from gpt4d.planner.device import Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
 
 
 class Segment(NamedTuple):
-    """The events from the first weight that a block takes in a phase to the first that the next block takes.
+    """The events of a phase from the first weight of a block up to the first weight of the next block.
 
-    ``place`` is the number of the block. A phase begins with a segment of no block.
+    ``place`` is the index of the block. The first segment of a phase has no block.
     """
 
     phase: str
@@ -45,9 +46,9 @@ class MicrobatchRecording:
     """A microbatch of some blocks.
 
     Args:
-        segments: recorded, perhaps for other blocks.
+        segments: the recorded segments, possibly of other blocks.
         recorded: number of blocks that were recorded.
-        sources: for each block, the place of the recorded one that does the same.
+        sources: for each block, the index of the recorded block with the same events.
     """
 
     def __init__(self, segments: Sequence[Segment], recorded: int, sources: Sequence[int]):
@@ -55,7 +56,7 @@ class MicrobatchRecording:
         self._recorded, self._sources = recorded, sources
 
     def phase(self, phase: str) -> Iterator[tuple[int, Sequence[Event]]]:
-        """Yield the places of the blocks and their events in the order of a phase."""
+        """Yield the indices of the blocks and their events in the order of a phase."""
         count = len(self._sources)
         before, source = (-1, -1) if phase == FORWARD else (count, self._recorded)
         yield before, self._events.get((phase, source), ())
@@ -64,10 +65,10 @@ class MicrobatchRecording:
 
 
 def surroundings(description: Description) -> list[Hashable]:
-    """Return the kind of each block with those of its neighbors.
+    """Return the kind of each block together with the kinds of its neighbors.
 
-    The ends of each part of the model differ, and so does the first block of each kind in a part: it may compute what
-    the others use too, such as the angles of a rotary embedding.
+    The ends of each part of the model differ. The first block of each kind in a part also differs, because it may
+    compute values that further blocks use, such as the angles of a rotary embedding.
     """
     found: list[Hashable] = []
     for number, part in enumerate(description.parts):
@@ -79,13 +80,13 @@ def surroundings(description: Description) -> list[Hashable]:
 
 
 def few_blocks(description: Description, model: Description) -> list[str]:
-    """Return names of blocks of a model, such that every block of ``description`` has the surroundings of one of them.
+    """Return names of blocks of a model whose surroundings cover the surroundings of every block of ``description``.
 
-    They are the first blocks of the model that will do: then descriptions with other blocks have the same ones.
+    They are the first such blocks of the model, so that descriptions with other blocks give the same names.
     """
     around, names = surroundings(description), [unit.name for unit in description.blocks]
     if any(unit.tensors != description.blocks[0].tensors for unit in description.blocks):
-        return names  # some blocks pass tensors on to others
+        return names  # some blocks pass tensors on to later blocks
     chosen = dict(zip(reversed(around), reversed(description.blocks), strict=True))
     first = [chosen[kinds] for kinds in dict.fromkeys(around)]
     if len(model.parts) == 1:
@@ -98,7 +99,7 @@ def few_blocks(description: Description, model: Description) -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a recording depends on besides the model. ``context``: further arguments of ``SymbolicContext``."""
+    """Settings that a recording depends on. ``layers``: further arguments of ``Context``."""
 
     sizes: GridSizes  # x and y
     micro_batch: int
@@ -109,7 +110,7 @@ class Settings:
     is_cpu: bool
     splits_backwards: bool
     overlaps_sums: bool
-    context: tuple[tuple[str, Any], ...]
+    layers: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
@@ -124,7 +125,7 @@ class Settings:
             config.cluster.device == "cpu",
             splits_backwards(config),
             config.parallel.overlap.all_reduce,
-            tuple(context_settings(config).items()),
+            tuple(layer_settings(config).items()),
         )
 
 
@@ -133,34 +134,20 @@ def compute_dtype(config: Config) -> str:
     return "float32" if compute_bytes(config) == MASTER_BYTES else "bfloat16"
 
 
-def context_settings(config: Config) -> dict[str, Any]:
-    """Return the arguments of a context that decide how layers compute."""
-    train, parallel = config.train, config.parallel
-    return {
-        "compute_dtype": compute_dtype(config),
-        "recompute": train.activation_checkpointing == "full",
-        "num_chunks": parallel.chunks,
-        "scatter_heads": parallel.scatter_heads,
-        "sequence_parallel": parallel.sequence_parallel,
-        "recompute_inputs": train.activation_checkpointing == "selective",
-        "loss_chunks": train.loss_chunks,
-    }
-
-
 class _RecordingDevice:
-    """A device that writes down what it is asked for (gpt4d.parallel.symbolic.context.CommunicatingDevice)."""
+    """A device that records requests (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
 
     def __init__(self, settings: Settings, places: dict[str, int]):
         self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
         self.records, self.recomputation = True, None
-        self.places = places  # of the blocks, by their names
+        self.places = places  # indices of the blocks, by name
         self.sizes = {**settings.sizes._asdict(), "none": 1}
         self.segments: list[Segment] = []
-        self.kept: list[SymbolicTensor] = []  # gradients, whose memory is not the layers' any more
-        self._keys = 0  # in the current segment
-        self._counts: dict[tuple[str, int], int] = {}  # of keys in the segments before
+        self.kept: list[SymbolicTensor] = []  # gradients, whose memory the layers have handed over
+        self._keys = 0  # number of keys in the current segment
+        self._counts: dict[tuple[str, int], int] = {}  # number of keys in each earlier segment
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
@@ -216,10 +203,10 @@ class _RecordingDevice:
         self._add(Drop(self._seen(key)))
 
     def scatter(self, name: str, compute: Callable[[Any], Any]) -> None:
-        """Record both ways to compute a gradient, alone and added to an earlier one.
+        """Record the computation of a gradient twice: alone, and with accumulation into an earlier gradient.
 
-        The first way's result stays with the player: a result that the layers have computed before is theirs to
-        release in the other way only.
+        Without accumulation, the player keeps the result. With accumulation, the layers release a result that they have
+        computed earlier.
         """
         self._enter(self.segments[-1].phase, name)
         self._flush()
@@ -233,7 +220,7 @@ class _RecordingDevice:
         events.append(Scatter(self._parameter(name), first, further, result.shape, result.dtype))
 
     def _computed(self, compute: Callable[[Any], Any], earlier: Any) -> tuple[list[Event], Any, int]:
-        """Return the events of a computation, its result, and the bytes by which it changes the memory in use."""
+        """Return the events of a computation, its result, and its change of the memory in use in bytes."""
         segment = self.segments[-1]
         inner: list[Event] = []
         self.segments[-1] = segment._replace(events=inner)
@@ -259,7 +246,7 @@ class _RecordingDevice:
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
     def _enter(self, phase: str, name: str) -> None:
-        """Begin the segment of the block of a weight, unless a later one of the phase has begun."""
+        """Begin the segment of the block that owns a weight, unless a later segment of the phase has begun."""
         place, current = self._place(name), self.segments[-1]
         if place is None:
             return
@@ -287,7 +274,7 @@ class _RecordingDevice:
 
 
 class _Use(Storage):
-    """What takes the place of a gathered weight's memory while layers use it."""
+    """Storage of a gathered weight while layers use it. Its end records a ``Drop``."""
 
     __slots__ = ("key",)
     device: _RecordingDevice
@@ -299,18 +286,17 @@ class _Use(Storage):
         self.device.drop(self.key)
 
 
-class _RecordingContext(SymbolicContext):
-    """The context of layers whose use of weights is recorded."""
+class _RecordingWeights(SymbolicWeights):
+    """Weights whose use by layers is recorded."""
 
     device: _RecordingDevice
 
     def __init__(self, device: _RecordingDevice, description: Description, settings: Settings):
         overlap = OverlapConfig(all_reduce=settings.overlaps_sums)
-        super().__init__(
-            device, settings.sizes, description.parameters, overlap, 0, shard_states=False, **dict(settings.context)
-        )
-        layers = {0: description.layer_weights(self.recompute)}
-        self._uses = weight_order(single_stage(1), layers, description.chunk_terms(self._num_chunks))
+        context = Context(SymbolicGrid(device, settings.sizes), settings.dtype, overlap, **dict(settings.layers))
+        super().__init__(context, description.parameters)
+        layers = {0: description.layer_weights(context.recompute)}
+        self._uses = weight_order(single_stage(1), layers, description.chunk_terms(context.num_chunks))
         self._position = -1
 
     @property
@@ -326,9 +312,9 @@ class _RecordingContext(SymbolicContext):
 
     def _gathered(self, shard: SymbolicTensor, phase: str) -> SymbolicTensor:
         self._position += 1
-        return self.device.gather(self._name(shard), phase, shard.like(dtype=self.compute_dtype))
+        return self.device.gather(self._name(shard), phase, shard.like(dtype=self.context.compute_dtype))
 
-    def scatter(self, shard: SymbolicTensor, compute: GradientTerm) -> None:
+    def scatter(self, shard: SymbolicTensor, compute: ComputeGradient) -> None:
         self.device.scatter(self._name(shard), compute)
 
     def add_term(self, name: str, gradient: SymbolicTensor) -> None:
@@ -347,7 +333,7 @@ def recording_of(description: Description, blocks: Collection[str], settings: Se
 
 
 def _have_segments(segments: Sequence[Segment], count: int) -> bool:
-    """Return whether each of some blocks has a segment of its own in the forward and in the backward."""
+    """Return whether each of ``count`` blocks has its own segment in the forward and in the backward."""
     found = {segment[:2] for segment in segments}
     return found >= {(phase, place) for phase in (FORWARD, BACKWARD) for place in range(count)}
 
@@ -356,14 +342,14 @@ def _have_segments(segments: Sequence[Segment], count: int) -> bool:
 def _record(description: Description, settings: Settings) -> list[Segment]:
     """Compute a microbatch."""
     recorder = _RecordingDevice(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
-    context = _RecordingContext(recorder, description, settings)
-    model: Any = SymbolicLayer(description.spec, context)
+    weights = _RecordingWeights(recorder, description, settings)
+    model: Any = SymbolicLayer(description.spec, weights)
     recorder.begin(FORWARD, -1)
     computed = []
     for units in description.parts:
         part = joined(units)
         received = {
-            name: _received(description.tensors[name], context, settings) for name in description.received(units)
+            name: _received(description.tensors[name], weights, settings) for name in description.received(units)
         }
 
         def new(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
@@ -373,7 +359,7 @@ def _record(description: Description, settings: Settings) -> list[Segment]:
         computed.append(model.spec.compute(model, part, received, *batch))
         del received, batch
     recorder.begin(BACKWARD, len(recorder.places))
-    with context.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
+    with weights.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
         while computed:
             produced = computed.pop()
             results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
@@ -382,17 +368,17 @@ def _record(description: Description, settings: Settings) -> list[Segment]:
             results.clear()
     recorder.begin(DELAYED, len(recorder.places))
     if settings.splits_backwards:
-        context.compute_delayed_gradients()
+        weights.compute_delayed_gradients()
     recorder.begin("", 0)
     return recorder.segments
 
 
-def _received(tensor: EdgeTensor, context: _RecordingContext, settings: Settings) -> SymbolicTensor:
-    """Return this device's part of a tensor of another part of the model."""
-    layout = (context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings) -> SymbolicTensor:
+    """Return this device's shard of a tensor that another part of the model produces."""
+    layout = (weights.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
     extents = {**settings.sizes._asdict(), CHUNK: 1}
     tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))
-    shape, device = tuple(stop - start for start, stop in tile), context.device
+    shape, device = tuple(stop - start for start, stop in tile), weights.device
     if not tensor.has_gradient:
         return SymbolicTensor(device, shape, tensor.dtype(settings.dtype)).new()
     new = SymbolicTensor(device, shape, settings.dtype).new()

@@ -1,4 +1,4 @@
-"""Resolution of ``parallel.*`` for a number of devices: the only place that reads ``parallel.mode``."""
+"""Resolution of ``parallel.*`` for a number of devices. No other module reads ``parallel.mode``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from gpt4d.planner.search import check_open, converts_weights, rank
 from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import for_devices, total_gib
 
-_NUM_SHOWN = 3  # plans that a run's first line names
-_MOST_MEMORY = 0.9  # share of a device's memory that may be planned for what nobody has asked for: plans are 10 % off
+_NUM_SHOWN = 3  # number of plans in a run's first line
+_MOST_MEMORY = 0.9  # maximum planned share of a device's memory for weights cached by default: plans are 10 % off
 
 
 def resolve(config: Config, world_size: int) -> ParallelPlan:
@@ -46,9 +46,9 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
 def _with_kept_weights(
     config: Config, description: Description, stages: Sequence[StagePlan], microbatches: int
 ) -> Config:
-    """Return the configuration with ``parallel.cache_layers``, if it leaves that open.
+    """Return the configuration with a value of ``parallel.cache_layers`` if it is not set.
 
-    All weights that are converted, but not gathered, are kept if memory allows; for the whole step if it allows that.
+    If weights are converted but not gathered, all of them are cached if memory allows, if possible for the full step.
     """
     parallel, limit = config.parallel, _MOST_MEMORY * total_gib(config.cluster)
     if parallel.cache_layers is not None:
@@ -70,7 +70,7 @@ def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:
 
 
 def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration on the grid that the planner ranks first. Raises ConfigError if there is none."""
+    """Return the configuration on the grid that the planner ranks first. Raises ConfigError if no grid fits."""
     check_open(config.parallel)
     ranking = rank(config, world_size, top=_NUM_SHOWN)
     ranking.check(config, world_size)
@@ -88,7 +88,7 @@ def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
 
 
 def _mesh(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration on a DeviceMesh(d1, d2): the ATP model's choice if ``d1`` and ``d2`` leave one.
+    """Return the configuration on a DeviceMesh(d1, d2). The ATP model chooses ``d1`` and ``d2`` if they are not set.
 
     Raises ConfigError if no mesh is possible. A mesh that is given need not fit the machine ``cluster``.
     """

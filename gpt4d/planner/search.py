@@ -1,4 +1,4 @@
-"""Search for the best grid of a configuration: all grids, ranked, without the impossible and the too large ones."""
+"""Search for the best grid of a configuration: a ranking of all grids that are possible and fit in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, grid_problem, value_of
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.capacity import (
     check_machine,
@@ -23,20 +23,20 @@ from gpt4d.planner.options import KEYS, Level, as_overrides, levels
 from gpt4d.planner.topology import for_devices, total_gib, usable_gib
 from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes
 
-_MAX_CONSIDERED = 80  # grids whose step is walked through; of more, those with the least computation and sums
-_MIN_ESTIMATED = 20  # grids estimated in full, since their order by the quick estimate may be wrong
-_NUM_IMPROVED = 3  # of these, the fastest that gather weights, sum outputs or only convert weights: settings are tried
-_LEAST_GAIN = 0.01  # of the step time, for which a setting is worth its memory
-_MAX_MEASURED = 300  # grids whose least memory is estimated exactly to find the smallest
+_MAX_CONSIDERED = 80  # maximum number of simulated grids; preselected by computation and all-reduces of outputs
+_MIN_ESTIMATED = 20  # number of grids estimated in full, since their order by the quick estimate may be wrong
+_NUM_IMPROVED = 3  # number of fastest grids of each kind (gather, all-reduce, convert) for which settings are tried
+_LEAST_GAIN = 0.01  # minimum gain of a setting that needs memory, as a share of the step time
+_MAX_MEASURED = 300  # maximum number of grids whose minimum memory is estimated exactly
 
 
 @dataclass
 class Least:
-    """The minimum of memory that a step needs on any grid that does not fit."""
+    """The minimum memory that a step needs over all grids that do not fit."""
 
     gib: float
     grid: GridSizes
-    exact: bool  # otherwise it needs more
+    exact: bool  # otherwise a lower bound
 
     def __str__(self) -> str:
         return f"{'at least' if self.exact else 'more than'} {self.gib:.1f} GiB"
@@ -44,20 +44,20 @@ class Least:
 
 @dataclass
 class Ranking:
-    """Plans, best first, and the reasons why other grids are missing."""
+    """Plans, best first, and the reasons why further grids are missing."""
 
     plans: list[Plan] = field(default_factory=list)
     fitting: int = 0  # number of grids that fit; ``plans`` are the best of them
     impossible: int = 0  # number of grids that the model or the batch cannot be split over
     problem: str | None = None  # why the first impossible grid is impossible
-    pruned: int = 0  # number of grids and pipelines that only computation and sums of outputs have judged
+    pruned: int = 0  # number of grids and pipelines without a full estimate
     too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids that do not fit, and the GiB they need
     # Functions that return the exact GiB of a grid for which ``too_large`` has a lower bound.
     exact: dict[GridSizes, Callable[[], float]] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # settings that need the minimum of memory
+    options: dict[str, Any] = field(default_factory=dict)  # settings that need the minimum memory
 
     def least(self) -> Least:
-        """Return the minimum over the grids that do not fit, exactly unless very many grids have to be estimated."""
+        """Return the minimum over the grids that do not fit. It is a lower bound if there are too many grids."""
         for _ in range(_MAX_MEASURED):
             sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
             if sizes not in self.exact:
@@ -129,7 +129,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
 
 
 def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
-    """Return the plan with what it assumes of ``parallel.cache_layers``, if a run on its grids would choose that."""
+    """Return the plan with an explicit ``parallel.cache_layers=0`` if a run on its grids resolves the key itself."""
     kept = config.parallel.cache_layers is not None or "cache_layers" in plan.choice
     if kept or not all(converts_weights(config, sizes) for sizes in plan.stages or (plan.sizes,)):
         return plan
@@ -137,7 +137,7 @@ def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
 
 
 def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) -> Ranking:
-    """Rank the grids on which one stage has the whole model."""
+    """Rank the grids on which one stage has the full model."""
     ranking = Ranking()
     config, description = choices[0].config, choices[0].description
     memory = usable_gib(config.cluster)
@@ -199,10 +199,11 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
 
 
 def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[tuple[Estimate, int]]:
-    """Return what may be fastest on a grid, with its microbatch: the fewest options that fit, and a larger microbatch.
+    """Return estimates that may be fastest on a grid, each with its largest microbatch, fewest options first.
 
-    Options pay off by a larger microbatch: a level is left out if it cannot be faster with the largest one, or if it
-    computes for longer than the fastest step. The list is empty if nothing fits.
+    Options are useful because they allow a larger microbatch. So a level is skipped if it cannot be faster with the
+    largest microbatch, or if its computation alone takes longer than the fastest step. The list is empty if no level
+    fits.
     """
     fewest: tuple[Estimate, int] | None = None
     best: tuple[Estimate, int] | None = None
@@ -232,7 +233,7 @@ def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[t
 
 
 def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
-    """Return the plan without the options that its microbatch does not need and that do not make its step faster."""
+    """Return the plan without options that it needs neither for its microbatch nor for speed."""
     for key in plan.options:
         estimate = estimate_of(choices[0].with_options(plan.options).without(key), plan.sizes, plan.choice)
         if largest_micro_batch(estimate)[0] == plan.micro_batch:
@@ -243,7 +244,7 @@ def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
 
 
 def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
-    """Return the estimate for the faster order of ranks: x innermost if both are equally fast."""
+    """Return the estimate for the faster order of ranks. If both are equally fast, x is innermost."""
     config, sizes = estimate.config, estimate.sizes
     if config.parallel.innermost is None and sizes.x > 1 and sizes.y > 1:
         choice = {**estimate.choice, "innermost": "y"}
@@ -264,7 +265,7 @@ def _improve(plan: Plan, choices: list[Level]) -> Plan:
 
 
 def _fastest(plan: Plan, estimates: list[Estimate]) -> Plan:
-    """Return the fastest plan that fits of those estimates that are faster than ``plan`` by enough, else ``plan``."""
+    """Return the fastest plan among ``estimates`` that fits and gains enough over ``plan``; otherwise ``plan``."""
     best = plan
     for estimate in estimates:
         micro_batch = largest_micro_batch(estimate)[0]
@@ -277,7 +278,7 @@ def _fastest(plan: Plan, estimates: list[Estimate]) -> Plan:
 
 
 def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield alternatives to try for a grid. What the configuration sets stays as it is."""
+    """Yield alternatives to try for a grid. Settings of the configuration are fixed."""
     parallel, sizes = config.parallel, plan.sizes
     samples = config.train.batch_size // sizes.batch_shards
     if parallel.whole_layers == 0 and sizes.z > 1:
@@ -302,7 +303,7 @@ def converts_weights(config: Config, sizes: GridSizes) -> bool:
 
 
 def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:
-    """Raise ConfigError with this remedy if a size of the grid is set, which the planner chooses."""
+    """Raise ConfigError with this remedy if a size of the grid is set, because the planner chooses all sizes."""
     for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
         if getattr(parallel, key) != default:
             raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; {remedy}")

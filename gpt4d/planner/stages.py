@@ -1,4 +1,4 @@
-"""Time and memory of a step on pipeline stages: a walk through each stage, and the simulated schedule of all."""
+"""Time and memory of a step on pipeline stages, from an estimate of each stage and a simulation of the schedule."""
 
 import math
 from collections import Counter
@@ -15,17 +15,17 @@ from gpt4d.parallel.pipeline.schedule import balanced, peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.pipeline.stage_program import link_name, orders_of
 from gpt4d.parallel.stage_plan import StagePlan
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
 from gpt4d.planner.workload import compute_bytes, splits_backwards, utilization
 
-_SIMULATED = 4  # microbatches per stage; each further one adds what the slowest stage takes, and no memory
+_SIMULATED = 4  # microbatches per stage; each further one adds the time of the slowest stage, and no memory
 
 
 def stage_parts(config: Config, description: Description) -> list[tuple[tuple[int, int], ...]]:
-    """Return, for each stage, the indices of the first unit and of the one after the last of its model chunks.
+    """Return the unit ranges (first, stop) of each stage's model chunks. ``stop`` is exclusive.
 
     Raises ConfigError if the model has too few blocks, or if ``parallel.pipeline.cuts`` are not blocks in order.
     """
@@ -49,7 +49,7 @@ def stage_parts(config: Config, description: Description) -> list[tuple[tuple[in
 
 
 def _cut_blocks(cuts: Any, count: int, blocks: int) -> list[int]:
-    """Return the blocks that all parts but the first begin with. Raises ConfigError for anything else."""
+    """Return the first blocks of all parts except the first part. Raises ConfigError unless ``cuts`` lists blocks."""
     numbers = [int(text) if text.isdigit() else -1 for text in items(cuts)]
     setting = f"parallel.pipeline.cuts=[{','.join(items(cuts))}]"
     if numbers != sorted(set(numbers)) or not all(0 < number < blocks for number in numbers):
@@ -66,9 +66,9 @@ class PipelineEstimate:
 
     Args:
         config: the settings; ``parallel.pipeline`` must be complete.
-        description: the whole model.
-        stages: grid and parts of each.
-        microbatches: parts of the global batch.
+        description: the full model.
+        stages: grid and parts of each stage.
+        microbatches: number of microbatches of the global batch.
         known: estimates of stages to share among the pipelines of one configuration.
     """
 
@@ -80,14 +80,14 @@ class PipelineEstimate:
         microbatches: int,
         known: dict | None = None,
     ):
-        # A stage by itself has no pipeline, and its microbatches are those of the pipeline.
+        # A single stage has no pipeline setting, and the pipeline determines its microbatches.
         self.config = replace(config, train=replace(config.train, micro_batch_size=None))
         self.description, self.stages, self.microbatches = description, stages, microbatches
         self._known = {} if known is None else known
 
     @classmethod
     def of(cls, plan: ParallelPlan, config: Config | None = None) -> "PipelineEstimate":
-        """Return the estimate of a plan. ``config``: settings for the same model, in place of those of the plan."""
+        """Return the estimate of a plan. ``config`` replaces the plan's settings, for the same model."""
         return cls(config or plan.config, plan.description, plan.stages, plan.microbatches)
 
     def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...]) -> Estimate:
@@ -101,7 +101,7 @@ class PipelineEstimate:
         return self._known[key]
 
     def micro_batch(self, stage: StagePlan) -> int:
-        """Return the samples that a device of a stage takes at once."""
+        """Return the microbatch of a device of a stage, in samples."""
         return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
 
     @property
@@ -153,7 +153,7 @@ class PipelineEstimate:
 
     @cached_property
     def _timeline(self) -> Timeline:
-        """A step with as many microbatches as it takes to have as many in flight as ever."""
+        """A simulated step with enough microbatches to reach the maximum number in flight."""
         stages, chunks = len(self.stages), len(self.stages[0].parts)
         schedule = self.config.parallel.pipeline.schedule or DEFAULT_SCHEDULE
         count = self.microbatches if schedule == "gpipe" else min(self.microbatches, _SIMULATED * stages)
@@ -182,14 +182,14 @@ class PipelineEstimate:
         return sum(cost.seconds for cost in costs)
 
     def _end_s(self, stage: int) -> float:
-        """Return what a stage takes after its last backward: sums of gradients and the update."""
+        """Return the seconds of a stage after its last backward: gradient reduction and the update."""
         return self.of_stage(stage).step_time_s - self.microbatches * self._busy_s(stage)
 
     def of_stage(self, stage: int) -> Plan:
-        """Return the plan of a stage that never waits for others.
+        """Return the plan of a stage that never waits for another stage.
 
-        Its microbatches follow each other. A schedule that interleaves them may gather a weight over z more or less
-        often, because a weight that is used twice in succession is gathered once.
+        Its microbatches run sequentially. A schedule that interleaves them may change the number of all-gathers over z,
+        because a weight that is used twice in succession is gathered once.
         """
         own = self.stages[stage]
         return self.estimate(own, own.parts).plan(self.micro_batch(own))
@@ -208,19 +208,19 @@ class PipelineEstimate:
             kept = sum(cost.kept_bytes for cost in own) / len(own)
             delayed = sum(cost.delayed_bytes for cost in own) / len(own)
             others = peak_of_others((span.action for span in timeline.stages[stage.index]), kept, delayed)
-            others -= (len(own) - 1) * kept  # of the other parts of the same microbatch
+            others -= (len(own) - 1) * kept  # exclude further model chunks of the same microbatch
             result.append(alone + (waiting + max(0.0, others)) / GIB)
         return result
 
     @cached_property
     def _alone_gib(self) -> list[float]:
-        """The peak of each stage with one microbatch in flight: no more than in a step, and quicker to estimate."""
+        """The peak of each stage with one microbatch in flight, a lower bound of the peak in a step."""
         return [self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages]
 
     def needed_gib(self, limit: float) -> float:
-        """Return the GiB that the fullest stage needs at least: exactly, unless one microbatch exceeds ``limit``.
+        """Return the GiB of the fullest stage, or a lower bound if one microbatch already exceeds ``limit``.
 
-        One microbatch in flight takes much less time to estimate than a step.
+        One microbatch in flight is much faster to estimate than a step.
         """
         alone = max(self._alone_gib)
         return alone if alone > limit else max(self.memory_gib)
@@ -238,8 +238,8 @@ class PipelineEstimate:
     def link_bytes(self) -> dict[str, int]:
         """The bytes that all ranks of each link between stages send in a step, by the link's name.
 
-        Every device that receives gets its tile once: tensors in forwards, their gradients in backwards, and weights
-        that other stages have copies of, with the gradients of these copies.
+        Every receiving device gets its tile once. Forwards send tensors and backwards send their gradients. Stages with
+        copies of weights exchange the weights and the gradients of the copies.
         """
         total: Counter[str] = Counter()
         count = len(self.stages)
@@ -266,7 +266,7 @@ class PipelineEstimate:
         return [self.estimate(stage, stage.parts).state for stage in self.stages]
 
     def plan(self) -> Plan:
-        """Return the full estimate: bytes and waits are those of the slowest stage, memory is that of the fullest."""
+        """Return the full estimate, with bytes and waits of the slowest stage and memory of the fullest stage."""
         seconds, memory = self.step_time_s, self.memory_gib
         slowest = max(range(len(self.stages)), key=self._busy_s)
         fullest = max(range(len(memory)), key=memory.__getitem__)
@@ -293,12 +293,12 @@ class PipelineEstimate:
 
 
 def _tiles(layout: Layout, sizes: GridSizes) -> int:
-    """Return the number of different tiles that the devices of a grid hold of a tensor."""
+    """Return the number of distinct tiles of a tensor on the devices of a grid."""
     return math.prod(getattr(sizes, axis) for axis in layout.axes & {*GridSizes._fields})
 
 
 def transfer_seconds(cluster: ClusterConfig, source: StagePlan, target: StagePlan, nbytes: int) -> float:
-    """Return the seconds in which a tensor of ``nbytes`` in all reaches another stage by broadcasts.
+    """Return the seconds in which broadcasts send a tensor of ``nbytes`` in total to another stage.
 
     Between nodes, the links of the nodes limit it (arXiv 2211.05322, §3): each node of the source sends its share, and
     each node of the target receives every tile that its devices need once. Inside a node, each device receives its

@@ -1,7 +1,6 @@
-"""A training step on one device, as the engine of a run decides it and the recorded layers compute it.
+"""A simulated training step on one device, from the engine's decisions and the recorded layers.
 
-The decisions about weights and gradients are those of gpt4d.parallel.engine. Tests compare the step with what a run
-counts.
+gpt4d.parallel.engine decides about weights and gradients as in a run. Tests compare the step with the counts of a run.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,13 +9,14 @@ from typing import Any
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.description import Description
+from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
-from gpt4d.parallel.symbolic.context import MASTER_BYTES, MASTER_DTYPE, SymbolicContext
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES, MASTER_DTYPE, SymbolicGrid, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
-from gpt4d.planner.recording import Settings, context_settings, recording_of
+from gpt4d.planner.recording import Settings, compute_dtype, recording_of
 from gpt4d.planner.workload import compiles, splits_backwards, training_state
 
 
@@ -27,13 +27,13 @@ class StepWalk:
         config: the settings.
         description: the model.
         sizes: the grid.
-        links: how fast its collectives are.
+        links: the speed of its collectives.
         micro_batch: samples of a microbatch on one device.
-        cached: names of the units whose gathered weights are kept.
+        cached: names of the units with cached unsharded weights.
         blocks: names of the blocks to compute; None: all.
-        omitted: how many equal blocks to count, in memory alone, after each of some blocks.
-        gradient_bytes: of the whole model on one device; None: of the blocks.
-        continued_bytes: that the whole model holds from one microbatch to the next.
+        omitted: number of equal blocks after a block, by its name, of which only the memory is counted.
+        gradient_bytes: bytes of all gradients of the model on one device; None: only of the computed blocks.
+        continued_bytes: bytes that the full model keeps in use between two microbatches.
     """
 
     def __init__(
@@ -70,24 +70,20 @@ class StepWalk:
         """Compute microbatches and the update that follows them.
 
         Args:
-            microbatches: how many.
-            continued: the step has had earlier ones.
+            microbatches: number of microbatches.
+            continued: the step has computed earlier microbatches.
             last: the number of the microbatch after which to end, without the update; None: compute all.
         """
         self.continued = continued
-        self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes that layers have kept for the backward
-        # Seconds, and bytes kept for weight gradients that are computed later.
+        self.after_forward: list[tuple[float, int]] = []  # seconds, and bytes saved for the backward
+        # Seconds, and bytes saved for weight gradients that are computed later.
         self.after_backward: list[tuple[float, int]] = []
         self.after_microbatch: list[tuple[float, ...]] = []
         config, description, device, parallel = self.config, self.description, self.device, self.config.parallel
-        self.context = context = SymbolicContext(
-            device,
-            self.sizes,
-            description.parameters,
-            parallel.overlap,
-            self.gradient_bytes,
-            config.optim.shard_states,
-            **context_settings(config),
+        grid = SymbolicGrid(device, self.sizes)
+        context = Context(grid, compute_dtype(config), parallel.overlap, **layer_settings(config))
+        self.weights = weights = SymbolicWeights(
+            context, description.parameters, self.gradient_bytes, config.optim.shard_states
         )
         self._omitted = {place: _Omitted(self, place, more) for place, more in self.omitted.items()}
         expected = {name: count * microbatches for name, count in description.contributions.items()}
@@ -95,40 +91,40 @@ class StepWalk:
         added = {name: expected[name] * chunk_terms.get(name, 1) for name in self.cached_for_step}
         layers = {0: description.layer_weights(context.recompute)}
         order = weight_order(single_stage(microbatches), layers, chunk_terms)
-        sums = context.reduction.sums
+        sums = weights.reduction.sums
         sums.begin(expected | dict.fromkeys(self.cached_for_step, 1))
-        sums.start_row_gathers()  # of the step before
+        sums.start_row_gathers()  # rows that the previous step has updated
         earlier = self._continue() if continued else None
-        context.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, earlier)
+        weights.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, earlier)
         for _ in range(last or microbatches):
             self._microbatch()
             self.after_microbatch.append(device.totals())
         if last:
             return device
-        context.schedule.finish()
-        context.reduction.finish()
-        context.reduction.update()
+        weights.schedule.finish()
+        weights.reduction.finish()
+        weights.reduction.update()
         return device
 
     def _continue(self) -> dict[str, tuple[SymbolicTensor, SymbolicTensor]]:
-        """Hold what earlier microbatches have left. Return weights that stay gathered, with their gradients."""
-        context, earlier, before = self.context, {}, self.device.held
+        """Allocate the tensors of earlier microbatches. Return cached unsharded weights with their gradients."""
+        weights, earlier, before = self.weights, {}, self.device.held
         for name, spec in self.description.parameters.items():
-            shard = context.shard(name)
+            shard = weights.shard(name)
             if name not in self.cached_for_step:
-                context.gradients[name] = shard.like().new()
+                weights.gradients[name] = shard.like().new()
                 continue
-            parts = context.grid.z.size if "z" in spec.layout.axes else 1
+            parts = weights.context.grid.z.size if "z" in spec.layout.axes else 1
             whole = shard.like((shard.shape[0] * parts, *shard.shape[1:]))
-            copied = parts > 1 or self.context.compute_dtype != MASTER_DTYPE
-            gathered = whole.like(dtype=self.context.compute_dtype)
+            copied = parts > 1 or weights.context.compute_dtype != MASTER_DTYPE
+            gathered = whole.like(dtype=weights.context.compute_dtype)
             earlier[name] = gathered.new() if copied else gathered, whole.new()
-        self.device.hold(self.continued_bytes - (self.device.held - before))  # of blocks that are not computed here
+        self.device.hold(self.continued_bytes - (self.device.held - before))  # blocks that are not simulated
         return earlier
 
     def layer_bytes(self) -> int:
         """Return the bytes in use without gathered weights."""
-        return self.device.held - self.context.gathered_bytes
+        return self.device.held - self.weights.gathered_bytes
 
     def _microbatch(self) -> None:
         self._known: dict[tuple[str, int, int], Any] = {}  # collectives in flight, and gathered weights in use
@@ -150,7 +146,7 @@ class StepWalk:
                 omitted.end(phase)
 
     def _play_events(self, place: int, phase: str, events: Sequence[Event]) -> None:
-        device, schedule, known = self.device, self.context.schedule, self._known
+        device, schedule, known = self.device, self.weights.schedule, self._known
         for event in events:
             if isinstance(event, Work):
                 device.work(*event)
@@ -165,15 +161,15 @@ class StepWalk:
             elif isinstance(event, Scatter):
                 schedule.scatter(self._name(event.weight, place), partial(self._gradient, place, phase, event))
             else:
-                self.context.add_term(self._name(event.parameter, place), self._adopted(event))
+                self.weights.add_term(self._name(event.parameter, place), self._adopted(event))
 
     def _gradient(self, place: int, phase: str, event: Scatter, earlier: SymbolicTensor | None) -> SymbolicTensor:
-        """Return the gradient of a weight, added to an earlier one if there is one."""
+        """Return the gradient of a weight, added to ``earlier`` if given."""
         self._play_events(place, phase, event.further if earlier else event.first)
         return earlier or self._adopted(event)
 
     def _adopted(self, event: Scatter | Term) -> SymbolicTensor:
-        """Return a gradient in the memory that layers have taken for it."""
+        """Return a gradient in memory that the layers have allocated."""
         tensor = SymbolicTensor(self.device, event.shape, event.dtype)
         self.device.release(tensor.nbytes)
         return tensor.new()
@@ -185,31 +181,31 @@ class StepWalk:
 
 
 def _key(key: Key, place: int) -> tuple[str, int, int]:
-    """Return a key without regard to the current block."""
+    """Return a key with the absolute index of its block."""
     phase, offset, number = key
     return phase, place + offset, number
 
 
 class _Omitted:
-    """Equal blocks after a block of which the memory alone is counted."""
+    """Equal blocks after a block. Only their memory is counted."""
 
     def __init__(self, walk: StepWalk, place: int, more: int):
         self.walk, self.more = walk, more
-        context, prefix = walk.context, walk.prefixes[place]
+        weights, prefix = walk.weights, walk.prefixes[place]
         self.weights = walk.description.probe.weights(walk.description.blocks[place]).forward
-        elements = sum(context.elements(name) for name in walk.description.parameters if name.startswith(prefix))
+        elements = sum(weights.elements(name) for name in walk.description.parameters if name.startswith(prefix))
         self.gradient_bytes = 0 if walk.continued else more * elements * MASTER_BYTES
         self.before = self.kept = self.delayed = 0
 
     def begin(self, phase: str) -> None:
-        """Begin a phase. In the backward, release what the blocks have kept, and hold their gradients."""
+        """Begin a phase. In the backward, release the blocks' saved activations and allocate their gradients."""
         if phase == BACKWARD:
             self.walk.device.release(self.kept)
             self.walk.device.hold(self.gradient_bytes)
         self.before = self.walk.layer_bytes()
 
     def end(self, phase: str) -> None:
-        """End a phase. Hold what the blocks keep for the backward, and what their weight gradients will read."""
+        """End a phase. Allocate activations saved for the backward and tensors saved for weight gradients."""
         device, ready = self.walk.device, self.walk.context.schedule.ready
         grown = self.more * (self.walk.layer_bytes() - self.before)
         if phase == FORWARD:

@@ -18,7 +18,7 @@ _COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "w
 
 
 def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = ()) -> str:
-    """Return a JSON list, best first: overrides, times in s, bytes a rank sends per step, memory in GiB.
+    """Return a JSON list, best first: overrides, times in s, bytes that a rank sends per step, memory in GiB.
 
     With ``config``, each entry has the duration of the run and its command, to which ``arguments`` belong.
     """
@@ -61,7 +61,7 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str]) -> dict[str, Any]
 
 
 def runs(plans: list[Plan], config: Config, arguments: Sequence[str]) -> str:
-    """Return two lines per plan: how long the run takes, and its command."""
+    """Return two lines per plan: the duration of the run, and its command."""
     return "\n".join(
         f"{plan.grid}: {duration(config, plan.devices, plan.step_time_s)}\n"
         f"  {command(config.cluster, plan.devices, arguments, plan.overrides)}"
@@ -70,7 +70,7 @@ def runs(plans: list[Plan], config: Config, arguments: Sequence[str]) -> str:
 
 
 def table(config: Config, devices: int, ranking: Ranking) -> str:
-    """Return a table of the ranking, and why other grids are missing."""
+    """Return a table of the ranking, and the reasons why further grids are missing."""
     from rich import box
     from rich.table import Table
 
@@ -107,7 +107,7 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
 
 
 def meshes_as_json(plans: list[MeshPlan]) -> str:
-    """Return a JSON list, least communication first."""
+    """Return a JSON list in the order of ``plans``, by ascending time of communication."""
     entries = [
         {
             "mesh": list(plan.mesh),

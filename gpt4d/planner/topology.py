@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
 from gpt4d.parallel.stage_plan import strides
 
-_ALL = sys.maxsize  # devices of a node where there is one level of links
+_ALL = sys.maxsize  # devices of a node if the machine has one level of links
 
 
 class RankSpan(NamedTuple):
@@ -18,7 +18,7 @@ class RankSpan(NamedTuple):
     size: int
 
     def local(self, node: int) -> int:
-        """Return the most ranks of a group that share one node of ``node`` devices."""
+        """Return the maximum number of ranks of a group on one node of ``node`` devices."""
         return _ranks_within(self, node)
 
     def nodes(self, node: int) -> int:
@@ -26,14 +26,14 @@ class RankSpan(NamedTuple):
         return -(-self.size // self.local(node))
 
     def sharing(self, node: int) -> int:
-        """Return how many groups share one node's links to other nodes (4D paper, Eq. 10); 1 if none uses them."""
+        """Return the number of groups that share one node's links to other nodes (4D paper, Eq. 10); at least 1."""
         return min(node, self.stride) if self.nodes(node) > 1 else 1
 
 
 def _ranks_within(span: RankSpan, devices: int) -> int:
-    """Return how many ranks of a group are among the same ``devices`` neighbors.
+    """Return the number of ranks of a group among the same ``devices`` neighbors.
 
-    Groups that fit but do not divide ``devices`` may lie on both sides of a border: half of the ranks count.
+    A group that fits but does not divide ``devices`` may cross a border, so only half of its ranks count.
     """
     reach = span.stride * span.size
     if devices == _ALL:
@@ -53,7 +53,7 @@ def spans(sizes: GridSizes, innermost: str | None = None, world: int | None = No
 
 
 def node_size(cluster: ClusterConfig) -> int:
-    """Return the devices per node: a member of the outermost level, or all devices if there is one level."""
+    """Return the devices per node: the size of an outermost level's member, or all devices of a single level."""
     if len(cluster.levels) == 1:
         return cluster.levels[0].ranks or _ALL
     return dict(_levels(cluster))[0]
@@ -67,7 +67,7 @@ def for_devices(cluster: ClusterConfig, devices: int) -> ClusterConfig:
 
 
 def usable_gib(cluster: ClusterConfig) -> float:
-    """Return the memory of a device that the planner's choices may use: without ``cluster.margin``."""
+    """Return the memory of a device that the planner's choices may use, excluding ``cluster.margin``."""
     return (1 - cluster.margin) * total_gib(cluster)
 
 
@@ -86,9 +86,9 @@ def _levels(cluster: ClusterConfig) -> Iterator[tuple[int, int]]:
 
 
 def group_bandwidth(level: LevelConfig, members: int) -> float:
-    """Return the GB/s from one member of a level to the ``members - 1`` others of its group (ATP paper, §3.4).
+    """Return the GB/s from one member of a level to the ``members - 1`` peers of its group (ATP paper, §3.4).
 
-    The sum of the member's links, limited by its links to those others: two devices on one link get that link.
+    It is the rate of all links of the member, limited by its links to these peers.
     """
     if level.pair_gb_s is None:
         return level.group_gb_s
@@ -121,8 +121,8 @@ class Speed(NamedTuple):
     """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``, of which the share ``hidden`` can overlap.
 
     ``before_s_per_byte`` and ``after_s_per_byte``: the parts inside a node that precede and follow the part between
-    nodes, in seconds per byte of the whole collective. A long one has pieces that follow each other through its parts.
-    ``local``: ranks per node that take part in these.
+    nodes, in seconds per byte of the full collective. A long collective is pipelined in pieces through its parts.
+    ``local``: ranks per node that take part in the parts inside a node.
     """
 
     latency_s: float
@@ -145,7 +145,7 @@ NO_TIME = Speed(0.0, 0.0, 1.0, False)
 
 
 def speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
-    """Return the speed of the collective ``kind`` when all groups of an axis run it: measured, or else by levels.
+    """Return the speed of the collective ``kind`` when all groups of an axis run it: measured, otherwise by levels.
 
     A measurement on another number of nodes replaces a missing one: the ring has the same rate, and each additional
     node adds a message.
@@ -164,16 +164,16 @@ def speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
 
 
 def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
-    """Return the speed of a ring: that of the slowest level crossed, whose links the groups of the axis share.
+    """Return the speed of a ring. The slowest level crossed, whose links the groups of the axis share, determines it.
 
-    On CPUs, ranks of a node exchange data through shared memory, and collectives run by hosts
-    (gpt4d.parallel.comm.collectives).
+    On CPUs, ranks of a node exchange data through shared memory, and collectives have separate parts inside a host and
+    between hosts (gpt4d.parallel.comm.collectives).
     """
     levels, node = crossed_levels(cluster, span), node_size(cluster)
     local, nodes = span.local(node), span.nodes(node)
     latency_s = sum(_messages(kind, c.members) * c.level.latency_us for c in levels) / 1e6
     if cluster.device == "cpu" and nodes == 1:
-        return Speed(latency_s, _s_per_byte(levels), 0.0, False)  # the ranks themselves copy and add up
+        return Speed(latency_s, _s_per_byte(levels), 0.0, False)  # the ranks themselves copy and add
     if cluster.device == "cpu" and len(levels) > 1 and local * nodes == span.size:
         *inside, between = levels
         inside_s, between_s = _s_per_byte(inside), _s_per_byte([between])
@@ -191,16 +191,16 @@ def _speed_by_hosts(
     """Return the speed of a collective of ``local`` ranks on each of several hosts that is split into parts.
 
     A ring of all ranks sends (local·hosts - 1) / (local·hosts) of the tensor over each host's link, once or, for an
-    all-reduce, twice. By hosts it is (hosts - 1) / hosts. Inside its host a rank sends (local - 1) / local as often:
-    before the part between hosts if it is to be summed, and after it if it is to be gathered.
+    all-reduce, twice. The split collective sends (hosts - 1) / hosts of it equally often. Inside its host, a rank sends
+    (local - 1) / local equally often. A reduction inside the host precedes the part between hosts, a gather follows it.
 
     Args:
-        kind: of the collective.
+        kind: kind of the collective.
         local: ranks of the group on a host.
-        hosts: that the group spans.
+        hosts: number of hosts that the group spans.
         inside: seconds per byte inside a host.
         between: seconds per byte of a ring that crosses the hosts' links.
-        latency_s: of the collective.
+        latency_s: latency of the collective.
         hidden: share of the collective that can overlap.
     """
     ring = local * hosts - 1
@@ -211,11 +211,11 @@ def _speed_by_hosts(
 
 
 def _messages(kind: str, members: int) -> int:
-    """Return the number of consecutive messages: up and down a tree for an all-reduce, else around the ring."""
+    """Return the number of consecutive messages: up and down a tree for an all-reduce, otherwise around the ring."""
     return 2 * (members - 1).bit_length() if kind == "all_reduce" else members - 1
 
 
 def place(cluster: ClusterConfig, span: RankSpan) -> MeasuredConfig:
-    """Return a measurement with the keys of an axis's groups, whose figures the caller fills in."""
+    """Return a measurement with the keys of an axis's groups. The caller sets the measured values."""
     node = node_size(cluster)
     return MeasuredConfig(local=span.local(node), nodes=span.nodes(node), sharing=span.sharing(node))

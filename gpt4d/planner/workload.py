@@ -6,7 +6,7 @@ from gpt4d.config import Config, GridSizes, chunk_problem, divisors
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.parallel.symbolic.context import MASTER_BYTES
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 
 
 def grids(devices: int) -> Iterator[GridSizes]:
@@ -18,7 +18,7 @@ def grids(devices: int) -> Iterator[GridSizes]:
 
 
 def training_state(description: Description, sizes: GridSizes, shard_states: bool) -> dict[str, int]:
-    """Return the bytes on a device: ``weights`` and ``optimizer`` stay, ``gradients`` come and go with each step."""
+    """Return bytes on a device: persistent ``weights`` and ``optimizer`` states, and ``gradients`` of each step."""
     counts = description.parameter_counts
     weights = sum(count * spec.local_elements(sizes) for spec, count in counts) * MASTER_BYTES
     states = sum(count * spec.optimized_elements(sizes, shard_states) for spec, count in counts) * MASTER_BYTES
@@ -28,7 +28,7 @@ def training_state(description: Description, sizes: GridSizes, shard_states: boo
 
 
 class Descriptions:
-    """The descriptions that a search needs, each built once: grids, options and choices change few of them."""
+    """Cache of the descriptions that a search needs. Most grids, options and choices share a description."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Description] = {}
@@ -43,7 +43,7 @@ class Descriptions:
 
 
 def step_flops(config: Config, description: Description) -> float:
-    """Return the FLOPs that all devices compute in a step, those of recomputed blocks included."""
+    """Return the FLOPs that all devices compute in a step, including recomputed blocks."""
     train = config.train
     if train.activation_checkpointing == "full":
         return description.hardware_flops(train.batch_size, train.seq_len)
@@ -51,7 +51,7 @@ def step_flops(config: Config, description: Description) -> float:
 
 
 def compute_s(config: Config, description: Description, devices: int) -> float:
-    """Return the seconds that a step computes at least, on ``devices`` devices at the rate of a large product."""
+    """Return the minimum seconds of computation of a step, on ``devices`` devices at the rate of a large product."""
     return step_flops(config, description) / devices / config.cluster.matmul_tflops / 1e12
 
 
@@ -80,15 +80,15 @@ def compiles(config: Config) -> bool:
 
 
 def splits_backwards(config: Config) -> bool:
-    """Return whether the schedule of a pipeline computes gradients of weights apart from those of inputs."""
+    """Return whether a pipeline's schedule computes weight gradients separately from input gradients."""
     pipeline = config.parallel.pipeline
     return pipeline.stages not in (None, 1) and pipeline.schedule in SPLIT_BACKWARDS
 
 
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
-    """Return the samples that a device may take at once, most first; only ``train.micro_batch_size`` if it is set.
+    """Return the possible microbatch sizes of a device, largest first; only ``train.micro_batch_size`` if it is set.
 
-    Those that cannot be cut into ``parallel.chunks`` are left out.
+    Sizes that cannot be cut into ``parallel.chunks`` are omitted.
     """
     share, given = config.train.batch_size // sizes.batch_shards, config.train.micro_batch_size
     choices = [given] if given is not None else divisors(share)[::-1]

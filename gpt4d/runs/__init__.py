@@ -1,1 +1,1 @@
-"""Runs as their files describe them: the lock of a run directory, history, state, tables and plots. No torch here."""
+"""Inspection of runs by their files: the lock of a run directory, history, state, tables and plots. No torch here."""

@@ -40,26 +40,33 @@ from gpt4d.writing import required_file
 
 @dataclass
 class ListConfig:
+    """Settings of the list."""
+
     format: str = setting("table", "form of the output", choices=("table", "json"))
 
 
 @dataclass
 class DiffConfig:
-    pass
+    """The command ``diff`` has no settings."""
 
 
 @dataclass
 class PlotConfig:
+    """Settings of ``plot``; ``out`` is a .png, .pdf or .svg file."""
+
     out: str = MISSING
     x: str = setting("tokens", "quantity on the horizontal axis", choices=plots.X_AXES)
 
 
 @dataclass
 class WatchConfig:
+    """Settings of ``watch``."""
+
     every_s: float = setting(2.0, "seconds between updates", above=0)
 
 
 def list_runs(paths: list[Path], config: ListConfig) -> None:
+    """Print the runs in and below ``paths``, by default below ``runs``, as a table or as JSON."""
     runs = find_runs(paths or [Path("runs")])
     if config.format == "json":
         print(json.dumps([run.to_json() for run in runs], indent=1))
@@ -68,6 +75,7 @@ def list_runs(paths: list[Path], config: ListConfig) -> None:
 
 
 def diff(paths: list[Path], config: DiffConfig) -> None:
+    """Print a table of the differences between two runs. Raises ConfigError unless ``paths`` has two."""
     if len(paths) != 2:
         raise ConfigError(f"diff: {len(paths)} run(s); pass two")
     first, second = map(open_run, paths)
@@ -79,6 +87,7 @@ def diff(paths: list[Path], config: DiffConfig) -> None:
 
 
 def plot(paths: list[Path], config: PlotConfig) -> None:
+    """Plot the losses of runs to ``config.out``. Raises ConfigError for a run without a logged loss."""
     check_picture("out", config.out)
     if not paths:
         raise ConfigError("plot: no run; pass at least one")
@@ -95,6 +104,7 @@ def plot(paths: list[Path], config: PlotConfig) -> None:
 
 
 def watch(paths: list[Path], config: WatchConfig) -> None:
+    """Show a table of the runs and update it every ``config.every_s`` seconds until Ctrl-C."""
     from rich.live import Live
 
     runs: list[Run] = []
@@ -114,6 +124,7 @@ _COMMANDS: dict[str, _Command] = {
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command that the first argument names, or list runs."""
     if asks_for_help(arguments):
         print(__doc__)
         return
@@ -121,7 +132,7 @@ def main(arguments: list[str]) -> None:
     if arguments and arguments[0] in _COMMANDS:
         selected, arguments = _COMMANDS[arguments[0]], arguments[1:]
     command, schema = selected
-    # The directories of a sweep contain "=" too, as in lr=0.001.
+    # Names of a sweep's directories also contain "=", as in lr=0.001.
     options = [argument for argument in arguments if argument.partition("=")[0] in known_keys(schema)]
     paths = [Path(argument) for argument in arguments if argument not in options]
     try:

@@ -86,7 +86,7 @@ class History:
 
 
 def interval_means(points: list[Point], intervals: int) -> list[Point]:
-    """Return the means of at most ``intervals`` groups of neighboring points, which have equal sizes up to one.
+    """Return the means of at most ``intervals`` groups of neighboring points, whose sizes differ by at most one.
 
     The counts of a mean come from the last point of its group.
     """

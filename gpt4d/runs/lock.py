@@ -54,7 +54,7 @@ class Holder(NamedTuple):
 class DirectoryLock:
     """A lock on ``directory`` that lasts until ``close`` or the end of this process.
 
-    Raises ConfigError if another process holds it. On a file system without locks, every process gets it and a warning.
+    Raises ConfigError if another process holds it. On a file system without locks, each process gets it with a warning.
 
     Args:
         directory: the run directory, or the directory of a sweep's runs.
@@ -80,7 +80,7 @@ class DirectoryLock:
         self._file.flush()
 
     def is_valid(self) -> bool:
-        """Return whether other processes meet this lock: not if somebody has removed or replaced the directory."""
+        """Return whether other processes see this lock. They do not if the directory was removed or replaced."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except OSError:
@@ -109,7 +109,7 @@ def is_locked(directory: Path, name: str = RUN_LOCK) -> bool:
 
 
 def last_holder(directory: Path, name: str = RUN_LOCK) -> Holder | None:
-    """Return the process that holds or has held the lock of ``directory``; None if there was none."""
+    """Return the process that holds or has held the lock of ``directory``; None if no process has."""
     try:
         with open(directory / name, encoding="utf-8") as file:
             return read_holder(file)

@@ -41,7 +41,7 @@ def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", titl
         axes.plot(of_x(training), of_loss(training), color=color, label=name if several else "training")
         label, style = (None, "o") if several else ("validation", "o--")
         axes.plot(of_x(validation), of_loss(validation), style, color=color if several else "C1", label=label)
-    if initial:  # a loss that has diverged must not flatten further curves
+    if initial:  # a diverged loss must not flatten the remaining curves
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.1 * max(initial)))
     unit = next((history.unit for history in runs.values()), "tokens")
     axes.set_xlabel({"step": "step", "tokens": f"{unit} seen", "hours": "hours"}[x])

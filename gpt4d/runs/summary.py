@@ -17,11 +17,13 @@ from gpt4d.runs.history import History
 
 _NOT_RUNS = {"checkpoints", "configs", "traces", "hang"}  # directories inside a run
 _RECENT_S = 120.0
-AVERAGED_LINES = 10  # of the training loss
+AVERAGED_LINES = 10  # logged training losses per reported mean
 _IDENTITY = ("model.name", "data.name")
 
 
 class State(StrEnum):
+    """The state of a run, as lists of runs show it."""
+
     NEW = "new"  # imported, or never started
     RUNNING = "running"
     FINISHED = "finished"
@@ -63,7 +65,7 @@ class Run:
         self.update()
 
     def update(self) -> None:
-        # The lock first: a run that ends in between has then written its last event.
+        # Read the lock before the history: a run that ends in between has then written its last event.
         locked, holder = lock.is_locked(self.path), lock.last_holder(self.path)
         self.history.update()
         self.state = state_of(self.history, locked, holder, time.time(), socket.gethostname())
@@ -159,8 +161,8 @@ def open_run(path: Path) -> Run:
 def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values differ between runs, given the settings of each run.
 
-    Settings that depend on the model and on the data are compared between runs of the same model and data. Keys that
-    cannot change a number are left out, and so is the planner's description of the machine.
+    Settings that depend on the model and on the data are compared between runs of the same model and data. The result
+    omits keys that cannot change a number, and the planner's description of the machine.
     """
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for settings in runs:

@@ -18,6 +18,7 @@ _WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def console() -> Console:
+    """Return a console for tables, 200 characters wide if the output is not a terminal."""
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=_WIDTH)
 
@@ -63,6 +64,7 @@ def differences_table(first: Run, second: Run, differences: Mapping[str, Change]
 
 
 def duration(seconds: float) -> str:
+    """Return seconds as ``h:mm:ss``, or as ``m:ss`` below an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

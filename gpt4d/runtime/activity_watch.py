@@ -1,4 +1,4 @@
-"""For how long the activities of a track have made no progress, on this rank and on all others."""
+"""Detection of activities without progress on all ranks."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ from pathlib import Path
 from gpt4d.activity import Activity, Track
 
 MIN_LIMIT_S = 10.0  # replaces parallel.timeout_s if that is shorter: file systems may be slow for some seconds
-_BUSY = 0.001  # share of a CPU: a thread that computes less does not work. A slow disk takes more of it.
+_BUSY = 0.001  # minimum CPU share of a working thread; a thread that uses a slow disk exceeds it
 PACKAGE_ROOT = str(Path(__file__).parents[1])
 _INFRASTRUCTURE = tuple(str(Path(PACKAGE_ROOT, name)) for name in ("activity.py", "runtime/consensus.py"))
 
@@ -17,18 +17,18 @@ _INFRASTRUCTURE = tuple(str(Path(PACKAGE_ROOT, name)) for name in ("activity.py"
 class ActivityWatch:
     """Watches one track. The watchdog calls it with every heartbeat.
 
-    A rank that works may take as long as it takes if it makes progress: its thread computes, or it says so
-    (``activity.progress``). The ranks count their progress together in the store, because the others wait meanwhile.
+    A working rank has no time limit while it makes progress: its thread computes, or it calls ``activity.progress``.
+    The ranks add up their progress in the store, because one rank's progress extends the wait of all ranks.
     """
 
     def __init__(self, track: Track):
         self.track = track
         self._activity: Activity | None = None
-        self._progress, self._cpu_s, self._sampled_at = 0, 0.0, 0.0  # of the activity, at the last heartbeat
+        self._progress, self._cpu_s, self._sampled_at = 0, 0.0, 0.0  # the activity's state at the last heartbeat
         self._count, self._changed_at = -1, 0.0  # progress of all ranks, and when it last increased
 
     def progressed(self) -> bool | None:
-        """Return whether this rank's work has progressed since the last call; None if it is in no activity for long."""
+        """Return whether this rank's activity has progressed since the last call; None if it is new or absent."""
         activity, before = self.track.current, self._activity
         self._activity = activity
         if activity is None:
@@ -40,15 +40,15 @@ class ActivityWatch:
         return progressed if activity is before else None
 
     def note(self, count: int) -> None:
-        """Take note of how often any rank of the job has progressed."""
+        """Record ``count``, the total progress of all ranks of the job."""
         if count != self._count:
             self._count, self._changed_at = count, time.monotonic()
 
     def waiting(self, since: float) -> dict | None:
         """Return this rank's activity, and the seconds for which no rank has progressed; None between activities.
 
-        The keys are those of HangDetector.waiting, and ``works``: whether this rank works itself. Seconds count from
-        ``since`` (``time.monotonic``) at the earliest.
+        The keys are the keys of HangDetector.waiting and ``works``, whether this rank works itself. Seconds count from
+        ``since`` (``time.monotonic``) or later.
         """
         activity = self.track.current
         if activity is None:
@@ -68,6 +68,7 @@ class ActivityWatch:
 
 
 def stack(thread: int) -> traceback.StackSummary:
+    """Return the current stack of the thread with this identifier."""
     return traceback.extract_stack(sys._current_frames().get(thread))
 
 
@@ -83,7 +84,7 @@ def code_line(stacks: list[traceback.StackSummary]) -> str:
 
 
 def _cpu_seconds(thread: int) -> float:
-    """Return the CPU time of a thread; where the system does not report it, that of the process."""
+    """Return the CPU time of a thread, or of the process if the system does not report threads."""
     if not hasattr(time, "pthread_getcpuclockid"):  # macOS
         return time.process_time()
     if thread not in {running.ident for running in threading.enumerate()}:  # an ended thread has no clock

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpt4d.config import NodeError
 
-# By variable, the directory below the private one. MIOpen's contain SQLite files, which break on a shared file system.
+# Subdirectory of each variable. MIOpen's caches contain SQLite files, which break on a shared file system.
 _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -18,7 +18,7 @@ _CACHES = {
 
 
 def set_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of caches that ``environment`` lacks: to directories of this node, which later runs use too.
+    """Set cache variables that ``environment`` lacks to directories on this node, which later runs reuse.
 
     Raises NodeError if the private directory exists, but other users can write to it.
     """

@@ -1,4 +1,4 @@
-"""Connections to the job's store: rank 0 listens on the job's interface only, and no rank joins another job's store."""
+"""Connections to the job's store. Rank 0 listens on the job's interface only, and no rank joins another job's store."""
 
 import errno
 import ipaddress
@@ -23,15 +23,15 @@ from gpt4d.runtime.launch import Launch
 
 T = TypeVar("T")
 _PORT_S = 60.0  # timeout for another process to release the port, such as the previous start of a requeued job
-_ANSWER_S = 10.0  # timeout for a server to show that it is this job's
+_ANSWER_S = 10.0  # timeout for a server to prove that it belongs to this job
 _RETRY_S = 0.2
 _BACKLOG = 4096  # all ranks connect at once
 _GREETING = "greeting"  # the key that rank 0 sets first
-_START = "gpt4d start "  # and then this one with the name of the start, which other jobs can read
+_START = "gpt4d start "  # the second key, followed by the start's name, which other jobs can read
 
 
 class _OtherServer(Exception):
-    """The port belongs to another process than this job's server."""
+    """Another process than this job's server uses the port."""
 
 
 class Connector:
@@ -52,7 +52,7 @@ class Connector:
         self.launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def connect(self) -> tuple[JobStore, JobStore]:
-        """Return two connections, because an operation on one of them may block. Rank 0 starts the server.
+        """Return two connections, because an operation can block a connection. Rank 0 starts the server.
 
         Raises PortTaken if the port belongs to another job, ConfigError if there is no server, NodeError if this rank's
         secret is not rank 0's.
@@ -90,11 +90,11 @@ class Connector:
             time.sleep(_RETRY_S)
 
     def _find(self) -> tuple[JobStore, str]:
-        """Return a connection to this job's server, however late it starts, and its address."""
+        """Return a connection to this job's server and its address. Wait until the server starts."""
         started, other_since = time.monotonic(), 0.0
         while True:
             try:
-                # The first address that answers, in the order in which rank 0 tries to listen on them.
+                # Use the first address that answers, in the order in which rank 0 tries to listen.
                 with socket.create_connection((self.host, self.port), _ANSWER_S) as probe:
                     address = probe.getpeername()[0]
                 return self._join(address), address
@@ -107,7 +107,7 @@ class Connector:
                     ) from None
             except _OtherServer:
                 other_since = other_since or time.monotonic()
-                # Rank 0 waits for the port itself, and this rank longer than rank 0.
+                # Rank 0 also waits for the port, so this rank waits longer than rank 0.
                 if time.monotonic() - other_since > _PORT_S + 2 * _ANSWER_S:
                     raise PortTaken(
                         f"MASTER_PORT={self.port}: another job uses this port of {self.host}; set MASTER_PORT to a "
@@ -130,7 +130,7 @@ class Connector:
             if store.check([_GREETING]):
                 return store
             same_start = bool(self.launch.start) and connection.check([start])
-        except RuntimeError:  # a server of another kind
+        except RuntimeError:  # not a server of torch
             raise _OtherServer from None
         if same_start:
             raise NodeError(
@@ -192,9 +192,9 @@ def _serve(host: str, port: int, on_one_host: bool, timeout: timedelta) -> dist.
 
 
 def _own_addresses(host: str, port: int, on_one_host: bool) -> list[tuple]:
-    """Return family and socket address of each address of ``host`` at which the other ranks may look for the server.
+    """Return family and socket address of each address of ``host`` at which ranks may look for the server.
 
-    Some systems give a host's own name a loopback address, which on every other host means that host itself.
+    Loopback addresses are valid on one host only: some systems assign one to the host's own name.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     loopback = on_one_host or host == "localhost" or _is_address(host)

@@ -1,6 +1,6 @@
-"""Operations in which all ranks of the job agree: fail together, gather values, run something on rank 0.
+"""Operations in which all ranks of the job agree: fail together, gather values, run a function on rank 0.
 
-Values travel as JSON, never as pickles, so that a message can execute nothing.
+Values are sent as JSON, never as pickles, so that a message cannot execute code.
 """
 
 import json
@@ -23,7 +23,7 @@ _KEEPALIVE_S = 60.0
 def run_on_all_ranks(work: Callable[[], T], name: str) -> T:
     """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise.
 
-    ``name``: of the work, for reports ("loading the checkpoint"), as for all functions of this module.
+    ``name``: name of the work in reports ("loading the checkpoint"), as in all functions of this module.
     """
     error: Exception | None = None
     with MAIN.begin(name) as activity:
@@ -51,7 +51,7 @@ def all_gather_json(value: Any, name: str) -> list[Any]:
 
 
 def gather_in_group(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the ``value`` of every rank of ``group``, in rank order, unseen by the watchdog.
+    """Return the ``value`` of every rank of ``group``, in rank order. The watchdog does not observe this call.
 
     Args:
         value: as for ``all_gather_json``.
@@ -77,10 +77,10 @@ def all_ranks_true(flag: bool, name: str) -> bool:
 
 
 def run_on_rank0(work: Callable[[], T], name: str) -> T:
-    """Run ``work`` on rank 0 and return its result on every rank, however long it takes. All ranks must call this.
+    """Run ``work`` on rank 0 and return its result on every rank, without a time limit. All ranks must call this.
 
-    The result is a value as in ``all_gather_json``. A ConfigError is raised on every rank. After any other exception
-    rank 0 raises it and the others a RuntimeError.
+    The result is a value as in ``all_gather_json``. A ConfigError is raised on every rank. Rank 0 raises any other
+    exception, and every other rank raises a RuntimeError.
     """
     if not dist.is_initialized():
         return work()

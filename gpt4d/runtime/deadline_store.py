@@ -1,4 +1,4 @@
-"""A store whose calls have a deadline. A store that has missed it is lost, and is never called again."""
+"""A store whose calls have a deadline. A store that has missed a deadline is lost, and is never called again."""
 
 import queue
 import threading
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-_SLICE_S = 0.5  # a wait consists of short ones, so that time in which this process was suspended does not count
+_SLICE_S = 0.5  # a wait consists of short waits, so that time while the process is suspended does not count
 
 
 class StoreLost(RuntimeError):
-    """The store does not answer, or (``ended``) its server has closed the connection."""
+    """The store does not answer. ``ended``: its server has closed the connection."""
 
     def __init__(self, ended: bool):
         super().__init__("the store's server has ended" if ended else "the store does not answer")
@@ -23,11 +23,11 @@ class StoreLost(RuntimeError):
 class DeadlineStore:
     """The calls of a store that the watchdog needs, each with a deadline. Any thread may call them.
 
-    A client of torch's TCPStore waits forever for a server that is frozen. Here a thread of its own calls the store, so
-    that the caller can give up. After the first failure every call raises StoreLost at once.
+    A client of torch's TCPStore waits forever for a frozen server. Here a separate thread calls the store, so that the
+    caller can stop waiting. After the first failure, every call raises StoreLost immediately.
 
     Args:
-        store: the store, which nothing else may use.
+        store: the store, which no other code may use.
         deadline_s: time in seconds after which a call has failed.
     """
 

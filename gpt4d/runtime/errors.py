@@ -16,13 +16,13 @@ _SHORT_GRACE_S = 1.0  # for rank 0 to print an error that it has found
 
 
 class PortTaken(ConfigError):
-    """Error of a job whose port another process uses. Later, or on another node, the same command may succeed."""
+    """Error of a job whose port another process uses. The same command may succeed later, or on another node."""
 
-    all_ranks_raised = True  # each rank finds it by itself, rank 0 first
+    all_ranks_raised = True  # each rank detects it independently, rank 0 first
 
 
 class RankError(RuntimeError):
-    """Error of one rank that is reported without a traceback: one line that says where, and what to do."""
+    """Error of one rank that is reported without a traceback, as one line with location and remedy."""
 
 
 class OutOfMemory(RankError):
@@ -33,12 +33,12 @@ class OutOfMemory(RankError):
 def one_line_errors() -> Iterator[None]:
     """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1 (PortTaken: 75).
 
-    Usually all ranks raise the same error and rank 0 prints it. The other ranks wait before they exit, because a
-    launcher ends all processes as soon as one fails, and rank 0 may be slower. The first rank of every other node
-    prints it after that wait too, since the cause may exist on that node only (a missing file). It prints a NodeError,
-    which only ranks of its own node can raise, at once.
+    Usually all ranks raise the same error and rank 0 prints it. All further ranks wait before they exit, because a
+    launcher ends all processes as soon as one fails, and rank 0 may be slower. After that wait, the first rank of every
+    other node also prints the error, since its cause may exist on that node only (a missing file). This rank prints a
+    NodeError, which only ranks of its own node can raise, immediately.
 
-    Every command runs inside. Its output may be lost without an error, and Ctrl-C ends it with one line.
+    Every command runs inside this context. Its output may be lost without an error, and Ctrl-C ends it with one line.
     """
     allow_lost_output()
     try:

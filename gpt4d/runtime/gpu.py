@@ -1,4 +1,4 @@
-"""Environment of CUDA and NCCL. Both read it once, so it is set before the process group exists."""
+"""Environment of CUDA and NCCL. Both read it once, so it is set before the process group is created."""
 
 import os
 from collections.abc import MutableMapping
@@ -8,12 +8,12 @@ from pathlib import Path
 from gpt4d.config import ConfigError
 
 _ENVIRONMENT = {
-    # As many hardware queues as streams. In a shared one, a collective would wait for another communicator's.
+    # One hardware queue per stream. In a shared queue, collectives of different communicators wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # A collective's blocks are scheduled before those of a computation that was launched earlier.
+    # The GPU schedules a collective's blocks before the blocks of a computation that was launched earlier.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # gpt4d's watchdog ends the job and reports the cause. torch's would abort the process before it can, on errors of
-    # NCCL and on errors of CUDA.
+    # gpt4d's watchdog ends the job and reports the cause. torch's watchdog aborts the process earlier, on errors of
+    # NCCL and of CUDA.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
@@ -38,8 +38,8 @@ def set_environment(
     for name in _BLOCKING_WAIT:
         if environment.get(name, "0").lower() not in ("", "0", "false", "no", "n"):
             raise ConfigError(
-                f"{name}={environment[name]}: the host would wait for each collective, and none would overlap the "
-                "computation; unset it"
+                f"{name}={environment[name]}: makes the host wait for each collective, so that no collective overlaps "
+                "the computation; unset it"
             )
     defaults = _ENVIRONMENT | (_DETERMINISTIC if deterministic else {})
     if trace_dir:
@@ -49,5 +49,5 @@ def set_environment(
 
 
 def backend_timeout(timeout_s: float) -> timedelta:
-    """Return the timeout of torch's own watchdogs: long after gpt4d's, ``parallel.timeout_s``."""
+    """Return the timeout of torch's own watchdogs, much longer than the timeout of gpt4d's watchdog."""
     return timedelta(seconds=max(_MIN_TIMEOUT_S, 2 * timeout_s))

@@ -1,4 +1,4 @@
-"""Hangs: waits that take longer than a timeout, and a report of which rank the others wait for."""
+"""Detection of hangs, waits that exceed a timeout, and a report of the ranks that cause them."""
 
 import json
 import sys
@@ -19,10 +19,10 @@ from gpt4d.runtime import activity_watch
 from gpt4d.runtime.activity_watch import ActivityWatch
 from gpt4d.runtime.deadline_store import DeadlineStore
 
-STARTUP_S = 300.0  # for what happens once: connections, lazy initialization, compilation
+STARTUP_S = 300.0  # additional time for connections, lazy initialization and compilation
 _RECORD_S = 10.0  # timeout for a rank to write its record
 _MIN_SILENCE_S = 1.0  # a rank without a record and without a heartbeat for this long does not answer
-_MOST_NAMED = 4  # ranks that a message names
+_MOST_NAMED = 4  # maximum number of ranks in a message
 
 
 class WatchedCollective(Protocol):
@@ -39,7 +39,7 @@ class WatchedCollective(Protocol):
 
 
 class WatchedTraffic(Protocol):
-    """Collectives of one axis: how many have started, and the oldest that this rank or its GPU has not finished."""
+    """Collectives of one axis: the number started, and the oldest one that this rank or its GPU has not finished."""
 
     num_started: int
 
@@ -59,13 +59,13 @@ class WatchedAxis(Protocol):
 class HangDetector:
     """Detects collectives that take longer than a timeout, and activities that make no progress for as long.
 
-    On a CPU the host waits for a collective. On a GPU it does not: the oldest that has not ended there counts.
+    On a CPU the host waits for a collective. On a GPU the host does not wait: the oldest unfinished collective counts.
 
     Args:
         axes: mesh axes by name.
         timeout_s: time after which a collective is a hang, once ``end_startup`` was called. Before, lazy initialization
             slows collectives, and five minutes are added.
-        directory: where each rank writes what it waits for and its stack.
+        directory: the directory to which each rank writes its current wait and its stack.
     """
 
     def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
@@ -73,19 +73,19 @@ class HangDetector:
         self.ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
         self.activities = {track.name: ActivityWatch(track) for track in (MAIN, SAVE)}
         self._in_first_steps = False
-        self.peer_lost = False  # a collective of this rank has failed, and it looks for the rank whose fault that is
-        self.places: Mapping[int, str] = {}  # of the job's ranks, for reports: "stage 1"
+        self.peer_lost = False  # a collective of this rank has failed, and it looks for the responsible rank
+        self.places: Mapping[int, str] = {}  # location of each rank in reports, such as "stage 1"
         self.startup_s = STARTUP_S
         self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
         self._layers: dict[int, str] = {}
-        self._oldest: dict[str, tuple[int, float]] = {}  # by axis, number of its oldest collective and since when it is
+        self._oldest: dict[str, tuple[int, float]] = {}  # oldest collective per axis: number, first seen
 
     def name_layers(self, model: nn.Module) -> None:
         """Name the layers of ``model`` in reports."""
         self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
 
     def begin_steps(self) -> None:
-        """Expect that the next activities wait for first steps, which compilation slows differently on each rank."""
+        """Allow more time for the first steps, in which ranks wait for each other's compilation."""
         self._in_first_steps = True
 
     def end_startup(self) -> None:
@@ -93,7 +93,7 @@ class HangDetector:
         self.startup_s, self._in_first_steps = 0.0, False
 
     def limit(self, waiting: Mapping) -> tuple[float, str]:
-        """Return the seconds after which a wait (``waiting``) is a hang, and the setting that they come from."""
+        """Return the seconds after which a wait (``waiting``) is a hang, and the setting that determines them."""
         startup_s, seconds, setting = self.startup_s, self.timeout_s, "parallel.timeout_s"
         if waiting["axis"] in self.activities:
             startup_s = self.startup_s if self._in_first_steps else 0.0
@@ -102,7 +102,7 @@ class HangDetector:
         return seconds + startup_s, setting + (f" + {startup_s:.0f} s for the first steps" if startup_s else "")
 
     def overdue(self, since: float) -> dict | None:
-        """Return a wait of this rank that is a hang, or an activity in which no rank progresses; None if there is none.
+        """Return a wait of this rank that is a hang, or an activity in which no rank progresses; otherwise None.
 
         ``since``: as for ``waiting``.
         """
@@ -110,11 +110,12 @@ class HangDetector:
         return next((waiting for waiting in found if waiting and waiting["s"] >= self.limit(waiting)[0]), None)
 
     def waiting(self, since: float = 0.0) -> dict | None:
-        """Return the collective that this rank waits for, or None: on several axes of a GPU, the one started first.
+        """Return the collective that this rank waits for, or None.
 
-        The others may only be queued behind it. The result has its ``axis``, ``name``, ``number`` on that axis, seconds
-        waited (``s``), ``layer`` and ``members`` (ranks). Seconds count from the first call that found it, and from
-        ``since`` (``time.monotonic``).
+        If a GPU has unfinished collectives on several axes, the one started first is returned, since later ones may be
+        queued behind it. The result has its ``axis``, ``name``, ``number`` on that axis, seconds waited (``s``),
+        ``layer`` and ``members`` (ranks). Seconds count from the first call that found it, or from ``since``
+        (``time.monotonic``) if that is later.
         """
         now, found = time.monotonic(), list[tuple[WatchedCollective, WatchedAxis, float]]()
         for axis in self.axes.values():
@@ -147,15 +148,15 @@ class HangDetector:
         """Return this rank's state, for the report.
 
         ``begun`` is the number of collectives started on each axis, and of activities on each track whose work is done.
-        ``waiting`` and ``where`` have, by the name of a track, the wait of its thread and the code line that it is in;
-        those of the main thread if the save thread is idle. ``stack`` has the stacks of both threads.
+        ``waiting`` and ``where`` contain the wait and the code line of each track's thread, by the track's name. If the
+        save thread is idle, they contain the main thread's values. ``stack`` contains the stacks of both threads.
         """
         begun = {name: axis.traffic.num_started for name, axis in self.axes.items()}
         begun |= {name: watch.track.finished for name, watch in self.activities.items()}
         activities = {name: self._activity(name) for name in self.activities}
         waits = {name: activity and (None if activity["works"] else activity) for name, activity in activities.items()}
         frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
-        # Autograd runs a GPU's backward on a thread of its own, which Python has not started.
+        # Autograd runs a GPU's backward on a separate thread, which Python has not started.
         threads = [*(ident for ident in frames if ident not in python_threads), self.main_thread]
         stacks = [traceback.extract_stack(frames[ident]) for ident in threads]
         main, line = self.waiting() or waits[MAIN.name], activity_watch.code_line(stacks)
@@ -193,7 +194,7 @@ class HangReport:
         self.store, self.rank, self.name, self.heartbeat_s = store, rank, name, heartbeat_s
 
     def describe(self, rank: int, waiting: dict, detector: HangDetector) -> HangDescription | None:
-        """Write this rank's state to its file and return the description of the hang; None if there is none in time.
+        """Write this rank's state to its file and return the description of the hang; None if it arrives too late.
 
         The rank that detected the hang, ``rank``, finds out which ranks are missing and shares the description.
         """
@@ -201,7 +202,7 @@ class HangReport:
         text = f"{self.name(self.rank)}\ncollectives started on each axis: {record['begun']}\n"
         text += "".join(f"{thread} thread, waiting for: {waits}\n" for thread, waits in record["waiting"].items())
         text += f"\n{record.pop('stack')}"
-        with suppress(OSError):  # a disk that is full or gone must not keep the job from ending
+        with suppress(OSError):  # a full or lost disk must not keep the job from ending
             directory.mkdir(parents=True, exist_ok=True)
             (directory / f"rank_{self.rank:05d}.txt").write_text(text)
         self.store.set(f"record/{self.rank}", json.dumps(record))
@@ -223,13 +224,14 @@ class HangReport:
         return HangDescription(*json.loads(text)) if text else None
 
     def missing_ranks(self, waiting: dict, lost: set[int]) -> Iterator[str]:
-        """Yield a phrase for each rank of the axis that has not started the collective, with where it is instead.
+        """Yield a phrase for each rank of the axis that has not started the collective, with its current location.
 
-        If such a rank waits itself, on another axis, it is the fault of a rank that this one waits for; so is it if all
-        ranks of the axis have started the collective. Ranks that do not answer are added to ``lost``.
+        A rank that itself waits on another axis is not the cause. The search then continues with the ranks for which it
+        waits. It also continues if all ranks of the axis have started the collective. Ranks that do not answer are
+        added to ``lost``.
         """
         unexplained, explained, missing = deque([waiting]), set[tuple](), False
-        late = list[str]()  # ranks that have not started something because they wait themselves
+        late = list[str]()  # late ranks that wait themselves
         while unexplained and not missing:
             waiting = unexplained.popleft()
             key = waiting["axis"], waiting["number"], *waiting["members"]
@@ -237,7 +239,7 @@ class HangReport:
                 continue
             explained.add(key)
             axis, it = waiting["axis"], "it" if len(explained) == 1 else waiting["name"]
-            thread = axis if axis in (MAIN.name, SAVE.name) else MAIN.name  # that is late, if a rank is
+            thread = axis if axis in (MAIN.name, SAVE.name) else MAIN.name  # the thread that may be late
             for rank in waiting["members"]:
                 name = self.name(rank)
                 if not (text := self._record(rank)):
@@ -259,7 +261,7 @@ class HangReport:
             yield from late
 
     def _record(self, rank: int) -> str | None:
-        """Wait for a rank's record and return it; None if the rank does not answer or is slower than a timeout."""
+        """Wait for a rank's record and return it; None if the rank does not answer or exceeds the timeout."""
         heartbeats, silence_s = -1, max(_MIN_SILENCE_S, 3 * self.heartbeat_s)
         now = last_heartbeat = time.monotonic()
         deadline = now + _RECORD_S

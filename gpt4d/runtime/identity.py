@@ -16,7 +16,7 @@ _WRITTEN_S = 30.0  # timeout for the content of a file that another node has cre
 
 
 def job_key(launch: Launch, directory: Path | None = None) -> bytes:
-    """Return the key of this start: what the launcher says about the start, hashed with a secret.
+    """Return the key of this start: a hash of the launcher's identification of the start and a secret.
 
     Args:
         launch: this process's place in the job.
@@ -31,7 +31,7 @@ def job_key(launch: Launch, directory: Path | None = None) -> bytes:
 
 
 def start_name(launch: Launch) -> str:
-    """Return a name of this start that is no secret. Only a launcher that names starts makes it unique."""
+    """Return a public name of this start. It is unique only if the launcher names starts."""
     return f"{launch.start}, sweep job {launch.sweep_job}, {launch.world_size} ranks"
 
 
@@ -51,7 +51,7 @@ def _shared_secret(directory: Path) -> str:
 
 
 def _create(path: Path) -> None:
-    """Create the secret unless there is one. Only this user can read it."""
+    """Create the secret unless it exists. Only this user can read it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -65,7 +65,7 @@ def _create(path: Path) -> None:
 
 
 def _read(path: Path) -> str:
-    """Return the secret, which the rank that creates it may not have written yet."""
+    """Return the secret. Wait if the rank that creates the file has not written it yet."""
     deadline = time.monotonic() + _WRITTEN_S
     while len(secret := path.read_text(encoding="ascii", errors="replace")) < 2 * _BYTES:
         if time.monotonic() > deadline:

@@ -35,19 +35,19 @@ def process_group(
     deterministic: bool = False,
     run_dir: Path | None = None,
 ) -> Iterator[JobContext]:
-    """Create the process group of the whole job.
+    """Create the process group of all ranks of the job.
 
     An exception inside ends the job on every rank, with one line that names the rank, its host and the cause. Only a
     ConfigError or SystemExit, which all ranks raise together, passes through.
 
     Args:
         launch: this rank's place in the job.
-        device: of this rank; None to select its GPU, or the CPU if there is none.
-        backend: of collectives; None for NCCL on GPUs and gloo on the host.
+        device: the rank's device; None to select its GPU, or the CPU without GPUs.
+        backend: backend of collectives; None for NCCL on GPUs and gloo on the host.
         timeout_s: time after which gpt4d's watchdog may end the job; torch's own watchdogs wait longer.
         deterministic: as in ``gpu.set_environment``.
         run_dir: the run's directory, which all ranks share, for the job's secret (``identity.job_key``) and NCCL's
-            trace (``gpu.set_environment``); None for a job that is no run.
+            trace (``gpu.set_environment``); None for a job without a run directory.
     """
     gpu.set_environment(deterministic, run_dir)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -66,7 +66,7 @@ def process_group(
         store = rendezvous.store.for_process_groups()
         with _initialize(launch, store, device, backend, timeout_s, rendezvous.watchdog):
             yield JobContext(device, rendezvous.watchdog)
-    except NodeError as error:  # raised on this node only: the other ranks wait for this one
+    except NodeError as error:  # raised on this node only, and ranks of all further nodes wait for this rank
         rendezvous.watchdog.fail(str(error), may_be_secondary=False)
         rendezvous.leave(briefly=True)
         raise
@@ -104,6 +104,6 @@ def _initialize(
         yield
     except BaseException as error:
         if isinstance(error, RAISED_ON_ALL_RANKS):
-            dist.destroy_process_group()  # after any other error it would block on ranks that have exited
+            dist.destroy_process_group()  # after any other error, this call blocks on ranks that have exited
         raise
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The job's store: a view of torch's TCPStore in which only ranks with the job's key can write what ranks believe."""
+"""The job's store: a view of torch's TCPStore that accepts only values from ranks with the job's key."""
 
 import hmac
 from datetime import timedelta
@@ -9,10 +9,11 @@ _TAG_BYTES = 32
 
 
 class JobStore(dist.Store):
-    """A store that one job's ranks share with nobody, although strangers may reach the server.
+    """A private store of one job's ranks on a server that other processes may reach.
 
-    The server answers every client. So each key is stored under a keyed hash that no stranger can guess, and each value
-    with an authentication code. A value without the right code counts as missing. Counters (``add``) have no code.
+    The server answers every client. So each key is stored under a keyed hash, which other processes cannot guess. Each
+    value has an authentication code, and a value without the right code counts as missing. Counters (``add``) have no
+    code.
 
     Args:
         store: the connection to the server.
@@ -24,9 +25,10 @@ class JobStore(dist.Store):
         self._store, self._key = store, key
 
     def for_process_groups(self) -> dist.Store:
-        """Return the store of torch's process groups, whose keys begin with a prefix that no stranger can guess.
+        """Return the store of torch's process groups, whose keys begin with a secret prefix.
 
-        Threads of torch call it, also while Python ends, so nothing in it may be Python. Values have no code.
+        Threads of torch call it, even while Python shuts down, so it must not run Python code. Values have no
+        authentication code.
         """
         return dist.PrefixStore(self._name("process groups"), self._store)
 
@@ -55,7 +57,7 @@ class JobStore(dist.Store):
         return self._store.add(self._name(key), value)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Set ``key`` if its value is ``expected_value``, or if it is missing and this is empty. Return the value."""
+        """Set ``key`` if its value is ``expected_value``, where empty means a missing key. Return the stored value."""
         name, sealed = self._name(key), self._seal(key, desired_value)
         expected = self._seal(key, expected_value) if expected_value else b""
         value = self._open(key, self._store.compare_set(name, expected, sealed))  # type: ignore[arg-type]

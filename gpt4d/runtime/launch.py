@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 
-_RESTART_PORTS = 4999  # between the ports of two starts of one Slurm job; no multiple of the 64 between two jobs
-SWEEP_JOB = "GPT4D_SWEEP_JOB"  # number of a job among those that a sweep starts, from 1
+_RESTART_PORTS = 4999  # distance between the ports of a Slurm job's starts; not a multiple of the jobs' distance, 64
+SWEEP_JOB = "GPT4D_SWEEP_JOB"  # number of a job in the order in which a sweep starts jobs, from 1
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the job, as its launcher set it. Needs no torch, so that errors appear without delay."""
+    """This process's rank in the job, as set by its launcher. Needs no torch, so that errors appear without delay."""
 
     rank: int = 0
     world_size: int = 1
@@ -32,7 +32,7 @@ class Launch:
     local_world_size: int = 1
     master: str | None = None  # host:port where rank 0 listens; None if world_size is 1
     sweep_job: int = 0  # the number of this job in a sweep; 0 outside a sweep
-    start: str = ""  # the launcher's name of this start of the job, equal on all ranks; "" if it gives none
+    start: str = ""  # the launcher's name of this start of the job, equal on all ranks; "" if it has no name
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
@@ -55,7 +55,7 @@ class Launch:
             host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
             job, step, restart = (int(env.get(f"SLURM_{name}") or 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
             # Jobs that share a node need different ports, so the port is derived from the job and step ids. A restart
-            # needs another one if its port was taken. It stays below the kernel's ephemeral ports.
+            # needs another port if the first one was taken. All ports are below the kernel's ephemeral ports.
             port = env.get("MASTER_PORT") or 20000 + (job * 64 + step + _RESTART_PORTS * restart) % 12000
             local_world_size = tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"]))
             rank, local = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
@@ -81,12 +81,12 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def select_device(launch: Launch) -> "torch.device":
-    """Return this rank's GPU, or the CPU if there is none. Raises NodeError if the node has fewer GPUs than tasks."""
+    """Return this rank's GPU, or the CPU without GPUs. Raises NodeError if the node has fewer GPUs than tasks."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1:  # Slurm's --gpus-per-task shows each task its own; preflight checks that it is
+    if torch.cuda.device_count() == 1:  # Slurm's --gpus-per-task shows only this task's GPU; preflight checks it
         return torch.device("cuda", 0)
     if launch.local_world_size > torch.cuda.device_count():
         raise NodeError(
@@ -97,7 +97,7 @@ def select_device(launch: Launch) -> "torch.device":
 
 
 def print_error(message: str) -> None:
-    """Print one line to stderr and, if torchrun asks for it, write it to the file that torchrun reports at the end."""
+    """Print one line to stderr. Under torchrun, also write it to the file that torchrun reports at the end."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # a full disk must not hide the error

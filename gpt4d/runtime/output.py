@@ -6,7 +6,7 @@ import sys
 
 
 class _LossyFile(io.FileIO):
-    """A file whose writes never fail. What cannot be written is lost."""
+    """A file whose writes never fail. Content that cannot be written is lost."""
 
     def write(self, content) -> int:
         try:
@@ -17,10 +17,10 @@ class _LossyFile(io.FileIO):
 
 
 def allow_lost_output() -> None:
-    """Let prints of this process succeed whatever happens to its standard output and standard error.
+    """Let prints of this process succeed even if its standard output and standard error are lost.
 
     The end of a terminal or of ``| head`` must not end a training, and a warning must not replace an error. Streams
-    that the caller has replaced stay as they are.
+    that the caller has replaced remain unchanged.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

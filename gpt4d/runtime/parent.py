@@ -1,4 +1,4 @@
-"""Processes that end with the process that has started them, however that one ends."""
+"""Processes that end when their parent process ends for any reason."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ def end_with_parent(pipe: int) -> None:
     this call, a thread ends it. The parent's thread that started this process must live as long as the parent.
 
     Args:
-        pipe: descriptor of the read end of a pipe. Only the parent holds its write end, and it writes nothing.
+        pipe: descriptor of the read end of a pipe. Only the parent holds the write end, and the parent writes nothing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

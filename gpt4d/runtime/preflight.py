@@ -1,4 +1,4 @@
-"""Checks before training: all ranks compare code, settings, versions, run directory, and the speed of their links."""
+"""Checks before training: all ranks compare code, settings, versions, run directory and the speed of their links."""
 
 import hashlib
 import math
@@ -21,14 +21,14 @@ from gpt4d.writing import required_file
 _MARKER_NAME = ".these-ranks-meet-here"
 _MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
 _REPEATS = 3
-_ROUNDS = 3  # at most: a node that is slow only in some rounds is busy, not slow
+_ROUNDS = 3  # maximum; a node that is slow only in some rounds is busy, not slow
 _ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # approximate size of the square matrix of the test computation
 _SLOW_FACTOR = 3.0  # times the median
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The environment of one rank: its host and device, and what must be equal on all ranks."""
+    """The environment of one rank: its host and device, and facts that must be equal on all ranks."""
 
     host: str
     code: str
@@ -54,7 +54,7 @@ def _describe_node(config: Config, device: torch.device, marker: str) -> NodeFac
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
     settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
-    # Before the ranks that wait for this one count it as hung.
+    # Stop before waiting ranks report this rank as hung.
     timeout_s = min(_MARKER_TIMEOUT_S, max(config.parallel.timeout_s, MIN_LIMIT_S) / 2)
     seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker, timeout_s)
     host, python = socket.gethostname(), platform.python_version()
@@ -64,12 +64,12 @@ def _describe_node(config: Config, device: torch.device, marker: str) -> NodeFac
 def compare(
     config: Config, device: torch.device, exchanges: Mapping[str, Callable[[], None]]
 ) -> tuple[list[str], list[str]]:
-    """Compare all ranks. Return each rank's host, and a message for whatever is slow. All ranks must call this.
+    """Compare all ranks. Return each rank's host, and a message for each slow measurement. All ranks must call this.
 
-    ``exchanges`` has, by axis name, a function that exchanges data along that axis; its duration is compared.
+    ``exchanges`` contains a function for each axis name that exchanges data along that axis; its duration is compared.
 
-    Raises ConfigError on all ranks, naming the first rank whose code, settings or versions differ from rank 0's, that
-    does not see rank 0's ``run.dir``, or that shares a GPU with another rank.
+    Raises ConfigError on all ranks if a rank differs from rank 0 in code, settings or versions. It also raises if a
+    rank does not see rank 0's ``run.dir``, or shares a GPU with another rank. The message names the first such rank.
     """
     path = Path(config.run.dir) / _MARKER_NAME
     marker = run_on_rank0(lambda: _write_marker(path), "writing a file for all ranks to run.dir")
@@ -101,10 +101,10 @@ def find_difference(nodes: list[NodeFacts]) -> str | None:
 
 
 def find_slow(seconds: list[dict[str, float]], hosts: list[str]) -> list[str]:
-    """Return a message for each measurement that takes some ranks far longer than the median.
+    """Return a message for each measurement that takes some ranks much longer than the median.
 
-    ``seconds`` has for each rank the duration of an exchange by axis name, and of the ``computation``. Ranks of other
-    pipeline stages may have other axes.
+    ``seconds`` contains, for each rank, the durations of the exchanges by axis name and of the ``computation``. Axes
+    may differ between pipeline stages.
     """
     messages = []
     for name in dict.fromkeys(name for durations in seconds for name in durations):

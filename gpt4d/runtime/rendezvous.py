@@ -1,4 +1,4 @@
-"""The rendezvous: the store through which all ranks find each other, the watchdog that uses it, and a joint exit."""
+"""The rendezvous: the store through which all ranks connect, the watchdog that uses it, and a joint exit."""
 
 import os
 import secrets
@@ -28,7 +28,7 @@ _CONNECT_S = 300.0  # timeout for all ranks to connect
 _LEAVE_S = 60.0  # timeout for all ranks to finish
 _SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
 _RECORD_S = 3.0  # timeout for the run's files to be written
-_NOTICE_S = 3.0  # time for the other ranks to read why the job ends
+_NOTICE_S = 3.0  # time for further ranks to read why the job ends
 
 
 class Rendezvous:
@@ -68,7 +68,7 @@ class Rendezvous:
         """Wait until all ranks leave, because srun ends ranks that exit later than the first, then stop the watchdog.
 
         Args:
-            briefly: wait only as long as the others need to read why the job ends.
+            briefly: wait only as long as other ranks need to read why the job ends.
         """
         with MAIN.begin("the end of all ranks") as activity, activity.waiting():
             self._barrier("left", _NOTICE_S if briefly else self._leave_s)
@@ -77,7 +77,7 @@ class Rendezvous:
 
     @property
     def _leave_s(self) -> float:
-        """Timeout for all ranks to finish. A watchdog that looks for hangs finds the missing rank before."""
+        """Timeout for all ranks to finish. A watchdog with a hang detector finds a missing rank earlier."""
         detector = self.watchdog.hang_detector
         return max(_LEAVE_S, 2 * detector.timeout_s if detector else 0.0)
 
@@ -88,14 +88,14 @@ class Rendezvous:
         """
         deadline, remaining = time.monotonic() + _NOTICE_S, self.launch.world_size - len(lost)
         with suppress(StoreLost):
-            store = self.watchdog.store  # the main thread may be blocked on the other one
+            store = self.watchdog.store  # the main thread may be blocked on its own connection
             count = store.add("finished", 1)
             while self.launch.rank == 0 and count < remaining and time.monotonic() < deadline:
                 time.sleep(0.01)
                 count = store.add("finished", 0)
 
     def _barrier(self, name: str, timeout_s: float) -> bool:
-        """Wait until all ranks have called this with ``name``. Return False if they have not within ``timeout_s``."""
+        """Wait until all ranks have called this with ``name``. Return False after ``timeout_s``."""
         if self.store.add(name, 1) == self.launch.world_size:
             self.store.set(f"all {name}", "")
         try:
@@ -107,12 +107,12 @@ class Rendezvous:
     def fail(self, error: BaseException) -> None:
         """End this process and, by reporting ``error`` in the store, all other ranks. Any thread may call this."""
         is_first = self._exiting.acquire(blocking=False)
-        # A collective often fails because another rank has exited; that rank is the one to name.
+        # A collective often fails because another rank has exited. The report names that rank.
         own = torch.OutOfMemoryError, torch.AcceleratorError, RankError
         may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
         cause = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         failure = self.watchdog.fail(cause, may_be_secondary)
-        # This rank may also have reported a hang, and the error follows from the exit of another rank.
+        # This rank may have reported a hang before, and its error results from the exit of another rank.
         is_reported = (failure.rank, failure.cause) == (self.launch.rank, cause)
         if is_reported and not isinstance(error, RankError):
             traceback.print_exception(error)
@@ -124,7 +124,7 @@ class Rendezvous:
 
     def _print_and_exit(self, failure: Failure, is_first: bool) -> None:
         if not is_first:
-            threading.Event().wait(_LEAVE_S + _SAVE_S)  # the other thread ends the process
+            threading.Event().wait(_LEAVE_S + _SAVE_S)  # the thread that holds the lock ends the process
         try:
             self._print(failure)
             if self.watchdog.finish_save and failure.all_ranks_answer:
@@ -132,7 +132,7 @@ class Rendezvous:
             self._keep_store_alive(failure.lost)
         except Exception:
             traceback.print_exc()
-        finally:  # on any thread: an error of the body would leave the main thread blocked
+        finally:  # exit even if the body fails, because the main thread may be blocked
             os._exit(1)
 
     def _print(self, failure: Failure) -> None:
@@ -146,9 +146,9 @@ class Rendezvous:
         sys.stdout.flush()
 
     def _record(self, message: str) -> None:
-        """Write to the run's files why the job ends, unless that takes longer than ``_RECORD_S``.
+        """Write the reason for the end to the run's files, with the timeout ``_RECORD_S``.
 
-        A file system that does not answer may be the reason.
+        A file system that does not answer may itself be the reason.
         """
         if record := self.watchdog.record_failure:
 
@@ -162,7 +162,7 @@ class Rendezvous:
 
 
 def _claim_rank(store: JobStore, rank: int) -> None:
-    """Reserve ``rank`` for this process. Raises ConfigError if another one has it: the job was started twice."""
+    """Reserve ``rank`` for this process. Raises ConfigError if another process has it: the job was started twice."""
     process = f"{secrets.token_hex()} {socket.gethostname()}"
     owner = store.compare_set(f"process/{rank}", "", process).decode()
     if owner != process:

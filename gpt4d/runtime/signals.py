@@ -15,11 +15,11 @@ EXIT_CODE = 75  # EX_TEMPFAIL: the run is unfinished; the same command resumes i
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 # Kernel, shell and launcher each send a SIGHUP, and SIGXCPU comes every second. A second one is not a user's demand.
 _REPEATED = ("SIGHUP", "SIGXCPU")
-_DUPLICATE_S = 1.0  # a launcher forwards what the terminal has sent already: within this time both are one signal
+_DUPLICATE_S = 1.0  # a launcher forwards signals of the terminal: within this time, both count as one signal
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run. SIGHUP is not one of them under ``nohup``, which ignores it."""
+    """Return the signals that stop a run. SIGHUP is excluded under ``nohup``, which ignores it."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in _SIGNALS if not (number == signal.SIGHUP and ignored)]
 
@@ -49,13 +49,13 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record the first signal inside, so that the run can save and exit; a second one ends the process.
+        """Record the first signal inside the context, so that the run can save and exit. A second one ends the process.
 
-        Outside there is nothing to save, and the first signal ends the process.
+        Outside the context there is nothing to save, and the first signal ends the process.
         """
         self._deferring = True
         yield
-        self._deferring = False  # not after an error: it must be reported before a launcher's signal ends this
+        self._deferring = False  # skipped after an error, which must be reported before a signal ends this
 
     def receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
@@ -72,7 +72,7 @@ class StopRequest:
 def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
     """Turn stop signals into a StopRequest while the body runs. Call it on the main thread.
 
-    A thread of its own receives them: Python's signal handlers run on the main thread, which may be blocked in a
+    A separate thread receives them, because Python's signal handlers run on the main thread, which may be blocked in a
     collective.
 
     Args:
@@ -106,7 +106,7 @@ def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
 
 
 def exit_immediately(message: str = "") -> None:
-    """End this process with ``EXIT_CODE``, whatever its other threads are doing."""
+    """End this process with ``EXIT_CODE``, without waiting for its threads."""
     if message:
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()

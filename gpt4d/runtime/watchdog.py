@@ -1,7 +1,7 @@
 """The watchdog: heartbeats of all ranks, and the first failure of the job.
 
-It uses the rendezvous store on a thread of its own, because a rank that is blocked in a collective with a rank that
-has exited would otherwise never learn of it.
+It uses the rendezvous store on a separate thread, because the main thread may be blocked in a collective with a rank
+that has exited.
 """
 
 import json
@@ -22,7 +22,7 @@ from gpt4d.runtime.hangs import HangDetector, HangReport
 _HEARTBEAT_S = 1.0  # between two heartbeats
 _SILENT_S = 40.0  # a rank without a heartbeat, or a store without an answer, for this long is lost
 _MIN_SILENT_S = 10.0  # replaces _SILENT_S if parallel.timeout_s is shorter
-_SUSPENDED_S = 10.0  # a longer pause means that the process was suspended (Ctrl-Z, laptop lid), as were the others
+_SUSPENDED_S = 10.0  # a longer pause means that all processes were suspended (Ctrl-Z, laptop lid)
 _SILENT_AFTER_ERROR_S = 6.0  # replaces _SILENT_S once a collective has failed, probably because of a lost rank
 _LOST = "no sign of life: killed, out of memory, or its node is gone"
 
@@ -35,8 +35,8 @@ class Failure:
     host: str
     cause: str
     waiting: dict | None = None  # for a hang: what that rank waited for, see HangDetector.waiting
-    message: str = ""  # the whole message, if it is not about the failure of that rank
-    lost: Sequence[int] = ()  # ranks that have ended without a word or do not answer
+    message: str = ""  # the complete message, if it is not about the failure of that rank
+    lost: Sequence[int] = ()  # ranks that have ended without a report or do not answer
 
     @property
     def all_ranks_answer(self) -> bool:
@@ -51,10 +51,10 @@ class Watchdog:
     """One rank's watchdog thread. Each rank watches the next one in a ring, so the store's load grows linearly.
 
     Args:
-        store: the job's store, through a connection that nothing else uses.
+        store: the job's store, through a separate connection.
         rank: rank of this process.
         size: number of ranks.
-        rank0_host: the host of rank 0 and of the store, which is named when the store does not answer.
+        rank0_host: the host of rank 0 and of the store, for the message if the store does not answer.
         on_failure: called on the watchdog's thread with the failure that ends the job.
         timeout_s: ``parallel.timeout_s``. A short one also shortens the time after which a silent rank is lost.
     """
@@ -75,7 +75,7 @@ class Watchdog:
         self.end_job: Callable[[BaseException], None] | None = None  # ends all ranks with an error of this one
         self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
         self.finish_save: Callable[[float], None] | None = None  # lets a pending save end, at most for some seconds
-        self._limited: tuple[str, float] | None = None  # what the main thread does and its deadline
+        self._limited: tuple[str, float] | None = None  # activity of the main thread, and its deadline
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -107,8 +107,8 @@ class Watchdog:
 
         Args:
             cause: the error, for the message.
-            may_be_secondary: the error may only be the consequence of a lost rank. Wait until that rank is found or
-                has reported its own failure; report this rank's error if neither happens.
+            may_be_secondary: the error may be a consequence of a lost rank. Wait until that rank is found or has
+                reported its own failure. If neither happens, report this rank's error.
         """
         try:
             failure = self._primary_failure() if may_be_secondary else None
@@ -117,7 +117,7 @@ class Watchdog:
             return self.store_lost(error) if may_be_secondary else self._own_failure(cause)
 
     def _report(self, failure: Failure) -> Failure:
-        """Store ``failure`` unless there is one already, since later ones follow from it. Return the stored one."""
+        """Store ``failure`` unless an earlier failure, its probable cause, is stored. Return the stored failure."""
         return Failure(**json.loads(self.store.set_first("failure", json.dumps(asdict(failure)))))
 
     def _own_failure(self, cause: str, waiting: dict | None = None) -> Failure:
@@ -127,7 +127,7 @@ class Watchdog:
         return Failure(ranks[0], self._host(ranks[0]), _LOST, lost=ranks)
 
     def _described(self, failure: Failure) -> Failure:
-        """Return a failure, if it is a hang with the message that all ranks find together."""
+        """Return ``failure``. If it is a hang, add the message that all ranks determine together."""
         if failure.waiting and self.hang_detector:
             report = HangReport(self.store, self.rank, self._name, _HEARTBEAT_S)
             try:
@@ -158,7 +158,7 @@ class Watchdog:
         return [rank for rank in range(self.size) if rank != self.rank and self._heartbeats(rank) == before[rank]]
 
     def _name(self, rank: int) -> str:
-        """Return a rank's number, place and host: "rank 3 (stage 1) on nid002"."""
+        """Return a rank's number, stage and host: "rank 3 (stage 1) on nid002"."""
         place = self.hang_detector and self.hang_detector.places.get(rank)
         return f"rank {rank}{f' ({place})' if place else ''} on {self._host(rank)}"
 
@@ -174,7 +174,7 @@ class Watchdog:
                 failure = self._first_problem()
             except StoreLost:
                 raise
-            except Exception as error:  # of a GPU, most likely: once it has failed, every question to it does
+            except Exception as error:  # probably a GPU error: after a failure, every call to the GPU fails
                 failure = self._report(self._own_failure(f"{type(error).__name__}: {error}"))
             if failure is None:
                 return
@@ -223,7 +223,7 @@ class Watchdog:
         for name, watch in detector.activities.items():
             if (progressed := watch.progressed()) is not None:
                 watch.note(self.store.add(f"progress/{name}", int(progressed)))
-        if detector.peer_lost:  # another thread looks for the lost rank, which this one waits for
+        if detector.peer_lost:  # another thread already looks for the lost rank
             return None
         if not (waiting := detector.overdue(self._resumed_at)):
             return None

@@ -1,1 +1,1 @@
-"""Tasks: what a model is trained for. Batches, loss, validation, samples and the identity of the data."""
+"""Training tasks: their batches, loss, validation, samples and the identity of their data."""

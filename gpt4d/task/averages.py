@@ -1,4 +1,4 @@
-"""Exponential moving averages of weights, which samples are drawn with."""
+"""Exponential moving averages of weights, from which samples are drawn."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ import torch
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
 
-PREFIX = "average."  # of the names in a checkpoint
+PREFIX = "average."  # prefix of the names in a checkpoint
 
 
 class WeightAverages:
-    """Averages of this rank's parts of the parameters that its stage saves.
+    """Averages of this rank's shards of the parameters that its stage saves.
 
-    After step n they are ``average + (1 - d)·(weight - average)`` with d the smaller one of ``decay`` and
-    n / (n + 9), so that the first weights are soon forgotten. ``decay`` 0: there are no averages, and the methods do
-    nothing.
+    Step n sets each average to ``average + (1 - d)·(weight - average)``, where d is the minimum of ``decay`` and
+    n / (n + 9). So the initial weights lose their influence quickly. With ``decay`` 0 there are no averages, and the
+    methods do nothing.
     """
 
     def __init__(self, stage: Stage, decay: float):
@@ -32,7 +32,7 @@ class WeightAverages:
             torch._foreach_copy_(self._averages, self._current())
 
     def update(self, step: int) -> None:
-        """Take the weights after ``step`` into account."""
+        """Update the averages with the weights after ``step``."""
         if self.decay:
             torch._foreach_lerp_(self._averages, self._current(), 1 - min(self.decay, step / (step + 9)))
 
@@ -43,7 +43,7 @@ class WeightAverages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the parameters their averages inside the context, on all ranks together.
+        """Replace the parameters by their averages inside the context. All ranks enter it together.
 
         Stages with copies of weights receive the averages from the stage that saves them.
         """
@@ -63,7 +63,7 @@ class WeightAverages:
         torch._foreach_copy_(weights, trained)
 
     def _current(self) -> list[torch.Tensor]:
-        """Return the weights, once those that other ranks have updated are here."""
+        """Return the weights after weights that other ranks update have arrived."""
         for parameter in self._parameters.values():
             self.stage.weights.pre_gather_hook(parameter)
         return [parameter.detach() for parameter in self._parameters.values()]

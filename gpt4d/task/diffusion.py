@@ -1,4 +1,4 @@
-"""Diffusion: the noise, or the velocity, in pictures to which noise was added (Ho et al.; Nichol & Dhariwal)."""
+"""Diffusion: prediction of the noise, or the velocity, of noised images (Ho et al.; Nichol & Dhariwal)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +20,13 @@ from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
 from gpt4d.writing import optional_file, required_file
 
-_COMPARED = 10_000  # most real pictures that samples, or each other, are compared with
+_COMPARED = 10_000  # maximum number of real images in a Fréchet distance
 
 
 def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -> str:
-    """Write a picture file and return a message (gpt4d.task.registry.TaskEntry)."""
+    """Write an image file and return a message (gpt4d.task.registry.TaskEntry)."""
     if config.out is None:
-        raise ConfigError("out=…: missing; set it to the name of the picture file to write")
+        raise ConfigError("out=…: missing; set it to the name of the image file to write")
     check_picture("out", config.out)
     pictures, out = generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out)
 
@@ -34,8 +34,8 @@ def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -
         with required_file(out):
             save_pictures(pictures, out)
 
-    run_on_rank0(save, "writing pictures")
-    return f"{config.out}: {config.images} pictures"
+    run_on_rank0(save, "writing images")
+    return f"{config.out}: {config.images} images"
 
 
 def _prepare(config: DataConfig, size: int, channels: int) -> tuple[str, dict]:
@@ -44,14 +44,14 @@ def _prepare(config: DataConfig, size: int, channels: int) -> tuple[str, dict]:
 
 
 class Diffusion(ReadingTask):
-    """Diffusion on the pictures of ``config.data`` (gpt4d.task.task.Task).
+    """Diffusion on the images of ``config.data`` (gpt4d.task.task.Task).
 
-    Rank 0 prepares pictures that are not in the cache; all ranks read them. Raises ConfigError on every rank for data
-    that cannot be used. The loss of a picture is the mean squared error of its elements.
+    Rank 0 prepares images that are not in the cache; all ranks read them. Raises ConfigError on every rank for data
+    that cannot be used. The loss of an image is the mean squared error of its elements.
     """
 
     def __init__(self, config: Config):
-        settings: Any = config.model  # of any family with the settings of pictures and of the diffusion
+        settings: Any = config.model  # any family with settings of images and of the diffusion
         self.settings, size, channels = settings, settings.image_size, settings.image_channels
         directory, header = run_on_rank0(lambda: _prepare(config.data, size, channels), "preparing the data")
         self._files = PictureFiles(Path(directory), header)
@@ -68,11 +68,11 @@ class Diffusion(ReadingTask):
         super().connect(stage, micro_batch_size)
 
     def _reads(self, stage: Stage) -> bool:
-        # Between the first and the last stage of a pipeline, no picture is needed.
+        # Stages between the first and the last one need no images.
         return any(part.begins or part.ends for part in stage.parts.values())
 
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
-        """Return noisy pictures [B, height, width, channels], their timesteps [B] and what to predict."""
+        """Return noised images [B, height, width, channels], their timesteps [B] and the training targets."""
         if not self._reading:
             return Batch({}, None, sample_ids)
         x_0 = rows.to(sample_ids.device, non_blocking=True).float() / 127.5 - 1
@@ -105,9 +105,9 @@ class Diffusion(ReadingTask):
                 distances = self._distances(pictures)
                 values |= distances
                 message += (
-                    f"; Fréchet distance of patches to held-out pictures {distances['frechet']:.4f} (Gaussian noise of "
+                    f"; Fréchet distance of patches to held-out images {distances['frechet']:.4f} (Gaussian noise of "
                     f"the same mean and variance: {distances['frechet_of_noise']:.4f}, one half of the training "
-                    f"pictures to the other: {distances['frechet_of_halves']:.4f})"
+                    f"images to the other: {distances['frechet_of_halves']:.4f})"
                 )
         return Artifact(message, values)
 
@@ -125,9 +125,9 @@ class Diffusion(ReadingTask):
         def count(split: str) -> int:
             return self._files.count(split)
 
-        text = f"{self.config.data.name}: {count('train'):,} pictures to train on, {count('validation'):,} held out"
+        text = f"{self.config.data.name}: {count('train'):,} images to train on, {count('validation'):,} held out"
         if self.config.train.validation_batches and not self.validation_steps:
-            text += "\nno validation: fewer pictures are held out than a batch has"
+            text += "\nno validation: fewer images are held out than a batch has"
         return text
 
     def identity(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from gpt4d.config import Config, ConfigError, check_picture_data
 
 def check(config: Config) -> None:
     """Raise ConfigError unless the data can be read and samples can be drawn."""
-    model: Any = config.model  # of any family; all diffusion models have the settings of pictures and of the diffusion
+    model: Any = config.model  # any family; all diffusion models have settings of images and of the diffusion
     check_picture_data(config.data, model.name)
     if config.logging.sample_steps > model.timesteps:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The diffusion process: noise schedules, noised pictures, training targets and DDIM sampling.
+"""The diffusion process: noise schedules, noised images, training targets and DDIM sampling.
 
-Notation of Song et al. (DDIM) and Nichol & Dhariwal: a picture x_0 with values in [-1, 1], noise ε, and timesteps 0 to
-``steps`` - 1, at which x_t = √ᾱ_t·x_0 + √(1 - ᾱ_t)·ε. Every picture of a batch [n, height, width, channels] has a
-timestep of its own, int64 [n].
+The notation follows Song et al. (DDIM) and Nichol & Dhariwal: an image x_0 with values in [-1, 1], noise ε, and
+timesteps 0 to ``steps`` - 1, at which x_t = √ᾱ_t·x_0 + √(1 - ᾱ_t)·ε. Every image of a batch [n, height, width,
+channels] has its own timestep, int64 [n].
 
 Timesteps and noise are functions of the seed and a sample's id (gpt4d.parallel.random), not of a generator's state, so
 that they are equal on every grid.
@@ -22,7 +22,7 @@ _COSINE_OFFSET = 0.008
 def linear_betas(steps: int) -> torch.Tensor:
     """Return β of each timestep, float64 [steps]: from 1e-4 to 0.02 at 1000 steps (Ho et al., DDPM, §4).
 
-    With another number of steps they are scaled by 1000 / steps, so that the last timestep has as much noise.
+    For another number of steps they are scaled by 1000 / steps, so that the last timestep has the same noise level.
     """
     scale = 1000 / steps
     return torch.linspace(scale * 1e-4, scale * 0.02, steps, dtype=torch.float64).clamp(max=_MAX_BETA)
@@ -40,7 +40,7 @@ PREDICTIONS = ("epsilon", "v")
 
 
 class DiffusionProcess:
-    """A noise schedule of ``steps`` timesteps, and what the model predicts: ``epsilon`` (ε), or ``v``.
+    """A noise schedule of ``steps`` timesteps, and the model's prediction: ``epsilon`` (ε), or ``v``.
 
     v = √ᾱ_t·ε - √(1 - ᾱ_t)·x_0 (Salimans & Ho, §4). ``schedule`` is linear or cosine. The tables are on ``device``.
     """
@@ -57,7 +57,7 @@ class DiffusionProcess:
         return signal * x_0 + noise * epsilon
 
     def target(self, x_0: torch.Tensor, epsilon: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """Return what the model should predict from x_t."""
+        """Return the training target of the model's prediction from x_t: ε or v, in the shape of ``x_0``."""
         if self.prediction == "epsilon":
             return epsilon
         signal, noise = self._at(timesteps, x_0)
@@ -66,7 +66,7 @@ class DiffusionProcess:
     def x_0_and_epsilon(
         self, predicted: torch.Tensor, x_t: torch.Tensor, timesteps: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the picture x_0 and the noise ε that a prediction from x_t implies."""
+        """Return the image x_0 and the noise ε that a prediction from x_t implies."""
         signal, noise = self._at(timesteps, x_t)
         if self.prediction == "epsilon":
             return (x_t - noise * predicted) / signal, predicted
@@ -77,19 +77,19 @@ class DiffusionProcess:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return timestep [n] and noise ε [n, *shape] of training samples, or of held-out ones, on their device.
 
-        Every sample has its own, which are functions of ``seed`` and its id. A held-out sample has others than the
-        training sample with the same id.
+        The timestep and the noise of a sample are functions of ``seed`` and the sample's id. Held-out samples and
+        training samples with equal ids have different noise.
         """
         split = "held-out" if held_out else "training"
         keys = random.fold(random.key(seed, split, "timestep"), sample_ids)
         return random.integers(keys, self.steps), _noise(random.key(seed, split, "noise"), sample_ids, shape)
 
     def sampling_noise(self, seed: int, numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the noise [n, *shape] that sampling starts from, a function of ``seed`` and a picture's number."""
+        """Return the noise [n, *shape] that sampling starts from, a function of ``seed`` and an image's number."""
         return _noise(random.key(seed, "sampling", "noise"), numbers, shape)
 
     def sampling_timesteps(self, count: int) -> list[int]:
-        """Return ``count`` evenly spaced timesteps, in descending order from the last one, which has the most noise."""
+        """Return ``count`` evenly spaced timesteps in descending order, from the last timestep, the noisiest one."""
         assert 1 <= count <= self.steps
         return [-(-self.steps * number // count) - 1 for number in range(count, 0, -1)]
 
@@ -100,10 +100,10 @@ class DiffusionProcess:
         count: int,
         clip: bool = True,
     ) -> torch.Tensor:
-        """Return the pictures that noise ``x`` becomes in ``count`` steps of DDIM with η = 0 (Song et al., eq. 12).
+        """Return the images that ``count`` steps of DDIM with η = 0 make of noise ``x`` (Song et al., eq. 12).
 
         ``predict`` maps x_t and its timesteps [n] to the model's prediction. With ``clip``, each predicted x_0 is
-        clipped to [-1, 1], and ε is what then remains of x_t.
+        clipped to [-1, 1], and ε is recomputed from x_t and the clipped x_0.
         """
         timesteps = self.sampling_timesteps(count)
         for timestep, following in zip(timesteps, [*timesteps[1:], None], strict=True):
@@ -117,12 +117,12 @@ class DiffusionProcess:
         return x
 
     def _at(self, timesteps: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return √ᾱ_t and √(1 - ᾱ_t) of each timestep, in the dtype of pictures that they multiply."""
+        """Return √ᾱ_t and √(1 - ᾱ_t) of each timestep, in the dtype of the images ``like``."""
         shape = (-1, *[1] * (like.dim() - 1))
         signal, noise = (table[timesteps].to(like.dtype).view(shape) for table in (self._signal, self._noise))
         return signal, noise
 
 
 def _noise(state: int, numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return standard normal numbers [n, *shape], float32, of which row i depends on ``state`` and ``numbers[i]``."""
+    """Return standard normal numbers [n, *shape], float32. Row i depends on ``state`` and ``numbers[i]`` only."""
     return random.normal_rows(random.fold(state, numbers), math.prod(shape)).view(len(numbers), *shape)

@@ -31,22 +31,22 @@ def continuations(
 ) -> list[str]:
     """Return each prompt and the model's continuation of it. Every rank calls it and gets the same texts.
 
-    Keys and values of earlier tokens are kept: after the prompts, each forward computes one token of each text. Once a
-    text is longer than the model's positions, its last tokens are all computed again for each new one, since their
-    positions change. Every rank of data and z computes all texts. Text i is drawn with the seed ``seed + i``, whatever
-    the other texts are.
+    Keys and values of earlier tokens are cached: after the prompts, each forward computes one token of each text. Once
+    a text exceeds the model's maximum length, each new token changes the positions of its context, which is recomputed.
+    Every rank of data and z computes all texts. Text i is drawn with the seed ``seed + i``, independently of all
+    further texts.
 
     Args:
         stage: this rank's part of the model.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         end: id of the token that ends a text.
         prompts: texts to continue.
-        tokens: most tokens to add to each; a text ends earlier at an end-of-text token.
+        tokens: maximum number of new tokens per text; a text ends earlier at an end-of-text token.
         documents: returns the documents of ids [texts, tokens], for models whose attention stays
-            inside one.
-        temperature: divides the logits; 0 for always the most likely token.
+            inside a document.
+        temperature: divides the logits; 0 for greedy decoding.
         top_k: draw among the k most likely tokens; 0 for all.
-        seed: of the draws.
+        seed: seed of the sampling.
     """
     model, grid, device = stage.module, stage.grid, stage.weights.device
     spec: Any = model.spec
@@ -63,7 +63,7 @@ def continuations(
         if logits is not None:
             whole = grid.x.all_gather(logits.t().contiguous()).t()[:, : settings.vocab_size].float().cpu()
             drawn = [_draw(row, temperature, top_k, source) for row, source in zip(whole, generators, strict=True)]
-        # One rank's draws count, so that ranks that round differently still end together.
+        # All ranks use one rank's draws, so that ranks that round differently still end together.
         own = torch.tensor(drawn if grid.stage.index == 0 else [-1] * len(texts), device=device)
         choices = grid.world.all_reduce(own, MAX).tolist()
         growing = [grows and token != end for grows, token in zip(growing, choices, strict=True)]
@@ -84,7 +84,7 @@ class _Reader:
     def read(self, texts: Sequence[list[int]]) -> torch.Tensor | None:
         """Return the logits [texts, vocabulary over x] after each text; None on stages that have no head.
 
-        Since the call before, a text has at most one token more.
+        A text may grow by at most one token between two calls.
         """
         slides = any(len(text) > self.capacity for text in texts)
         texts = [text[-self.capacity :] for text in texts]
@@ -117,11 +117,11 @@ class _Reader:
 
 
 def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:
-    """Return the exchange of what crosses for some samples, which all ranks that split a batch have."""
+    """Return the exchange between pipeline stages for samples that are replicated on all ranks of data and z."""
     if stage.exchange is None:
         return None
     model: Any = stage.module
-    description, dtype = registry.describe(model.spec.config), stage.weights.compute_dtype
+    description, dtype = registry.describe(model.spec.config), stage.weights.context.compute_dtype
     return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, whole_batch))
 
 

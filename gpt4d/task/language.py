@@ -1,4 +1,4 @@
-"""Language modeling: the next token of text. Batches of token ids, cross-entropy, a continued prompt."""
+"""Language modeling: batches of token ids, the cross-entropy of the next token, and a continued prompt."""
 
 import socket
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ class LanguageModeling(ReadingTask):
         return sequences[0] if len(sequences) == 1 else Blend(sequences, list[float](self._corpus.weights))
 
     def _reads(self, stage: Stage) -> bool:
-        # Between the first and the last stage of a pipeline, tokens only tell where documents end.
+        # Stages between the first and the last one need tokens only for the ends of documents.
         return self.config.data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
 
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
@@ -152,7 +152,7 @@ class LanguageModeling(ReadingTask):
         return Artifact(f"\n{text}\n", {"text": text})
 
     def _held_out_prompt(self) -> str:
-        """Return the beginning of the first held-out document, or of the first one if none is held out."""
+        """Return the beginning of the first held-out document; of the first document if no document is held out."""
         if self.config.data.source == "sotu":
             return _PROMPT_OF_SPEECHES
         files = self._files

@@ -1,7 +1,7 @@
-"""Fréchet distance between two sets of pictures on statistics of their patches.
+"""Fréchet distance between two sets of images on statistics of their patches.
 
-It is the distance of the Fréchet inception distance (Heusel et al.), with the pixels of small patches in place of the
-features of a network: a distance of local structure and color, exact, and without weights to download.
+It is the Fréchet inception distance (Heusel et al.) with the pixels of small patches in place of the features of a
+network. It compares local structure and color, is exact, and needs no weights to download.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PatchStatistics:
     covariance: np.ndarray
 
     def of_noise(self, channels: int) -> "PatchStatistics":
-        """Return the statistics of Gaussian noise whose channels have the mean and the variance of these pictures."""
+        """Return the statistics of Gaussian noise whose channels have the mean and the variance of these images."""
         means = self.mean.reshape(-1, channels)
         variances = np.diag(self.covariance).reshape(-1, channels)
         channel_variances = variances.mean(0) + means.var(0)
@@ -29,10 +29,10 @@ class PatchStatistics:
 
 
 def patch_statistics(pictures: np.ndarray) -> PatchStatistics:
-    """Return the statistics of all disjoint patches of uint8 pictures [n, height, width, channels].
+    """Return the statistics of all disjoint patches of uint8 images [n, height, width, channels].
 
     Rows and columns beyond a multiple of ``PATCH`` are left out. Sums of integers are exact, so the statistics do not
-    depend on the order of the pictures.
+    depend on the order of the images.
     """
     count, height, width, channels = pictures.shape
     rows, columns, size = height // PATCH, width // PATCH, PATCH * PATCH * channels

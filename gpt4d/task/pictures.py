@@ -1,4 +1,4 @@
-"""Generation of pictures: noise from which a diffusion model removes a little at each step."""
+"""Generation of images: a diffusion model denoises them step by step."""
 
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from gpt4d.task.generation import exchange_of_all
 
 
 def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> np.ndarray:
-    """Return pictures, uint8 [count, size, size, channels]. Every rank of the job calls it and gets the same ones.
+    """Return images, uint8 [count, size, size, channels]. Every rank of the job calls it and gets equal images.
 
-    Picture i depends on ``seed`` and i alone. ``steps``: of DDIM.
+    Image i depends on ``seed`` and i alone. ``steps``: number of DDIM steps.
     """
     model: Any = stage.module
     settings, grid, device = model.spec.config, stage.grid, stage.weights.device
@@ -30,7 +30,7 @@ def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> n
             return model.compute(part, received, x, timesteps, numbers)
 
         result = forward_over_stages(stage, exchange, compute)
-        # One rank's prediction counts, so that ranks that round differently continue with the same pictures.
+        # All ranks use one rank's prediction, so that ranks that round differently continue with equal images.
         own = result is not None and grid.stage.index == 0
         prediction = result["prediction"].float() if result is not None and own else torch.zeros_like(x)
         return grid.world.all_reduce(prediction)
@@ -41,7 +41,7 @@ def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> n
 
 
 def save_pictures(pictures: np.ndarray, path: Path, scale: int = 2, gap: int = 2) -> None:
-    """Write pictures, uint8 [n, size, size, channels], side by side as one picture file, enlarged by ``scale``."""
+    """Write images, uint8 [n, size, size, channels], side by side to one image file, enlarged by ``scale``."""
     from PIL import Image
 
     count, size, _, channels = pictures.shape

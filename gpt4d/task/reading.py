@@ -1,4 +1,4 @@
-"""The common part of tasks that read samples from files: loaders, held-out batches, averaged weights."""
+"""The base class of tasks that read samples from files: loaders, held-out batches, averaged weights."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from gpt4d.task.averages import WeightAverages
 
 
 class ReadingTask(ABC):
-    """Part of a task (gpt4d.task.task.Task) that reads ``training`` samples, and ``held_out`` ones if there are any."""
+    """Part of a task (gpt4d.task.task.Task) that reads ``training`` samples and, if given, ``held_out`` samples."""
 
     config: Config
 

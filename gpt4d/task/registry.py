@@ -19,11 +19,11 @@ class TaskEntry:
     Attributes:
         name: its name in model families and checkpoints.
         check: raises ConfigError for settings that the task cannot use. It needs no process group and no torch.
-        create: returns the task, its data opened. All ranks call it, and it raises ConfigError on all or none.
+        create: returns the task with its data opened. All ranks call it, and it raises ConfigError on all or none.
         generate: produces something with the model of a stage and the files of the checkpoint's tokenizer, by name,
             and returns a message; None if the task has nothing to generate. All ranks call it. Raises ConfigError for
             missing settings.
-        own_data: what users train on, and the settings that select it, for messages.
+        own_data: kind of training data and the settings that select it, for messages.
     """
 
     name: str
@@ -37,12 +37,12 @@ _tasks: dict[str, TaskEntry] = {}
 
 
 def register(entry: TaskEntry) -> None:
-    """Add a task, which model families then may name."""
+    """Add a task, so that model families can name it."""
     _tasks[entry.name] = entry
 
 
 def get(name: str) -> TaskEntry:
-    """Return the task called ``name``. Raises ConfigError if there is none."""
+    """Return the task called ``name``. Raises ConfigError if it is not registered."""
     if name not in _tasks:
         raise ConfigError(f"task {name!r} is unknown; use one of {', '.join(sorted(_tasks))}")
     return _tasks[name]
@@ -90,6 +90,6 @@ register(
         diffusion_config.check,
         _create_diffusion,
         _generate_pictures,
-        "pictures: data=pictures data.path='…'",
+        "images: data=pictures data.path='…'",
     )
 )

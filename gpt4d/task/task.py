@@ -24,22 +24,22 @@ class GenerateConfig:
     """Settings of ``gpt4d.generate``; each task uses its own."""
 
     checkpoint: str = MISSING  # a checkpoint, or a run directory for its newest one
-    gx: int = 1  # the grid of all processes, which need not be that of the training
+    gx: int = 1  # the grid of all processes, which need not equal the grid of the training
     gy: int = 1
     gz: int = 1
     prompt: str | None = None  # text to continue
     prompts: str | None = None  # or a file of texts to continue together, one a line
-    tokens: int = 200  # most tokens to add; the text ends earlier at an end-of-text token
-    temperature: float = 0.8  # 0: always the most likely token
+    tokens: int = 200  # maximum number of new tokens; the text ends earlier at an end-of-text token
+    temperature: float = 0.8  # 0: greedy decoding
     top_k: int = 50  # only the k most likely tokens; 0: all
-    out: str | None = None  # picture file to write
-    images: int = 64  # pictures in it, side by side
-    steps: int = 50  # of DDIM for each picture
+    out: str | None = None  # image file to write
+    images: int = 64  # number of images in it, side by side
+    steps: int = 50  # DDIM steps for each image
     seed: int = 0
 
 
 class Artifact(NamedTuple):
-    """A sample of what a trained model produces: ``message`` for the console, ``values`` for metrics.jsonl."""
+    """A sample from a trained model: ``message`` for the console, ``values`` for metrics.jsonl."""
 
     message: str
     values: dict[str, Any]
@@ -50,8 +50,8 @@ class Task(Protocol):
 
     Attributes:
         unit: the unit of progress: tokens or images.
-        units_per_sample: how many of them a sample has.
-        samples: samples of an epoch.
+        units_per_sample: number of units in a sample.
+        samples: number of samples in an epoch.
         waited_s: seconds that steps waited for data; the caller may set it to 0.
     """
 
@@ -79,13 +79,13 @@ class Task(Protocol):
         """Return the tensors that a part of the model produces for later parts, by name.
 
         The last part returns ``loss``, summed, not averaged, over this rank's units of a microbatch: a scalar.
-        ``received`` has what earlier parts have produced for this one.
+        ``received`` contains the tensors that earlier parts have produced for this one.
         """
 
     def verify(self, run_dir: "Path") -> None:
         """Verify the files that the run reads, before its first step. Raises ConfigError on every rank.
 
-        ``run_dir`` may remember what was verified.
+        ``run_dir`` may contain a record of files that were verified earlier.
         """
 
     def after_update(self, step: int) -> None:
@@ -99,10 +99,10 @@ class Task(Protocol):
         """Reset the task's own state after weights were loaded without it."""
 
     def sample(self) -> Artifact | None:
-        """Produce a sample with the trained model; None if none is wanted."""
+        """Produce a sample with the trained model; None if the settings ask for no sample."""
 
     def summary(self) -> str:
-        """Return a description of the training data for people."""
+        """Return a readable description of the training data."""
 
     def identity(self) -> dict[str, str]:
         """Return fingerprints of the data's meaning, compared when a run resumes, and ``data``, the data's name.

@@ -113,7 +113,7 @@ def many_overlapping_chunks(index):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (unknown_tensor, r"model\.blocks\.7\.mlp\.up\.weight is no tensor of this model"),
+        (unknown_tensor, r"model\.blocks\.7\.mlp\.up\.weight is not a tensor of this model"),
         (many_empty_chunks, "a chunk is empty"),
         (many_overlapping_chunks, "two chunks overlap"),
         (reach_outside, "is not listed in the manifest"),

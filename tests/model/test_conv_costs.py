@@ -16,6 +16,7 @@ from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.init import initialize
 from gpt4d.model.module import Model
 from gpt4d.model.parts import Part
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import silu
@@ -107,9 +108,9 @@ class PicturesSpec(LayerSpec):
             tensors[EMBEDDING], tensors[STREAMS[0]] = run_alone(model.time(steps)), run_alone(model.first(pictures))
         if part.blocks:
             blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
-            samples = tokens_of(model.context, sample_ids, length=1)
+            samples = tokens_of(model.weights, sample_ids, length=1)
             x, embedding = tensors[STREAMS[part.blocks[0]]], tensors[EMBEDDING]
-            tensors[STREAMS[part.blocks[-1] + 1]] = run_blocks(model.context, blocks, x, embedding, samples)
+            tensors[STREAMS[part.blocks[-1] + 1]] = run_blocks(model.weights, blocks, x, embedding, samples)
         if not part.ends:
             return {name: tensor for name, tensor in tensors.items() if name not in received}
         whole = concatenate((run_alone(model.back(tensors[STREAMS[-1]])), tensors[STREAMS[0]]), (C, C))
@@ -147,9 +148,8 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
     """Return a step of rank 0 and its microbatch."""
     parallel, samples = config.parallel, BATCH // sizes.batch_shards
     grid = Grid(sizes)
-    weights = ShardedWeights(
-        grid, overlap=parallel.overlap, num_chunks=parallel.chunks, scatter_heads=parallel.scatter_heads
-    )
+    settings = {"num_chunks": parallel.chunks, "scatter_heads": parallel.scatter_heads}
+    weights = ShardedWeights(Context(grid, torch.float32, parallel.overlap, **settings))
     module = Model(DESCRIPTION.spec, weights)
     weights.bind(dict(module.named_parameters()))
     initialize(module, 0, grid)
@@ -181,7 +181,7 @@ def walk_of(config: Config, sizes: GridSizes) -> StepWalk:
 
 
 def test_parameters_are_those_of_the_description():
-    module = Model(DESCRIPTION.spec, ShardedWeights(Grid.single_device()))
+    module = Model(DESCRIPTION.spec, ShardedWeights(Context(Grid.single_device(), torch.float32)))
     specs = {name: (p.spec.shape, p.spec.layout.dims) for name, p in module.named_parameters()}
     assert specs == {name: (spec.shape, spec.layout.dims) for name, spec in DESCRIPTION.parameters.items()}
 

@@ -5,6 +5,7 @@ import torch
 from gpt4d.config import GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch
@@ -12,7 +13,7 @@ from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch
 
 def test_described_parameters_are_those_of_the_model():
     config = compose([]).model
-    weights = ShardedWeights(Grid.single_device(), device="meta")
+    weights = ShardedWeights(Context(Grid.single_device(), torch.float32), device="meta")
     model = registry.build(config, weights)
     described = {n: (s.shape, s.layout, s.mean) for n, s in registry.describe(config).parameters.items()}
     built = {n: (p.spec.shape, p.spec.layout, p.spec.mean) for n, p in model.named_parameters()}

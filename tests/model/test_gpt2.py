@@ -55,7 +55,7 @@ def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_
     """On a rank: (batch shard, index on x, own logits), and on rank 0 the global gradients by transformers' names."""
     model = build_model(config, sizes, checkpointing=checkpointing, loss_chunks=3 if checkpointing == "full" else 1)
     grid = model.context.grid
-    total = gradient_reducer.GradientReducer(model.context, dict(model.named_parameters()))
+    total = gradient_reducer.GradientReducer(model.weights, dict(model.named_parameters()))
     if state is not None:
         fill_from_hf(model, state)
     parts = [batch_part(t, grid).chunk(microbatches) for t in inputs()]
@@ -128,7 +128,7 @@ def gradients_in_bf16(sizes):
     """On a rank: the global gradients of fp32 master weights under bf16 compute."""
     model = build_model(TINY_MODEL, sizes, torch.float32, compute_dtype=torch.bfloat16)
     grid = model.context.grid
-    total = gradient_reducer.GradientReducer(model.context, dict(model.named_parameters()))
+    total = gradient_reducer.GradientReducer(model.weights, dict(model.named_parameters()))
     ids, targets, numbers = (batch_part(t, grid) for t in inputs())
     logits = model(ids, numbers)
     assert logits.dtype == torch.bfloat16

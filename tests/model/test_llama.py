@@ -146,7 +146,7 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
     stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
-    total = gradient_reducer.GradientReducer(model.context, dict(model.named_parameters()))
+    total = gradient_reducer.GradientReducer(model.weights, dict(model.named_parameters()))
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     model.eval()

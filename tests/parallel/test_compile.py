@@ -35,7 +35,7 @@ def loss_and_gradients(compute_dtype):
     ids = torch.arange(48).view(4, 12) % config.vocab_size
     loss = model.loss_sum(ids, ids.flip(0), torch.arange(4))
     loss.backward()
-    model.context.finish()
+    model.weights.finish()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

@@ -226,11 +226,11 @@ class Counter(TorchDispatchMode):
 
 
 def measure(kernel: Kernel, arguments: tuple) -> tuple[float, int, float]:
-    """Return the bytes moved, relative to ``Kernel.least_bytes``, the operations, and temporary bytes."""
+    """Return the bytes moved, relative to ``Kernel.minimum_bytes``, the operations, and temporary bytes."""
     function = function_of(kernel)
     with Counter() as counter:
         results = function(*arguments)
-    needed = kernel.least_bytes(*map(symbolic, arguments))
+    needed = kernel.minimum_bytes(*map(symbolic, arguments))
     given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(arguments)}
     new = sum(nbytes(one) for one in tensors_in(results) if one.untyped_storage().data_ptr() not in given)
     del results

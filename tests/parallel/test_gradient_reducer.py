@@ -46,7 +46,7 @@ def more_terms_than_expected():
 
 
 def test_a_term_that_the_description_does_not_have_is_an_error(ranks):
-    with pytest.raises(RankFailure, match="has more terms than its description says"):
+    with pytest.raises(RankFailure, match="has more contributions than its description says"):
         ranks.run(2, more_terms_than_expected)
 
 

@@ -21,6 +21,6 @@ def test_an_axis_has_the_backend_of_its_device_alone(monkeypatch, device_type, b
     for name, value in job.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr("gpt4d.parallel.comm.cpu.two_level.connect", lambda group: None)
+    monkeypatch.setattr("gpt4d.parallel.comm.cpu.hosts.connect", lambda group, yielding: None)
     Grid(GridSizes(2, 1, 2, 1), device_type, timeout=timedelta(hours=1))
     assert groups == [([2, 3], timedelta(hours=1), backend), ([1, 3], timedelta(hours=1), backend)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes, OverlapConfig
 from gpt4d.parallel.comm import collectives, message_size
-from gpt4d.parallel.comm.cpu import two_level
+from gpt4d.parallel.comm.cpu import gloo, hosts
 from gpt4d.parallel.engine.prefetch import weight_order
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
@@ -240,11 +240,11 @@ def exchanged_in_messages(message_bytes):
         return lambda *args, **options: counts.update([kind]) or exchange(*args, **options)
 
     with (
-        patch.object(two_level, "connect", lambda group: None),
+        patch.object(hosts, "connect", gloo.GlooTransport),
         patch.object(message_size, "_YIELDING_PIECE_BYTES", message_bytes),
         patch.object(dist, "all_to_all_single", counted("reduce_scatter", dist.all_to_all_single)),
         patch.object(dist, "all_reduce", counted("all_reduce", dist.all_reduce)),
-        patch.object(collectives, "_all_gather", counted("all_gather", collectives._all_gather)),
+        patch.object(gloo, "all_gather", counted("all_gather", gloo.all_gather)),
     ):
         grid = Grid(GridSizes(1, 1, 4, 1))
         full = torch.arange(4 * 3 * 7.0).view(12, 7) * (grid.z.index + 1)

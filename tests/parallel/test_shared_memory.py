@@ -9,8 +9,9 @@ import torch.distributed as dist
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm import collectives, message_size
 from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.comm.cpu import shared_memory
-from gpt4d.parallel.comm.cpu.shared_memory import SharedMemory
+from gpt4d.parallel.comm.cpu import hosts as hosts_module
+from gpt4d.parallel.comm.cpu import shared_memory, two_level
+from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryTransport
 from gpt4d.parallel.comm.cpu.two_level import TwoLevelTransport
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.symbolic.kernels import MAX
@@ -20,12 +21,12 @@ from tests.rank_pool import RankFailure
 def compute_with_both(dtype):
     """Return the results through shared memory and through gloo, and the number of shared-memory collectives."""
     grid = Grid(GridSizes(x=3))
-    memory = grid.x.transport
-    assert memory is not None, "ranks of one host have no shared memory"
+    through_memory = grid.x.transport
+    assert isinstance(through_memory, SharedMemoryTransport)
     generator = torch.Generator().manual_seed(grid.x.index)
     tensors = [torch.randn(6, 5, generator=generator).to(dtype) for _ in range(9)]
     both = []
-    for grid.x.transport in (memory, None):
+    for grid.x.transport in (through_memory, through_memory.gloo):
         results = [
             [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
             [collectives.start_all_reduce(t.clone(), grid.x, MAX) for t in tensors],
@@ -38,7 +39,7 @@ def compute_with_both(dtype):
             for pending in reversed(kind):
                 pending.wait()
         both.append([pending.wait() for kind in results for pending in kind])
-    return both, memory.posted
+    return both, through_memory.memory.posted
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -56,7 +57,7 @@ def test_results_agree_with_gloo_and_sums_are_bit_equal_on_all_ranks(ranks, dtyp
 def exit_of_one_rank():
     grid = Grid(GridSizes(x=3))
     if grid.x.index == 1:
-        for peer in grid.x.transport.peers.values():
+        for peer in grid.x.transport.memory.peers.values():
             peer.close()
         return
     grid.x.all_reduce(torch.ones(4))
@@ -82,8 +83,6 @@ def test_a_result_is_not_overwritten_by_later_collectives(ranks):
 
 def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
     """Return a grid as if each rank were on the host that the list names."""
-    from gpt4d.parallel.comm.cpu import two_level as hosts_module
-
     listen = hosts_module._listen
 
     def listen_on_fake_host(backlog):
@@ -113,7 +112,7 @@ def sums_where_one_group_has_hosts():
 
 def test_groups_of_an_axis_may_be_inside_a_host_and_across_hosts(ranks):
     found = ranks.run(8, sums_where_one_group_has_hosts)
-    assert [transport for transport, _ in found] == [SharedMemory] * 4 + [TwoLevelTransport] * 4
+    assert [transport for transport, _ in found] == [SharedMemoryTransport] * 4 + [TwoLevelTransport] * 4
     assert all(sums == [4, 2] for _, sums in found)
 
 
@@ -143,7 +142,7 @@ def scatter_and_gather_across_hosts(hosts, piece_bytes):
     """Check results across hosts against gloo's; return the number of elements that this rank sends to other hosts."""
     axis, rank = axis_across_hosts(hosts), dist.get_rank()
     generator, elements = torch.Generator().manual_seed(rank), []
-    exchange, gather = dist.all_to_all_single, collectives._all_gather
+    exchange, gather = dist.all_to_all_single, two_level.all_gather
 
     def count_exchange(parts, full, **options):
         elements.append(full.numel() * (1 - 1 / dist.get_world_size(options["group"])))
@@ -158,7 +157,7 @@ def scatter_and_gather_across_hosts(hosts, piece_bytes):
     with (
         patch.object(message_size, "_PIECE_BYTES", piece_bytes),
         patch.object(dist, "all_to_all_single", count_exchange),
-        patch.object(collectives, "_all_gather", count_gather),
+        patch.object(two_level, "all_gather", count_gather),
     ):
         scattered = [collectives.start_reduce_scatter(t.clone(), axis) for t in tensors]
         gathered = [collectives.start_all_gather(t, axis) for t in tensors]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import attention, heads
@@ -124,7 +125,7 @@ class Twins(SimpleNamespace):
 
 def context_of(axes) -> SimpleNamespace:
     grid = SimpleNamespace(axis=lambda name: axes[name])
-    return SimpleNamespace(grid=grid, head_axes=lambda heads, stream="y": tuple(axes))
+    return SimpleNamespace(context=SimpleNamespace(grid=grid, head_axes=lambda heads, stream="y": tuple(axes)))
 
 
 @pytest.mark.parametrize("key_value_heads", [1, 2, 3, 6], ids=lambda count: f"{count} heads of keys")
@@ -142,7 +143,7 @@ def test_heads_of_keys_and_values(key_value_heads):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_fused_queries_keys_and_values(causal, dropout):
-    layer = Layer(FusedAttentionSpec(H, dropout, causal), ShardedWeights(Grid.single_device()))
+    layer = Layer(FusedAttentionSpec(H, dropout, causal), ShardedWeights(Context(Grid.single_device(), torch.float32)))
     device, axis, shapes = CountingDevice(), Grid.single_device().axis(None), [(B * S, 3, H * SIZE)]
     symbolic_ids = SymbolicTensor(device, (B,), "int64")
     found = in_symbols(device, lambda x: layer(x, TokenIndex(symbolic_ids, S, axis)), shapes, torch.float32)

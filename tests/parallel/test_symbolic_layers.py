@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.config import GridSizes
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import join, run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import silu
@@ -15,7 +16,7 @@ from gpt4d.parallel.layers.loss import head_loss
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.context import SymbolicContext, SymbolicLayer
+from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from tests.parallel.counting_device import CountingDevice
 from tests.parallel.test_eager_costs import Counter
@@ -83,27 +84,13 @@ def test_a_separation_of_one_piece_each_shares_the_memory():
 
 def symbolic_layer(spec, device, sizes=SINGLE, sequence_parallel=False) -> SymbolicLayer:
     """Return the layer of a spec on symbolic tensors."""
-    context = SymbolicContext(
-        device,
-        sizes,
-        spec.all_parameters,
-        OverlapConfig(),
-        gradient_bytes=1 << 20,
-        shard_states=False,
-        compute_dtype="float32",
-        recompute=False,
-        num_chunks=1,
-        scatter_heads=True,
-        sequence_parallel=sequence_parallel,
-        recompute_inputs=False,
-        loss_chunks=1,
-    )
-    return SymbolicLayer(spec, context)
+    context = Context(SymbolicGrid(device, sizes), "float32", sequence_parallel=sequence_parallel)
+    return SymbolicLayer(spec, SymbolicWeights(context, spec.all_parameters, gradient_bytes=1 << 20))
 
 
 def contexts(spec, device) -> tuple[Layer, SymbolicLayer]:
     """Return the layer of a spec in torch, with values, and on symbolic tensors."""
-    layer = Layer(spec, ShardedWeights(Grid.single_device()))
+    layer = Layer(spec, ShardedWeights(Context(Grid.single_device(), torch.float32)))
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     return layer, symbolic_layer(spec, device)
@@ -111,7 +98,7 @@ def contexts(spec, device) -> tuple[Layer, SymbolicLayer]:
 
 def gradients(layer: Layer, symbolic: SymbolicLayer) -> tuple[dict, dict]:
     """Return the kinds of the gradients of the parameters of both."""
-    ours = {name: kind(gradient) for name, gradient in symbolic.context.gradients.items()}
+    ours = {name: kind(gradient) for name, gradient in symbolic.weights.gradients.items()}
     return ours, {name: kind(parameter.grad) for name, parameter in layer.named_parameters()}
 
 
@@ -197,7 +184,7 @@ def test_the_collectives_of_a_head_loss(splits_tokens):
         device, lambda x: head_loss(x, head.weight, targets, vocabulary, head.product, 2), [shape], torch.float32
     )
     assert results[:2] == ([((), "float32")], [(shape, "float32")])
-    assert kind(head.context.gradients["weight"]) == ((hidden // 2, vocabulary // 2), "float32")
+    assert kind(head.weights.gradients["weight"]) == ((hidden // 2, vocabulary // 2), "float32")
     x_bytes, logits_bytes = 4 * tokens * hidden // 2, 4 * tokens * vocabulary // 2
     sums = [("all_reduce", "y", logits_bytes / 2)] * 2
     if splits_tokens:

@@ -5,12 +5,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, OverlapConfig, compose
+from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
+from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.context import SymbolicContext, SymbolicLayer
 from gpt4d.parallel.symbolic.kernels import Kernel, PlannedKernel
+from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from tests.parallel.counting_device import CountingDevice
@@ -54,22 +55,9 @@ def in_torch(config: Config):
 
 def on_symbolic_tensors(config: Config, device: CountingDevice):
     description, train = registry.describe_run(config), config.train
-    context = SymbolicContext(
-        device,
-        GridSizes(),
-        description.parameters,
-        OverlapConfig(),
-        gradient_bytes=0,
-        shard_states=False,
-        compute_dtype="float32" if train.precision == "fp32" else "bfloat16",
-        recompute=train.activation_checkpointing == "full",
-        num_chunks=config.parallel.chunks,
-        scatter_heads=True,
-        sequence_parallel=False,
-        recompute_inputs=train.activation_checkpointing == "selective",
-        loss_chunks=train.loss_chunks,
-    )
-    model = SymbolicLayer(description.spec, context)
+    dtype = "float32" if train.precision == "fp32" else "bfloat16"
+    context = Context(SymbolicGrid(device, GridSizes()), dtype, **layer_settings(config))
+    model = SymbolicLayer(description.spec, SymbolicWeights(context, description.parameters))
 
     def new(shape, dtype):
         return SymbolicTensor(device, shape, dtype)

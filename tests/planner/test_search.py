@@ -248,7 +248,7 @@ def test_parallel_mode_atp_ranks_meshes():
         (["world_size=0"], "world_size=0: use a value of at least 1"),
         (["world_size=8", "format=xml"], "format=xml: use one of table, json"),
         (["world_size=8", "cost=best"], "cost=best: use one of ours, aware, agnostic"),
-        (["world_size=8", "plot=plan"], "plot=plan: no format for pictures; use the name of a .png"),
+        (["world_size=8", "plot=plan"], "plot=plan: not a format of plots; use the name of a .png"),
         (["world_size=8", "parallel.gq=2"], "parallel.gq: there is no such key; use one of mode, gx"),
         (["world_size=8", "cluster=missing.yaml"], "cluster=missing.yaml: no such file"),
         (["world_size=8", "parallel.gx=2"], "parallel.gx=2: the planner chooses the grid"),

@@ -35,7 +35,7 @@ def test_a_deterministic_run_excludes_sums_in_any_order():
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
 def test_blocking_collectives_are_rejected(name):
-    with pytest.raises(ConfigError, match=rf"{name}=1: the host would wait"):
+    with pytest.raises(ConfigError, match=rf"{name}=1: makes the host wait"):
         set_environment(environment={name: "1"})
     set_environment(environment={name: "0"})
 

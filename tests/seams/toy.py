@@ -91,7 +91,7 @@ class ToySpec(LayerSpec):
         The loss is the squared error, summed over this rank's rows and over all outputs.
         """
         x_TH = self.embedded(model, x_BSF.flatten(0, 1)) if part.begins else received[STREAM]
-        x_TH = run_blocks(model.context, [getattr(model.blocks, str(index)) for index in part.blocks], x_TH)
+        x_TH = run_blocks(model.weights, [getattr(model.blocks, str(index)) for index in part.blocks], x_TH)
         return {"loss": self.loss(model, x_TH, targets_BSO)} if part.ends else {STREAM: x_TH}
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:

@@ -217,7 +217,7 @@ def test_a_scheduler_with_another_diffusion_is_rejected(values):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("data=sotu",), "data.source=sotu: text, but model=unet_tiny trains on pictures; use data=blue_marble"),
+        (("data=sotu",), "data.source=sotu: text, but model=unet_tiny trains on images; use data=blue_marble"),
         (("model.image_size=9",), "model.image_size=9: cannot be halved 1 times; use a multiple of 2"),
         (("model.groups=3",), "model.groups=3: does not divide the 16 channels of blocks.0; use one of 1, 2, 4"),
         (("parallel.sequence_parallel=true",), "parallel.sequence_parallel=true: splits the tokens of a text"),

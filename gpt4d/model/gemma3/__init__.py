@@ -1,4 +1,4 @@
-"""Gemma 3 of text: norms on both sides of each branch, GeGLU, local and global attention. No torch here."""
+"""Gemma 3 text models: norms on both sides of each branch, GeGLU, local and global attention. No torch here."""
 
 from dataclasses import fields, replace
 

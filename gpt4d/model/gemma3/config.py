@@ -8,7 +8,7 @@ from gpt4d.model.llama.config import LlamaConfig, LlamaSizes
 
 @dataclass
 class Gemma3Config(LlamaSizes):
-    """A Gemma 3 of text: four norms in each block, GeGLU, and attention that is local in most blocks."""
+    """A Gemma 3 text model: four norms in each block, GeGLU, and attention that is local in most blocks."""
 
     name: str = redefined(LlamaSizes, "name", "gemma3_tiny")
     layers: int = redefined(LlamaSizes, "layers", 6)
@@ -28,7 +28,7 @@ class Gemma3Config(LlamaSizes):
 
     @property
     def llama(self) -> LlamaConfig:
-        """The settings of the Llama with the same products and the rotary positions of global blocks."""
+        """The settings of a Llama with the same linear layers and the rotary positions of global blocks."""
         sizes = {field.name: getattr(self, field.name) for field in fields(LlamaSizes)}
         return LlamaConfig(**sizes, qk_norm=True, rope_theta=self.rope_theta)
 

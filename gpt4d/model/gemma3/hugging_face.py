@@ -1,4 +1,4 @@
-"""Weights and settings of transformers' Gemma3ForCausalLM: those of a Llama, but for norms and attention."""
+"""Weights and settings of transformers' Gemma3ForCausalLM, which differs from a Llama in norms and attention."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def names(name: str, config: Gemma3Config) -> list[str]:
-    """Return transformers' names of our parameter ``name``."""
+    """Return transformers' names of gpt4d's parameter ``name``."""
     norm = re.fullmatch(rf"blocks\.(\d+)\.({'|'.join(_NORMS)})\.weight", name)
     return [f"model.layers.{norm[1]}.{_NORMS[norm[2]]}.weight"] if norm else llama.names(name, config.llama)
 
@@ -70,7 +70,7 @@ def _layer_types(global_blocks: Sequence[bool]) -> list[str]:
 
 
 def config_from_hf(source: str, values: dict) -> Gemma3Config:
-    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
     required = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "tie_word_embeddings": (True,),
@@ -97,7 +97,7 @@ def config_from_hf(source: str, values: dict) -> Gemma3Config:
 
 
 def _global_every(values: Mapping, layers: int) -> int:
-    """Return the distance of global blocks; more than the number of blocks if there is none."""
+    """Return the distance of global blocks; a value above ``layers`` if no block is global."""
     types = values.get("layer_types")
     if types is None:
         return int(values.get("sliding_window_pattern") or 6)
@@ -105,7 +105,7 @@ def _global_every(values: Mapping, layers: int) -> int:
 
 
 def _rope_settings(source: str, values: dict) -> dict[str, Any]:
-    """Return our settings for ``rope_parameters``, or for the three settings of older files."""
+    """Return gpt4d's settings for ``rope_parameters``, or for the three settings of older files."""
     given = values.get("rope_parameters") or {}
     everywhere = {"rope_theta": values.get("rope_theta", 1e6)} | (values.get("rope_scaling") or {})
     everywhere |= given.get(_GLOBAL) or {}

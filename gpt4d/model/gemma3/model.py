@@ -1,4 +1,4 @@
-"""Gemma 3 of text, readable as a serial model: its layers decide where tensors live. No torch here.
+"""Gemma 3 text models, written like serial models: their layers determine the sharding. No torch here.
 
 Shapes: T tokens, H hidden.
 """
@@ -22,7 +22,7 @@ from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.norm import BranchNormSpec, HeadNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 
-STD = 0.02  # of all initial weights: the norm behind a branch decides how large its output is
+STD = 0.02  # standard deviation of all initial weights, since the norm after a branch scales its output
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Gemma3MLPSpec(LlamaMLPSpec):
 
 @dataclass(frozen=True)
 class Gemma3BlockSpec(LayerSpec):
+    """A block with norms before and after the attention and before and after the MLP, [T, H] to [T, H]."""
+
     config: LlamaConfig
     attention: Gemma3AttentionSpec
 
@@ -86,7 +88,7 @@ class Gemma3BlockSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3ModelSpec(TextModelSpec):
-    """A Gemma 3, or parts of one. ``block``: of local blocks. ``global_block``: of global blocks."""
+    """A Gemma 3, or parts of one. ``block`` is the spec of local blocks, ``global_block`` of global blocks."""
 
     global_block: LayerSpec
 
@@ -102,7 +104,7 @@ def norm(config: LlamaConfig) -> RMSNormSpec:
 
 
 def rotary_frequencies(config: Gemma3Config) -> tuple[list[float], list[float]]:
-    """Return the angle per position of each pair of a head's features, of local and of global blocks."""
+    """Return the angle per position of each pair of a head's features, in local blocks and in global blocks."""
     local = frequencies(replace(config.llama, rope_theta=config.rope_local_theta))
     return local, [frequency / config.rope_linear_factor for frequency in frequencies(config.llama)]
 
@@ -119,7 +121,7 @@ def model(config: Gemma3Config) -> Gemma3ModelSpec:
 
 
 def describe(config: Gemma3Config) -> Description:
-    """Return the description of a Gemma 3, whose products are those of a Llama."""
+    """Return the description of a Gemma 3, which has the linear layers of a Llama."""
     return replace(
         describe_llama(config.llama),
         model=model(config).of_parts,

@@ -1,7 +1,7 @@
 """Weights under the names and shapes of transformers' GPT2LMHeadModel, and its settings.
 
-Its linear weights are stored [in, out] like ours; only queries, keys and values, which it lays side by side, have a dim
-of their own here.
+Its linear weights are stored [in, out] as in gpt4d. Only queries, keys and values differ: transformers concatenates
+them, and gpt4d stores them along a separate dim.
 """
 
 import json
@@ -47,7 +47,7 @@ def names(name: str, config: GPT2Config) -> list[str]:
 
 
 def copies(config: GPT2Config) -> dict[str, str]:
-    """Return the name of the tied head, which some files contain as well."""
+    """Return the name of the tied head, of which some files contain a copy."""
     return {"lm_head.weight": "transformer.wte.weight"}
 
 
@@ -77,7 +77,7 @@ def hf_config(config: GPT2Config) -> "HuggingFaceConfig":
 
 
 def config_from_hf(source: str, values: dict) -> GPT2Config:
-    """Return our settings for a GPT-2's ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    """Return gpt4d's settings for a GPT-2's ``config.json``. Raises ConfigError for unsupported settings."""
     required = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -109,13 +109,13 @@ def config_from_hf(source: str, values: dict) -> GPT2Config:
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: GPT2Config) -> list[torch.Tensor]:
-    """Return our global tensor as transformers has it: queries, keys and values side by side."""
+    """Return gpt4d's global tensor in transformers' format, with concatenated queries, keys and values."""
     if ".attention.qkv." in name:
         return [tensor.flatten(-2)]
     return [tensor]
 
 
 def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: GPT2Config) -> torch.Tensor:
-    """Return transformers' tensor as our global tensor of ``shape``."""
+    """Return transformers' tensor as gpt4d's global tensor of ``shape``."""
     (tensor,) = tensors
     return tensor.reshape(shape)

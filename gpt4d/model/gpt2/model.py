@@ -1,4 +1,4 @@
-"""GPT-2, readable as a serial model: its layers decide where tensors live, and ``await`` where chunks take turns.
+"""GPT-2, written like a serial model: its layers determine the sharding, and chunks interleave at ``await``.
 
 Shapes: T tokens, H hidden, N hidden within the heads. No torch here.
 """
@@ -23,6 +23,8 @@ from gpt4d.parallel.layers.sequence import TokenIndex
 
 @dataclass(frozen=True)
 class GPT2AttentionSpec(LayerSpec):
+    """Causal multi-head attention with biases, [T, H] to [T, H]."""
+
     config: GPT2Config
 
     def layers(self) -> dict[str, LayerSpec]:
@@ -40,6 +42,8 @@ class GPT2AttentionSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class GPT2MLPSpec(LayerSpec):
+    """Two linear layers with GELU between them, [T, H] to [T, H]."""
+
     config: GPT2Config
 
     def layers(self) -> dict[str, LayerSpec]:
@@ -51,11 +55,13 @@ class GPT2MLPSpec(LayerSpec):
 
     async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
         activation = partial(gelu_of_biased, bias=layer.up.bias)
-        return await layer.down(recomputable(layer.context, activation, await layer.up(x_TH)))
+        return await layer.down(recomputable(layer.weights, activation, await layer.up(x_TH)))
 
 
 @dataclass(frozen=True)
 class GPT2BlockSpec(LayerSpec):
+    """Pre-norm attention and MLP, each added to the residual stream [T, H]."""
+
     config: GPT2Config
 
     def layers(self) -> dict[str, LayerSpec]:
@@ -81,7 +87,7 @@ def norm(config: GPT2Config) -> LayerNormSpec:
 
 
 def residual_std(config: GPT2Config) -> float:
-    """Return the standard deviation of weights whose 2·layers outputs add up in the residual stream (GPT-2)."""
+    """Return the initial standard deviation of the last layer of each branch: 2·layers outputs are added (GPT-2)."""
     return 0.02 / (2 * config.layers) ** 0.5
 
 
@@ -111,7 +117,7 @@ def describe(config: GPT2Config) -> Description:
 
 
 def _model_flops(config: GPT2Config, samples: int, length: int) -> float:
-    """Return the FLOPs of one training step, forward and backward, recomputation not counted (Narayanan et al.)."""
+    """Return the FLOPs of one training step, forward and backward, without recomputation (Narayanan et al.)."""
     h, layers, vocabulary = config.hidden, config.layers, config.padded_vocab_size
     attention_and_head = 1 + length / (6 * h) + vocabulary / (16 * layers * h)
     return 72 * samples * length * layers * h**2 * attention_and_head

@@ -9,7 +9,7 @@ from gpt4d.model.text_config import TransformerConfig
 
 @dataclass
 class LlamaSizes(TransformerConfig):
-    """The settings of all families with the products of a Llama."""
+    """The settings of all families with the linear layers of a Llama."""
 
     name: str = redefined(TransformerConfig, "name", "llama_tiny")
     key_value_heads: int = setting(2, "heads of keys and of values, a divisor of heads", **SIZE)
@@ -18,15 +18,15 @@ class LlamaSizes(TransformerConfig):
 
     @property
     def qkv_channels(self) -> tuple[int, int, int]:
-        """Features of queries, keys and values, which one product computes as a concatenation."""
+        """Features of queries, keys and values, which one linear layer computes as a concatenation."""
         key_value = self.key_value_heads * self.head_size
         return self.heads * self.head_size, key_value, key_value
 
     @property
     def head_parts(self) -> int:
-        """The parts that heads of queries, and columns of keys and values, can be split into equally.
+        """The number of equal parts into which query heads, and columns of keys and values, can be split.
 
-        The columns are stored in as many pieces.
+        The columns are stored in the same number of pieces.
         """
         return math.gcd(self.heads, self.key_value_heads * self.head_size)
 
@@ -35,7 +35,7 @@ class LlamaSizes(TransformerConfig):
 class LlamaConfig(LlamaSizes):
     """A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
-    Qwen2 has biases of queries, keys and values too, Qwen3 norms of queries and keys.
+    Qwen2 also has biases of queries, keys and values, and Qwen3 has norms of queries and keys.
     """
 
     tied: bool = setting(True, "the head is the token embedding")

@@ -1,8 +1,8 @@
 """Weights and settings of transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 
-Its linear weights are stored [out, in], ours [in, out]. Queries, keys and values are one weight here, whose columns
-are stored like those of a concatenation (gpt4d.parallel.layers.sharding.interleaved_order). The two halves of a gated
-MLP are stored in the same way.
+Linear weights are [out, in] in transformers and [in, out] in gpt4d. Queries, keys and values are one weight in gpt4d.
+Its columns are stored in pieces of a concatenation (gpt4d.parallel.layers.sharding.interleaved_order). A gated
+MLP stores its two halves in the same way.
 """
 
 import json
@@ -51,12 +51,12 @@ def names(name: str, config: LlamaConfig) -> list[str]:
 
 
 def copies(config: LlamaConfig) -> dict[str, str]:
-    """Return the name of a tied head, which some files contain as well."""
+    """Return the name of a tied head, of which some files contain a copy."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Tensor]:
-    """Return our global tensor as transformers has it: taken apart and transposed."""
+    """Return gpt4d's global tensor in transformers' format, split and transposed."""
     if name == "tokens.weight":
         return [tensor]
     parts = [tensor]
@@ -68,7 +68,7 @@ def to_hf(name: str, tensor: torch.Tensor, config: LlamaConfig) -> list[torch.Te
 
 
 def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: LlamaConfig) -> torch.Tensor:
-    """Return transformers' tensors as our global tensor of ``shape``."""
+    """Return transformers' tensors as gpt4d's global tensor of ``shape``."""
     if name == "tokens.weight":
         return tensors[0]
     parts = [tensor.t() for tensor in tensors]
@@ -130,7 +130,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermedia
 
 
 def config_from_hf(source: str, values: dict) -> LlamaConfig:
-    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
     kind = values.get("model_type")
     required = {
         "hidden_act": ("silu",),
@@ -171,7 +171,7 @@ def config_from_hf(source: str, values: dict) -> LlamaConfig:
 
 
 def _rope_settings(source: str, values: dict) -> dict[str, Any]:
-    """Return our settings for ``rope_parameters``, or for ``rope_theta`` and ``rope_scaling`` of older files."""
+    """Return gpt4d's settings for ``rope_parameters``, or for ``rope_theta`` and ``rope_scaling`` of older files."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     check_supported(source, rope, dict.fromkeys(("mscale", "mscale_all_dim"), (None,)))
     for part in (values, rope):

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3, readable as serial models: their layers decide where tensors live. No torch here.
+"""Llama, Qwen2 and Qwen3, written like serial models: their layers determine the sharding. No torch here.
 
 Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads, h heads, s size of a head.
 """
@@ -64,6 +64,8 @@ class LlamaAttentionSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class LlamaMLPSpec(LayerSpec):
+    """A gated MLP with SiLU, [T, H] to [T, H]."""
+
     config: LlamaConfig
     activation: ClassVar[type[GatedFunction]] = SwigluFunction
 
@@ -75,11 +77,13 @@ class LlamaMLPSpec(LayerSpec):
         }
 
     async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
-        return await layer.down(recomputable(layer.context, self.activation.apply, await layer.up(x_TH)))
+        return await layer.down(recomputable(layer.weights, self.activation.apply, await layer.up(x_TH)))
 
 
 @dataclass(frozen=True)
 class LlamaBlockSpec(LayerSpec):
+    """Pre-norm attention and MLP, each added to the residual stream [T, H]."""
+
     config: LlamaConfig
     rotary: Rotary
 
@@ -103,7 +107,7 @@ def norm(config: LlamaConfig) -> RMSNormSpec:
 
 
 def residual_std(config: LlamaConfig) -> float:
-    """Return the standard deviation of weights whose 2·layers outputs add up in the residual stream (GPT-2)."""
+    """Return the initial standard deviation of the last layer of each branch: 2·layers outputs are added (GPT-2)."""
     return 0.02 / (2 * config.layers) ** 0.5
 
 
@@ -132,9 +136,9 @@ def describe(config: LlamaConfig) -> Description:
 
 
 def _model_flops(config: LlamaConfig, samples: int, length: int) -> float:
-    """Return the FLOPs of one training step, forward and backward, recomputation not counted.
+    """Return the FLOPs of one training step, forward and backward, without recomputation.
 
-    Six for each weight of a product and token, and those of attention to all positions, as for GPT-2.
+    They are six per token for each weight of a linear layer, plus attention to all positions as for GPT-2.
     """
     attended = config.heads * config.head_size
     weights = config.hidden * (sum(config.qkv_channels) + attended + 3 * config.inner)

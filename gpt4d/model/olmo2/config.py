@@ -20,5 +20,5 @@ class Olmo2Config(LlamaSizes):
 
     @property
     def llama(self) -> LlamaConfig:
-        """The settings of the Llama with the same products and rotary positions."""
+        """The settings of a Llama with the same linear layers and rotary positions."""
         return LlamaConfig(**{field.name: getattr(self, field.name) for field in fields(self)}, tied=False)

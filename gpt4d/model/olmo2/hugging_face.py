@@ -1,4 +1,4 @@
-"""Weights and settings of transformers' Olmo2ForCausalLM: those of a Llama, but for the names of the norms."""
+"""Weights and settings of transformers' Olmo2ForCausalLM, which differs from a Llama in the names of the norms."""
 
 import json
 import re
@@ -35,23 +35,23 @@ _SETTINGS = (
 
 
 def names(name: str, config: Olmo2Config) -> list[str]:
-    """Return transformers' names of our parameter ``name``."""
+    """Return transformers' names of gpt4d's parameter ``name``."""
     norm = re.fullmatch(r"blocks\.(\d+)\.(attention_norm|mlp_norm)\.weight", name)
     return [f"model.layers.{norm[1]}.{_NORMS[norm[2]]}.weight"] if norm else llama.names(name, config.llama)
 
 
 def copies(config: Olmo2Config) -> dict[str, str]:
-    """Return nothing: the head is not tied."""
+    """Return no names, because the head is not tied."""
     return {}
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: Olmo2Config) -> list[torch.Tensor]:
-    """Return our global tensor as transformers has it."""
+    """Return gpt4d's global tensor in transformers' format."""
     return llama.to_hf(name, tensor, config.llama)
 
 
 def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: Olmo2Config) -> torch.Tensor:
-    """Return transformers' tensors as our global tensor of ``shape``."""
+    """Return transformers' tensors as gpt4d's global tensor of ``shape``."""
     return llama.from_hf(name, tensors, shape, config.llama)
 
 
@@ -71,7 +71,7 @@ def hf_config(config: Olmo2Config) -> "PretrainedConfig":
 
 
 def config_from_hf(source: str, values: dict) -> Olmo2Config:
-    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently."""
+    """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
     check_supported(source, values, {"tie_word_embeddings": (False, None)})
     found = llama.config_from_hf(source, {"rms_norm_eps": 1e-5, **values})
     if found.rope_scaling != "none":

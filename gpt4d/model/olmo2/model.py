@@ -1,4 +1,4 @@
-"""OLMo 2, readable as a serial model: its layers decide where tensors live. No torch here.
+"""OLMo 2, written like a serial model: its layers determine the sharding. No torch here.
 
 Shapes: B sequences, S positions, T tokens, H hidden, N hidden within the heads, h heads, s size of a head.
 """
@@ -19,12 +19,12 @@ from gpt4d.parallel.layers.linear import LinearSpec, separate
 from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 
-STD = 0.02  # of all initial weights: the norm behind a branch decides how large its output is
+STD = 0.02  # standard deviation of all initial weights, since the norm after a branch scales its output
 
 
 @dataclass(frozen=True)
 class Olmo2AttentionSpec(LlamaAttentionSpec):
-    """Grouped-query attention. Queries and keys are normed, each over the features of all heads."""
+    """Grouped-query attention with norms of queries and keys, each over the features of all heads."""
 
     def layers(self) -> dict[str, LayerSpec]:
         config, layers = self.config, super().layers()
@@ -40,7 +40,7 @@ class Olmo2AttentionSpec(LlamaAttentionSpec):
         qkv_BSN = (await layer.qkv(x_TH)).unflatten(0, (-1, tokens.length))
         q_BSN, k_BSN, v_BSN = separate(qkv_BSN, config.qkv_channels, config.head_parts)
         del qkv_BSN
-        # Keys are normed before a rank gathers heads: a rank may have a part of a head.
+        # Normalize keys before a rank gathers heads, since a rank may have a part of a head.
         q_BSN, k_BSN = layer.q_norm(q_BSN), layer.k_norm(k_BSN)
         k_BShs, v_BShs = await layer.key_value_heads(k_BSN, v_BSN)
         q_BShs = self.rotary(q_BSN.unflatten(-1, (-1, config.head_size)), tokens)
@@ -49,6 +49,8 @@ class Olmo2AttentionSpec(LlamaAttentionSpec):
 
 @dataclass(frozen=True)
 class Olmo2MLPSpec(LlamaMLPSpec):
+    """A gated MLP with SiLU and initial weights of standard deviation ``STD``, [T, H] to [T, H]."""
+
     def layers(self) -> dict[str, LayerSpec]:
         layers = super().layers()
         return layers | {"down": replace(cast(LinearSpec, layers["down"]), std=STD)}
@@ -56,6 +58,8 @@ class Olmo2MLPSpec(LlamaMLPSpec):
 
 @dataclass(frozen=True)
 class Olmo2BlockSpec(LayerSpec):
+    """Attention and MLP, each with a norm of its output, added to the residual stream [T, H]."""
+
     config: LlamaConfig
     rotary: Rotary
 
@@ -80,5 +84,5 @@ def model(config: Olmo2Config) -> TextModelSpec:
 
 
 def describe(config: Olmo2Config) -> Description:
-    """Return the description of an OLMo 2, whose products are those of a Llama."""
+    """Return the description of an OLMo 2, which has the linear layers of a Llama."""
     return replace(describe_llama(config.llama), model=model(config).of_parts)

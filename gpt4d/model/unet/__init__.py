@@ -25,14 +25,14 @@ def _check(config: Config) -> None:
     for size in model.attention_at:
         if size not in sizes:
             raise ConfigError(
-                f"model.attention_at={model.attention_at}: no level has pictures of size {size}; use some of "
+                f"model.attention_at={model.attention_at}: no level has images of size {size}; use some of "
                 f"{', '.join(map(str, sizes))}"
             )
     _check_channels(model)
     if config.train.seq_len != 1:
-        raise ConfigError(f"train.seq_len={config.train.seq_len}: a picture has no tokens; leave it out")
+        raise ConfigError(f"train.seq_len={config.train.seq_len}: an image has no tokens; leave it out")
     if config.train.loss_chunks != 1:
-        raise ConfigError(f"train.loss_chunks={config.train.loss_chunks}: a picture has no logits; use 1")
+        raise ConfigError(f"train.loss_chunks={config.train.loss_chunks}: an image has no logits; use 1")
     if config.parallel.sequence_parallel:
         raise ConfigError(
             "parallel.sequence_parallel=true: splits the tokens of a text, and a U-Net has none; use false, or "

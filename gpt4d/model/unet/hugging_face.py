@@ -1,7 +1,7 @@
 """Weights under the names and shapes of diffusers' UNet2DModel, and its settings.
 
-diffusers stores linear weights [out, in] and queries, keys and values apart, and has the channels of a concatenation in
-the order of its parts; ours are stored in pieces (gpt4d.parallel.layers.sharding.interleaved_order).
+diffusers stores linear weights as [out, in], and queries, keys and values as separate tensors. It orders
+concatenated channels by part; gpt4d interleaves them (gpt4d.parallel.layers.sharding.interleaved_order).
 """
 
 import functools
@@ -49,7 +49,7 @@ _ATTENTION = {
 }
 _LINEAR = ("time.up", "time.down", "time.linear", "attention.output")
 _IN_FIRST = ("shortcut", "output")  # convolutions whose weight is stored [in, out, kh, kw]
-_OF_INPUT = ("first_norm", "first", "shortcut")  # layers that see the channels of a block's input
+_OF_INPUT = ("first_norm", "first", "shortcut")  # layers whose input has the channels of the block's input
 _REQUIRED = {
     "resnet_time_scale_shift": "scale_shift",
     "time_embedding_type": "positional",
@@ -70,7 +70,7 @@ _REQUIRED = {
 
 
 def names(name: str, config: UNetConfig) -> list[str]:
-    """Return diffusers' names of what our parameter ``name`` is there: queries, keys and values are three."""
+    """Return diffusers' names of gpt4d's parameter ``name``: three names for queries, keys and values."""
     layer, kind = _layer(name)
     if (number := _block(name)) is None:
         return [f"{_OUTSIDE[layer]}.{kind}"]
@@ -88,7 +88,7 @@ def copies(config: UNetConfig) -> dict[str, str]:
 
 
 def to_hf(name: str, tensor: torch.Tensor, config: UNetConfig) -> list[torch.Tensor]:
-    """Return our global tensor as diffusers has it: one tensor for each of ``names``."""
+    """Return gpt4d's global tensor in diffusers' format: one tensor for each of ``names``."""
     layer, kind = _layer(name)
     if (order := _stored_order(name, config)) is not None:
         tensor = tensor.index_select(_channel_dim(layer, kind), order.argsort().to(tensor.device))
@@ -102,7 +102,7 @@ def to_hf(name: str, tensor: torch.Tensor, config: UNetConfig) -> list[torch.Ten
 
 
 def from_hf(name: str, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], config: UNetConfig) -> torch.Tensor:
-    """Return diffusers' tensors as our global tensor of ``shape``: the inverse of ``to_hf``."""
+    """Return diffusers' tensors as gpt4d's global tensor of ``shape``: the inverse of ``to_hf``."""
     layer, kind = _layer(name)
     if layer == "attention.qkv":
         return torch.stack([part.t() if kind == "weight" else part for part in tensors], -2).contiguous()
@@ -133,8 +133,8 @@ def hf_config(config: UNetConfig) -> dict[str, Any]:
     """Return the settings of such a UNet2DModel. Raises ConfigError if diffusers has no such model."""
     if (first := config.multipliers[0]) != 1:
         raise ConfigError(
-            f"model.multipliers={config.multipliers}: the first convolution of diffusers' UNet2DModel has as many "
-            f"channels as the first level, but this model's has model.channels={config.channels}; export a model "
+            f"model.multipliers={config.multipliers}: the first convolution of diffusers' UNet2DModel needs "
+            f"model.channels={config.channels} to equal the channels of the first level; export a model "
             f"whose first multiplier is 1, such as model.channels={first * config.channels}"
         )
     sizes = [config.image_size >> level for level in range(len(config.multipliers))]
@@ -158,7 +158,7 @@ def hf_config(config: UNetConfig) -> dict[str, Any]:
 
 
 def config_from_hf(source: str, values: dict) -> UNetConfig:
-    """Return our settings for a ``config.json``. Raises ConfigError for what gpt4d computes differently.
+    """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings.
 
     ``values["scheduler"]`` has the settings of a pipeline's scheduler. Without it the diffusion has its defaults.
     """
@@ -205,7 +205,7 @@ class _Place(NamedTuple):
 
 @functools.cache
 def _places(levels: int, blocks_per_level: int) -> list[_Place]:
-    """Return where each of our blocks is in a UNet2DModel."""
+    """Return the location of each of gpt4d's blocks in a UNet2DModel."""
 
     def place(kind: str, number: int, layer: int) -> _Place:
         block = f"{kind}_blocks.{number}" if kind != "mid" else "mid_block"
@@ -225,23 +225,23 @@ def _places(levels: int, blocks_per_level: int) -> list[_Place]:
 
 
 def _block(name: str) -> int | None:
-    """Return the number of the block that has a parameter, if one has."""
+    """Return the index of the block that owns a parameter; None outside the blocks."""
     return int(name.split(".")[1]) if name.startswith("blocks.") else None
 
 
 def _layer(name: str) -> tuple[str, str]:
-    """Return the layer's name within its block, if it is in one, and "weight" or "bias"."""
+    """Return the layer's name, relative to its block inside the blocks, and "weight" or "bias"."""
     layer, _, kind = name.rpartition(".")
     return (layer if _block(name) is None else layer.split(".", 2)[2]), kind
 
 
 def _channel_dim(layer: str, kind: str) -> int:
-    """Return the dim of a stored tensor that has the channels of a layer's input."""
+    """Return the dim of a stored tensor that contains the channels of a layer's input."""
     return 1 if layer == "first" and kind == "weight" else 0
 
 
 def _stored_order(name: str, config: UNetConfig) -> torch.Tensor | None:
-    """Return the index in diffusers' order of each input channel as it is stored, if the order is another one."""
+    """Return the index in diffusers' order of each stored input channel; None if both orders are equal."""
     layer, kind = _layer(name)
     number = _block(name)
     if number is None or layer not in _OF_INPUT or (kind == "bias" and layer != "first_norm"):

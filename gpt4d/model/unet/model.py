@@ -1,7 +1,6 @@
-"""A U-Net for diffusion, readable as a serial model: its layers decide where tensors live. No torch here.
+"""A U-Net for diffusion, written like a serial model: its layers determine the sharding. No torch here.
 
-Shapes: B pictures, S height and width, C channels of this rank, E features of the time embedding, T pixels of all
-pictures.
+Shapes: B images, S height and width, C channels of this rank, E features of the time embedding, T pixels of all images.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gpt4d.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class PixelAttentionSpec(LayerSpec):
-    """Attention of each pixel to all pixels of its picture, added to the stream."""
+    """Attention of each pixel to all pixels of its image, added to the residual stream."""
 
     config: UNetConfig
     stream: Tensor
@@ -58,7 +57,7 @@ class PixelAttentionSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class ResidualBlockSpec(LayerSpec):
-    """Two convolutions, the second one's input scaled and shifted by the time embedding; then attention, if any."""
+    """Two convolutions, where the time embedding scales and shifts the second input; then attention, if any."""
 
     config: UNetConfig
     block: Block
@@ -82,7 +81,7 @@ class ResidualBlockSpec(LayerSpec):
         return layers
 
     async def forward(self, layer: BoundLayer, x_BSSC: Any, *rest: Any) -> Any:
-        """Return the stream after the block. ``rest``: the skip, if it takes one, the embedding, and the samples."""
+        """Return the stream after the block. ``rest``: the skip, if the block has one, the embedding, the samples."""
         *skip, embedding_BE, samples = rest
         block = self.block
         pixels = replace(samples, length=block.output.size**2)
@@ -90,10 +89,10 @@ class ResidualBlockSpec(LayerSpec):
             x_BSSC = concatenate([x_BSSC, *skip], block.in_channels)
         changes = sum(block.in_channels) != block.output.channels
         shortcut_BSSC = await layer.shortcut(x_BSSC) if changes else x_BSSC
-        h_BSSC = await layer.first(recomputable(layer.context, silu, layer.first_norm(x_BSSC)))
+        h_BSSC = await layer.first(recomputable(layer.weights, silu, layer.first_norm(x_BSSC)))
         h_BSSC = await layer.time(layer.second_norm(h_BSSC), embedding_BE)
         activated = partial(_activated, layer, pixels)
-        x_BSSC = shortcut_BSSC + await layer.second(recomputable(layer.context, activated, h_BSSC))
+        x_BSSC = shortcut_BSSC + await layer.second(recomputable(layer.weights, activated, h_BSSC))
         return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
 
@@ -103,7 +102,7 @@ def _activated(layer: BoundLayer, pixels: TokenIndex, h_BSSC: Any) -> Any:
 
 @dataclass(frozen=True)
 class LevelChangeSpec(LayerSpec):
-    """A convolution with stride 2, or one of a picture enlarged by 2."""
+    """A convolution with stride 2, or a convolution of an image upsampled by 2."""
 
     block: Block
 
@@ -138,7 +137,7 @@ class UNetSpec(ModelSpec):
         layers: dict[str, LayerSpec] = {}
         if any(part.begins for part in self.parts):
             layers["time"] = TimeEmbeddingSpec(config.channels, embedding_size(config))
-            # The pictures are whole on every rank of x and y.
+            # The input images are replicated over x and y.
             layers["input"] = Conv2dSpec(config.image_channels, first.channels, 3, Axes(None, first.axis), padding=1)
         layers["blocks"] = LayersSpec({str(i): self.block(i) for part in self.parts for i in part.blocks})
         if any(part.ends for part in self.parts):
@@ -153,13 +152,13 @@ class UNetSpec(ModelSpec):
         return ResidualBlockSpec(self.config, block) if block.kind == "residual" else LevelChangeSpec(block)
 
     def forward(self, model: BoundLayer, x_BSSC: Any, timesteps_B: Any, sample_ids_B: Any) -> Any:
-        """Return the prediction [B, S, S, image channels] of a whole model for noisy pictures ``x_BSSC``.
+        """Return the prediction [B, S, S, image channels] of a full model for noised images ``x_BSSC``.
 
         Args:
             model: the layer of this spec.
-            x_BSSC: this rank's pictures, [B, S, S, image channels].
-            timesteps_B: how noisy they are, [B].
-            sample_ids_B: their indices in the whole run, which dropout depends on.
+            x_BSSC: this rank's images, [B, S, S, image channels].
+            timesteps_B: their timesteps, [B].
+            sample_ids_B: their indices in the run, which dropout depends on.
         """
         (part,) = self.parts
         return self.compute(model, part, {}, x_BSSC, timesteps_B, sample_ids_B)["prediction"]
@@ -176,24 +175,24 @@ class UNetSpec(ModelSpec):
     ) -> dict[str, Any]:
         """Return the tensors that a part produces for later parts; from the last part ``loss`` or ``prediction``.
 
-        The loss of a picture is the mean squared error of its elements. It is summed over this rank's pictures.
+        The loss of an image is the mean squared error of its elements. It is summed over this rank's images.
 
         Args:
             model: the layer of this spec.
             part: one of ``parts``.
-            received: what earlier parts have produced for this one.
+            received: the tensors that earlier parts have produced for this one.
             x_BSSC: as for ``forward``; the first part uses it.
             timesteps_B: as for ``forward``; the first part uses it.
             sample_ids_B: as for ``forward``.
-            targets_BSSC: what to predict; the last part uses it. None: it returns the prediction.
+            targets_BSSC: the targets, which the last part uses. None: the last part returns the prediction.
         """
-        tensors, context = dict(received), model.context
+        tensors, weights = dict(received), model.weights
         if part.begins:
             tensors[EMBEDDING] = run_alone(model.time(timesteps_B))
-            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, context.compute_dtype)))
+            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, weights.context.compute_dtype)))
         nodes, wanted = self._graph(model, part)
-        samples = tokens_of(context, sample_ids_B, length=1)
-        produced = run_graph(context, nodes, tensors, wanted, samples)
+        samples = tokens_of(weights, sample_ids_B, length=1)
+        produced = run_graph(weights, nodes, tensors, wanted, samples)
         if not part.ends:
             return produced
         del tensors
@@ -215,9 +214,9 @@ class UNetSpec(ModelSpec):
         )
 
     def _graph(self, model: BoundLayer, part: Part) -> tuple[list[Node], list[str]]:
-        """Return the blocks of a part, and the names of the tensors that exist after it and that later units use.
+        """Return the blocks of a part, and the names of its tensors that later units use.
 
-        Blocks that are left out between others pass their stream on: the planner computes a few of many equal blocks.
+        Omitted blocks pass on their input stream, because the planner computes only a few of many equal blocks.
         """
         if not part.blocks:
             return [], [self.blocks[-1].name] if part.ends else [INPUT, EMBEDDING]
@@ -271,7 +270,7 @@ def _edge(tensor: Tensor) -> EdgeTensor:
 
 
 def _rules(config: UNetConfig, blocks: list[Block]) -> tuple[Divisibility, ...]:
-    """Return what the grid must divide. Both axes split the channels of each level, outside and within its blocks."""
+    """Return the divisibility rules. Both axes split the channels of each level, outside and within its blocks."""
     rules = []
     for width in sorted({config.channels * multiplier for multiplier in config.multipliers}):
         rules += [Divisibility("the channels of a level", width, axes) for axes in (("x", "z"), ("y", "z"))]

@@ -41,7 +41,7 @@ def to_diffusers(config: UNetConfig) -> dict[str, Any]:
 
 
 def from_diffusers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings for a ``scheduler_config.json``. Raises ConfigError for another diffusion than ours."""
+    """Return gpt4d's settings for a ``scheduler_config.json``. Raises ConfigError for an unsupported diffusion."""
     steps = values.get("num_train_timesteps", 1000)
     check_sizes(source, {"num_train_timesteps": steps})
     schedules = {theirs: ours for ours, theirs in _SCHEDULES.items()}

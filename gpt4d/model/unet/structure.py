@@ -1,7 +1,7 @@
 """The blocks of a U-Net in the order of execution, and the tensors that they pass on. No torch here.
 
-Levels are numbered from 0, that of whole pictures. y splits the channels of even levels, x those of odd ones: a
-residual block changes the axis twice, a change of level once. So encoder and decoder agree at every level.
+Level 0 has the full image size. Axis y splits the channels of even levels, and axis x splits the channels of odd
+levels. A residual block changes the axis twice, a change of level once. So encoder and decoder agree at every level.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ class Block(NamedTuple):
     """A residual block, with attention or without, or a change of level.
 
     Attributes:
-        name: prefix of its parameters, and the name of what it produces.
-        kind: what it computes.
-        stream: the output of the unit before.
+        name: prefix of its parameters, and name of its output.
+        kind: residual block, downsampling or upsampling.
+        stream: the output of the previous unit.
         skip: an output of the encoder that is concatenated to the stream.
-        output: what it produces.
+        output: the tensor that it produces.
         attention: whether attention follows the convolutions.
     """
 
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Names of the tensors that it uses."""
+        """Names of the input tensors."""
         skip = (self.skip.name,) if self.skip else ()
         return (self.stream.name, *skip, *((EMBEDDING,) if self.kind == "residual" else ()))
 
@@ -58,11 +58,12 @@ class Block(NamedTuple):
 
     @property
     def in_channels(self) -> tuple[int, ...]:
-        """Channels of the stream and, if it has one, of the skip."""
+        """Channels of the stream and, for a block with a skip, of the skip."""
         return (self.stream.channels, *((self.skip.channels,) if self.skip else ()))
 
 
 def other_axis(axis: str) -> str:
+    """Return y for x, and x for y."""
     return "x" if axis == "y" else "y"
 
 
@@ -81,7 +82,7 @@ def _tensor(config: UNetConfig, name: str, channels: int, level: int) -> Tensor:
 
 
 def blocks(config: UNetConfig) -> list[Block]:
-    """Return the blocks: those of the encoder, two in the middle, those of the decoder."""
+    """Return the blocks of the encoder, the two middle blocks, and the blocks of the decoder."""
     return list(_blocks(config))
 
 

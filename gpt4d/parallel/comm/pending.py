@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class InFlight(Protocol):
     """A communication in flight."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> object: ...
 
 
 class Pending:

@@ -2,17 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.comm.cpu import processor
-from gpt4d.parallel.comm.cpu.comm_thread import CommFuture
-from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
 
 
 class StartedCollective(NamedTuple):
@@ -129,45 +127,29 @@ class PeerLost(RuntimeError):
     """A collective failed here, most likely because another rank has ended."""
 
 
-class Works:
-    """Messages on CPUs that are one collective together. ``sent`` must stay in memory until they are complete."""
-
-    def __init__(self, works: Sequence[dist.Work], sent: Sequence[torch.Tensor]):
-        self.works, self.sent = works, sent
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-    def get_future(self) -> torch.futures.Future:
-        return torch.futures.collect_all([work.get_future() for work in self.works])
-
-
 class InFlightCollective:
     """One collective in flight: records on its axis when it ran and how long the computation waited for it.
 
     It is created while the traffic tracks its start. Its bytes count always, its times if the axis is ``timed`` then.
+
+    Args:
+        traffic: the counters of the axis.
+        work: the handle of the collective, a dist.Work on a GPU; as described for Transport on a CPU.
+        device: where the computation runs.
+        sent_bytes: bytes that this rank sends.
     """
 
-    def __init__(
-        self,
-        traffic: CommStats,
-        work: dist.Work | Works | CommFuture | SharedMemoryCollective,
-        device: torch.device,
-        sent_bytes: float,
-    ):
+    def __init__(self, traffic: CommStats, work: Any, device: torch.device, sent_bytes: float):
         assert traffic.current_wait
         self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
-        self.started = started = now(device) if traffic.timed else None
+        self.started = now(device) if traffic.timed else None
         self.end: torch.cuda.Event | None = None  # on a GPU
-        runs = traffic.run_intervals
         traffic.bytes += sent_bytes
         if device.type != "cpu":
-            assert isinstance(work, dist.Work)
             self.end = traffic.record_end(work, device)
             traffic.watch(self.collective, self.end)
-        elif not isinstance(work, (CommFuture, SharedMemoryCollective)) and started is not None:
-            work.get_future().add_done_callback(lambda _: runs.append((started, time.perf_counter())))
+        elif self.started is not None:
+            work.on_end(self._record)
 
     def wait(self) -> None:
         traffic = self.traffic
@@ -177,14 +159,12 @@ class InFlightCollective:
             traffic.time_wait(self.device),
         ):
             self.work.wait()
-        if self.started is None or not traffic.timed:
-            return
-        if self.end is not None:
-            traffic.run_intervals.append((self.started, self.end))
-        elif isinstance(self.work, CommFuture):
-            traffic.run_intervals.append((self.started, self.work.stopped))
-        elif isinstance(self.work, SharedMemoryCollective):  # through shared memory: it runs until it is waited for
-            traffic.run_intervals.append((self.started, time.perf_counter()))
+        if self.started is not None and self.end is not None:
+            self._record(self.end)
+
+    def _record(self, end: float | torch.cuda.Event) -> None:
+        if self.traffic.timed:
+            self.traffic.run_intervals.append((self.started, end))
 
 
 def seconds_between(start, stop) -> float:

@@ -1,1 +1,1 @@
-"""Decisions about weights and gradients of a step, without torch: the runtime and the planner carry them out."""
+"""Policies for the weights, gradients and chunks of a step, without torch. The runtime and the planner execute them."""

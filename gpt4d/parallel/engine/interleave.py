@@ -1,8 +1,8 @@
-"""Coroutines that alternate between the chunks of a microbatch, and blocks that run in them (ATP paper, §4.1).
+"""Interleaving of a microbatch's chunks with coroutines, and the execution of blocks (ATP paper, §4.1).
 
-Layers and blocks are coroutines. Between the start of a collective and the first use of its result they ``await
-Turn()``, which lets the remaining chunks compute. No torch here: the planner interleaves layers on symbolic tensors in
-the same way.
+Layers and blocks are coroutines. Between the start of a collective and the first use of its result, they await
+``Turn()``, which lets the remaining chunks compute. No torch here: the planner interleaves layers on symbolic tensors
+with the same code.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Result = TypeVar("Result")
 
 
 class Turn:
-    """``await Turn()`` lets the remaining chunks run up to the same point."""
+    """A yield point: ``await Turn()`` lets the remaining chunks run up to the same point."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
 def run(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Interleave one coroutine for each chunk and return their results. The order is the same on all ranks."""
+    """Interleave the coroutines, one per chunk, and return their results. The order is the same on all ranks."""
     chunks = list(coroutines)
     if len(chunks) == 1:
         return [run_alone(chunks[0])]
@@ -43,7 +43,7 @@ def run(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 
 def run_alone(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run the coroutine of a microbatch that is not cut."""
+    """Run the coroutine of a microbatch that has one chunk, and return its result."""
     try:
         while True:
             coroutine.send(None)
@@ -61,7 +61,7 @@ def joined(*chunks):
 
 
 class JoinFunction(TorchFunction):
-    """The concatenation of chunks. The gradients of the chunks are views of its gradient."""
+    """The concatenation of chunks along dim 0. The gradients of the chunks are views of its gradient."""
 
     torch_name = "join"
 
@@ -81,9 +81,9 @@ def join(*chunks: Any) -> Any:
 
 
 class Node(NamedTuple):
-    """A block in a graph of blocks: the names of the tensors that it takes, and of the one that it returns.
+    """A block in a graph of blocks, with the names of its input tensors and of its output tensor.
 
-    A call of it is a coroutine from these tensors, in this order, and what all blocks take.
+    ``block`` is a coroutine function of these inputs, in this order, followed by the inputs that all blocks share.
     """
 
     block: Any
@@ -92,12 +92,12 @@ class Node(NamedTuple):
 
 
 def run_blocks(weights: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
-    """Call blocks sequentially on the chunks of a microbatch and return the output of the last one.
+    """Call blocks sequentially on the chunks of a microbatch and return the output of the last block.
 
     Args:
         weights: as for ``run_graph``.
         blocks: coroutine functions from ``x`` and ``others`` to the next block's ``x``.
-        x: activations, cut along dim 0.
+        x: activations, split into chunks along dim 0.
         others: as for ``run_graph``.
     """
     return run_graph(weights, [Node(block, ("x",), "x") for block in blocks], {"x": x}, ("x",), *others)["x"]
@@ -108,14 +108,15 @@ def run_graph(
 ) -> Tensors:
     """Call the blocks of a graph in their order on the chunks of a microbatch and return the tensors ``results``.
 
-    Chunks may be in different blocks at the same time, unless blocks are recomputed: they are recomputed one by one.
+    Chunks may be in different blocks at the same time. With activation checkpointing, all chunks finish a block before
+    the next block starts.
 
     Args:
-        weights: the context of the blocks, which decides the number of chunks and whether blocks are recomputed.
+        weights: the weights of the blocks, which decide the number of chunks and whether blocks are recomputed.
         nodes: the blocks.
-        tensors: their inputs in addition to their own outputs, by name; cut along dim 0.
-        results: names of tensors, given or produced.
-        others: further inputs of each block, which have a method ``chunk``, or None.
+        tensors: the graph's inputs by name; split into chunks along dim 0.
+        results: names of the tensors to return, among the inputs and the outputs of blocks.
+        others: further inputs of each block, with a method ``chunk``, or None.
     """
     count = weights.num_chunks
     cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}
@@ -136,7 +137,7 @@ def run_graph(
 
 
 def _alive_after(nodes: Sequence[Node], results: Collection[str]) -> list[set[str]]:
-    """Return the names of the tensors that are used after each node, or are results."""
+    """Return, for each node, the names of the tensors that are still needed after it."""
     alive, after = {*results}, list[set[str]]()
     for node in reversed(nodes):
         after.append(alive)
@@ -151,7 +152,7 @@ def _only(tensors: Tensors, names: set[str]) -> Tensors:
 def _run_chunks(
     nodes: Sequence[Node], alive: Sequence[set[str]], inputs: Sequence[Tensors], others: Sequence
 ) -> list[Tensors]:
-    """Run nodes on each chunk and return the tensors that are alive after them."""
+    """Run nodes on each chunk and return the tensors that are still needed."""
 
     async def call(tensors: Tensors, *rest) -> Tensors:
         for (block, uses, produces), names in zip(nodes, alive, strict=True):

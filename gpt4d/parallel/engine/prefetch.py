@@ -1,7 +1,7 @@
-"""When a stage gathers z-sharded weights, how long they stay, and when it reduce-scatters gradients. No torch here.
+"""Prefetching and retention of z-sharded weights, and the reduce-scatters of their gradients. No torch here.
 
-The order in which a stage uses its weights follows from its schedule and its layers. ``WeightSchedule`` decides by this
-order alone. Sharded weights (gpt4d.parallel.sharded_weights) and the planner each carry the decisions out.
+The order in which a stage uses its weights follows from its schedule and its layers. ``WeightSchedule`` decides from
+this order alone. The sharded weights (gpt4d.parallel.sharded_weights) and the planner execute its decisions.
 """
 
 from collections import Counter, deque
@@ -16,9 +16,9 @@ FORWARD, RECOMPUTATION, BACKWARD = "forward", "recomputation", "backward"
 
 
 class LayerWeights(NamedTuple):
-    """Names of the weights that one layer or block takes from the stream in each phase, in the order of execution.
+    """Names of the weights that one layer or block gathers in each phase, in the order of execution.
 
-    ``recomputation`` comes before ``backward`` when the backward of a microbatch reaches the layer.
+    When the backward of a microbatch reaches the layer, ``recomputation`` precedes ``backward``.
     """
 
     forward: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class LayerWeights(NamedTuple):
 
 
 class WeightUse(NamedTuple):
-    """One use of a gathered weight: in the forward, the recomputation or the backward of a microbatch."""
+    """One use of a gathered weight in the forward, the recomputation or the backward of a microbatch."""
 
     phase: str
     weight: str
@@ -43,8 +43,8 @@ def weight_order(
 
     Args:
         actions: the stage's actions. The gradients of weights ("W") use no weight.
-        layers: the layers of each virtual stage that the actions name.
-        chunks: number of chunks that use a weight sequentially, if there are several.
+        layers: the layers of each virtual stage in ``actions``.
+        chunks: number of chunks that use each weight sequentially, if more than one.
     """
     order: list[WeightUse] = []
 
@@ -66,19 +66,19 @@ def weight_order(
 def kept_after_use(
     order: Sequence[WeightUse], cached: Collection[str], cached_for_step: Collection[str] = ()
 ) -> list[bool]:
-    """Return for each use whether the gathered weight stays in memory after it.
+    """Return for each use whether the gathered weight stays in memory after the use.
 
-    A weight stays if the very next use is its own, such as another chunk's, from a recomputation until the backward,
-    and, if it is ``cached``, as long as the backward of a microbatch whose forward has used it is still to come.
-    Several microbatches may be in flight. Weights in ``cached_for_step`` stay until their last use.
+    A weight stays if the next use is a use of the same weight, such as another chunk's use, and from a recomputation
+    until the backward. Weights in ``cached`` also stay until the backwards of all microbatches in flight have used
+    them. Weights in ``cached_for_step`` stay until their last use.
     """
     remaining = Counter((use.weight, use.microbatch) for use in order if use.phase != FORWARD)
     uses = Counter(use.weight for use in order)
-    pending: Counter[str] = Counter()  # uses to come in backwards of microbatches in flight
+    pending: Counter[str] = Counter()  # number of later uses in the backwards of microbatches in flight
     kept = []
     for use, following in zip(order, [*order[1:], None], strict=True):
         if use.phase == FORWARD:
-            # Moving the count makes a second forward use of the weight add nothing.
+            # pop: a second use of the weight in the same forward must not add the count again.
             pending[use.weight] += remaining.pop((use.weight, use.microbatch), 0)
         else:
             pending[use.weight] -= 1
@@ -94,17 +94,17 @@ def kept_after_use(
 def weights_ahead(
     order: Sequence[WeightUse], count: int, never_gathered: Collection[str] = ()
 ) -> list[tuple[str, ...]]:
-    """Return for each use the weights of the ``count`` uses that follow: those to gather while it computes.
+    """Return for each use the weights to prefetch during it: the weights of the next ``count`` uses.
 
-    Uses of weights in ``never_gathered`` do not count. Links are idle during such uses, so a use before them has
-    as many more weights. A microbatch's first weights are not gathered behind the backward of the one
-    before.
+    Uses of weights in ``never_gathered`` do not count. Links are idle during such uses, so the preceding use prefetches
+    one more weight for each of them. The backward of a microbatch does not prefetch the first weights of the next
+    microbatch.
     """
     ahead: list[tuple[str, ...]] = []
     upcoming: deque[str] = deque()  # weights to gather, up to the next microbatch's forward
-    idle = 0  # uses before the first of them that gather nothing
+    idle = 0  # number of following uses that gather nothing
     for use, following in zip(reversed(order), [None, *reversed(order)], strict=False):
-        if following == use:  # of another chunk
+        if following == use:  # another chunk's use
             ahead.append(ahead[-1])
             continue
         if following is not None and following.weight in never_gathered:
@@ -119,53 +119,53 @@ def weights_ahead(
     return ahead[::-1]
 
 
-_MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds a full gradient in memory
+_MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds an unsharded gradient in memory
 
-Tensor = TypeVar("Tensor")  # a gathered weight, or the gradient of one
+Tensor = TypeVar("Tensor")  # a gathered weight or its gradient
 Pending = TypeVar("Pending")  # a collective in flight
 
 
 class WeightDevice(Protocol[Tensor, Pending]):
-    """The operations of a device on weights, which have names, and on their gradients."""
+    """The operations of a device on weights, by name, and on their gradients."""
 
     def is_split(self, weight: str) -> bool:
         """Return whether z splits the weight."""
 
     def start_gather(self, weight: str) -> Pending:
-        """Start to gather the weight over z, in the compute dtype."""
+        """Start the all-gather of the weight over z, in the compute dtype."""
 
     def start_scatter(self, weight: str, gradient: Tensor) -> Pending:
-        """Start to sum the gradient of the gathered weight over z; each rank receives its part."""
+        """Start the reduce-scatter of the gathered weight's gradient over z."""
 
     def wait(self, pending: Pending) -> Tensor:
         """Wait for a collective and return its result."""
 
     def gradient(self, weight: str) -> Tensor | None:
-        """Return the gradient that a weight has so far."""
+        """Return the accumulated gradient of a weight, or None."""
 
     def set_gradient(self, weight: str, gradient: Tensor) -> None:
-        """Set the gradient of a weight that z does not split, which contains the earlier gradient."""
+        """Set the gradient of a weight that z does not split. It contains the earlier gradient."""
 
     def add_gradient(self, weight: str, part: Tensor) -> None:
-        """Add this rank's part of a reduce-scatter over z to the gradient of a weight."""
+        """Add the result of a reduce-scatter over z to the gradient of a weight."""
 
 
 class WeightSchedule(Generic[Tensor, Pending]):
-    """The gathered weights of a stage through a step.
+    """The gathered weights of a stage during a step.
 
     Args:
-        device: carries out the collectives.
+        device: executes the collectives.
         overlap: which communication overlaps with computation.
     """
 
     def __init__(self, device: WeightDevice[Tensor, Pending], overlap: OverlapConfig):
         self.device, self.overlap = device, overlap
         self.ready: dict[str, Tensor] = {}  # gathered weights that stay in memory
-        self.gathering: dict[str, Pending] = {}  # weights in flight
+        self.gathering: dict[str, Pending] = {}  # all-gathers in flight
         self._scattering: deque[tuple[str, Pending]] = deque()
         self._accumulated: dict[str, Tensor] = {}  # partially accumulated gradients
-        self._missing: dict[str, int] = {}  # number of terms that these gradients lack
-        self._terms: Mapping[str, int] = {}
+        self._missing: dict[str, int] = {}  # number of contributions that these gradients lack
+        self._terms: Mapping[str, int] = {}  # number of contributions to each gradient
         self.order: Sequence[WeightUse] = ()
         self.kept: Sequence[bool] = ()
         self._ahead: Sequence[tuple[str, ...]] = ()
@@ -182,14 +182,13 @@ class WeightSchedule(Generic[Tensor, Pending]):
         """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
 
         Args:
-            order: every use of a weight; without an order nothing is gathered ahead.
+            order: every use of a weight; without an order nothing is prefetched.
             cached: weights that stay gathered until their backward.
             cached_for_step: weights that stay gathered until their last use.
-            terms: number of contributions to a weight's gradient before its reduce-scatter over z, if not one.
-            continued: weights that earlier microbatches of the step have gathered, with the gradients that they have
-                accumulated.
+            terms: number of contributions to a weight's gradient before its reduce-scatter over z; 1 by default.
+            continued: weights that earlier microbatches of the step have gathered, and their accumulated gradients.
         """
-        assert self.position == len(self.order) - 1, "the last order was not finished"
+        assert self.position == len(self.order) - 1, "the previous order is not finished"
         self.order, self.kept, self.position = order, kept_after_use(order, cached, cached_for_step), -1
         unsplit = {use.weight for use in order if not self.device.is_split(use.weight)}
         prefetch = self.overlap.prefetch if self.overlap.all_gather else 0
@@ -200,7 +199,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
 
     @property
     def last_used(self) -> str | None:
-        """The weight that a layer has used last in this step."""
+        """The weight that was used last in this step."""
         return self.order[self.position].weight if 0 <= self.position < len(self.order) else None
 
     @property
@@ -209,9 +208,9 @@ class WeightSchedule(Generic[Tensor, Pending]):
         return self.order[following] if following < len(self.order) else None
 
     def gather(self, weight: str, phase: str | None = None) -> Tensor:
-        """Wait for a gathered weight, return it, and start to gather the weights that follow.
+        """Wait for a gathered weight, return it, and prefetch the following weights.
 
-        ``phase``: the phase of the use, for a check; None: no check.
+        ``phase``: the phase of the use, which is checked against the order; None: no check.
         """
         kept, ahead = phase == RECOMPUTATION, tuple[str, ...]()
         if self.order:
@@ -234,15 +233,16 @@ class WeightSchedule(Generic[Tensor, Pending]):
         return value
 
     def earlier_gradient(self, weight: str) -> Tensor | None:
-        """Return the sum to which the gradient of a gathered weight is added next, or None."""
+        """Return the accumulated gradient to which the next gradient of a gathered weight is added, or None."""
         if weight in self._accumulated:
             return self._accumulated[weight]
         return None if self.device.is_split(weight) else self.device.gradient(weight)
 
     def scatter(self, weight: str, compute: Callable[[Tensor | None], Tensor]) -> None:
-        """Compute the gradient of a gathered weight and sum it over z, perhaps later, but before ``finish`` returns.
+        """Compute the gradient of a gathered weight, and reduce-scatter it over z after the last contribution.
 
-        ``compute`` returns the gradient, added to its argument if that is not None.
+        ``compute`` returns the gradient, added to its argument if that is not None. The reduce-scatter ends before
+        ``finish`` returns.
         """
         earlier = self.earlier_gradient(weight)
         self._accumulated.pop(weight, None)
@@ -269,10 +269,10 @@ class WeightSchedule(Generic[Tensor, Pending]):
         while self._scattering:
             self._add_gradient()
         for pending in self.gathering.values():
-            self.device.wait(pending)  # a collective that was started must end before its memory is used again
+            self.device.wait(pending)  # a collective must end before its memory is reused
         self.gathering.clear()
         self.ready.clear()
-        assert not self._missing, "a gradient has fewer terms than its description says"
+        assert not self._missing, "a gradient has fewer contributions than its description says"
         remaining, self._terms = self.order[self.position + 1 :], {}
         self.order, self.kept, self._ahead, self.position = (), (), (), -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"

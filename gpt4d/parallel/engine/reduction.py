@@ -1,7 +1,7 @@
-"""Gradient buckets, when they are reduced over the batch axes, and when updated rows are gathered. No torch here.
+"""Gradient buckets, and the times of their reductions and of the all-gathers of updated rows. No torch here.
 
-The gradient reducer (gpt4d.parallel.gradient_reducer) and the planner build the same buckets from the same specs, and
-carry out the same decisions, each on a device of its own.
+The gradient reducer (gpt4d.parallel.gradient_reducer) and the planner build the same buckets from the same specs. Both
+execute the decisions of ``GradientSums``, each on its own device.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,19 +16,19 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 32 << 20  # below, latency dominates; above, i
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose gradients are summed together."""
+    """Parameters whose gradients one collective per axis reduces."""
 
     names: tuple[str, ...]
     elements: int  # elements of all gradients on one device
-    axes: tuple[str, ...]  # to sum over, inner first
-    sharded: bool  # each rank of the last axis needs only its rows of the sum
+    axes: tuple[str, ...]  # the axes to reduce over, innermost first
+    sharded: bool  # the gradients are reduce-scattered over the last axis, not all-reduced
 
 
 def default_bucket_bytes(gradient_bytes: int) -> int:
-    """Return the size in bytes of the buckets in which gradients of ``gradient_bytes`` in total are reduced.
+    """Return the size in bytes of the gradient buckets for gradients of ``gradient_bytes`` in total.
 
-    A bucket has 1/32 of the gradients, within bounds. The first reduction then starts early in the backward, and little
-    is left when the backward ends.
+    A bucket has 1/32 of the gradients, within bounds. So the first reduction starts early in the backward, and little
+    is left to reduce when the backward ends.
     """
     return min(max(gradient_bytes // 32, _MIN_BYTES), _MAX_BYTES)
 
@@ -43,8 +43,9 @@ def gradient_buckets(
 ) -> Iterator[Bucket]:
     """Yield the buckets in the order in which the backward completes them, about the reverse of ``parameters``.
 
-    Gradients of z-sharded weights arrive summed over z. Along axes that do not split what a parameter acts on, its
-    copies have equal gradients and need no sum. A bucket is closed once it has ``max_bytes``.
+    Gradients of z-sharded weights have already been reduce-scattered over z. Along an axis that does not split the
+    samples or tokens that a parameter acts on, its replicas have equal gradients and need no all-reduce. A bucket is
+    closed when it has ``max_bytes``.
     """
 
     def kind(spec: ParameterSpec) -> tuple[int, tuple[str, ...], bool]:
@@ -73,9 +74,9 @@ def gradient_buckets(
         yield Bucket(tuple(names), filled, axes, sharded)
 
 
-_MAX_INFLIGHT_GATHERS = 2  # transfers share a link: a further gather delays the gather that is needed first
+_MAX_INFLIGHT_GATHERS = 2  # collectives share a link: a third gather delays the gather that is needed first
 
-Packed = TypeVar("Packed")  # the gradients or the rows of a bucket's parameters, side by side
+Packed = TypeVar("Packed")  # the gradients or the rows of a bucket's parameters in one buffer
 Pending = TypeVar("Pending")  # a collective in flight
 
 
@@ -83,63 +84,65 @@ class GradientDevice(Protocol[Packed, Pending]):
     """The operations of a device on the gradients of a bucket."""
 
     def pack(self, bucket: Bucket) -> Packed:
-        """Copy the gradients of the parameters side by side, and release the separate gradients."""
+        """Copy the gradients of the parameters into one buffer, and release the separate gradients."""
 
     def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: Packed) -> Pending:
-        """Start the collective ``kind``, an ``all_reduce`` or a ``reduce_scatter``, over an axis."""
+        """Start the collective ``kind``, ``all_reduce`` or ``reduce_scatter``, over an axis."""
 
     def wait(self, pending: Pending) -> Packed:
         """Wait for a collective and return its result."""
 
     def unpack(self, bucket: Bucket, total: Packed) -> None:
-        """Give each parameter its gradient."""
+        """Set each parameter's gradient from the reduced buffer."""
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
-        """Start to gather the rows of the parameters that the ranks of the bucket's last axis have updated."""
+        """Start the all-gather of the parameters' updated rows over the bucket's last axis."""
 
     def write_rows(self, bucket: Bucket, rows: Packed) -> None:
         """Copy the gathered rows into the parameters."""
 
 
 class GradientSums(Generic[Packed, Pending]):
-    """The sums of a stage's gradients.
+    """Decides when the gradients of a stage are reduced.
 
-    The sum of a bucket starts when its last gradient is complete, and overlaps with the backward of earlier layers. A
-    bucket with several axes is summed over one axis at a time. The next axis starts when another bucket starts.
+    The reduction of a bucket starts when its last gradient is complete, and overlaps with the backward of earlier
+    layers. A bucket with several axes is reduced over one axis at a time. The reduction over the next axis starts when
+    another bucket starts.
 
     Args:
-        device: carries out the sums.
-        buckets: in the order in which the backward completes them.
-        overlap: sums overlap with the backward.
+        device: executes the reductions.
+        buckets: the buckets in the order in which the backward completes them.
+        overlap: reductions overlap with the backward.
     """
 
     def __init__(self, device: GradientDevice[Packed, Pending], buckets: Sequence[Bucket], overlap: bool):
         self.device, self.buckets, self.overlap = device, buckets, overlap
         self.sent: dict[Bucket, Pending] = {}
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
-        self._beside_backward = overlap
-        self._missing: dict[Bucket, int] = {}  # terms that gradients of this step still lack
-        self._axes_left: dict[Bucket, Sequence[str]] = {}  # of sent buckets: the axes to sum over after the current one
+        self._overlaps_backward = overlap
+        self._missing: dict[Bucket, int] = {}  # number of contributions that a bucket's gradients lack in this step
+        self._axes_left: dict[Bucket, Sequence[str]] = {}  # axes that a bucket in flight is reduced over next
         self._to_gather: list[Bucket] = []  # buckets whose updated rows other ranks lack, in reverse order of use
-        self._arriving: dict[Bucket, Pending] = {}  # rows that other ranks have updated
+        self._arriving: dict[Bucket, Pending] = {}  # all-gathers of updated rows in flight
 
     def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
-        """Start a step in which each parameter's gradient has the given number of ``terms``. ``finish`` ends it.
+        """Start a step. ``finish`` ends it.
 
-        ``beside_backward`` false: all sums start in ``finish``.
+        ``terms``: number of contributions to each parameter's gradient. If ``beside_backward`` is false, all reductions
+        start in ``finish``.
         """
-        self._beside_backward = self.overlap and beside_backward
+        self._overlaps_backward = self.overlap and beside_backward
         self._missing = {bucket: sum(terms.get(name, 0) for name in bucket.names) for bucket in self.buckets}
 
     def note_term(self, name: str) -> None:
-        """Note that a term has been added to a gradient, and start the bucket's sum after the last term."""
+        """Count a contribution to a gradient, and start the bucket's reduction after the last contribution."""
         if bucket := self._bucket_of.get(name):
             self._missing[bucket] = self._missing.get(bucket, 0) - 1
-            if self._beside_backward and self._missing[bucket] == 0:
+            if self._overlaps_backward and self._missing[bucket] == 0:
                 self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        assert bucket not in self.sent, f"a gradient of {bucket.names} has more terms than its description says"
+        assert bucket not in self.sent, f"a gradient of {bucket.names} has more contributions than its description says"
         waiting = list(self._axes_left)
         self._start_sum(bucket, bucket.axes, self.device.pack(bucket))
         self._continue_sums(waiting)
@@ -156,7 +159,7 @@ class GradientSums(Generic[Packed, Pending]):
             self._start_sum(bucket, self._axes_left.pop(bucket), self.device.wait(self.sent[bucket]))
 
     def finish(self) -> None:
-        """End a step's backward: all gradients are summed."""
+        """End a step's backward: reduce the remaining gradients, and wait for all reductions."""
         for bucket in self.buckets:
             if bucket not in self.sent:
                 self._send(bucket)
@@ -168,7 +171,7 @@ class GradientSums(Generic[Packed, Pending]):
         self._missing.clear()
 
     def start_row_gathers(self) -> None:
-        """Start to gather the rows that other ranks have updated, a few buckets at a time in the order of their use."""
+        """Start the all-gathers of updated rows, a few buckets at a time, in the order of the next forward."""
         self._to_gather = [bucket for bucket in self.buckets if bucket.sharded]
         for _ in range(_MAX_INFLIGHT_GATHERS):
             self._gather_next()

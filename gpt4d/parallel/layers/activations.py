@@ -1,4 +1,4 @@
-"""Elementwise functions: GELU, SiLU, SwiGLU, GeGLU (Shazeer, 2020) and dropout. No torch here.
+"""Activation functions (GELU, SiLU, SwiGLU and GeGLU; Shazeer, 2020) and dropout. No torch here.
 
 Dropout masks depend on (seed, layer, sample, position) only. They are equal on every grid and in a recomputation.
 """
@@ -12,19 +12,19 @@ from gpt4d.parallel.symbolic.kernels import Function, Kernel, TorchFunction, ker
 
 @kernel
 def gelu(x):
-    """Return ``gelu(x)``, approximated by tanh."""
+    """Return ``gelu(x)`` with the tanh approximation."""
     return x.like()
 
 
 @kernel(fused=True)
 def gelu_gradients(d_out, x, bias):
-    """Return the gradient of the input [tokens, features], and its sum over all tokens for ``bias``."""
+    """Return the gradients of the input [tokens, features] and of ``bias``, the input's gradient summed over tokens."""
     return x.like(), bias.like()
 
 
 @kernel(fused=True)
 def swiglu(gate_and_up):
-    """Return ``silu(gate) · up``, [..., features], of the two [..., 2, features] side by side."""
+    """Return ``silu(gate) · up``, [..., features]. ``gate_and_up``: both tensors stacked, [..., 2, features]."""
     return gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1]))
 
 
@@ -36,7 +36,7 @@ def swiglu_gradient(d_out, gate_and_up):
 
 @kernel(fused=True)
 def geglu(gate_and_up):
-    """Return ``gelu(gate) · up``, approximated by tanh. Shapes as for ``swiglu``."""
+    """Return ``gelu(gate) · up`` with the tanh approximation. Shapes as for ``swiglu``."""
     return gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1]))
 
 
@@ -59,7 +59,7 @@ def silu_gradient(d_out, x):
 
 
 class GeluFunction(Function):
-    """``gelu(x)`` of [tokens, features]. ``x`` contains a bias, whose gradient is returned."""
+    """``gelu(x)`` of [tokens, features]. ``x`` contains ``bias``, whose gradient the backward also returns."""
 
     @staticmethod
     def forward(ctx, x, bias):
@@ -73,7 +73,7 @@ class GeluFunction(Function):
 
 
 class GatedFunction(Function):
-    """The activation of a gate times ``up``. Only the input is saved."""
+    """An activation function of ``gate``, times ``up``. Only the input is saved."""
 
     output: ClassVar[Kernel]
     gradient: ClassVar[Kernel]
@@ -116,33 +116,33 @@ class SiluFunction(TorchFunction):
 
 
 def silu(x: Any) -> Any:
-    """Return ``x · sigmoid(x)``."""
+    """Return ``x · sigmoid(x)``, saving ``x`` only."""
     return SiluFunction.apply(x)
 
 
 def gelu_of_biased(x: Any, bias: Any) -> Any:
-    """Return ``gelu(x)``. The gradient of ``bias``, which a linear layer has added to ``x``, is computed here."""
+    """Return ``gelu(x)``, and compute the gradient of ``bias``, which a linear layer has added to ``x``."""
     return GeluFunction.apply(x, bias)
 
 
 @kernel(fused=True)
 def dropped(x, rows, offset: int, p: float):
-    """Return ``x`` [*rows, columns], divided by ``1 - p``, where the mask of ``random.keep_mask`` keeps it, else 0."""
+    """Return ``x / (1 - p)`` where ``random.keep_mask`` keeps an element of ``x`` [*rows, columns], else 0."""
     return x.like()
 
 
 @kernel
 def row_keys(samples, places, key: int):
-    """Return the key of the mask of each row, int64, from the index of its sample and its place there."""
+    """Return the key of each row's mask, int64, from the sample of the row and its position in the sample."""
     return samples.like()
 
 
 class DropoutFunction(Function):
-    """Dropout of [*rows, columns], whose mask is computed again in the backward."""
+    """Dropout of [*rows, columns]. The backward recomputes the mask."""
 
     @staticmethod
     def forward(ctx, x, rows, offset: int, p: float):
-        # Not saved with autograd: a recomputation ends with the last tensor that is, so before the product of ``x``.
+        # Not saved with autograd: a recomputation stops at the last saved tensor, here before the product ``x``.
         ctx.mask = rows, offset, p
         return dropped(x, *ctx.mask)
 
@@ -153,7 +153,7 @@ class DropoutFunction(Function):
 
 @dataclass(frozen=True)
 class DropoutSpec(LayerSpec):
-    """Drops features of [tokens, features over ``axis``] with probability ``p`` while training.
+    """Dropout of [tokens, features over ``axis``] with probability ``p``, active while training.
 
     gpt4d.model.init sets the layer's ``key`` from the seed and the layer's name.
     """

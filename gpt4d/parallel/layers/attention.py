@@ -1,6 +1,6 @@
-"""The core of self-attention. Axes of the grid split the heads, so no rank needs another rank's. No torch here.
+"""Scaled dot-product attention. Axes of the grid split the heads, so it needs no communication. No torch here.
 
-Shapes: B sequences, S positions, T tokens of all sequences, h heads of this rank, s size of a head.
+Shapes: B: sequences; S: positions; T: tokens of all sequences; h: this rank's heads; s: size of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def local_heads(heads: int, axes: Sequence[Any]) -> tuple[int, int]:
-    """Return the first head of this rank and how many it has, where ``axes``, outermost first, split them."""
+    """Return this rank's first head and its number of heads. ``axes`` split all ``heads``, outermost first."""
     first = 0
     for axis in axes:
         heads //= axis.size
@@ -37,9 +37,8 @@ def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
 def window_mask(q, documents, cache, window: int):
     """Return 0 for each key that a query attends to and -inf for other keys, [S, S] in the dtype of ``q``.
 
-    A query attends to the last ``window`` keys up to its own token. With documents or with a cache of keys and values,
-    it attends to those of them that these allow, and the mask is [B, 1, S, keys]. On an NVIDIA GPU it is None where the
-    kernel takes documents.
+    A query attends to the last ``window`` keys up to its own token. Documents or a key-value cache restrict the keys
+    further, and the mask is [B, 1, S, keys]. Return None if an NVIDIA GPU runs variable-length attention.
     """
     return q.like((q.shape[1], q.shape[1]))
 
@@ -49,7 +48,7 @@ def window_mask(q, documents, cache, window: int):
 
 @planned_kernel
 def repeated_heads(x, times: int):
-    """Return [B, S, heads, s] with each head ``times`` in a row."""
+    """Return [B, S, heads, s] with each head repeated ``times`` times."""
     return x.like((*x.shape[:2], x.shape[2] * times, x.shape[3]))
 
 
@@ -60,7 +59,7 @@ def sums_of_repeated(d_out, times: int):
 
 
 class RepeatedHeadsFunction(TorchFunction):
-    """Heads [B, S, heads, s] of which each serves ``times`` queries, repeated for each of them."""
+    """Key-value heads [B, S, heads, s], each repeated for the ``times`` query heads that it serves."""
 
     torch_name = "repeated"
 
@@ -78,34 +77,33 @@ class RepeatedHeadsFunction(TorchFunction):
 
 
 def _attention_flops(q, k, *_: Any) -> int:
-    """Return the FLOPs of the two products of attention.
+    """Return the FLOPs of the two products of attention without a mask.
 
-    The half that a causal mask leaves runs about half as fast as a large product: its FLOPs count. Other masks save
-    nothing.
+    A causal mask halves the FLOPs, but the remaining half runs at about half the speed of a large product.
     """
     return 4 * math.prod(q.shape) * k.shape[1]
 
 
 @planned_kernel(flops=_attention_flops)
 def fused_attention(q, k, v, mask):
-    """Return the attended values [B, S, h, s] and a statistic of each row of scores, [B, h, S]."""
+    """Return the output [B, S, h, s] and a statistic of each row of scores, [B, h, S]."""
     batch, length, heads, _ = q.shape
     return q.like(), q.like((batch, heads, length), wide_dtype(q))
 
 
 @planned_kernel(flops=lambda d_out, *inputs: 2.5 * _attention_flops(*inputs))
 def fused_attention_gradients(d_out, q, k, v, out, statistics, *masks):
-    """Return the gradients of queries, keys and values. The scores are computed again."""
+    """Return the gradients of queries, keys and values. The kernel recomputes the scores."""
     return q.like(), k.like(), v.like()
 
 
 class AttentionFunction(TorchFunction):
-    """Attended values [T, h·s] of queries, keys and values [B, S, h, s], from torch's fused kernels.
+    """The output [T, h·s] of attention on queries, keys and values [B, S, h, s], from torch's fused kernels.
 
-    ``documents`` limit the attention, on an NVIDIA GPU through the kernel that takes their lengths and computes nothing
-    between them. ``mask``: the keys that each query attends to; None: those up to its own token if it is ``causal``,
-    else all. ``window``, with documents: as for ``AttentionSpec``; a mask limits the attention to it elsewhere.
-    ``scale``: as for ``AttentionSpec``. The planner has no documents.
+    ``documents`` restrict the attention. On an NVIDIA GPU, variable-length attention takes their lengths and skips keys
+    of other documents. ``mask``: the keys that each query attends to; None: the keys up to its own token if ``causal``,
+    else all keys. ``window`` applies to variable-length attention; in other cases the mask contains it. ``scale``: as
+    for ``AttentionSpec``. The planner has no documents.
     """
 
     torch_name = "attention"
@@ -131,13 +129,13 @@ def copied(x):
 
 
 def _as_batch(x):
-    """Return [B, S, h, s] as a batch of matrices, one for each head: a copy if their distances in memory differ."""
+    """Return [B, S, h, s] as a batch of matrices, one per head: a copy if no single stride describes the batch."""
     return x if 1 in (x.shape[0], x.shape[2]) else copied(x)
 
 
 @planned_kernel(flops=lambda q, k: 2 * math.prod(q.shape) * k.shape[1])
 def score_products(q, k):
-    """Return the products of all queries and all keys, [B, h, S, S]."""
+    """Return the products of queries and keys, [B, h, S, S]."""
     batch, length, heads, _ = q.shape
     return q.like((batch, heads, length, k.shape[1]))
 
@@ -150,13 +148,13 @@ def scaled_scores(scores):
 
 @planned_kernel(unread=("scores",))
 def later_keys(scores):
-    """Return which keys are behind each query's token, [S, S]."""
+    """Return the causal mask [S, S], True for keys after the query's token."""
     return scores.like(scores.shape[-2:], "bool")
 
 
 @planned_kernel
 def masked_scores(scores, hidden):
-    """Return scores, or their gradients, with a constant where keys are hidden."""
+    """Return scores, or their gradients, with a constant at masked keys."""
     return scores.like()
 
 
@@ -174,12 +172,12 @@ def softmax_gradient(d_weights, weights):
 
 @planned_kernel(flops=lambda weights, values: 2 * math.prod(weights.shape) * values.shape[3])
 def weighted_sums(weights, values):
-    """Return the sums of ``values`` [B, S, h, s] by weights, or by gradients, [B, h, S, S] in either direction."""
+    """Return the products of weights or gradients [B, h, S, S], or of their transpose, with ``values`` [B, S, h, s]."""
     return values.like()
 
 
 class ScoresFunction(TorchFunction):
-    """Scores [B, h, S, S] of queries and keys [B, S, h, s], ``-inf`` where ``mask`` hides a key.
+    """Scores [B, h, S, S] of queries and keys [B, S, h, s], with ``-inf`` at masked keys.
 
     Arguments as for ``AttentionFunction``.
     """
@@ -220,7 +218,7 @@ class SoftmaxFunction(TorchFunction):
 
 
 class MixedValuesFunction(TorchFunction):
-    """Sums [T, h·s] of values [B, S, h, s] by attention weights [B, h, S, S]."""
+    """The product [T, h·s] of attention weights [B, h, S, S] and values [B, S, h, s]."""
 
     torch_name = "mixed_values"
 
@@ -229,7 +227,7 @@ class MixedValuesFunction(TorchFunction):
         v = _as_batch(v)
         ctx.save_for_backward(weights, v)
         out = weighted_sums(weights, v)
-        if out.shape[2] > 1:  # the heads of a token side by side
+        if out.shape[2] > 1:  # makes the heads of a token contiguous
             out = copied(out)
         return out.flatten(0, 1).flatten(1)
 
@@ -245,24 +243,24 @@ class MixedValuesFunction(TorchFunction):
 
 @dataclass(frozen=True)
 class AttentionSpec(LayerSpec):
-    """The attention of heads: queries, keys and values → [T, h·s].
+    """Multi-head attention: queries, keys and values → [T, h·s].
 
-    The axis ``stream`` splits the features of the residual stream. Where it splits the heads too (ATP paper, §3.2), no
-    rank repeats another's attention: the product before scatters its output, instead of all-reducing it,
-    and the one after gathers its input.
+    The axis ``stream`` splits the features of the residual stream. If it splits the heads too (ATP paper, §3.2), no
+    computation is replicated. The preceding product then reduce-scatters its output instead of all-reducing it, and
+    the following product all-gathers its input.
 
-    Without dropout of the attention weights it uses torch's fused kernels. With dropout the weights are computed
-    explicitly, because the dropout mask depends on the global heads and samples; gpt4d.model.init sets the layer's
-    ``key`` from the seed and the layer's name.
+    Without dropout of attention weights, torch's fused kernels compute the attention. With dropout the weights are
+    computed explicitly, because the dropout mask depends on the global heads and samples. gpt4d.model.init sets the
+    layer's ``key`` from the seed and the layer's name.
 
     Attributes:
         heads: global number of heads.
-        dropout: probability with which attention weights are dropped while training.
-        causal: a token attends to itself and to the tokens before it; else to all of its sample, as pixels do.
-        stream: splits the features of the residual stream.
-        parts: the number that the axes that split the heads must divide; None: the heads.
-        window: a token attends to at most so many tokens, itself and those right before it; None: no limit. Only causal
-            attention without dropout has a window.
+        dropout: dropout probability of attention weights while training.
+        causal: a token attends to itself and to earlier tokens; else to all tokens of its sample, as pixels do.
+        stream: the axis that splits the features of the residual stream.
+        parts: the sizes of the axes that split the heads must divide this number; None: the number of heads.
+        window: maximum number of tokens that a token attends to, itself included; None: no limit. A window requires
+            causal attention without dropout.
         scale: factor of the products of queries and keys; None: 1/sqrt(size of a head).
     """
 
@@ -275,24 +273,24 @@ class AttentionSpec(LayerSpec):
     scale: float | None = None
 
     def prepare(self, layer: BoundLayer) -> None:
-        assert self.window is None or (self.causal and self.dropout == 0), "only causal attention has a window"
+        assert self.window is None or (self.causal and self.dropout == 0), "a window needs causality and no dropout"
         context = layer.context
         axes = [context.grid.axis(name) for name in context.head_axes(self.parts or self.heads, self.stream)]
         layer.first_head, layer.heads = local_heads(self.heads, axes)
         layer.key = 0
 
     def forward(self, layer: BoundLayer, q: Any, k: Any, v: Any, tokens: Any) -> Any:
-        """Return the attended values of each token.
+        """Return the output [T, h·s].
 
         Args:
             layer: the layer of this spec.
             q: queries [B, S, h, s].
-            k: keys [B, S, heads, s]. If they have fewer heads than the queries, each serves equally many queries.
-            v: values, shaped as ``k``.
-            tokens: the tokens that they come from (gpt4d.parallel.layers.sequence).
+            k: keys [B, S, heads, s], with h heads or with fewer heads, each of which serves equally many queries.
+            v: values, shaped like ``k``.
+            tokens: the tokens of q, k and v (gpt4d.parallel.layers.sequence).
         """
         documents, mask = tokens.documents, None
-        assert documents is None or (self.causal and tokens.cache is None), "documents limit causal training only"
+        assert documents is None or (self.causal and tokens.cache is None), "documents need causality and no cache"
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(layer, k, v), tokens.cache.mask
         if self.window is not None and self.window < k.shape[1]:
@@ -310,7 +308,7 @@ class AttentionSpec(LayerSpec):
 
     @cached_property
     def _masks(self) -> WeakKeyDictionary[Any, Any]:
-        """The masks of the window by the tokens, one for all layers that share this spec."""
+        """The window mask of each microbatch's tokens, which all layers of this spec share."""
         return WeakKeyDictionary()
 
     def _window_mask(self, q: Any, tokens: Any, window: int) -> Any:
@@ -321,7 +319,7 @@ class AttentionSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class FusedAttentionSpec(AttentionSpec):
-    """The same of queries, keys and values in one tensor [T, 3, h·s], the output of a fused product."""
+    """Attention on queries, keys and values in one tensor [T, 3, h·s], the output of a fused product."""
 
     def forward(self, layer: BoundLayer, qkv: Any, tokens: Any) -> Any:  # type: ignore[override]
         q, k, v = qkv.unflatten(0, (-1, tokens.length)).unflatten(-1, (layer.heads, -1)).unbind(2)

@@ -1,4 +1,4 @@
-"""The core of attention in torch."""
+"""The kernels of attention, in torch."""
 
 import math
 
@@ -11,6 +11,7 @@ from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 
 
 def repeated(x, times: int):
+    """Repeat each head of [B, S, heads, s] ``times`` times."""
     return x.repeat_interleave(times, 2)
 
 
@@ -24,6 +25,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ):
+    """Return scaled dot-product attention of [B, S, h, s] as [tokens, h·s]."""
     if documents is not None:
         if _takes_documents(q):
             return _attention_of_documents(q, k, v, documents.starts, window, scale).flatten(1)
@@ -34,6 +36,7 @@ def attention(
 
 
 def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, window: int):
+    """Return the additive mask of a sliding window; None if variable-length attention applies the window."""
     if documents is not None and _takes_documents(q):
         return None
     allowed = None if documents is None else documents.mask
@@ -46,30 +49,31 @@ def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, win
 
 
 def _takes_documents(q: torch.Tensor) -> bool:
-    """Return whether torch's kernel of flash attention takes documents of such queries, each with its own length."""
+    """Return whether torch's variable-length flash attention supports queries with the dtype and size of ``q``."""
     if q.device.type != "cuda" or torch.version.hip or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    # Some GPUs compute no gradients of larger heads.
+    # Some GPUs do not support the backward for larger heads.
     return q.shape[-1] % 8 == 0 and q.shape[-1] <= 192 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _attention_of_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, window: int | None, scale: float | None
 ) -> torch.Tensor:
-    """Return the attended values, [tokens, heads, size], of [sequences, length, heads, size] with documents inside.
+    """Return variable-length attention of [sequences, length, heads, size] as [tokens, heads, size].
 
-    ``starts``: as ``Documents.starts``. No document is longer than a sequence.
+    ``starts`` is ``Documents.starts``. No document is longer than a sequence.
     """
     from torch.nn.attention.varlen import varlen_attn  # its import takes two seconds
 
-    longest, limits = q.shape[1], (-1 if window is None else window - 1, 0)  # of keys before and behind the query
+    longest, limits = q.shape[1], (-1 if window is None else window - 1, 0)  # limits: keys before and after the query
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=limits)
-    assert isinstance(attended, torch.Tensor)  # not a pair: nothing else has been asked for
+    assert isinstance(attended, torch.Tensor)  # a tuple is returned only with return_aux
     return attended
 
 
 def scores(q, k, mask, causal: bool, scale: float | None = None):
+    """Return the scaled products of queries and keys, [B, h, S, S], with -inf at masked positions."""
     q, k = (x.transpose(1, 2) for x in (q, k))
     found = q @ k.transpose(-1, -2)
     found = found / math.sqrt(q.shape[-1]) if scale is None else found * scale
@@ -81,10 +85,12 @@ def scores(q, k, mask, causal: bool, scale: float | None = None):
 
 
 def softmax(scores):
+    """Apply softmax to the last dim."""
     return scores.softmax(-1)
 
 
 def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
+    """Return the dropout key of each row of attention weights, int64 [B, heads, length]."""
     device = sample_ids.device
     numbers = torch.arange(first_head, first_head + heads, device=device)
     rows = random.fold(random.fold(key, sample_ids)[:, None], numbers)[..., None]
@@ -92,4 +98,5 @@ def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
 
 
 def mixed_values(weights, v):
+    """Return ``weights @ v`` as [tokens, h·s]."""
     return (weights @ v.transpose(1, 2)).transpose(1, 2).flatten(0, 1).flatten(1)

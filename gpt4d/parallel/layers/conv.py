@@ -1,6 +1,6 @@
 """Convolutions on the 4-D grid: Algorithm 1 of the 4D paper with input and output channels as k and n. No torch here.
 
-Activations are [samples, height, width, channels], channels last as features are. Samples are split over data and z.
+Activations are channels-last, [samples, height, width, channels]. Samples are split over data and z.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpt4d.parallel.symbolic.kernels import kernel
 class Convolution:
     """A convolution (gpt4d.parallel.layers.product.Operation) with a weight [out, in, kh, kw], or [in, out, kh, kw].
 
-    With ``upsampling`` the pixels of the input are repeated first. The saved input and its gradient have the shape
-    before the repetition. ``in_first``: input channels are the first dim of the weight.
+    With ``upsampling``, the pixels of the input are repeated first. The saved input and its gradient have the shape
+    before upsampling. ``in_first``: input channels are the first dim of the weight.
     """
 
     stride: tuple[int, int]
@@ -36,7 +36,7 @@ class Convolution:
         return self.convolved_size([extent * self.upsampling for extent in size], kernel_size)
 
     def convolved_size(self, size: Sequence[int], kernel_size: Sequence[int]) -> tuple[int, int]:
-        """Return height and width of the output for an enlarged input of ``size``."""
+        """Return height and width of the output for an upsampled input of ``size``."""
         height, width = (
             (extent + 2 * padding - kernel) // stride + 1
             for extent, padding, kernel, stride in zip(size, self.padding, kernel_size, self.stride, strict=True)
@@ -90,23 +90,23 @@ def sums_of_repeated(d_large, factor: int):
 
 @kernel(flops=_forward_flops)
 def convolution(x, weight, bias, settings: Convolution):
-    """Return the output for an enlarged input, [B, height, width, out channels], contiguous."""
+    """Return the output for an upsampled input, [B, height, width, out channels], contiguous."""
     size = settings.convolved_size(x.shape[1:3], weight.shape[2:])
     return x.like((x.shape[0], *size, weight.shape[1 if settings.in_first else 0]))
 
 
 @kernel(flops=_input_gradient_flops, unread=("x",))
 def convolution_input_gradient(d_out, weight, x, settings: Convolution):
-    """Return the gradient of the enlarged input ``x``, contiguous without upsampling."""
+    """Return the gradient of ``x`` after upsampling. It is contiguous if there is no upsampling."""
     return x.like(_enlarged_shape(x, settings.upsampling))
 
 
 @kernel(flops=_weight_gradient_flops, unread=("weight",))
 def convolution_weight_gradient(d_out, x, weight, settings: Convolution):
-    """Return the gradient of the gathered weight for an enlarged input.
+    """Return the gradient of the gathered weight for an upsampled input.
 
-    On a CPU it has the dtype of its shard ``weight``. On a GPU it has the dtype of the activations: the result of bf16
-    activations is rounded to bf16 once.
+    On a CPU it has the dtype of its shard ``weight``. On a GPU it has the dtype of the activations, so it is rounded to
+    bf16 once if these are bf16.
     """
     channels = (x.shape[-1], d_out.shape[-1]) if settings.in_first else (d_out.shape[-1], x.shape[-1])
     return weight.like((*channels, *weight.shape[2:]))
@@ -120,30 +120,30 @@ def as_stored(gradient, weight):
 
 @kernel
 def add_gradient_(earlier, gradient):
-    """Add a weight's gradient to an earlier sum of such gradients in place."""
+    """Add a weight's gradient to the accumulated gradient in place."""
     return earlier
 
 
 @dataclass(frozen=True)
 class Conv2dSpec(LayerSpec):
-    """``[B, height, width, in_channels] → [B, height, width, out_channels]``.
+    """A convolution, ``[B, height, width, in_channels] → [B, height, width, out_channels]``.
 
-    With ``NORMAL`` axes y splits the input channels and x the output channels. With ``TRANSPOSED`` axes x and y
-    exchange their roles, so that the input is the output of a normal convolution. No axis (None) splits the channels
-    of images.
+    With ``NORMAL`` axes, y splits the input channels and x the output channels. With ``TRANSPOSED`` axes, x and y
+    exchange their roles, so that the input is the output of a normal convolution. None instead of an axis: no axis
+    splits these channels, such as the channels of images.
 
     Attributes:
         in_channels: global number of input channels.
         out_channels: global number of output channels.
-        kernel: height and width of the kernel; one number stands for both, also in ``stride`` and ``padding``.
-        axes: axes that split the input's and the output's channels.
-        stride: distance between the places of the kernel.
-        padding: zeros around the image.
-        upsampling: repeat each pixel of the input so many times along height and width first.
-        bias: add a bias after the sum over the contracted axis.
+        kernel: height and width of the kernel, or one number for both; ``stride`` and ``padding`` likewise.
+        axes: the axes that split the channels of the input and of the output.
+        stride: stride of the convolution, in pixels.
+        padding: zero padding on each side, in pixels.
+        upsampling: factor by which each pixel of the input is first repeated along height and width.
+        bias: add a bias after the all-reduce over the contracted axis.
         std: standard deviation of the initial weight; None for the standard deviation of torch's initial values.
-        scatter_output: the contracted axis splits the output's channels too: a sum that is scattered, of a layer whose
-            input and output have the same layout (``axes`` (a, None)).
+        scatter_output: reduce-scatter the output over its channels, so that input and output have the same layout.
+            ``axes`` must be (a, None).
     """
 
     in_channels: int
@@ -181,8 +181,8 @@ class Conv2dSpec(LayerSpec):
     def parameters(self) -> dict[str, ParameterSpec]:
         """Return weight [out, in, *kernel] and bias [out]; the weight is [in, out, *kernel] if no axis splits out.
 
-        So z, which splits the stored rows, splits the channels that there are many of: the last convolution of a U-Net
-        has three output channels.
+        z splits the first dim of the stored weight. If no axis splits the output channels, they can be as few as the
+        three of a U-Net's last convolution, so the input channels come first.
         """
         std = (3 * self.in_channels * math.prod(self.kernel)) ** -0.5 if self.std is None else self.std
         channels, split = (self.in_channels, self.out_channels), tuple(self.axes)
@@ -197,7 +197,7 @@ class Conv2dSpec(LayerSpec):
     def prepare(self, layer: BoundLayer) -> None:
         contracted, produced = map(layer.context.grid.axis, self.axes)
         split = FEATURES if self.scatter_output else None
-        layer.product = ProductContext(layer.context, self.operation, contracted, produced, inner_split=split)
+        layer.product = ProductContext(layer.weights, self.operation, contracted, produced, inner_split=split)
 
     async def forward(self, layer: BoundLayer, x_BHWC: Any) -> Any:
         return await multiply(x_BHWC, layer.weight, layer.bias if self.bias else None, layer.product)

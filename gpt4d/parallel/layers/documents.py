@@ -1,4 +1,4 @@
-"""Documents that share a sequence of tokens: attention and positions stay inside one."""
+"""Documents packed into sequences of tokens. Attention and positions do not cross a document's boundaries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of some sequences. A document that continues in another sequence counts as one in each.
+    """The documents of some sequences. A document that continues in the next sequence counts once in each sequence.
 
     Attributes:
-        indices: [sequences, length], int64: how many documents end before each token of its sequence.
-        counts: documents in each sequence, on the host, so that the host need not wait for a GPU.
+        indices: [sequences, length], int64: number of documents that end before each token of the sequence.
+        counts: number of documents in each sequence, on the host, so that reading them does not wait for a GPU.
     """
 
     indices: torch.Tensor
@@ -22,36 +22,36 @@ class Documents:
 
     @classmethod
     def ending_with(cls, token: int, ids: torch.Tensor, on_host: torch.Tensor | None = None) -> "Documents":
-        """Return the documents of sequences of token ids, [sequences, length], that ``token`` ends.
+        """Return the documents of the sequences ``ids`` [sequences, length], each of which ends with ``token``.
 
-        ``on_host``: the same ids, where the host need not wait for them.
+        ``on_host``: the same ids in host memory, if available, to avoid waiting for a GPU.
         """
         ends = (ids == token).long()
-        # A document that ends with the last token begins no other.
+        # No document begins after the last token.
         counts = 1 + ((ids if on_host is None else on_host)[:, :-1] == token).sum(1)
         return cls(ends.cumsum(1) - ends, counts.tolist())
 
     def chunk(self, count: int) -> list["Documents"]:
-        """Return the documents of each of ``count`` equal parts of the sequences."""
+        """Split the sequences into ``count`` equal chunks and return the documents of each chunk."""
         size = len(self.counts) // count
         parts = enumerate(self.indices.split(size))
         return [Documents(indices, self.counts[index * size : (index + 1) * size]) for index, indices in parts]
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[sequences, length]: place of each token in its document."""
+        """[sequences, length]: position of each token in its document."""
         places = torch.arange(self.indices.shape[1], device=self.indices.device)
         return places - torch.where(self._begins, places, 0).cummax(1).values
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """[sequences, 1, query, key], boolean: keys of the query's document, up to itself."""
+        """[sequences, 1, query, key], boolean: True for keys of the query's document at or before the query."""
         return (self.indices[:, None, :, None] == self.indices[:, None, None, :]).tril_()
 
     @cached_property
     def starts(self) -> torch.Tensor:
-        """[documents + 1], int32: the first token of each document of all sequences in turn; last, how many tokens."""
-        document_numbers = self._begins.flatten().cumsum(0)  # of each token, from 1
+        """[documents + 1], int32: offset of each document in the flattened sequences, and the total length."""
+        document_numbers = self._begins.flatten().cumsum(0)  # each token's document, counted from 1
         numbers = torch.arange(1, sum(self.counts) + 2, device=document_numbers.device)
         return torch.searchsorted(document_numbers, numbers, out_int32=True)
 

@@ -1,6 +1,6 @@
-"""Embeddings of tokens, of positions and of the timesteps of a diffusion (Nichol & Dhariwal, 2021). No torch here.
+"""Embeddings of tokens, positions and diffusion timesteps (Nichol & Dhariwal, 2021). No torch here.
 
-x splits the vocabulary, and z splits each rank's rows once more in storage. y splits the hidden features.
+x splits the vocabulary, and z splits each rank's stored rows further. y splits the hidden features.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def _rows_bytes(table, ids) -> int:
-    """Return the bytes of the rows of a table at ``ids``, which are read and written, and of the ids."""
+    """Return the bytes of reading and writing the rows of ``table`` at ``ids``, and of reading the ids."""
     return 2 * math.prod(ids.shape) * table.nbytes // table.shape[0] + ids.nbytes
 
 
 @kernel(moved=lambda table, ids, first: _rows_bytes(table, ids))
 def look_up(table, ids, first: int):
-    """Return the rows of a table that begins with row ``first``, their places in it, and which rows are elsewhere."""
+    """Return rows of a table that starts with id ``first``, their local indices, and a mask of other ranks' ids."""
     return table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like(dtype="bool")
 
 
 @kernel
 def clear_(rows, elsewhere):
-    """Set the rows that are elsewhere to zero, in place."""
+    """Set the rows of other ranks' ids to zero in place."""
     return rows
 
 
 @kernel(unread=("weight",))
 def cleared(d_rows, elsewhere, weight):
-    """Return the gradients of rows in the dtype of ``weight``, zero for rows that are elsewhere."""
+    """Return the gradients of rows in the dtype of ``weight``, zero for other ranks' ids."""
     return d_rows.like(dtype=weight.dtype)
 
 
@@ -83,11 +83,11 @@ def multiplied(x, factor: float):
 
 
 class LookupFunction(Function):
-    """Rows of a table of which each rank of x holds a contiguous range; rows of other ranks are zero before the sum."""
+    """Rows of a table, of which each rank of x holds a contiguous range. The ranks' results are reduced over x."""
 
     @staticmethod
     def forward(ctx, weight, ids, weights, scatter: bool):
-        table, axis = weights.gather(weight), weights.grid.x
+        table, axis = weights.gather(weight), weights.context.grid.x
         rows, local, elsewhere = look_up(table, ids, axis.index * table.shape[0])
         if axis.size > 1:
             rows = clear_(rows, elsewhere)
@@ -100,16 +100,16 @@ class LookupFunction(Function):
     def backward(ctx, d_rows):
         local, elsewhere = ctx.saved_tensors
         if ctx.scatter:
-            d_rows = ctx.weights.grid.x.all_gather(d_rows, parameter=ctx.weight)
-        # Each rank of x has the full gradient of the sum, including the gradient of its own rows. It adds them up in
-        # the master's dtype, since the row of a frequent token is a sum of thousands.
+            d_rows = ctx.weights.context.grid.x.all_gather(d_rows, parameter=ctx.weight)
+        # Each rank of x has the gradient of all rows and accumulates the gradients of its own rows. It does so in the
+        # master dtype, because the row of a frequent token accumulates thousands of gradients.
         d_rows = cleared(d_rows, elsewhere, ctx.weight)
         ctx.weights.scatter(ctx.weight, lambda earlier: table_gradient(d_rows, local, ctx.rows, earlier))
         return None, None, None, None
 
 
 class PositionsFunction(Function):
-    """``x`` with the rows of a table for the positions 0 … length-1 of each sequence."""
+    """``x`` plus the rows of a table for the positions 0 … length-1 of each sequence."""
 
     @staticmethod
     def forward(ctx, x, weight, length: int):
@@ -122,7 +122,7 @@ class PositionsFunction(Function):
 
 
 class RowsAtFunction(Function):
-    """``x`` with the rows of a table at given positions."""
+    """``x`` plus the rows of a table at given positions."""
 
     @staticmethod
     def forward(ctx, x, weight, positions):
@@ -153,9 +153,9 @@ class TokenEmbeddingSpec(LayerSpec):
     """Token ids [batch, sequence] → [tokens, hidden over y] of this rank's tokens, in the compute dtype.
 
     Attributes:
-        rows: the padded vocabulary. Padding is never looked up, and the loss leaves it out.
+        rows: size of the padded vocabulary. No token id refers to padding, and the loss ignores it.
         hidden: global number of features.
-        used: the vocabulary; None: there is no padding.
+        used: size of the vocabulary without padding; None: there is no padding.
         std: standard deviation of the initial weight.
     """
 
@@ -165,13 +165,13 @@ class TokenEmbeddingSpec(LayerSpec):
     std: float = 0.02
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Return the table [vocabulary, hidden]: vocabulary over x and, as stored, z; hidden over y."""
+        """Return the table [vocabulary, hidden]: x and z split the stored vocabulary, y splits hidden."""
         unpadded, layout = None if self.used is None else (self.used, self.hidden), Layout(("x", "z"), ("y",))
         shape = (self.rows, self.hidden)
         return {"weight": ParameterSpec(shape, layout, unpadded, std=self.std, decay=True, streamed=True)}
 
     def forward(self, layer: BoundLayer, ids: Any, tokens: Any) -> Any:
-        return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.context, tokens.axis.size > 1)
+        return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.weights, tokens.axis.size > 1)
 
 
 @dataclass(frozen=True)
@@ -207,14 +207,14 @@ class EmbeddingFactorSpec(LayerSpec):
         return FactorFunction.apply(x, self.factor)
 
 
-WHOLE = Axes(None, None)
+UNSHARDED = Axes(None, None)
 
 
 @kernel
 def sinusoids(timesteps, channels: int):
     """Return cosines and then sines of timesteps [B] at frequencies from 1 down to 1/10000, float32 [B, channels].
 
-    float64 timesteps give float64. ``channels`` is even.
+    The result is float64 for float64 timesteps. ``channels`` is even.
     """
     return timesteps.like((*timesteps.shape, channels), wide_dtype(timesteps))
 
@@ -233,13 +233,13 @@ def times_and_plus(x, factor, shift):
 
 @planned_kernel
 def times_one(x):
-    """Return a copy of ``x``: torch.addcmul's backward multiplies both factors by a number, which is 1."""
+    """Return a copy of ``x``: the backward of torch.addcmul multiplies both factors by ``value``, which is 1."""
     return x.like()
 
 
 @planned_kernel
 def products(d_out, factor):
-    """Return ``d_out`` times an activation, or times a tensor [B, channels]."""
+    """Return ``d_out`` times an activation or a tensor [B, channels]."""
     return d_out.like()
 
 
@@ -270,7 +270,7 @@ class ScaleShiftFunction(TorchFunction):
 
 @dataclass(frozen=True)
 class TimeEmbeddingSpec(LayerSpec):
-    """Timesteps [B] → [B, hidden], the same on every rank of x and y.
+    """Timesteps [B] → [B, hidden], replicated over x and y.
 
     Attributes:
         channels: number of sinusoids of a timestep.
@@ -284,8 +284,8 @@ class TimeEmbeddingSpec(LayerSpec):
 
     def layers(self) -> dict[str, LayerSpec]:
         return {
-            "up": LinearSpec(self.channels, self.hidden, axes=WHOLE, std=self.std),
-            "down": LinearSpec(self.hidden, self.hidden, axes=WHOLE, std=self.std),
+            "up": LinearSpec(self.channels, self.hidden, axes=UNSHARDED, std=self.std),
+            "down": LinearSpec(self.hidden, self.hidden, axes=UNSHARDED, std=self.std),
         }
 
     async def forward(self, layer: BoundLayer, timesteps: Any) -> Any:
@@ -295,7 +295,7 @@ class TimeEmbeddingSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class ScaleShiftSpec(LayerSpec):
-    """Scales and shifts [B, height, width, channels over ``axis``]; a linear layer computes both from the embedding.
+    """``x · (1 + scale) + shift`` of [B, height, width, channels over ``axis``], both linear in the embedding.
 
     Attributes:
         hidden: number of features of the embedding.

@@ -1,6 +1,6 @@
-"""GroupNorm over channels that an axis splits: on every grid, a group consists of the same channels. No torch here.
+"""GroupNorm over channels that an axis splits. A group consists of the same channels on every grid. No torch here.
 
-Weight and bias are masters, and their gradients are summed in the masters' dtype, whatever the dtype of the channels.
+Weight and bias are master weights. Their gradients are accumulated in the master dtype.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that a rank's channels belong to: of one activation, or of a concatenation as it is stored.
+    """The groups of a rank's channels, in the stored order of an activation or of a concatenation.
 
-    Statistics of groups are [B, groups here], statistics of channels [B, channels here].
+    Statistics of groups are [B, local groups], statistics of channels [B, local channels].
     """
 
-    own: tuple[int, ...]  # the group of each channel of this rank
-    count: int  # number of groups
+    own: tuple[int, ...]  # the group of each local channel
+    count: int  # number of local groups
 
 
 @kernel(converts=True)
 def widened(x):
-    """Return ``x`` in the dtype of its statistics."""
+    """Convert ``x`` to the dtype of its statistics."""
     return x if x.dtype == wide_dtype(x) else x.like(dtype=wide_dtype(x))
 
 
 @kernel
 def moments(wide, groups):
-    """Return the mean of this rank's channels of each group and the sum of squared deviations from it, [B, groups].
+    """Return mean and sum of squared deviations of this rank's channels of each group, [B, groups].
 
-    Deviations are those from the mean of a channel, and means are combined (Chan et al.): no difference of large
-    squares.
+    The moments of each channel are computed first and then combined (Chan et al.), without subtracting large squares.
     """
     return wide.like((wide.shape[0], groups.count)), wide.like((wide.shape[0], groups.count))
 
 
 @kernel
 def with_counts(mean, squares, groups):
-    """Return the number of this rank's channels in each group with its moments, [1, 3, B, groups]."""
+    """Return the number of this rank's channels in each group, stacked with the moments, [1, 3, B, groups]."""
     return mean.like((1, 3, *mean.shape))
 
 
@@ -56,43 +55,43 @@ def combined_moments(parts, size: int, plane: int):
 
 @kernel
 def variance_of(squares, count: int):
-    """Return sums of squared deviations divided by the ``count`` of values."""
+    """Return sums of squared deviations divided by ``count``, the number of values."""
     return squares.like()
 
 
 @kernel(unread=("x",))
 def normalized_groups(x, wide, mean, variance, weight, bias, groups, epsilon: float):
-    """Return the output in the dtype of ``x``, and two statistics of each channel's group, [B, channels].
+    """Return the output in the dtype of ``x``, and mean and rstd of each channel's group, both [B, channels].
 
-    These are the mean and the reciprocal of the standard deviation. ``wide``: ``x`` in the dtype of its statistics.
+    ``wide`` is ``x`` in the dtype of its statistics.
     """
     return x.like(), wide.like((x.shape[0], x.shape[-1])), wide.like((x.shape[0], x.shape[-1]))
 
 
 @kernel
 def sums_of_channels(d_out, x, mean, rstd):
-    """Return the normalized input, the wide gradient of the output, and sums over pixels, [2, B, channels]."""
+    """Return the normalized input, ``d_out`` in the statistics' dtype, and two sums over pixels, [2, B, channels]."""
     wide = d_out if d_out.dtype == rstd.dtype else d_out.like(dtype=rstd.dtype)
     return x.like(dtype=rstd.dtype), wide, rstd.like((2, *rstd.shape))
 
 
 @kernel
 def sums_of_groups(of_channels, weight, groups):
-    """Return the sums over this rank's channels of each group that the gradient of the input needs, [2, B, groups]."""
+    """Return the two sums over this rank's channels of each group that the input's gradient needs, [2, B, groups]."""
     return of_channels.like((*of_channels.shape[:-1], groups.count))
 
 
 @kernel(unread=("x",))
 def group_norm_gradients(x, d_out, normal, weight, rstd, of_channels, sums, groups, count: int):
-    """Return the gradients of the input, of the weight and of the bias. ``count``: pixels times channels of a group."""
+    """Return the gradients of input, weight and bias. ``count``: number of pixels times channels per group."""
     return x.like(), weight.like(), weight.like()
 
 
 class GroupNormFunction(Function):
     """``(x - mean) / sqrt(variance + epsilon) · weight + bias`` over the pixels and channels of each group.
 
-    If ``axis`` cuts a group, its ranks exchange statistics of all groups; otherwise each rank has its own unsharded
-    groups, and ``axis`` is one of this device alone. ``size``: channels of a group.
+    If ``axis`` splits a group, its ranks exchange the statistics of all groups. Otherwise each rank has complete
+    groups, and ``axis`` has size 1. ``size``: number of channels per group.
     """
 
     @staticmethod
@@ -124,9 +123,9 @@ class GroupNormSpec(LayerSpec):
     """``[B, height, width, channels over axis]`` → the same; statistics are float32, or float64 for float64 inputs.
 
     Attributes:
-        groups: number of groups of all channels.
-        channels: global number of channels of each part of a concatenation (gpt4d.parallel.layers.linear), or of
-            the only part. Groups are consecutive in the order of the parts.
+        groups: global number of groups.
+        channels: global number of channels of each concatenated tensor (gpt4d.parallel.layers.linear), or of the
+            only tensor. Groups are consecutive in the order of the tensors.
         axis: splits the channels.
         epsilon: added to the variance.
     """
@@ -142,7 +141,7 @@ class GroupNormSpec(LayerSpec):
         return {"weight": replace(bias, mean=1.0), "bias": bias}
 
     def is_cut(self, ranks: int) -> bool:
-        """Return whether an axis of so many ranks puts channels of one group on different ranks."""
+        """Return whether an axis of size ``ranks`` splits the channels of any group over several ranks."""
         return sharding.cuts_groups(self.channels, self.groups, ranks)
 
     def prepare(self, layer: BoundLayer) -> None:
@@ -151,7 +150,7 @@ class GroupNormSpec(LayerSpec):
         local = len(group_of) // axis.size
         own, count = group_of[axis.index * local : (axis.index + 1) * local], self.groups
         cut = self.is_cut(axis.size)
-        if not cut:  # count the groups that are here only
+        if not cut:  # number the local groups only
             number = {group: number for number, group in enumerate(sorted(set(own)))}
             own, count = [number[group] for group in own], len(number)
         layer.groups = Groups(tuple(own), count)

@@ -1,8 +1,8 @@
 """Keys and values of grouped-query attention, and rotary position embedding (Su et al., 2021). No torch here.
 
-The axes that split the heads of queries split the columns of keys and values equally, even where there are more ranks
-than heads of keys and values. A rank then has a part of a head and gathers the rest. No rank stores or computes a
-column that another rank has, and gradients need no further all-reduce.
+The axes that split the query heads split the columns of keys and values equally, even if there are more ranks than
+key-value heads. In that case a rank computes a part of a key-value head and all-gathers the rest. No column is
+replicated, so gradients need no further all-reduce.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def stacked_columns(k, v):
 
 @planned_kernel(unread=("heads",))
 def head_indices(heads, numbers: tuple[int, ...]):
-    """Return the numbers of heads as a tensor."""
+    """Return the indices of heads as a tensor."""
     return heads.like((len(numbers),), "int64")
 
 
@@ -40,7 +40,7 @@ def copied_heads(heads, indices):
 
 @planned_kernel
 def gradient_of_heads(d_heads, count: int):
-    """Return the gradient of all ``count`` heads here: the gradient of some of them, and zeros."""
+    """Return the gradient of all ``count`` local heads: ``d_heads`` for the selected heads, and zeros."""
     return d_heads.like((*d_heads.shape[:-2], count, d_heads.shape[-1]))
 
 
@@ -59,7 +59,7 @@ class StackedFunction(TorchFunction):
 
 
 class ConsecutiveHeadsFunction(TorchFunction):
-    """Heads ``first`` to ``stop`` of [..., heads, size], on the same memory."""
+    """A view of heads ``first`` to ``stop`` of [..., heads, size]."""
 
     torch_name = "consecutive"
 
@@ -74,7 +74,7 @@ class ConsecutiveHeadsFunction(TorchFunction):
 
 
 class SelectedHeadsFunction(TorchFunction):
-    """Copies of the heads of [..., heads, size] with these ``numbers``, of which some are equal."""
+    """Copies of the heads of [..., heads, size] with the indices ``numbers``, which may repeat."""
 
     torch_name = "selected"
 
@@ -90,61 +90,60 @@ class SelectedHeadsFunction(TorchFunction):
 
 
 class _Gathering:
-    """The collectives of one gathering of features."""
+    """The collectives of one all-gather of features and of its backward."""
 
     def __init__(self, axis: Any):
         self.axis = axis
-        self.gradient: Any = None  # the gradient of the part, in flight
+        self.gradient: Any = None  # reduce-scatter of the shard's gradient
 
 
-class PartFunction(Function):
-    """A rank's part of the features. Its backward waits for the gradient that WholeFunction's has started to sum."""
+class FeatureShardFunction(Function):
+    """This rank's shard of the features. Its backward waits for the gradient's reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, part, gathering: _Gathering):
+    def forward(ctx, shard, gathering: _Gathering):
         ctx.gathering = gathering
-        return part.view_as(part)
+        return shard.view_as(shard)
 
     @staticmethod
-    def backward(ctx, d_part):
+    def backward(ctx, d_shard):
         gradient, ctx.gathering.gradient = ctx.gathering.gradient, None
         return gradient.wait(), None
 
 
-class WholeFunction(Function):
-    """The gathered features, each rank's gradient of which is a term of a sum."""
+class GatheredFeaturesFunction(Function):
+    """The gathered features. Its backward starts the reduce-scatter of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx, part, whole, gathering: _Gathering):
-        ctx.shape, ctx.gathering = part.shape, gathering
-        return whole.view_as(whole)
+    def forward(ctx, shard, gathered, gathering: _Gathering):
+        ctx.shape, ctx.gathering = shard.shape, gathering
+        return gathered.view_as(gathered)
 
     @staticmethod
-    def backward(ctx, d_whole):
-        ctx.gathering.gradient = start_scatter(d_whole, ctx.gathering.axis, FEATURES)
-        return placeholder(d_whole, ctx.shape), None, None
+    def backward(ctx, d_gathered):
+        ctx.gathering.gradient = start_scatter(d_gathered, ctx.gathering.axis, FEATURES)
+        return placeholder(d_gathered, ctx.shape), None, None
 
 
 async def gather_features(x: Any, axis: Any) -> Any:
-    """Return the features of all ranks of the axis; gradients are summed over it."""
+    """All-gather features over an axis; the backward reduce-scatters their gradients."""
     gathering = _Gathering(axis)
-    part = PartFunction.apply(x, gathering)
-    pending = start_gather(part.detach(), axis, FEATURES)
+    shard = FeatureShardFunction.apply(x, gathering)
+    pending = start_gather(shard.detach(), axis, FEATURES)
     await Turn()
-    return WholeFunction.apply(part, pending.wait(), gathering)
+    return GatheredFeaturesFunction.apply(shard, pending.wait(), gathering)
 
 
 @dataclass(frozen=True)
 class KeyValueHeadsSpec(LayerSpec):
-    """Columns of keys and of values [..., columns over axes] → the heads [..., heads, size] that this rank needs.
+    """Columns of keys and values [..., columns over axes] → the heads [..., heads, size] that this rank needs.
 
-    The axes that split the heads of queries split these columns.
+    The axes that split the query heads split these columns.
 
     Attributes:
-        heads: global number of heads of queries, which the axes divide.
-        key_value_heads: global number of heads of keys and values, which divides ``heads``. The axes divide their
-            columns.
-        parts: the number that the axes must divide.
+        heads: global number of query heads. The product of the axes' sizes divides it.
+        key_value_heads: global number of key-value heads, which divides ``heads``. The axes split their columns.
+        parts: the sizes of the axes must divide this number.
     """
 
     heads: int
@@ -158,11 +157,11 @@ class KeyValueHeadsSpec(LayerSpec):
         layer.gathered = axes[::-1][:gathered]
         first_here, layer.heads = local_heads(self.key_value_heads, axes[: len(axes) - gathered])
         served = sharding.head_of_query(self.heads, self.key_value_heads, *local_heads(self.heads, axes))
-        # The head of each of this rank's queries, among the heads here.
+        # The local key-value head of each of this rank's query heads.
         layer.head_of_query = tuple(head - first_here for head in served)
 
     async def forward(self, layer: BoundLayer, k: Any, v: Any) -> tuple[Any, Any]:
-        """Return as many heads as serve equally many consecutive queries each, or one head for each query."""
+        """Return key-value heads that serve equally many consecutive query heads, or one head per query head."""
         if layer.gathered:
             columns = StackedFunction.apply(k, v)
             for axis in layer.gathered:
@@ -172,7 +171,7 @@ class KeyValueHeadsSpec(LayerSpec):
 
 
 def _needed(columns: Any, layer: BoundLayer) -> Any:
-    """Return the heads that this rank's queries need, of [..., columns]."""
+    """Return the key-value heads that this rank's query heads need, from [..., columns]."""
     heads, numbers = columns.unflatten(-1, (layer.heads, -1)), layer.head_of_query
     first, stop = numbers[0], numbers[-1] + 1
     if not sharding.serves_equally(numbers):
@@ -184,19 +183,19 @@ def _needed(columns: Any, layer: BoundLayer) -> Any:
 
 @kernel(fused=True)
 def rotated(x, cos, sin, direction: int):
-    """Return pairs of features [..., heads, 2·pairs] rotated by angles, or, for ``direction`` -1, rotated back."""
+    """Rotate pairs of features [..., heads, 2·pairs] by the angles, or back if ``direction`` is -1."""
     return x.like()
 
 
 @kernel(unread=("like",))
 def rotations(positions, like, frequencies: Sequence[float], scale: float):
-    """Return the scaled cosines and sines of the angles, [batch, sequence, 1, pairs], at least float32."""
+    """Return the scaled cosines and sines of the angles, [batch, sequence, 1, pairs], in float32 or float64."""
     shape = (*positions.shape, 1, len(frequencies))
     return tuple(positions.like(shape, "float64" if like.dtype == "float64" else "float32") for _ in range(2))
 
 
 class RotationFunction(Function):
-    """Pairs of features rotated by angles of which ``cos`` and ``sin`` are given."""
+    """Pairs of features, rotated by angles with cosines ``cos`` and sines ``sin``."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -210,9 +209,9 @@ class RotationFunction(Function):
 
 
 class Rotary:
-    """Rotates the features of a head in pairs, ``size/2`` apart, by angles proportional to the token's position.
+    """Rotates pairs of a head's features, ``size/2`` apart, by angles proportional to the token's position.
 
-    Layers that share it compute the angles once for the tokens of each microbatch.
+    Layers that share an instance compute the angles once per microbatch.
 
     Args:
         frequencies: angle of each pair per position, in radians.

@@ -6,19 +6,23 @@ import torch
 
 
 def stacked(k, v):
+    """Stack keys and values to [2, ...]."""
     return torch.stack((k, v))
 
 
 def consecutive(heads, first: int, stop: int):
+    """Return a view of heads ``first`` to ``stop`` of [..., heads, size]."""
     return heads[..., first:stop, :]
 
 
 def selected(heads, numbers: Sequence[int]):
+    """Return copies of the heads with these ``numbers``, [..., numbers, size]."""
     return heads[..., list(numbers), :]
 
 
 def rotated(x, cos, sin, direction: int):
-    if torch.compiler.is_compiling():  # torch.compile does not take results that are parts of a tensor
+    """Rotate pairs of features, ``size/2`` apart, by ``direction`` times the angles."""
+    if torch.compiler.is_compiling():  # torch.compile does not support an out= argument that is a view
         first, second = x.chunk(2, -1)
         one, other = first * cos - direction * second * sin, second * cos + direction * first * sin
         return torch.cat((one, other), -1).to(x.dtype)
@@ -30,6 +34,7 @@ def rotated(x, cos, sin, direction: int):
 
 
 def rotations(positions, like, frequencies, scale: float):
+    """Return ``scale`` times cosine and sine of ``positions · frequencies``, [..., 1, pairs]."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     angles = positions[..., None, None] * torch.tensor(frequencies, dtype=dtype, device=like.device)
     return angles.cos() * scale, angles.sin() * scale

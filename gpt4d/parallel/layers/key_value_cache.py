@@ -1,4 +1,4 @@
-"""Keys and values of texts that a model continues, so that each forward computes new tokens alone."""
+"""The key-value cache of generation. With it, each forward computes only the new tokens."""
 
 from dataclasses import dataclass, field
 
@@ -10,31 +10,31 @@ from gpt4d.parallel.layers.documents import Documents
 
 @dataclass(eq=False)
 class KeyValueCache:
-    """The keys and values of each attention here, and where the tokens of the current forward belong.
+    """The keys and values of each attention layer on this rank, and the positions of the current forward's tokens.
 
-    Keys are in the places of their tokens: those of padding behind a text are overwritten when the text reaches them,
-    and no earlier token attends to them. ``begin`` describes the tokens of a forward.
+    Keys are stored at the indices of their tokens. Keys of padding after a text are overwritten when the text reaches
+    them, and no earlier token attends to them. ``begin`` describes the tokens of a forward.
 
     Attributes:
-        capacity: most tokens of a text.
-        places: [texts, tokens]: place of each token in its text.
+        capacity: maximum number of tokens of a text.
+        places: [texts, tokens]: index of each token in its text.
         positions: [texts, tokens]: position of each token in its document.
-        mask: [texts, 1, tokens, capacity]: the places that each token attends to.
+        mask: [texts, 1, tokens, capacity]: True for the indices that each token attends to.
     """
 
     capacity: int
     places: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)
     mask: torch.Tensor = field(init=False)
-    _kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _cached: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def begin(self, places: torch.Tensor, positions: torch.Tensor, documents: Documents | None = None) -> None:
         """Begin a forward.
 
         Args:
-            places: place of each token in its text, [texts, tokens].
-            positions: its position in its document.
-            documents: the documents of the texts, [texts, capacity]; None for texts of one.
+            places: index of each token in its text, [texts, tokens].
+            positions: position of each token in its document, [texts, tokens].
+            documents: the documents of the texts, [texts, capacity]; None if each text is one document.
         """
         self.places, self.positions = places, positions
         keys = torch.arange(self.capacity, device=places.device)
@@ -44,11 +44,11 @@ class KeyValueCache:
         self.mask = mask[:, None]
 
     def extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [texts, tokens, heads, size] of ``layer``. Return those of all positions."""
-        if layer not in self._kept:
+        """Store keys and values [texts, tokens, heads, size] and return the cached, [texts, capacity, heads, size]."""
+        if layer not in self._cached:
             shape = (k.shape[0], self.capacity, *k.shape[2:])
-            self._kept[layer] = k.new_zeros(shape), v.new_zeros(shape)
+            self._cached[layer] = k.new_zeros(shape), v.new_zeros(shape)
         texts = torch.arange(len(k), device=k.device)[:, None]
-        for whole, new in zip(self._kept[layer], (k, v), strict=True):
-            whole[texts, self.places] = new
-        return self._kept[layer]
+        for cached, new in zip(self._cached[layer], (k, v), strict=True):
+            cached[texts, self.places] = new
+        return self._cached[layer]

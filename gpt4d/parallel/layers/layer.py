@@ -1,7 +1,7 @@
-"""The spec of a layer: a frozen record that states its parameters and computes its forward. No torch here.
+"""The spec of a layer: a frozen dataclass that states its parameters and computes its forward. No torch here.
 
-``Layer(spec, context)`` is the layer of a spec in torch. It has the parameters as attributes and runs the spec's
-``forward``. The planner takes sizes and parameters from the spec.
+``Layer(spec, weights)`` (gpt4d.parallel.layers.module) is the torch module of a spec. It has the parameters as
+attributes and runs the spec's ``forward``. The planner reads sizes and parameters from the spec.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from gpt4d.parallel.layout import ParameterSpec
 
 
 class BoundLayer(Protocol):
-    """A layer with its parameters and the layers that it consists of, whose names are attributes.
+    """A layer with its parameters and its inner layers as attributes.
 
     Attributes:
-        context: the settings of the stage: its grid, its weights, dtypes, recomputation.
-        training: whether dropout drops.
+        context: grid and settings of the stage.
+        weights: the weights of the stage, which the layer gathers.
+        training: whether dropout is active.
     """
 
     context: Any
+    weights: Any
     training: bool
 
     def __getattr__(self, name: str) -> Any: ...
@@ -34,40 +36,40 @@ class LayerSpec:
     """The spec of one kind of layer. A subclass is a frozen dataclass of the layer's sizes."""
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Return the parameters by their names in the layer."""
+        """Return the layer's own parameters by name."""
         return {}
 
     def layers(self) -> dict[str, LayerSpec]:
-        """Return the layers that it consists of, by their names in the layer, in the order of their parameters."""
+        """Return the inner layers by name, in the order of their parameters."""
         return {}
 
     @cached_property
     def own_parameters(self) -> dict[str, ParameterSpec]:
-        """``parameters()``, the same objects at each call."""
+        """The result of ``parameters()``, computed once."""
         return self.parameters()
 
     @cached_property
     def children(self) -> dict[str, LayerSpec]:
-        """``layers()``, the same objects at each call."""
+        """The result of ``layers()``, computed once."""
         return self.layers()
 
     @cached_property
     def all_parameters(self) -> dict[str, ParameterSpec]:
-        """Its parameters and the parameters of its inner layers, by their names in it."""
+        """The parameters of the layer and of its inner layers, by qualified name."""
         inner = {f"{name}.{key}": p for name, child in self.children.items() for key, p in child.all_parameters.items()}
         return self.own_parameters | inner
 
     def prepare(self, layer: BoundLayer) -> None:
-        """Set further attributes of a layer that is being built."""
+        """Set further attributes of ``layer`` when it is built."""
 
     def forward(self, layer: BoundLayer, *inputs: Any) -> Any:
-        """Return the outputs of ``layer``; a coroutine if the layer communicates while other chunks compute."""
+        """Return the outputs of ``layer``, or a coroutine if its communication overlaps with other chunks."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LayersSpec(LayerSpec):
-    """Layers by name, which the layer around them calls."""
+    """A container of layers by name, which the enclosing layer calls."""
 
     named: Mapping[str, LayerSpec]
 

@@ -1,6 +1,6 @@
 """Linear layers on the 4-D grid (4D paper, Algorithm 1), the output head, and concatenations. No torch here.
 
-Shapes: B any number of batch dims, K input features, N output features, both this rank's part. A concatenation of
+Shapes: B: any number of batch dims. K and N: this rank's input features and output features. A concatenation of
 activations whose channels are split needs no communication.
 """
 
@@ -28,7 +28,7 @@ def _rows(x_BK) -> int:
 
 @kernel(flops=lambda x_BK, weight, *_: 2 * _rows(x_BK) * math.prod(weight.shape))
 def linear(x_BK, weight, bias, transposed: bool):
-    """Return ``x·W + b`` with a weight [K, *N], or [N, K] if it is ``transposed``, as an embedding is."""
+    """Return ``x·W + b`` with a weight [K, *N], or [N, K] if ``transposed``, as an embedding is."""
     return x_BK.like((*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:])))
 
 
@@ -39,7 +39,7 @@ def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
 
 
 def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
-    """Return the bytes of a CPU's converted factors, the first one block by block, and of the product of a block."""
+    """Return the bytes of factors that a CPU converts, the first factor in blocks of rows, and of a block's product."""
     if not weight.is_cpu:
         return 0
     count, converts = _rows(x_BK), x_BK.dtype != weight.dtype
@@ -60,7 +60,7 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
 def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
     """Return the gradient of the gathered weight in the dtype of its shard ``weight``, added to ``added_to`` if given.
 
-    On a GPU the kernel of the product adds it. A CPU converts both factors to the dtype of the weight.
+    On a GPU the kernel of the product adds it. On a CPU both factors are first converted to the dtype of the weight.
     """
     rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // _rows(x_BK) // math.prod(weight.shape[1:])
     return added_to or weight.like((rows, *weight.shape[1:]))
@@ -84,26 +84,26 @@ class Matmul:
 
 @dataclass(frozen=True)
 class LinearSpec(LayerSpec):
-    """``[B, in_features] → [B, out_features]``, or ``[B, num_fused, out_features]`` where ``num_fused`` is given.
+    """A linear layer, ``[B, in_features] → [B, out_features]``, or ``[B, num_fused, out_features]``.
 
-    Normal: y splits the input's features, x the output's. Transposed: x and y, so that its input is the output of a
-    normal layer. The batch is split over data and z.
+    In a normal layer y splits the input features and x the output features. In a transposed layer x and y exchange
+    their roles, so that its input is the output of a normal layer. The batch is split over data and z.
 
     Attributes:
         in_features: global number of input features.
         out_features: global number of output features.
         transposed: exchange the roles of x and y.
-        axes: the axes that split the features, if they are not the usual ones: x splits the residual stream, or no
-            axis splits the input or the output.
-        num_fused: number of matrices of ``out_features`` each in the weight, all split the same way: queries, keys
-            and values of the same heads are on the same rank.
-        bias: add a bias after the sum over the contracted axis.
-        bias_gradient: compute its gradient here; else a function of the output does.
+        axes: the axes that split the features, if not the default axes: x splits the residual stream, or no axis splits
+            the input or the output.
+        num_fused: number of matrices in the weight, each with ``out_features`` columns. All are split in the same way,
+            so that queries, keys and values of a head are on one rank.
+        bias: add a bias after the all-reduce over the contracted axis.
+        bias_gradient: compute the bias's gradient here; else a function of the output computes it.
         std: standard deviation of the initial weight.
         used: number of output features without padding; None for all.
-        heads: number of parts that the heads of an attention can be split into. The layer leads to the attention, or,
-            transposed, from it. The axis of the stream's features may split these heads too: then the output of a
-            normal layer is scattered, and the input of a transposed one is gathered.
+        heads: number of parts that the heads of an attention can be split into. A normal layer precedes the attention,
+            a transposed layer follows it. If the residual stream's axis splits the heads too, a normal layer
+            reduce-scatters its output, and a transposed layer all-gathers its input.
     """
 
     in_features: int
@@ -135,7 +135,7 @@ class LinearSpec(LayerSpec):
     def parameters(self) -> dict[str, ParameterSpec]:
         """Return weight [in, out] and bias [out], or [in, num_fused, out] and [num_fused, out].
 
-        z splits the stored rows once more.
+        z splits the stored rows further.
         """
         fused, columns = self.num_fused, sharding.named(self.split.produced)
         assert self.used is None or not (fused or self.bias), "only the columns of a plain weight can be padded"
@@ -150,7 +150,7 @@ class LinearSpec(LayerSpec):
         context, (contracted, produced) = layer.context, self.split
         splits_heads = self.heads is not None and self.stream_axis in context.head_axes(self.heads, self.stream_axis)
         layer.product = ProductContext(
-            context,
+            layer.weights,
             Matmul(),
             context.grid.axis(contracted),
             context.grid.axis(produced),
@@ -167,11 +167,11 @@ class LinearSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class TiedHeadSpec(LayerSpec):
-    """Logits [B, vocabulary over x] of [B, hidden over y] through a tied token embedding [vocabulary, hidden]."""
+    """Output head with a tied token embedding [vocabulary, hidden]: [B, hidden over y] → [B, vocabulary over x]."""
 
     def prepare(self, layer: BoundLayer) -> None:
         grid = layer.context.grid
-        layer.product = ProductContext(layer.context, Matmul(transposed_storage=True), grid.y, grid.x)
+        layer.product = ProductContext(layer.weights, Matmul(transposed_storage=True), grid.y, grid.x)
 
     async def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
         return await multiply(x_BK, embedding, None, layer.product)
@@ -179,25 +179,25 @@ class TiedHeadSpec(LayerSpec):
 
 @planned_kernel
 def side_by_side(*parts):
-    """Return parts [..., channels] as one tensor."""
+    """Return the concatenation of ``parts`` [..., channels] along channels."""
     return parts[0].like((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
 
 
 @planned_kernel
 def copied(part):
-    """Return a copy of a part."""
+    """Return a copy of one concatenated tensor."""
     return part.like()
 
 
-def _parts(whole, sizes: tuple[int, ...]):
-    """Return the parts of a concatenation: copies, or, where each part has one piece, views on its memory."""
-    pieces = whole.shape[-1] // sum(sizes)
-    views = tuple(whole.alias(shape=(*whole.shape[:-1], pieces * size)) for size in sizes)
+def _parts(concatenation, sizes: tuple[int, ...]):
+    """Return the tensors of a concatenation: views if each tensor has one piece, else copies."""
+    pieces = concatenation.shape[-1] // sum(sizes)
+    views = tuple(concatenation.alias(shape=(*concatenation.shape[:-1], pieces * size)) for size in sizes)
     return views if pieces == 1 else tuple(map(copied, views))
 
 
 class ConcatenationFunction(TorchFunction):
-    """The concatenation of the arguments but the last along channels. The last one: channels of a piece of each."""
+    """The concatenation of tensors along channels. The last argument is the number of channels per piece of each."""
 
     torch_name = "concatenated"
 
@@ -207,18 +207,18 @@ class ConcatenationFunction(TorchFunction):
         return side_by_side(*parts)
 
     @staticmethod
-    def backward(ctx, d_whole):
-        return *_parts(d_whole, ctx.sizes), None
+    def backward(ctx, d_out):
+        return *_parts(d_out, ctx.sizes), None
 
 
 class SeparationFunction(TorchFunction):
-    """The parts of a concatenation. ``sizes``: channels of a piece of each."""
+    """The tensors of a concatenation. ``sizes``: number of channels per piece of each tensor."""
 
     torch_name = "separated"
 
     @staticmethod
-    def forward(ctx, whole, sizes: tuple[int, ...]):
-        return _parts(whole, sizes)
+    def forward(ctx, concatenation, sizes: tuple[int, ...]):
+        return _parts(concatenation, sizes)
 
     @staticmethod
     def backward(ctx, *d_parts):
@@ -226,20 +226,19 @@ class SeparationFunction(TorchFunction):
 
 
 def concatenate(parts: Sequence[Any], channels: Sequence[int], pieces: int | None = None) -> Any:
-    """Return the concatenation of activations [..., channels] along channels, stored in the order of
-    gpt4d.parallel.layers.sharding.interleaved_order.
+    """Concatenate activations [..., channels] in the order of gpt4d.parallel.layers.sharding.interleaved_order.
 
     Args:
-        parts: this rank's channels of each activation; one axis splits them all.
-        channels: global number of channels of each.
-        pieces: that each activation is stored in; None: gpt4d.parallel.layers.sharding.interleaved_pieces.
+        parts: this rank's channels of each activation; the same axis splits all activations.
+        channels: global number of channels of each activation.
+        pieces: number of stored pieces per activation; None: gpt4d.parallel.layers.sharding.interleaved_pieces.
     """
     return ConcatenationFunction.apply(*parts, _sizes(channels, pieces))
 
 
-def separate(whole: Any, channels: Sequence[int], pieces: int | None = None) -> list[Any]:
-    """Return the parts of a concatenation [..., channels]: the inverse of ``concatenate``."""
-    return list(SeparationFunction.apply(whole, _sizes(channels, pieces)))
+def separate(concatenation: Any, channels: Sequence[int], pieces: int | None = None) -> list[Any]:
+    """Return the activations of a concatenation [..., channels]: the inverse of ``concatenate``."""
+    return list(SeparationFunction.apply(concatenation, _sizes(channels, pieces)))
 
 
 def _sizes(channels: Sequence[int], pieces: int | None) -> tuple[int, ...]:

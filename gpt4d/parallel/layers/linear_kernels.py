@@ -1,9 +1,9 @@
 """The kernels of linear layers and of concatenations.
 
-On x86 processors float32 products are oneDNN's, which uses AVX-512 wherever it exists. torch.mm calls MKL, which does
-so on Intel's processors only: on others with AVX-512 oneDNN is more than twice as fast.
+On x86 processors oneDNN computes float32 products, because it uses AVX-512 on every processor that has it. ``torch.mm``
+calls MKL, which uses AVX-512 on Intel's processors only; on AMD's, oneDNN is more than twice as fast.
 
-Weights are [K, *N], or [N, K] (``transposed``) as an embedding is.
+Weights are [K, *N], or [N, K] with ``transposed``, as an embedding is.
 """
 
 import functools
@@ -15,24 +15,24 @@ import torch
 
 from gpt4d.parallel.symbolic import kernels
 
-_LEAST_FLOPS = 1 << 22  # oneDNN computes products of at least so many FLOPs: it takes 15 us more to start than MKL
+_MIN_FLOPS = 1 << 22  # minimum size of a product for oneDNN, which takes 15 us longer to start than MKL
 
 
 @functools.cache
 def _one_dnn_linear() -> Callable | None:
-    """Return oneDNN's ``x @ weight.T + bias`` on dense tensors; None if torch has no such operation."""
+    """Return oneDNN's ``x @ weight.T + bias`` on dense tensors; None if torch does not provide it."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return None
-    # The one that torch.compile uses: torch has no public name for it.
+    # torch.compile uses this private operation; torch has no public name for it.
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``a @ b + bias`` of matrices, without a gradient."""
-    if a.dtype == torch.float32 and a.is_cpu and 2 * a.numel() * b.shape[1] >= _LEAST_FLOPS:
+    if a.dtype == torch.float32 and a.is_cpu and 2 * a.numel() * b.shape[1] >= _MIN_FLOPS:
         linear = _one_dnn_linear()
         if linear is not None:
-            # It copies a first matrix that is not contiguous: else the gradient of logits takes their memory twice.
+            # oneDNN copies a first factor that is not contiguous. For the gradient of logits, exchange the factors.
             if bias is None and not a.is_contiguous() and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
                 return linear(b.t(), a, None, "none", [], "").t().contiguous()
             return linear(a, b.t(), bias, "none", [], "")
@@ -40,11 +40,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``a @ b``, added up and returned in ``dtype``: the matrices may be bf16 and their product float32.
+    """Return ``a @ b`` accumulated in ``dtype``: the matrices may be bf16 and their product float32.
 
-    With a matrix ``added_to`` of that dtype the product is added to it in place, on a GPU by the kernel of the product
-    itself, and the sum is returned. On ROCm, whose libraries lack a product of another dtype, the product of bf16
-    matrices is rounded to bf16 once.
+    If ``added_to``, a matrix of that dtype, is given, the product is added to it in place and the sum is returned. On a
+    GPU the kernel of the product adds it. ROCm's libraries support no output of another dtype. There, the product of
+    bf16 matrices is rounded to bf16 once.
     """
     if a.is_cpu:
         return _wide_product(a, b, dtype, added_to)
@@ -60,7 +60,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
-    """Return ``product`` on a CPU: both matrices are converted to ``dtype``, ``a`` block by block."""
+    """Compute ``product`` on a CPU: convert both matrices to ``dtype``, ``a`` in blocks of rows."""
     wide, rows = b.to(dtype), len(a) if a.dtype == dtype else kernels.block_rows(a.shape[1])
     if added_to is None and len(a) <= rows:
         return matmul(a.to(dtype), wide)
@@ -77,17 +77,20 @@ def _matrix(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def linear(x_BK, weight, bias, transposed: bool):
+    """Return ``x @ W + b`` as [..., *N]."""
     rows, w = x_BK.reshape(-1, x_BK.shape[-1]), _matrix(weight, transposed)
     out = matmul(rows, w, None if bias is None else bias.flatten())
     return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:]))
 
 
 def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
+    """Return ``d_out @ W.T`` in the shape of ``x_BK``."""
     w = _matrix(weight, transposed)
     return matmul(d_out_BN.view(-1, w.shape[1]), w.t()).view(x_BK.shape)
 
 
 def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
+    """Return ``x.T @ d_out``, accumulated in the dtype of ``weight`` into ``added_to`` if given."""
     rows = x_BK.reshape(-1, x_BK.shape[-1])
     d_rows = d_out_BN.view(len(rows), math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
     left, right = (d_rows, rows) if transposed else (rows, d_rows)
@@ -98,9 +101,11 @@ def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
 
 
 def concatenated(*arguments):
+    """Interleave blocks of ``sizes`` channels of the tensors along the last dim."""
     *parts, sizes = arguments
     return torch.cat([part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True)], -1).flatten(-2)
 
 
-def separated(whole, sizes: tuple[int, ...]):
-    return tuple(part.flatten(-2) for part in whole.unflatten(-1, (-1, sum(sizes))).split(sizes, -1))
+def separated(concatenation, sizes: tuple[int, ...]):
+    """Split interleaved blocks of ``sizes`` channels into separate tensors."""
+    return tuple(part.flatten(-2) for part in concatenation.unflatten(-1, (-1, sum(sizes))).split(sizes, -1))

@@ -1,10 +1,10 @@
-"""Cross-entropy of logits whose vocabulary x splits: no rank ever holds a full row. No torch here.
+"""Cross-entropy of logits whose vocabulary x splits, so that no rank holds a full row. No torch here.
 
-Only one copy of the logits exists, in the precision in which they were computed. The backward computes the softmax
-again from two numbers per token and writes the gradient in the place of the logits.
+Only one copy of the logits exists, in the precision in which they were computed. The backward recomputes the softmax
+from two numbers per token and overwrites the logits with their gradient.
 
-``head_loss`` computes head and cross-entropy together, one chunk of the tokens after another: the logits of all tokens
-never exist.
+``head_loss`` computes head and cross-entropy together in chunks of tokens. The logits of all tokens never exist at the
+same time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 class SavedLoss(NamedTuple):
-    """Tensors that the gradient of a loss needs besides the logits, with one element per token each."""
+    """Tensors that the gradient of a loss needs in addition to the logits. Each has one element per token."""
 
-    largest: Any  # logit
-    normalizer: Any  # sum of the exponentials of logits relative to the largest one
-    local: Any  # column of the target on this rank; 0 where another rank has it
-    elsewhere: Any
+    largest: Any  # the largest logit
+    normalizer: Any  # Σ exp(logit - largest logit)
+    local: Any  # column of the target on this rank; 0 if another rank has the target
+    elsewhere: Any  # whether another rank has the target
 
 
 def _num_blocks(logits, *_: Any) -> int:
@@ -34,42 +34,42 @@ def _num_blocks(logits, *_: Any) -> int:
 
 @kernel
 def largest_logits(logits, columns: int):
-    """Return the largest of the first ``columns`` logits of each row, at least in float32."""
+    """Return the largest of the first ``columns`` logits of each row, in float32 or float64."""
     return logits.like(logits.shape[:1], wide_dtype(logits))
 
 
 @kernel
 def local_targets(targets, first: int, columns: int):
-    """Return the columns of the targets on this rank, whose first column is ``first``, and which are elsewhere."""
+    """Return the targets' local columns and a mask of other ranks' targets. ``first``: this rank's first column."""
     return targets.like(), targets.like(dtype="bool")
 
 
 def _moved_at_targets(logits, *rows: Any) -> int:
-    """Return the bytes of one logit of each row, and of ``rows``, which are numbers for each row."""
+    """Return the bytes of one logit per row and of ``rows``, tensors with one element per row."""
     return logits.nbytes // logits.shape[-1] + sum(row.nbytes for row in rows)
 
 
 @kernel(moved=lambda logits, largest, *targets: _moved_at_targets(logits, largest, largest, *targets))
 def target_logits(logits, largest, local, elsewhere):
-    """Return the logits of the targets relative to the largest ones; 0 for targets that are elsewhere."""
+    """Return the logits of the targets minus the largest logits, or 0 for other ranks' targets."""
     return largest.like()
 
 
 @kernel(blocks=_num_blocks)
 def sums_of_exponentials(logits, largest, columns: int):
-    """Return the sum of the exponentials of the first ``columns`` logits, relative to the largest logits."""
+    """Return ``Σ exp(logit - largest)`` over the first ``columns`` logits of each row."""
     return largest.like()
 
 
 @kernel
 def stacked(one, other):
-    """Return two tensors as one, [2, ...]."""
+    """Return two tensors stacked to [2, ...]."""
     return one.like((2, *one.shape))
 
 
 @kernel
 def total_loss(sums):
-    """Return the sum of the losses, and the sums of exponentials, from those and the logits of targets, [2, tokens]."""
+    """Return the summed loss and the sums of exponentials from these sums and the targets' logits, [2, tokens]."""
     return sums.like(()), sums.like(sums.shape[1:])
 
 
@@ -79,13 +79,13 @@ def total_loss(sums):
     )
 )
 def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
-    """Return the factor of the softmax in the gradient of each row, and the gradient at its target."""
+    """Return, for each row, the softmax's factor in the gradient, and the gradient of the target's logit."""
     return largest.like(), largest.like()
 
 
 @kernel(blocks=_num_blocks)
 def softmax_(logits, largest, scale, columns: int):
-    """Replace the first ``columns`` logits by their exponentials, relative to the largest logits, times ``scale``."""
+    """Replace the first ``columns`` logits by ``exp(logit - largest) · scale``."""
     return logits
 
 
@@ -95,7 +95,7 @@ def softmax_(logits, largest, scale, columns: int):
     )
 )
 def write_targets_(logits, at_target, local, columns: int):
-    """Write the gradients at the targets, and zeros from column ``columns`` on."""
+    """Write the gradients of the targets' logits, and zeros from column ``columns`` on."""
     return logits
 
 
@@ -106,7 +106,7 @@ def zero_(logits):
 
 
 def forward_loss(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, SavedLoss]:
-    """Return the sum of the losses of logits [tokens, vocabulary over ``axis``], and tensors for its gradient.
+    """Return the summed loss of logits [tokens, vocabulary over ``axis``], and the tensors to save for its gradient.
 
     Columns from ``vocabulary`` on are padding.
     """
@@ -120,7 +120,7 @@ def forward_loss(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple
 
 
 def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_loss: Any) -> Any:
-    """Replace ``logits`` by their gradient and return them. ``d_loss``: the gradient of the loss, a scalar."""
+    """Replace ``logits`` by their gradient in place and return it. ``d_loss``: the gradient of the loss, a scalar."""
     columns = _columns(logits, vocabulary, axis)
     if not columns:
         return zero_(logits)
@@ -129,12 +129,12 @@ def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_
 
 
 def _columns(logits: Any, vocabulary: int, axis: Any) -> int:
-    """Return the number of columns that this rank has of the vocabulary, without padding."""
+    """Return the number of this rank's columns of the vocabulary without padding."""
     return max(0, min(logits.shape[-1], vocabulary - axis.index * logits.shape[-1]))
 
 
 class CrossEntropyFunction(Function):
-    """Sum over the tokens of ``log Σ exp(logits) - logit of the target``, in float32, or float64 for float64 logits."""
+    """Sum of ``log Σ exp(logits) - target's logit`` over tokens, in float32, or float64 for float64 logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocabulary: int, axis):
@@ -145,7 +145,7 @@ class CrossEntropyFunction(Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        # In place, because this is the largest tensor of a step; autograd detects a second use.
+        # In place, because the logits are the largest tensor of a step. Autograd detects a second backward.
         logits, *saved = ctx.saved_tensors
         return write_gradient(logits, SavedLoss(*saved), ctx.vocabulary, ctx.axis, d_loss), None, None, None
 
@@ -164,25 +164,25 @@ def cross_entropy_sum(logits: Any, targets: Any, vocabulary: int, axis: Any) -> 
 
 @planned_kernel
 def errors_of(prediction, targets):
-    """Return the differences in the dtype of the targets."""
+    """Return ``prediction - targets`` in the dtype of the targets."""
     return targets.like()
 
 
 @planned_kernel
 def squares_of(errors):
-    """Return the squares."""
+    """Return the squared errors."""
     return errors.like()
 
 
 @planned_kernel
 def sum_of(squares):
-    """Return the sum."""
+    """Return the sum of all elements, a scalar."""
     return squares.like(())
 
 
 @planned_kernel
 def multiple_of(errors):
-    """Return a multiple."""
+    """Return ``errors`` times a number."""
     return errors.like()
 
 
@@ -217,13 +217,13 @@ def squared_error(prediction: Any, targets: Any) -> Any:
 
 @kernel(unread=("loss",))
 def one_like(loss):
-    """Return 1, the gradient of a loss by itself."""
+    """Return 1, the derivative of the loss with respect to itself."""
     return loss.like()
 
 
 @kernel
 def total(*losses):
-    """Return the sum of losses."""
+    """Return the sum of scalar losses."""
     return losses[0].like()
 
 
@@ -235,15 +235,15 @@ def scale_(gradient, d_loss):
 
 @kernel
 def add_scaled_(earlier, gradient, d_loss):
-    """Add ``gradient``, times the gradient of the loss, to an earlier sum of gradients in place."""
+    """Add ``gradient · d_loss`` to an accumulated gradient in place. ``d_loss``: the gradient of the loss, a scalar."""
     return earlier
 
 
 @dataclass
 class _HeadLossCall:
-    """One call: its arguments as for ``head_loss``, and the gradients for a loss whose own gradient is 1."""
+    """One call of ``head_loss``: its arguments, and the gradients if the gradient of the loss is 1."""
 
-    weight: Any  # the parameter, not autograd's view of it: gradients must land here
+    weight: Any  # the parameter itself, because gradients accumulate here; autograd passes a view
     targets_T: Any
     vocabulary: int
     context: ProductContext
@@ -253,10 +253,10 @@ class _HeadLossCall:
     gradients: tuple[Any, Any] | None = None
 
     def run(self, x_TH: Any) -> Any:
-        """Return the loss and compute its gradients, part by part."""
+        """Return the loss and compute its gradients chunk by chunk."""
         operation, weights, x_axis = self.context.operation, self.context.weights, self.context.produced
-        # If the tokens are split, all parts of the sum are scattered at once.
-        summed = weights.grid.axis(None) if self.split else x_axis
+        # If x splits the tokens, one reduce-scatter at the end replaces the all-reduces of the chunks.
+        summed = weights.context.grid.axis(None) if self.split else x_axis
         if self.split:
             x_TH = start_gather(x_TH, x_axis, TOKENS, self.weight).wait()
         gathered = weights.gather(self.weight)
@@ -271,7 +271,7 @@ class _HeadLossCall:
                 logits = write_gradient(logits, saved, self.vocabulary, x_axis, one_like(loss))
                 d_part = operation.input_gradient(logits, gathered, part_TH)
                 pending = summed.start_all_reduce(d_part, parameter=self.weight)
-                if not weights.overlap.all_reduce:
+                if not weights.context.overlap.all_reduce:
                     pending.wait()
                 d_weight = operation.weight_gradient(logits, part_TH, self.weight, d_weight)
                 d_parts.append(pending.wait())
@@ -287,7 +287,8 @@ class _HeadLossCall:
 class HeadLossFunction(Function):
     """The loss of ``x @ weight``. The forward computes the gradients too, while the logits exist.
 
-    They are linear in the gradient of the loss, by which the backward multiplies them: no product is computed twice.
+    The gradients are proportional to the gradient of the loss. The backward only multiplies by it and recomputes no
+    product.
     """
 
     @staticmethod
@@ -312,10 +313,10 @@ def head_loss(x_TH: Any, weight: Any, targets_T: Any, vocabulary: int, context: 
     """Return the cross-entropy of logits, summed over this rank's tokens, as ``cross_entropy_sum`` does.
 
     Args:
-        x_TH: input of the head; x may split its tokens.
+        x_TH: input of the head [tokens, hidden]; x may split its tokens.
         weight: the head's weight.
-        targets_T: ids of the tokens to predict, in the order of ``Tokens.gathered``.
-        vocabulary: number of tokens; further columns of the logits are padding.
+        targets_T: ids of the tokens to predict, in the order of ``TokenIndex.gathered``.
+        vocabulary: size of the vocabulary; further columns of the logits are padding.
         context: the head's product context.
         num_chunks: number of chunks of the tokens, computed sequentially.
     """

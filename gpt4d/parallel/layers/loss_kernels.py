@@ -1,4 +1,4 @@
-"""The kernels of the loss, and of head and loss in chunks of the tokens."""
+"""The kernels of the cross-entropy, of its computation in chunks of tokens, and of the squared error."""
 
 import math
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from gpt4d.parallel.symbolic import kernels
 
 
 def largest_logits(logits, columns: int):
+    """Return the maximum of the first ``columns`` logits of each row; -inf without columns."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if not columns:
         return torch.full(logits.shape[:1], -torch.inf, dtype=wide, device=logits.device)
@@ -17,17 +18,20 @@ def largest_logits(logits, columns: int):
 
 
 def local_targets(targets, first: int, columns: int):
+    """Return the targets' local columns, 0 for other ranks' targets, and a mask of other ranks' targets."""
     local = targets - first
     elsewhere = (local < 0) | (local >= columns)
     return local.masked_fill_(elsewhere, 0), elsewhere
 
 
 def target_logits(logits, largest, local, elsewhere):
+    """Return ``logits[target] - largest`` of each row; 0 if another rank has the target."""
     found = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(largest.dtype) - largest
     return found.masked_fill_(elsewhere, 0)
 
 
 def sums_of_exponentials(logits, largest, columns: int):
+    """Return ``Σ exp(logits - largest)`` of each row, computed in blocks of rows."""
     sums = torch.empty_like(largest)
     for rows in _blocks(logits):
         sums[rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
@@ -35,33 +39,39 @@ def sums_of_exponentials(logits, largest, columns: int):
 
 
 def stacked(one, other):
+    """Stack two tensors to [2, ...]."""
     return torch.stack((one, other))
 
 
 def total_loss(sums):
+    """Return the summed loss and the normalizer of each row from [2, tokens]."""
     normalizer, target_logits = sums
     return (normalizer.log() - target_logits).sum(), normalizer
 
 
 def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
+    """Return ``d_loss / normalizer`` and the gradient of the target's logit, both [tokens]."""
     scale = d_loss / normalizer
     at_target = (logits[_rows(logits), local] - largest).exp_().mul_(scale)
     return scale, at_target.sub_(d_loss.expand_as(scale).masked_fill(elsewhere, 0))
 
 
 def softmax_(logits, largest, scale, columns: int):
+    """Replace the first ``columns`` logits by ``exp(logits - largest) · scale``, in blocks of rows."""
     for rows in _blocks(logits):
         _write_softmax(logits[rows, :columns], largest[rows], scale[rows])
     return logits
 
 
 def write_targets_(logits, at_target, local, columns: int):
+    """Write the gradients of the targets' logits, and zeros into the padding columns."""
     logits[:, columns:] = 0
     logits[_rows(logits), local] = at_target.to(logits.dtype)  # scatter_ on a CPU converts all logits to float32
     return logits
 
 
 def zero_(logits):
+    """Set all elements to zero."""
     return logits.zero_()
 
 
@@ -70,17 +80,17 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of consecutive rows, so that their parts of ``logits`` [rows, columns] are blocks."""
+    """Yield slices of consecutive rows of ``logits``, each of at most ``kernels.block_rows`` rows."""
     rows = kernels.block_rows(logits.shape[-1])
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
 
 
 def _shifted(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return logits, in the dtype of ``largest``, relative to those."""
+    """Return ``logits - largest`` in the dtype of ``largest``."""
     if logits.dtype == largest.dtype:
         return logits - largest[:, None]
-    return logits.to(largest.dtype).sub_(largest[:, None])  # a CPU subtracts two dtypes in twice the time
+    return logits.to(largest.dtype).sub_(largest[:, None])  # a CPU subtracts mixed dtypes at half the speed
 
 
 @fused
@@ -90,7 +100,7 @@ def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.T
 
 @fused
 def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
-    """Replace logits by their exponentials, relative to the largest logits, times ``scale``."""
+    """Replace ``logits`` by ``exp(logits - largest) · scale``."""
     if logits.dtype == largest.dtype:
         logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
     else:
@@ -98,21 +108,26 @@ def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Ten
 
 
 def squared_error(prediction, targets):
-    errors = prediction - targets  # float32: the dtype of the targets, or more
+    """Return the mean squared error of each sample, summed over samples."""
+    errors = prediction - targets  # promoted to the dtype of the targets, float32 or wider
     return errors.square().sum() / math.prod(errors.shape[1:])
 
 
 def one_like(loss):
+    """Return a one with the shape, dtype and device of ``loss``."""
     return torch.ones_like(loss)
 
 
 def total(*losses):
+    """Sum scalar losses."""
     return torch.stack(losses).sum()
 
 
 def scale_(gradient, d_loss):
+    """Multiply ``gradient`` by ``d_loss`` in place."""
     return gradient.mul_(d_loss)
 
 
 def add_scaled_(earlier, gradient, d_loss):
+    """Add ``gradient · d_loss`` to ``earlier`` in place."""
     return earlier.addcmul_(gradient, d_loss)

@@ -9,15 +9,15 @@ from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
 class Layer(nn.Module):
-    """A layer of a stage, built from its spec. Its parameters have no values yet."""
+    """A layer of a stage, built from its spec. Its parameters are not initialized."""
 
-    def __init__(self, spec: LayerSpec, context: ShardedWeights):
+    def __init__(self, spec: LayerSpec, weights: ShardedWeights):
         super().__init__()
-        self.spec, self.context = spec, context
+        self.spec, self.weights, self.context = spec, weights, weights.context
         for name, parameter in spec.own_parameters.items():
-            self.register_parameter(name, context.parameter(parameter))
+            self.register_parameter(name, weights.parameter(parameter))
         for name, layer in spec.children.items():
-            self.add_module(name, _module(layer, context))
+            self.add_module(name, _module(layer, weights))
         spec.prepare(self)
 
     def forward(self, *inputs: Any) -> Any:
@@ -27,7 +27,7 @@ class Layer(nn.Module):
         return str(self.spec)
 
 
-def _module(spec: LayerSpec, context: ShardedWeights) -> nn.Module:
+def _module(spec: LayerSpec, weights: ShardedWeights) -> nn.Module:
     if isinstance(spec, LayersSpec):
-        return nn.ModuleDict({name: Layer(layer, context) for name, layer in spec.children.items()})
-    return Layer(spec, context)
+        return nn.ModuleDict({name: Layer(layer, weights) for name, layer in spec.children.items()})
+    return Layer(spec, weights)

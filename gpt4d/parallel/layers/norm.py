@@ -27,28 +27,28 @@ def _column(x):
 
 @kernel(fused=True)
 def layer_norm(x, branch, weight, bias, epsilon: float):
-    """Return ``x + branch``, None without one; its norm, mean and reciprocal of the standard deviation."""
+    """Return ``x + branch``, or None without a branch, its norm, its mean and its rstd (1 / standard deviation)."""
     return _added(x, branch), x.like(), _column(x), _column(x)
 
 
 @kernel(fused=True)
 def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
-    """Return the gradients of input, weight and bias. The stream's gradient, if given, is added to the input's."""
+    """Return the gradients of input, weight and bias. ``d_stream``, if given, is added to the input's gradient."""
     return x.like(), weight.like(), bias.like()
 
 
 @kernel(fused=True)
 def mean_and_variance(x, branch):
-    """Return ``x + branch``, None without one, and mean and variance of this rank's features, [2, ...]."""
+    """Return ``x + branch``, or None without a branch, and mean and variance of this rank's features, [2, ...]."""
     return _added(x, branch), _row_statistics(x, 2)
 
 
 @kernel
 def combined_statistics(parts, epsilon: float):
-    """Return mean and reciprocal of the standard deviation of all features, [..., 1].
+    """Return mean and rstd of all features, [..., 1], from the statistics ``parts`` [ranks, 2, ...] of all ranks.
 
-    The statistics of equally many features each, ``parts`` [ranks, 2, ...], are combined without a difference of large
-    squares (Chan et al.).
+    All ranks have the same number of features. The variances are combined without subtracting large squares (Chan et
+    al.).
     """
     return parts.like((*parts.shape[2:], 1)), parts.like((*parts.shape[2:], 1))
 
@@ -61,7 +61,7 @@ def normalized(x, mean, rstd, weight, bias):
 
 @kernel(fused=True)
 def sums_of_gradient(d_out, x, mean, rstd, weight):
-    """Return the sums over this rank's features that the gradient of the input needs, [2, ...]."""
+    """Return the two sums over this rank's features that the input's gradient needs, [2, ...]."""
     return _row_statistics(x, 2)
 
 
@@ -73,13 +73,13 @@ def mean_of(sums, count: int):
 
 @kernel(fused=True)
 def split_layer_norm_gradients(d_out, d_stream, x, mean, rstd, weight, sums):
-    """Return the same as ``layer_norm_gradients``, from the means ``sums`` over all features."""
+    """Return the gradients of ``layer_norm_gradients`` from the means over all features, ``sums`` [2, ..., 1]."""
     return x.like(), weight.like(), weight.like()
 
 
 @kernel(fused=True)
 def sum_of_squares(x, branch):
-    """Return ``x + branch``, None without one, and the sums of its squares over this rank's features."""
+    """Return ``x + branch``, or None without a branch, and the sums of squares over this rank's features."""
     return _added(x, branch), _row_statistics(x)
 
 
@@ -97,35 +97,35 @@ def scaled(x, rstd, weight, zero_centered: bool = False):
 
 @kernel(fused=True)
 def rms_norm(x, branch, weight, epsilon: float, zero_centered: bool = False):
-    """Return ``x + branch``, None without one; the reciprocal of the root mean square, and the norm."""
+    """Return ``x + branch``, or None without a branch, the reciprocal of the root mean square, and the norm."""
     return _added(x, branch), _column(x), x.like()
 
 
 @kernel(fused=True)
 def sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered: bool = False):
-    """Return the sum over this rank's features that the gradient of the input needs."""
+    """Return the sum over this rank's features that the input's gradient needs, [...]."""
     return _row_statistics(x)
 
 
 @kernel(fused=True)
 def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered: bool = False):
-    """Return the gradients of input and weight. The stream's gradient, if given, is added to the input's.
+    """Return the gradients of input and weight. ``d_stream``, if given, is added to the input's gradient.
 
-    ``sums``: mean over all features of the products of the normalized input and its gradient.
+    ``sums``: mean over all features of the normalized input times its gradient.
     """
     return x.like(), weight.like()
 
 
 @kernel(fused=True)
 def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = False):
-    """Return the same as ``split_rms_norm_gradients``, with the means of all features in one function."""
+    """Return the gradients of ``split_rms_norm_gradients`` where no axis splits the features."""
     return x.like(), weight.like()
 
 
 class LayerNormFunction(Function):
     """``x + branch`` and its LayerNorm over the last dim, which ``axis`` splits equally.
 
-    Without a ``branch``, None, the first result is ``x``. The second result must have a gradient.
+    If ``branch`` is None, the first result is ``x``. The second result must have a gradient.
     """
 
     @staticmethod
@@ -160,11 +160,12 @@ class LayerNormFunction(Function):
 class RMSNormFunction(Function):
     """``x + branch`` and its norm ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dim, which ``axes`` split.
 
-    Without a ``branch``, None, the first result is ``x``. The second result must have a gradient. If the weight is
+    If ``branch`` is None, the first result is ``x``. The second result must have a gradient. If the weight is
     ``zero_centered``, the factor is ``1 + weight``.
 
-    ``weight``: of this rank's features, or of all features, equal on all ranks. ``axes``: outermost first. ``summed``:
-    axes whose ranks each have other rows of the same samples, over which the weight's gradient is summed.
+    ``weight`` belongs to this rank's features, or to all features and is replicated. ``axes`` are outermost first.
+    ``summed`` are the axes whose ranks have different rows of the same samples; the weight's gradient is all-reduced
+    over them.
     """
 
     @staticmethod
@@ -205,7 +206,7 @@ class RMSNormFunction(Function):
 
 
 def _summed(sums, x, ctx) -> tuple[Any, int]:
-    """Return sums over the features of ``x`` as sums over those of all ranks, and the number of these features."""
+    """All-reduce sums over this rank's features of ``x``; return the result and the number of all features."""
     count = x.shape[-1]
     for axis in ctx.axes:
         sums, count = axis.all_reduce(sums, parameter=ctx.parameter), count * axis.size
@@ -215,9 +216,8 @@ def _summed(sums, x, ctx) -> tuple[Any, int]:
 class NormSpec(LayerSpec):
     """A norm of the residual stream: ``[..., features over y] → [..., features over y]``.
 
-    Its ``forward`` takes the stream, and the output of a residual branch that is added to the stream first, if there is
-    one. It returns the stream and its norm, the input of a product. Statistics are float32, or float64 for float64
-    inputs.
+    ``forward`` takes the stream and, optionally, the output of a residual branch, which it adds to the stream first. It
+    returns the stream and its norm, the input of a product. Statistics are float32, or float64 for float64 inputs.
     """
 
     features: int
@@ -225,16 +225,16 @@ class NormSpec(LayerSpec):
 
     def forward(self, layer: BoundLayer, x: Any, branch: Any = None) -> tuple[Any, Any]:
         stream, out = self.apply(layer, x, branch)
-        if not layer.context.recomputes_inputs:
+        if not layer.weights.recomputes_inputs:
             return stream, out
         return stream, Recomputable(out, partial(self.recompute, layer, stream.detach(), out.grad_fn))
 
     def apply(self, layer: BoundLayer, x: Any, branch: Any) -> tuple[Any, Any]:
-        """Return ``x + branch``, or ``x``, and its norm."""
+        """Return ``x + branch``, or ``x`` without a branch, and its norm."""
         raise NotImplementedError
 
     def recompute(self, layer: BoundLayer, x: Any, node: Any) -> Any:
-        """Return the norm of ``x`` with the statistics that ``node`` of the first one has saved, without autograd."""
+        """Return the norm of ``x`` without a graph. ``node``: the autograd node that has saved the statistics."""
         raise NotImplementedError
 
 
@@ -266,7 +266,7 @@ class RMSNormSpec(NormSpec):
     Attributes:
         features: as for ``NormSpec``.
         epsilon: as for ``NormSpec``.
-        zero_centered: the factor is ``1 + weight``, and the weight begins at 0.
+        zero_centered: the factor is ``1 + weight``, and the initial weight is 0.
     """
 
     features: int
@@ -288,7 +288,7 @@ class RMSNormSpec(NormSpec):
 
 @dataclass(frozen=True)
 class BranchNormSpec(RMSNormSpec):
-    """The norm behind a residual branch: the stream, and the output of the branch → the stream plus its norm."""
+    """The norm of a residual branch: (stream, output of the branch) → stream + norm of the output."""
 
     def forward(self, layer: BoundLayer, x: Any, branch: Any) -> Any:  # type: ignore[override]
         return x + self.apply(layer, branch, None)[1]
@@ -301,7 +301,7 @@ class HeadNormSpec(LayerSpec):
     Attributes:
         size: features of a head.
         heads: number of parts that the heads can be split into.
-        epsilon: is added to the mean square.
+        epsilon: added to the mean square.
         zero_centered: as for ``RMSNormSpec``.
     """
 

@@ -1,16 +1,16 @@
-"""The common part of linear layers and convolutions: products with sharded weights (4D paper, Algorithm 1).
+"""Products with sharded weights (4D paper, Algorithm 1), which linear layers and convolutions share. No torch here.
 
-Shapes: B any number of batch dims, K input features, N output features, both this rank's part. No torch here.
+Shapes: B: any number of batch dims. K and N: this rank's input features and output features.
 
-A call has several nodes in the graph of gradients: one for the input, one for the product and, where the output is
-scattered, one for the output. Each collective starts in one node and ends in another; other chunks compute in between.
-The product's node is created when its all-reduce is complete, that is after the products of the remaining chunks. The
-backward runs nodes in the reverse order. The all-reduce of an input's gradient starts in the product's node and ends in
-the input's node, so it also overlaps with the computation of other chunks.
+A call has several nodes in the autograd graph: one for the input, one for the product and, if the output is scattered,
+one for the output. Each collective starts in one node and ends in another, and other chunks compute in between. The
+product's node is created when its all-reduce is complete, after the products of the remaining chunks. The backward
+runs nodes in the reverse order. The all-reduce of an input's gradient starts in the product's node and ends in the
+input's node, so it also overlaps with the computation of other chunks.
 
 With ``train.activation_checkpointing=selective``, a product does not save an input that an elementwise function or a
-norm computed. Such a function takes little time, and its own backward saves its input anyway, so the backward of the
-product recomputes the input (``Recomputable``).
+norm computed. The backward of the product recomputes it (``Recomputable``): the function takes little time, and its own
+backward saves the function's input anyway.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from gpt4d.parallel.symbolic.kernels import Function, kernel
 
 
 class Recomputable(NamedTuple):
-    """A tensor, and the function that computes it again, without a gradient."""
+    """A tensor, and the function that recomputes it without recording a graph."""
 
     value: Any
     again: Callable[[], Any]
 
 
-def recomputable(context: Any, function: Callable[[Any], Any], x: Any) -> Any:
-    """Return ``function(x)``, the input of a product; a product does not save an input that is recomputable.
+def recomputable(weights: Any, function: Callable[[Any], Any], x: Any) -> Any:
+    """Return ``function(x)`` as the input of a product, which does not save the input if it is recomputable.
 
     Args:
-        context: the context of the layers. It decides whether the input is recomputable.
-        function: elementwise.
-        x: its input, which its backward saves.
+        weights: the weights of the layers' stage, which decide whether the input is recomputable.
+        function: an elementwise function.
+        x: the function's input, which the function saves for its backward.
     """
     out = function(x)
-    return Recomputable(out, partial(function, x.detach())) if context.recomputes_inputs else out
+    return Recomputable(out, partial(function, x.detach())) if weights.recomputes_inputs else out
 
 
-TOKENS, FEATURES = 0, -1  # dims of an activation that an axis may split
+TOKENS, FEATURES = 0, -1  # the dims of an activation that an axis may split
 
 
 @kernel(converts=True, unread=("like",))
@@ -79,7 +79,7 @@ def bias_gradient(d_out_BN, bias):
 
 @kernel(unread=("like",))
 def local_bias(bias, like, parts: int, index: int):
-    """Return part ``index`` of a bias in the dtype of ``like``."""
+    """Return slice ``index`` of ``parts`` equal slices of a bias, in the dtype of ``like``."""
     return bias.like((*bias.shape[:-1], bias.shape[-1] // parts), like.dtype)
 
 
@@ -97,7 +97,7 @@ def parts_last(x):
 
 @kernel(free=True)
 def placeholder(like, shape: tuple[int, ...]):
-    """Return a tensor of no memory in the place of a gradient that a ``_Call`` has in flight."""
+    """Return a tensor without memory that stands for a tensor that a ``_Call`` has in flight."""
     return like.like(shape)
 
 
@@ -111,8 +111,10 @@ class Operation(Protocol):
         """Return the gradient of ``x_BK``, contiguous."""
 
     def weight_gradient(self, d_out_BN: Any, x_BK: Any, weight: Any, added_to: Any | None) -> Any:
-        """Return the gradient of the gathered weight in the dtype of its shard ``weight``, in the order it has there,
-        contiguous. With ``added_to``, an earlier sum of such gradients, it is added to that one, which is returned."""
+        """Return the gradient of the gathered weight, contiguous, in the dtype and dim order of its shard ``weight``.
+
+        With ``added_to``, an accumulated gradient, the gradient is added to it in place and the sum is returned.
+        """
 
 
 class ProductContext(NamedTuple):
@@ -120,15 +122,15 @@ class ProductContext(NamedTuple):
 
     weights: Any
     operation: Operation
-    contracted: Any  # splits the input's features; the output is summed over it
-    produced: Any  # splits the output's features; the input's gradient is summed over it
+    contracted: Any  # splits the input's features; the output is all-reduced over this axis
+    produced: Any  # splits the output's features; the input's gradient is all-reduced over this axis
     transposed: bool = False  # the output, not the input, belongs to the residual stream
-    inner_split: int | None = None  # dim that the other axis splits of the side that is not the stream's
+    inner_split: int | None = None  # dim of the inner activation that the residual stream's axis splits too
 
     def splits(self) -> tuple[int | None, int | None]:
         """Return the dim of the input that ``produced`` splits and the dim of the output that ``contracted`` splits.
 
-        Such an input is gathered first, and the sum of such an output is scattered. None: neither.
+        The layer all-gathers such an input and reduce-scatters such an output. None: the axis splits no such dim.
         """
         stream = TOKENS if self.weights.splits_tokens else None
         before, after = sharding.sides(stream, self.inner_split, self.transposed)
@@ -137,27 +139,27 @@ class ProductContext(NamedTuple):
 
 @dataclass
 class _Call:
-    """One call of a layer: the collectives that its nodes hand to each other."""
+    """One call of a layer: the collectives that one node starts and another node waits for."""
 
     context: ProductContext
-    weight: Any  # the parameter, not autograd's view of it: gradients must land here
+    weight: Any  # the parameter itself, because gradients accumulate here; autograd passes a view
     bias: Any | None
     input_split: int | None
     output_split: int | None
-    input_again: Callable[[], Any] | None  # computes an input that is not kept
-    output: Any = None  # the product, summed
+    input_again: Callable[[], Any] | None  # recomputes an input that is not saved
+    output: Any = None  # all-reduce or reduce-scatter of the product
     shape: tuple[int, ...] = ()  # shape of the product
-    d_output: Any = None  # the gathered gradient of a scattered output
-    d_input: Any = None  # the input's gradient, summed
+    d_output: Any = None  # all-gather of the gradient of a scattered output
+    d_input: Any = None  # all-reduce or reduce-scatter of the input's gradient
 
     def take(self, name: str) -> Any:
-        """Wait for a collective and forget it, so that its result lives no longer than it is used."""
+        """Wait for a collective, drop the reference to it, and return its result."""
         pending = getattr(self, name)
         setattr(self, name, None)
         return pending.wait()
 
     def start_product(self, x_BK: Any) -> None:
-        """Compute the product with the gathered input and start to sum it over the contracted axis."""
+        """Compute the product, and start its all-reduce or reduce-scatter over the contracted axis."""
         context, contracted = self.context, self.context.contracted
         w = context.weights.gather(self.weight)
         bias = None if self.bias is None or contracted.size > 1 else cast(self.bias.detach(), w)
@@ -169,7 +171,7 @@ class _Call:
             self.output = start_scatter(out, contracted, self.output_split, self.weight)
 
     def local_bias(self, out: Any) -> Any | None:
-        """Return the bias of an output that has been summed, in the output's dtype; None if it has been added."""
+        """Return the bias to add after the collective, in the dtype of ``out``; None if the product contains it."""
         contracted = self.context.contracted
         if self.bias is None or contracted.size == 1:
             return None
@@ -178,14 +180,14 @@ class _Call:
 
 
 def start_gather(x: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
-    """Start to concatenate the parts of ``x`` along a dim that the axis splits."""
+    """Start the all-gather of ``x`` along the dim that the axis splits."""
     if dim == TOKENS:
         return axis.start_all_gather(x, parameter=parameter)
     return axis.start_all_gather(x.unsqueeze(0), parameter=parameter).then(parts_last)
 
 
 def start_scatter(full: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
-    """Start to sum ``full`` over the axis; each rank receives its part along a dim."""
+    """Start the reduce-scatter of ``full`` along the dim that the axis splits."""
     if dim == TOKENS:
         return axis.start_reduce_scatter(full, parameter=parameter)
     parts = parts_first(full, axis.size)
@@ -193,10 +195,10 @@ def start_scatter(full: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
 
 
 class InputFunction(Function):
-    """Saves the input for the product's backward. Its own backward waits for the sum of the input's gradient.
+    """Saves the input for the product's backward. Its own backward waits for the all-reduced gradient of the input.
 
-    Under activation checkpointing a recomputation ends with the last tensor that was saved. Saved here, before the
-    product, the last layer's product and its all-reduce are not recomputed only to be discarded.
+    Under activation checkpointing, a recomputation stops at the last saved tensor. The input is saved here, before the
+    product, so that the last product and its all-reduce are not recomputed.
     """
 
     @staticmethod
@@ -215,21 +217,22 @@ class GatheredInputFunction(Function):
     """A shard of the input → the gathered input, which it saves for the product's backward."""
 
     @staticmethod
-    def forward(ctx, part, whole):
-        ctx.save_for_backward(whole)
-        ctx.shape = part.shape
-        return whole.view_as(whole)
+    def forward(ctx, shard, gathered):
+        ctx.save_for_backward(gathered)
+        ctx.shape = shard.shape
+        return gathered.view_as(gathered)
 
     @staticmethod
-    def backward(ctx, d_whole):
-        return placeholder(d_whole, ctx.shape), None  # InputFunction has the gradient
+    def backward(ctx, d_gathered):
+        return placeholder(d_gathered, ctx.shape), None  # InputFunction returns the gradient
 
 
 class ProductFunction(Function):
-    """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` began.
+    """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` started.
 
-    W is not saved here: the weights decide whether it is gathered again. The node before saves I, if I has a gradient.
-    If the output is to be scattered, the result is a placeholder: ScatteredOutputFunction waits for the output.
+    W is not saved: the sharded weights decide whether the backward gathers it again. If I requires a gradient, the
+    preceding node has saved it. If the output is scattered, the result is a placeholder, and ScatteredOutputFunction
+    waits for the output.
     """
 
     @staticmethod
@@ -241,7 +244,7 @@ class ProductFunction(Function):
         if call.output_split is not None:
             return placeholder(x_BK, call.shape)
         out = call.take("output")
-        if (bias := call.local_bias(out)) is not None:  # after the sum: once, not once for each rank of the axis
+        if (bias := call.local_bias(out)) is not None:  # after the all-reduce, so that it is added once
             out = add_bias_(out, bias)
         return out
 
@@ -251,14 +254,11 @@ class ProductFunction(Function):
         if call.input_again is None:
             (x_BK,) = (ctx.keeper or ctx).saved_tensors
         else:
-            x_BK, call.input_again = (
-                call.input_again(),
-                None,
-            )  # the tensors that it was computed from are no longer needed
+            x_BK, call.input_again = call.input_again(), None  # releases the tensors that it was computed from
         context, weights = call.context, call.context.weights
         if call.d_output:
             d_out_BN = call.take("d_output")
-        d_out_BN = d_out_BN.detach().contiguous()  # without a graph, since a delayed weight gradient keeps it
+        d_out_BN = d_out_BN.detach().contiguous()  # detached, because a delayed weight gradient retains it
         if ctx.needs_input_grad[0]:
             d_x = context.operation.input_gradient(d_out_BN, weights.gather_for_backward(call.weight), x_BK)
             if call.input_split is None:
@@ -266,7 +266,7 @@ class ProductFunction(Function):
             else:
                 call.d_input = start_scatter(d_x, context.produced, call.input_split, call.weight)
                 d_x = placeholder(d_x, d_x.shape)
-            if not weights.overlap.all_reduce:
+            if not weights.context.overlap.all_reduce:
                 call.d_input.wait()
         if ctx.needs_input_grad[1]:
 
@@ -280,7 +280,7 @@ class ProductFunction(Function):
 
 
 class ScatteredOutputFunction(Function):
-    """Waits for this rank's part of the sum of the products. Its backward starts to gather the gradient's parts."""
+    """Waits for the reduce-scattered output. Its backward starts the all-gather of the output's gradient."""
 
     @staticmethod
     def forward(ctx, shape_of_product, call: _Call):
@@ -296,13 +296,17 @@ class ScatteredOutputFunction(Function):
 
 
 async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductContext) -> Any:
-    """Return the output of a layer for one chunk, of which the input [B, K] is given, perhaps as a Recomputable.
+    """Return the output [B, N] of a layer for one chunk.
 
-    ``bias`` gets its gradient here if it requires one.
+    Args:
+        given: the input [B, K], or a Recomputable of it.
+        weight: the layer's weight, as its parameter.
+        bias: the layer's bias. Its gradient is computed here if it requires one.
+        context: the layer's product context.
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
     splits = context.splits()
-    # A gathered input is saved: recomputing it takes a second all-gather.
+    # A gathered input is saved, because its recomputation needs a second all-gather.
     call = _Call(context, weight, bias, *splits, again if splits[0] is None else None)
     x_BK = InputFunction.apply(x_BK, call)
     if call.input_split is not None:
@@ -310,9 +314,9 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         await Turn()
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
     elif call.output_split is not None:
-        await Turn()  # the product's node follows at once: after the inputs' nodes of all chunks
+        await Turn()  # the product's node follows at once, so all chunks must create their input nodes first
     if context.weights.recomputation_ends:
-        await Turn()  # the remaining chunks save their inputs, and the last one ends the recomputation
+        await Turn()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
     if call.output_split is None:
         await Turn()

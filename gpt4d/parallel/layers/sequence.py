@@ -1,4 +1,4 @@
-"""Where the tokens of a microbatch come from, and which of them a rank has between the layers. No torch here."""
+"""The samples and positions of a microbatch's tokens, and the split of tokens between the layers. No torch here."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ if TYPE_CHECKING:
 
 @kernel
 def local_part(values, chunks: int, ranks: int, index: int):
-    """Return part ``index`` of each chunk of values [sequences, length], as one dim."""
+    """Return slice ``index`` of each chunk of values [sequences, length], as one dim."""
     return values.like((math.prod(values.shape) // ranks,))
 
 
 @kernel
 def in_gathered_order(values, chunks: int, ranks: int):
-    """Return values [sequences, length] as one dim: of each rank, its part of each chunk."""
+    """Return values [sequences, length] as one dim, rank by rank: each rank's slices of all chunks."""
     return values.like((math.prod(values.shape),))
 
 
 @kernel(free=True)
 def places_of(sample_ids, length: int):
-    """Return the place of each token in its sequence, [sequences, length]. All sequences share the memory."""
+    """Return the index of each token in its sequence, [sequences, length]. All sequences share the memory."""
     return sample_ids.like((*sample_ids.shape, length))
 
 
 @kernel(free=True)
 def samples_of(sample_ids, length: int):
-    """Return the sequence of each token, [sequences, length], on the memory of ``sample_ids``."""
+    """Return the sample id of each token, [sequences, length], as a view of ``sample_ids``."""
     return sample_ids.like((*sample_ids.shape, length))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenIndex:
-    """The concatenated tokens of some sequences. Between the layers ``axis`` may split the tokens of each chunk.
+    """The concatenated tokens of some sequences. Between the layers, ``axis`` may split the tokens of each chunk.
 
     Attributes:
         sample_ids: [sequences], int64: index of each sequence in the run, which dropout depends on.
-        length: tokens of a sequence.
-        axis: splits the tokens of each chunk between the layers; ``grid.axis(None)`` if every rank has all.
-        documents: attention and positions stay inside one. None: no limits.
-        num_chunks: chunks that the sequences are in.
-        cache: keys and values of the tokens before these, which continue texts; None in training.
+        length: number of tokens per sequence.
+        axis: splits the tokens of each chunk between the layers; ``grid.axis(None)`` if every rank has all tokens.
+        documents: limit attention and positions; None: each sequence is one document.
+        num_chunks: number of chunks of the microbatch.
+        cache: keys and values of preceding tokens in generation; None in training.
     """
 
     sample_ids: Any
@@ -60,8 +60,8 @@ class TokenIndex:
     cache: KeyValueCache | None = None
 
     def chunk(self, count: int) -> Sequence[TokenIndex]:
-        """Return the tokens of each chunk."""
-        assert count == self.num_chunks, f"these are {self.num_chunks} chunk(s), not {count}"
+        """Split the sequences into ``count`` chunks and return the tokens of each chunk."""
+        assert count == self.num_chunks, f"the tokens have {self.num_chunks} chunk(s), not {count}"
         documents = [None] * count if self.documents is None else self.documents.chunk(count)
         samples = self.sample_ids.chunk(count)
         return [
@@ -70,11 +70,11 @@ class TokenIndex:
         ]
 
     def local(self, values: Any) -> Any:
-        """Return the values [sequences, length] of this rank's tokens, [tokens]: its part of each chunk."""
+        """Return this rank's slice of each chunk of values [sequences, length], as [tokens]."""
         return local_part(values, self.num_chunks, self.axis.size, self.axis.index)
 
     def gathered(self, values: Any) -> Any:
-        """Return values [sequences, length] of all tokens in the order in which an all-gather has them, [tokens]."""
+        """Return values [sequences, length] of all tokens in the order of an all-gather's result, [tokens]."""
         return in_gathered_order(values, self.num_chunks, self.axis.size)
 
     def restored(self, values: Any) -> Any:
@@ -84,7 +84,7 @@ class TokenIndex:
 
     @property
     def positions(self) -> Any:
-        """[sequences, length]: place of each token in its document."""
+        """[sequences, length]: position of each token in its document."""
         if self.cache is not None:
             return self.cache.positions
         if self.documents is None:
@@ -93,22 +93,22 @@ class TokenIndex:
 
     @cached_property
     def samples(self) -> Any:
-        """[tokens of this rank]: index of each token's sequence in the run."""
+        """[this rank's tokens]: index of each token's sequence in the run."""
         return self.local(samples_of(self.sample_ids, self.length))
 
     @cached_property
     def places(self) -> Any:
-        """[tokens of this rank]: place of each token in its sequence."""
+        """[this rank's tokens]: index of each token in its sequence."""
         return self.local(places_of(self.sample_ids, self.length))
 
 
 def tokens_of(
-    context: Any,
+    weights: Any,
     sample_ids: Any,
     length: int,
     documents: Documents | None = None,
     cache: KeyValueCache | None = None,
 ) -> TokenIndex:
-    """Return the tokens of a microbatch of the stage that has ``context``."""
-    axis = context.grid.axis("x" if context.splits_tokens else None)
-    return TokenIndex(sample_ids, length, axis, documents, context.num_chunks, cache)
+    """Return the tokens of a microbatch; ``weights`` are the weights of the stage."""
+    axis = weights.context.grid.axis("x" if weights.splits_tokens else None)
+    return TokenIndex(sample_ids, length, axis, documents, weights.num_chunks, cache)

@@ -1,1 +1,1 @@
-"""Schedules of pipeline stages as plain values. A single stage also has a schedule."""
+"""Schedules of pipeline stages as plain values, their simulation and their execution."""

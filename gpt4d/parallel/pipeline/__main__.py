@@ -3,8 +3,8 @@
 python -m gpt4d.parallel.pipeline schedule=eager_1f1b stages=4 microbatches=8
 
 Further options: chunks_per_stage=1; forward=1.0 backward=2.0, seconds of a stage; transfer=0.0, seconds between two
-stages; plot=FILE for a plot of the step. A row is a stage, and 1F3 is the forward of microbatch 3 on virtual
-stage 1: B is a backward, I and W are its halves, the gradient of the input and the gradients of the weights.
+stages; plot=FILE for a plot of the step. A row is a stage. 1F3 is the forward of microbatch 3 on virtual stage 1. B is
+a backward. I and W are its halves, the gradient of the input and the gradients of the weights.
 """
 
 import sys
@@ -23,19 +23,20 @@ _MAX_WORK = 100_000  # forwards in a step
 
 @dataclass
 class ScheduleQuery:
-    """The schedule, the seconds of its stages, and a file for a plot."""
+    """The arguments of the command. Times are in seconds."""
 
     schedule: str = "eager_1f1b"
     stages: int = 4
     microbatches: int = 8
     chunks_per_stage: int = 1
-    forward: float = 1.0  # seconds of one stage and one microbatch
+    forward: float = 1.0  # seconds per stage and microbatch
     backward: float = 2.0
     transfer: float = 0.0
     plot: str | None = None
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command."""
     if asks_for_help(arguments):
         print(__doc__)
         return
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> None:
     for key in ("forward", "backward", "transfer"):
         check_at_least(key, getattr(query, key), 0)
     if query.forward == query.backward == 0:
-        raise ConfigError("forward=0 backward=0: a stage without work; use a value above 0 for one of them")
+        raise ConfigError("forward=0 backward=0: a stage without work; set forward or backward to a value above 0")
     orders, timeline = simulated(query)
     print(report(query, orders, timeline))
     if query.plot:
@@ -62,6 +63,7 @@ def main(arguments: list[str]) -> None:
 
 
 def simulated(query: ScheduleQuery) -> tuple[list[Order], Timeline]:
+    """Return the orders of the schedule and the timeline of its step."""
     parts = query.chunks_per_stage
     half = query.backward / 2 / parts
     costs = Costs.equal(query.stages * parts, query.forward / parts, half, half, query.transfer)
@@ -70,7 +72,7 @@ def simulated(query: ScheduleQuery) -> tuple[list[Order], Timeline]:
 
 
 def report(query: ScheduleQuery, orders: list[Order], timeline: Timeline) -> str:
-    """Return a line per stage, and the time of the step."""
+    """Return one line per stage, and a line with the time of the step."""
     peaks = [peak_in_flight(order) for order in orders]
     lines = [
         f"stage {stage}: {' '.join(map(str, order))}  (at most {peak} in flight)"

@@ -1,4 +1,4 @@
-"""The execution of a stage's program: forwards, backwards, and the tensors that cross its edges."""
+"""The execution of a stage's program: forwards, backwards, and the transfers of tensors between stages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,20 +21,20 @@ from gpt4d.parallel.stage import Stage
 
 LOSS = "loss"
 Tensors = Mapping[str, torch.Tensor]
-# Returns the tensors that a part of the model produces from a microbatch: tensors for later parts by name, or the loss,
-# summed over this rank's samples. Arguments: module, part, batch, and what earlier parts have produced for this one.
+# Computes a model chunk on a microbatch. Returns the tensors for later chunks by name, or the loss, summed over this
+# rank's samples. Arguments: module, boundaries of the chunk, batch, and the tensors that earlier chunks have produced.
 Compute = Callable[[nn.Module, Any, Any, Tensors], Tensors]
 
 
 def whole_model(loss_sum: Callable[[nn.Module, Any], torch.Tensor]) -> Compute:
-    """Return the computation of a model in one part from its loss, summed over this rank's samples."""
+    """Return the computation of an unsplit model from a function of its loss, summed over this rank's samples."""
     return lambda module, part, batch, received: {LOSS: loss_sum(module, batch)}
 
 
 class _InFlight(NamedTuple):
-    """The tensors that a forward leaves for its backward."""
+    """The tensors that a forward retains for its backward."""
 
-    received: dict[int, dict[str, torch.Tensor]]  # by the virtual stage that produced it
+    received: dict[int, dict[str, torch.Tensor]]  # by the virtual stage that produced the tensors
     produced: Tensors
 
 
@@ -43,10 +43,10 @@ class StageRuntime:
 
     Args:
         stage: this rank's stage.
-        reducer: sums the stage's gradients.
-        compute: computes a part of the model on a microbatch.
+        reducer: reduces the stage's gradients.
+        compute: computes a model chunk on a microbatch.
 
-    While ``recording`` is set, the times of actions and transfers are added to it.
+    If ``recording`` is set, the times of actions and transfers are appended to it.
     """
 
     def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
@@ -58,12 +58,12 @@ class StageRuntime:
 
         Args:
             batches: this rank's microbatches.
-            microbatches: how many there are.
-            divisor: global number of units (tokens, images) of the step: how the batch is dealt out to ranks and
-                microbatches makes no difference.
+            microbatches: number of microbatches.
+            divisor: global number of units (tokens, images) of the step, so that the result does not depend on the
+                split of the batch into ranks and microbatches.
 
         Returns:
-            The sum of this rank's losses over ``divisor``, float64, on the device.
+            The sum of this rank's losses, divided by ``divisor``, float64, on the device.
         """
         stage = self.stage
         program = stage.program(microbatches)
@@ -75,7 +75,7 @@ class StageRuntime:
         terms |= dict.fromkeys(stage.cached_for_step, 1)
         for name in stage.exchange.owned if stage.exchange else ():
             terms[name] += 1
-        # The first stage is the last to finish. A sum on another one would only delay the gradient that it waits for.
+        # The first stage finishes last. Reductions on other stages delay the gradient that it waits for.
         self.reducer.begin(terms, beside_backward=stage.index == 0)
         stage.module.train()
         step = _Step(self, batches, divisor, stage.exchange)
@@ -90,7 +90,10 @@ class StageRuntime:
         return total
 
     def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, ReshardingInFlight]) -> None:
-        """Add the gradients of copied weights on other stages to this stage's, once among the ranks to be summed."""
+        """Send the gradients of this stage's copies, and add received gradients to the gradients of owned weights.
+
+        Only rank 0 of the batch axes adds a received gradient, because the reducer later all-reduces over these axes.
+        """
         weights, grid = self.stage.weights, self.stage.grid
         weights.finish()
         parameters = dict(self.stage.module.named_parameters())
@@ -111,10 +114,10 @@ class StageRuntime:
             weights.on_gradient(parameter)
         for transfer in sent:
             transfer.wait()
-        exchange.wait_for_owned()  # weights that the step before has sent, and that the update changes
+        exchange.wait_for_owned()  # the update changes weights that the previous step has sent
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
-        """Return the sum of this rank's losses over some microbatches, float64, without gradients."""
+        """Return the sum of this rank's losses over all microbatches, float64, without gradients."""
         stage = self.stage
         program = stage.evaluation(microbatches)
         actions = [step for step in program if isinstance(step, Action)]
@@ -131,14 +134,14 @@ class StageRuntime:
 def forward_over_stages(
     stage: Stage, exchange: Exchange | None, compute: Callable[[Any, Tensors], Tensors]
 ) -> Tensors | None:
-    """Compute one forward, one part of the model after another, and return what the last part produces.
+    """Compute the model chunks of one forward sequentially and return the outputs of the last chunk, by name.
 
-    Stages without the last part get None.
+    Return None on stages without the last chunk.
 
     Args:
         stage: this rank's stage.
-        exchange: of the tensors that cross; None if there is one stage.
-        compute: returns what a part produces, by name, from what earlier parts have produced for it.
+        exchange: the links to other stages; None for a single stage.
+        compute: returns the outputs of a chunk, by name. Arguments: boundaries of the chunk, and its inputs by name.
     """
     sending: list[Arrival] = []
     local: dict[tuple[int, int], Tensors] = {}
@@ -167,7 +170,7 @@ def forward_over_stages(
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a tensor that a part has received, zero if the loss does not depend on it."""
+    """Return the gradient of a received tensor, zero if the loss does not depend on the tensor."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
@@ -179,8 +182,8 @@ class _Step:
         self.divisor, self.recording = divisor, runtime.recording
         self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
         self._remaining: Iterator[Any] = iter(batches)
-        self._batches: list[Any] = []  # by microbatch; None once all parts of this stage have taken it
-        self._taken: Counter[int] = Counter()  # number of parts that have taken each microbatch
+        self._batches: list[Any] = []  # by microbatch; None after all model chunks of this stage have taken it
+        self._taken: Counter[int] = Counter()  # number of model chunks that have taken each microbatch
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by virtual stage and microbatch
         self._to_send: dict[StageTransfer, Tensors] = {}
         self._arrivals: dict[StageTransfer, Arrival] = {}
@@ -195,7 +198,7 @@ class _Step:
                 execute[step.kind](step)
 
     def finish(self) -> torch.Tensor:
-        """Wait until everything is sent, and return the sum of the losses."""
+        """Wait until all tensors are sent, and return the sum of the losses."""
         for transfer, arrival in self._sending.items():
             self._wait(transfer, arrival)
         return self.total
@@ -223,13 +226,13 @@ class _Step:
             self._arrivals[transfer] = self.exchange.start(transfer, None)
 
     def _take(self, transfer: StageTransfer) -> Tensors:
-        """Wait for the tensors of a transfer, which may come from another part of this stage."""
+        """Wait for the tensors of a transfer, or return them if another model chunk of this stage produced them."""
         if (local := self._to_send.pop(transfer, None)) is not None:
             return local
         return self._wait(transfer, self._arrivals.pop(transfer))
 
     def _take_batch(self, microbatch: int) -> Any:
-        """Return the batch of a microbatch. Each part of this stage takes it once."""
+        """Return the batch of a microbatch. Each model chunk of this stage takes it once."""
         while len(self._batches) <= microbatch:
             self._batches.append(next(self._remaining))
         batch = self._batches[microbatch]
@@ -282,7 +285,7 @@ class _Step:
                 }
 
     def _take_gradients(self, action: Action, target: int, place: int) -> Tensors:
-        """Return the gradients of what crossed to ``target``, whose backward may have been split."""
+        """Return the gradients of the tensors that crossed to ``target``, whose backward may be split."""
         for kind in "BI":
             transfer = StageTransfer(Action(kind, action.microbatch, target), place)
             if transfer in self._arrivals or transfer in self._to_send:

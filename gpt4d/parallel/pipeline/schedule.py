@@ -1,7 +1,7 @@
 """Schedules: the order in which stages compute the forwards and backwards of microbatches. No torch here.
 
-A pipeline of S stages with v model chunks each has S·v virtual stages; virtual stage q is on stage q % S. All
-schedules but the interleaved one have v = 1.
+A pipeline of S stages with v model chunks each has S·v virtual stages. Virtual stage q is on stage q % S. All schedules
+except interleaved 1F1B have v = 1.
 """
 
 import math
@@ -28,52 +28,53 @@ Order = list[Action]  # actions of one stage
 
 
 def single_stage(microbatches: int) -> Order:
-    """Return the order of a stage that has no neighbors: F0 B0 F1 B1 …, one microbatch in flight."""
+    """Return the order of a single stage: F0 B0 F1 B1 …, with one microbatch in flight."""
     return [Action(kind, microbatch) for microbatch in range(microbatches) for kind in "FB"]
 
 
 def forward_only(microbatches: int) -> Order:
-    """Return the order of an evaluation: F0 F1 …"""
+    """Return the order of an evaluation, F0 F1 and so on."""
     return [Action("F", microbatch) for microbatch in range(microbatches)]
 
 
 def gpipe(stages: int, microbatches: int) -> list[Order]:
-    """All forwards, then all backwards: every microbatch is in flight."""
+    """Return the orders of GPipe: all forwards, then all backwards, with every microbatch in flight."""
     return [_alternating(_of_stage(stage, microbatches), microbatches) for stage in range(stages)]
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> list[Order]:
-    """1F1B: stage i runs S - i forwards, then alternate backward and forward (PipeDream-Flush)."""
+    """Return the orders of 1F1B (PipeDream-Flush): stage i runs S - i forwards first."""
     return [_alternating(_of_stage(stage, microbatches), stages - stage) for stage in range(stages)]
 
 
 def eager_1f1b(stages: int, microbatches: int, delayed: int | None = None) -> list[Order]:
-    """Eager 1F1B (arXiv 2211.05322, §4): 2(S - i) - 1 forwards first, so that transfers have time to arrive.
+    """Return the orders of eager 1F1B (arXiv 2211.05322, §4): 2(S - i) - 1 forwards first, to overlap transfers.
 
     Args:
-        stages: S.
-        microbatches: how many there are.
-        delayed: with a number, backwards are split, and that many weight gradients wait for later ones.
+        stages: number of stages, S.
+        microbatches: number of microbatches.
+        delayed: number of weight gradients that a stage delays, with split backwards; None: unsplit backwards.
     """
     return [_alternating(_of_stage(stage, microbatches), 2 * (stages - stage) - 1, delayed) for stage in range(stages)]
 
 
 def zb_h1(stages: int, microbatches: int) -> list[Order]:
-    """ZB-H1 (arXiv 2401.10241, §2.2): 1F1B with split backwards; i weight gradients of stage i fill its bubbles."""
+    """Return the orders of ZB-H1 (arXiv 2401.10241, §2.2): 1F1B with i delayed weight gradients on stage i."""
     return [_alternating(_of_stage(stage, microbatches), stages - stage, delayed=stage) for stage in range(stages)]
 
 
 def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> list[Order]:
-    """Interleaved 1F1B (arXiv 2104.04473, §2.2): groups of S microbatches pass through the model chunks of a stage.
+    """Return the orders of interleaved 1F1B (arXiv 2104.04473, §2.2).
 
-    ``microbatches`` must be a multiple of ``stages``.
+    Groups of S microbatches pass through the model chunks of a stage. ``microbatches`` must be a multiple of
+    ``stages``.
     """
     assert microbatches % stages == 0, "the groups of the interleaved schedule have S microbatches"
 
     def actions(stage: int) -> tuple[Order, Order]:
         forwards, backwards = [], []
-        for turn in range(microbatches * chunks):
-            group, place = divmod(turn, stages * chunks)
+        for index in range(microbatches * chunks):
+            group, place = divmod(index, stages * chunks)
             chunk, microbatch = divmod(place, stages)
             microbatch += group * stages
             forwards.append(Action("F", microbatch, chunk * stages + stage))
@@ -91,10 +92,10 @@ def _of_stage(stage: int, microbatches: int) -> tuple[Order, Order]:
 
 
 def _alternating(actions: tuple[Order, Order], first: int, delayed: int | None = None) -> Order:
-    """Return ``first`` forwards, and then alternate backward and forward.
+    """Return ``first`` forwards, followed by alternating backwards and forwards.
 
-    ``delayed``: split the backwards, and compute the weight gradients of each after those input gradients that follow
-    it, this many. Without: do not split them.
+    ``delayed``: number of later input gradients that precede the weight gradients of a split backward; None: do not
+    split the backwards.
     """
     forwards, backwards = actions
     order = forwards[:first]
@@ -112,9 +113,9 @@ def _alternating(actions: tuple[Order, Order], first: int, delayed: int | None =
 
 
 def problem(orders: Sequence[Order], virtual_stages: int, microbatches: int) -> str | None:
-    """Return why ``orders`` are not a schedule, or None if they are one.
+    """Return the reason why ``orders`` are not a valid schedule, or None if they are valid.
 
-    Each virtual stage must compute every microbatch forward and then backward, in one action or in two.
+    Each virtual stage must compute the forward and then the backward of every microbatch. A backward may be split.
     """
     stages = len(orders)
     for stage, order in enumerate(orders):
@@ -133,19 +134,19 @@ def problem(orders: Sequence[Order], virtual_stages: int, microbatches: int) -> 
             seen.add(action)
         for virtual_stage in range(stage, virtual_stages, stages):
             for microbatch in range(microbatches):
-                whole, last = (Action(kind, microbatch, virtual_stage) for kind in "BW")
-                if whole not in seen and last not in seen:
-                    return f"stage {stage} has no {whole}"
+                unsplit, split = (Action(kind, microbatch, virtual_stage) for kind in "BW")
+                if unsplit not in seen and split not in seen:
+                    return f"stage {stage} has no {unsplit}"
     return None
 
 
 def peak_of_others(order: Iterable[Action], forward: float, delayed: float) -> float:
-    """Return the maximum that a stage holds of microbatches other than the current action's.
+    """Return the peak memory of microbatches other than the microbatch of the current action.
 
     Args:
-        order: its actions.
-        forward: memory that a microbatch holds from its forward until its backward.
-        delayed: memory that it holds from a split backward until its weight gradients.
+        order: the actions of a stage.
+        forward: memory of a microbatch from its forward until its backward.
+        delayed: memory of a microbatch from its split backward until its weight gradients.
     """
     held = peak = 0.0
     after = {"F": forward, "B": 0.0, "I": delayed, "W": 0.0}
@@ -157,9 +158,9 @@ def peak_of_others(order: Iterable[Action], forward: float, delayed: float) -> f
 
 
 def peak_in_flight(order: Iterable[Action]) -> int:
-    """Return the maximum number of microbatches whose activations a stage holds, from forward until last gradient.
+    """Return the maximum number of microbatches in flight on a stage, from the forward until the last gradient.
 
-    Each model chunk of a stage counts by itself.
+    A microbatch counts once for each model chunk.
     """
     held = peak = 0
     for action in order:
@@ -172,20 +173,21 @@ _ROUNDING = 1 + 1e-9
 
 
 def balanced(work: Sequence[float], parts: int, places: Collection[int]) -> list[int]:
-    """Return the indices at which all parts but the first begin, so that the part with the most work has the least.
+    """Split layers into consecutive parts such that the maximum work of a part is minimal.
 
-    Of several such choices it is the most even one: that with the smallest sum of squares.
+    Return the index of the first layer of each part except the first part. Among several solutions, the result has the
+    minimum sum of squared work.
 
     Args:
         work: work of each layer.
-        parts: number of parts, at most one more than the places.
+        parts: number of parts, at most ``len(places) + 1``.
         places: indices of layers that a part may begin with, other than 0.
     """
     total = [0.0, *accumulate(work)]
     ends = [*sorted(places), len(work)]
 
-    def least(cost: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """Return the minimum cost and its beginnings; ``cost`` adds a part's work to the cost of those before it."""
+    def minimum(cost: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """Return the minimum cost and its split. ``cost`` combines the cost of preceding parts with a part's work."""
         best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0.0, total[end]), ()) for end in ends}
         for _ in range(parts - 1):
             following = {}
@@ -200,5 +202,5 @@ def balanced(work: Sequence[float], parts: int, places: Collection[int]) -> list
             best = following
         return best[len(work)]
 
-    most = least(max)[0] * _ROUNDING
-    return list(least(lambda before, part: before + part**2 if part <= most else math.inf)[1])
+    limit = minimum(max)[0] * _ROUNDING
+    return list(minimum(lambda before, part: before + part**2 if part <= limit else math.inf)[1])

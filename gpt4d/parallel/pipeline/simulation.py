@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from gpt4d.parallel.pipeline.schedule import Action, Order
 
-Edge = tuple[int, int]  # virtual stages: the one that produces a tensor and the one that uses it
+Edge = tuple[int, int]  # the virtual stages that produce and use a tensor
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one microbatch.
+    """Times of one microbatch, in seconds.
 
     Attributes:
-        forward: by virtual stage.
-        input_gradient: by virtual stage.
-        weight_gradient: by virtual stage; an unsplit backward takes the sum of both.
-        transfers: by edge, of the tensors that cross it forward. A tensor may skip stages.
-        gradients: by edge, of the gradients that cross it back, if any; None: as ``transfers``.
+        forward: time of the forward, by virtual stage.
+        input_gradient: time of the input's gradient, by virtual stage.
+        weight_gradient: time of the weights' gradients, by virtual stage. An unsplit backward takes the sum of both.
+        transfers: time of the tensors that cross an edge forward, by edge. An edge may skip stages.
+        gradients: time of the gradients that cross an edge backward, by edge; None: as ``transfers``.
     """
 
     forward: Sequence[float]
@@ -46,7 +46,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """An action, with the seconds from the beginning of the step at which it starts and stops."""
+    """An action, with its start and stop in seconds since the beginning of the step."""
 
     action: Action
     start: float
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """The transfer of the tensors that an action produces, along an edge or back."""
+    """The transfer of the tensors that an action produces, along an edge in either direction."""
 
     action: Action
     source: int  # virtual stages
@@ -65,7 +65,7 @@ class TransferSpan(NamedTuple):
 
 @dataclass
 class Timeline:
-    """A step. ``stages``: the actions of each; ``transfers``: in the order in which they start on each link."""
+    """The timeline of a step: the actions of each stage, and the transfers in the order of each link."""
 
     stages: list[list[Span]]
     transfers: list[TransferSpan]
@@ -77,7 +77,7 @@ class Timeline:
     def peak_waiting(self, stage: int, tensors: Mapping[Edge, int] | None = None) -> int:
         """Return the maximum number of tensors that a stage has received for forwards that have not started.
 
-        ``tensors``: how many cross each edge, or their bytes; None: one.
+        ``tensors``: number of tensors, or of their bytes, per edge; None: one tensor per edge.
         """
         count = len(self.stages)
         uses = {span.action: span.start for span in self.stages[stage]}
@@ -95,17 +95,17 @@ class Timeline:
 
 
 class Deadlock(ValueError):
-    """Stages wait for each other."""
+    """Stages wait for each other in a cycle."""
 
 
 def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
     """Return the timeline of a step whose transfers start as soon as their tensor exists and overlap with computation.
 
-    The transfers from one stage to another follow each other in the order in which their tensors exist, which is that
-    of the sending stage's actions. Raises Deadlock if stages wait for each other.
+    The transfers from one stage to another are sequential, in the order of the sending stage's actions. Raises Deadlock
+    if stages wait for each other.
     """
     count = len(orders)
-    # By direction and virtual stage, the edges along which it receives and sends, with the other end and the seconds.
+    # By direction and virtual stage: the edges along which it receives or sends, the peer, and the seconds.
     inputs: defaultdict[tuple[bool, int], list[tuple[Edge, int, float]]] = defaultdict(list)
     outputs: defaultdict[tuple[bool, int], list[tuple[Edge, int, float]]] = defaultdict(list)
     back = costs.transfers if costs.gradients is None else costs.gradients
@@ -114,12 +114,12 @@ def simulate(orders: Sequence[Order], costs: Costs) -> Timeline:
             source, target = edge if forward else edge[::-1]
             outputs[forward, source].append((edge, target, seconds))
             inputs[forward, target].append((edge, source, seconds))
-    arrivals: dict[tuple[Action, Edge], float] = {}  # the producing action, and the edge
-    links: defaultdict[tuple[int, int], float] = defaultdict(float)  # stages → when the link becomes free
+    arrivals: dict[tuple[Action, Edge], float] = {}  # (producing action, edge) → time of arrival
+    links: defaultdict[tuple[int, int], float] = defaultdict(float)  # (source, target) → time when the link is free
     timeline = Timeline([[] for _ in orders], [])
 
     def ready(action: Action) -> float | None:
-        """Return when all that an action needs from other stages is there; None if that is not known yet."""
+        """Return the time at which all inputs of an action have arrived, or None if it is not known yet."""
         kind, _, stage = action
         if kind == "W":
             return 0.0

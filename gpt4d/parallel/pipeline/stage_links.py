@@ -1,4 +1,4 @@
-"""The transfers between stages: the tensors that cross each edge, their links and layouts."""
+"""The transfers between pipeline stages: the tensors that cross each edge, their links and layouts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -17,10 +17,10 @@ from gpt4d.parallel.stage_plan import StagePlan
 
 
 class Edge(NamedTuple):
-    """A tensor that a virtual stage produces and a later one uses.
+    """A tensor that one virtual stage produces and a later virtual stage uses.
 
-    ``layout`` is the layout on both grids, ``shape`` the global shape of one microbatch. Integers and masks have no
-    gradient.
+    ``layout`` is the layout on both grids, ``shape`` the global shape for one microbatch. Only tensors of a
+    floating-point dtype have a gradient.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Edge(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A weight that a stage has and another one uses too: a tied embedding.
+    """A weight of one stage that another stage also uses, such as a tied embedding.
 
-    The stage that has it adds the gradient of the copy to its own, updates the weight and sends it to the copy.
+    The owner adds the gradient of the copy to its own gradient, updates the weight and sends it to the holder.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Arrival:
 
     @property
     def interval(self) -> tuple:
-        """When this rank started the first transfer and when the last one was complete; call it after ``wait``."""
+        """This rank's start of the first transfer and completion of the last transfer. Read it after ``wait``."""
         transfers = list(self.transfers.values())
         return transfers[0].started, transfers[-1].stopped
 
@@ -69,17 +69,17 @@ class Arrival:
 class Exchange:
     """This rank's links to other stages, and the resharding plans of its tensors.
 
-    All ranks create it together. Each pair of stages that share an edge has a link for each direction.
+    All ranks of the job must create it together. Each pair of stages that share an edge has one link per direction.
 
     Args:
-        stages: the grids of all stages.
-        edges: the tensors that cross, on all virtual stages.
+        stages: the plans of all stages.
+        edges: the tensors that cross between virtual stages.
         copies: weights that several stages use.
         strategy: strategy of the transfers (gpt4d.parallel.resharding).
-        ranks_per_host: consecutive ranks of the job on each host.
+        ranks_per_host: number of consecutive ranks of the job on each host.
         device: this rank's device.
-        new_group: makes the process group of some ranks; all ranks of the job call it.
-        chunks: chunks of a microbatch, each of which x splits where a layout says so.
+        new_group: creates a process group of the given ranks; all ranks of the job call it.
+        chunks: number of chunks of a microbatch. x splits each chunk if the layout names x and ``CHUNK``.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Exchange:
         chunks: int = 1,
     ):
         rank, count = dist.get_rank(), len(stages)
-        # Where nothing splits the chunks' tokens, all chunks are one tile.
+        # If x does not split the chunks' tokens, all chunks are one tile.
         meshes = [
             StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host, chunks if stage.sizes.x > 1 else 1)
             for stage in stages
         ]
-        self.links: dict[tuple[int, int], Link] = {}  # by the stages that send and receive
-        self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor and virtual stages, from and to
+        self.links: dict[tuple[int, int], Link] = {}  # by sending and receiving stage
+        self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor, and sending and receiving stage
         self._names: dict[tuple[int, int], list[str]] = {}
         crossing = {(edge.source % count, edge.target % count) for edge in edges}
         pairs = sorted(crossing | {(tied.owner, tied.holder) for tied in copies})
@@ -113,7 +113,7 @@ class Exchange:
         for edge in edges:
             self._prepare(edge)
 
-        self._weights: dict[str, Resharding] = {}  # of copies, by name
+        self._weights: dict[str, Resharding] = {}  # transfers of copied weights, by name
         self._gradients: dict[str, Resharding] = {}
         self._stage = next(stage.index for stage in stages if rank in stage.ranks)
         self.copies = [tied for tied in copies if self._stage in (tied.owner, tied.holder)]
@@ -121,8 +121,8 @@ class Exchange:
             weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder], strategy)
             self._weights[tied.name] = self.links[tied.owner, tied.holder].prepare(weight, tied.dtype)
             self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient_plan(weight), tied.dtype)
-        self._arriving: list[ReshardingInFlight] = []  # copies of weights
-        self._leaving: list[ReshardingInFlight] = []
+        self._arriving: list[ReshardingInFlight] = []  # copied weights that this rank receives
+        self._leaving: list[ReshardingInFlight] = []  # copied weights that this rank sends
 
     def _prepare(self, edge: Edge, gradients: bool = True) -> None:
         source, target = edge.source % len(self._meshes), edge.target % len(self._meshes)
@@ -136,7 +136,7 @@ class Exchange:
             self._add(edge.name, edge.target, edge.source, back)
 
     def without_gradients(self, edges: Sequence[Edge]) -> "Exchange":
-        """Return an exchange of other tensors over the same links, for forwards alone."""
+        """Return an exchange of other tensors over the same links, without their gradients."""
         other = copy(self)
         other._reshardings, other._names = {}, {}
         for edge in edges:
@@ -149,11 +149,11 @@ class Exchange:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """What counts the bytes and waits of each link, by its name."""
+        """The axis of each link, which counts its bytes and waiting times, by name."""
         return {link.axis.name: link.axis for link in self.links.values()}
 
     def start(self, transfer: StageTransfer, sent: Mapping[str, torch.Tensor] | None) -> Arrival:
-        """Start to send tensors, by name, or to receive them if ``sent`` is None."""
+        """Start sending the tensors ``sent``, by name. Without ``sent``, start receiving."""
         source, target = transfer.action.virtual_stage, transfer.target
         return Arrival(
             {
@@ -175,16 +175,16 @@ class Exchange:
 
     @property
     def owned(self) -> list[str]:
-        """Names of this stage's weights of which others have copies."""
+        """Names of this stage's weights that are copied to other stages."""
         return [tied.name for tied in self.copies if tied.owner == self._stage]
 
     @property
     def held(self) -> list[str]:
-        """Names of the weights of which this stage has a copy."""
+        """Names of other stages' weights that this stage has copies of."""
         return [tied.name for tied in self.copies if tied.holder == self._stage]
 
     def send_gradient(self, name: str, gradient: torch.Tensor) -> ReshardingInFlight:
-        """Start to send the gradient of a copy, summed over the samples of its stage, to the weight's owner."""
+        """Start to send the gradient of a copy, reduced over the batch axes, to the weight's owner."""
         return self._start_gradient(name, gradient)
 
     def receive_gradients(self) -> dict[str, ReshardingInFlight]:
@@ -196,12 +196,13 @@ class Exchange:
         return transfer.start(gradient, name=f"gradient of the copy of {name}, {transfer.link.axis.name}")
 
     def start_weight(self, name: str, weight: torch.Tensor) -> None:
-        """Start to send a weight to its copy, which is ``weight`` on the stage that has it."""
-        transfer, what = self._weights[name], f"copy of {name}"
+        """Start to send ``weight`` to its copy, or to receive it into the copy ``weight`` on the holding stage."""
+        transfer = self._weights[name]
+        label = f"copy of {name}, {transfer.link.axis.name}"
         if name in self.held:
-            self._arriving.append(transfer.start(out=weight, name=f"{what}, {transfer.link.axis.name}"))
+            self._arriving.append(transfer.start(out=weight, name=label))
         else:
-            self._leaving.append(transfer.start(weight, name=f"{what}, {transfer.link.axis.name}"))
+            self._leaving.append(transfer.start(weight, name=label))
 
     def wait_for_held(self) -> None:
         """Wait until this stage's copies of weights are up to date."""
@@ -209,7 +210,7 @@ class Exchange:
             self._arriving.pop().wait()
 
     def wait_for_owned(self) -> None:
-        """Wait until the weights that are sent to copies may change."""
+        """Wait until the weights of this stage have been sent to their copies, so that they may change."""
         while self._leaving:
             self._leaving.pop().wait()
 

@@ -1,9 +1,10 @@
-"""The program of each stage in a step: its actions, and when it starts to send and to receive. No torch here.
+"""The program of each stage in a step: its actions, and the starts of its transfers. No torch here.
 
-The sending stage starts a transfer as soon as its tensor exists. The receiving one starts it before the action during
-which that happens in the simulated step, so that it is ready while it computes something else. All transfers have one
-global order, the order of these times, and each stage starts its own in this order. So no stages wait for each other in
-a cycle, even where a transfer blocks all that a stage starts after it.
+The sending stage starts a transfer as soon as its tensor exists. In the simulated step, some action of the receiving
+stage is running at that time. The receiving stage starts the transfer before this action, so that it is ready to
+receive while it computes. All transfers have one global order, the order in which their tensors exist, and every stage
+starts its transfers in this order. So stages never wait for each other in a cycle, even if a transfer blocks all later
+operations of a stage.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from gpt4d.parallel.pipeline.simulation import Costs, simulate
 
 
 class StageTransfer(NamedTuple):
-    """What ``action`` produces for another virtual stage: tensors after a forward, their gradients after a backward."""
+    """The transfer of an action's results to another virtual stage: tensors of a forward, gradients of a backward."""
 
     action: Action
     target: int  # virtual stage
@@ -26,13 +27,11 @@ class StageTransfer(NamedTuple):
         return f"{self.action}>{self.target}"
 
 
-Program = list[
-    Action | StageTransfer
-]  # actions and transfers of one stage: a transfer stands where the stage starts to send or to receive it
+Program = list[Action | StageTransfer]  # one stage's actions, and its transfers at the points where it starts them
 
 
 def link_name(source: int, target: int) -> str:
-    """Return the name of the link from one stage to another, by which its bytes are planned and counted."""
+    """Return the name of the link from one stage to another, under which its bytes are planned and counted."""
     return f"stage {source} to {target}"
 
 
@@ -41,7 +40,7 @@ def programs(orders: Sequence[Order], costs: Costs) -> list[Program]:
     count, timeline = len(orders), simulate(orders, costs)
     stops = {span.action: span.stop for spans in timeline.stages for span in spans}
     crossing = [span for span in timeline.transfers if span.source % count != span.target % count]
-    crossing.sort(key=lambda span: stops[span.action])  # stable: of one action's, in the order of its edges
+    crossing.sort(key=lambda span: stops[span.action])  # stable: transfers of one action stay in the order of its edges
     result = []
     for stage, spans in enumerate(timeline.stages):
         own = [span for span in crossing if stage in (span.source % count, span.target % count)]
@@ -72,11 +71,11 @@ def orders_of(name: str, stages: int, microbatches: int, costs: Costs, chunks_pe
     """Return the order of each stage under the schedule ``name``.
 
     Args:
-        name: one of ``SCHEDULES``.
+        name: a schedule in ``SCHEDULES``.
         stages: number of stages.
-        microbatches: parts of the global batch.
+        microbatches: number of microbatches.
         costs: costs of the virtual stages; only ``eager_1f1b_w`` depends on them.
-        chunks_per_stage: model chunks of a stage; more than one with ``interleaved_1f1b`` alone.
+        chunks_per_stage: model chunks per stage; must be 1 except with ``interleaved_1f1b``.
 
     Raises ConfigError if the numbers do not suit the schedule.
     """
@@ -99,9 +98,10 @@ def orders_of(name: str, stages: int, microbatches: int, costs: Costs, chunks_pe
 
 
 def _with_fewest_delays(stages: int, microbatches: int, costs: Costs) -> list[Order]:
-    """Return eager 1F1B with split backwards, and the fewest delayed weight gradients of those with the fastest step.
+    """Return eager 1F1B with split backwards, and with the fewest delayed weight gradients among the fastest orders.
 
-    A delayed gradient occupies memory. Without delay, each still overlaps with the transfer of its input's gradient.
+    A delayed gradient occupies memory. Without delay, weight gradients still overlap with the transfer of the input's
+    gradient.
     """
     choices = [schedule.eager_1f1b(stages, microbatches, delayed) for delayed in range(min(stages, microbatches) + 1)]
     return min(choices, key=lambda orders: simulate(orders, costs).seconds)

@@ -1,4 +1,4 @@
-"""Recorded actions of a step on pipeline stages, and a plot of them: one row per stage."""
+"""Recorded actions of a step on pipeline stages, and their plot with one row per stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,25 +13,24 @@ from gpt4d.parallel.pipeline.stage_program import StageTransfer
 
 @dataclass
 class StageTrace:
-    """When a rank computed each action, and when it started each transfer and had completed it.
+    """The start and stop of each action and transfer on one rank.
 
-    Transfers of a link are in the order in which they were started. Times are results of ``now``
-    (gpt4d.parallel.comm.stats).
+    Transfers of a link are in the order of their starts. Times are results of ``now`` (gpt4d.parallel.comm.stats).
     """
 
     actions: list[tuple[Action, Any, Any]] = field(default_factory=list)
     transfers: list[tuple[StageTransfer, Any, Any]] = field(default_factory=list)
 
     def since(self, origin: Any) -> "StageTrace":
-        """Return the same times in seconds after ``origin``."""
+        """Return a trace with times in seconds since ``origin``."""
 
         def seconds(entries: list) -> list:
-            return [(what, seconds_between(origin, a), seconds_between(origin, b)) for what, a, b in entries]
+            return [(entry, seconds_between(origin, a), seconds_between(origin, b)) for entry, a, b in entries]
 
         return StageTrace(seconds(self.actions), seconds(self.transfers))
 
     def to_json(self) -> list:
-        """Return a recording in seconds as lists for JSON."""
+        """Return a trace with times in seconds as lists for JSON."""
         return [self.actions, self.transfers]
 
     @classmethod
@@ -44,25 +43,25 @@ class StageTrace:
 
 
 def timeline(recordings: Sequence[StageTrace]) -> Timeline:
-    """Return the step of which one rank of each stage made a recording, in seconds since its first action.
+    """Return the timeline of a step from the traces of one rank per stage, in seconds since the first action.
 
-    A transfer begins when its sender has started it and has sent what it started before on the same link. It ends when
-    its receiver has all of it. Clocks may differ: between neighbors, the fastest transfer of each direction is taken to
-    last equally long.
+    A transfer begins when its sender has started it and has completed the preceding transfers of the link. It ends when
+    its receiver has all data. Clocks of stages may differ. They are aligned such that the fastest transfers between two
+    neighbors take equally long in both directions.
 
     Args:
-        recordings: of each stage, in seconds of a clock of its own.
+        recordings: a trace of each stage, in seconds of its own clock.
     """
     count = len(recordings)
     sent = [_begins(recording, stage, count) for stage, recording in enumerate(recordings)]
     received = [{transfer: stop for transfer, _, stop in recording.transfers} for recording in recordings]
-    fastest: dict[tuple[int, int], float] = {}  # by the stages that send and receive, seconds on different clocks
+    fastest: dict[tuple[int, int], float] = {}  # by sending and receiving stage: seconds between their clocks
     for stage, begins in enumerate(sent):
         for transfer, begin in begins.items():
             target = transfer.target % count
             seconds = received[target][transfer] - begin
             fastest[stage, target] = min(fastest.get((stage, target), seconds), seconds)
-    clocks = [0.0]  # what to add to the times of each stage
+    clocks = [0.0]  # offset to add to the times of each stage
     for stage in range(count - 1):
         clocks.append(clocks[-1] + (fastest[stage + 1, stage] - fastest[stage, stage + 1]) / 2)
     first = min(recording.actions[0][1] + clock for recording, clock in zip(recordings, clocks, strict=True))
@@ -87,8 +86,8 @@ def timeline(recordings: Sequence[StageTrace]) -> Timeline:
 
 
 def _begins(recording: StageTrace, stage: int, count: int) -> dict[StageTransfer, float]:
-    """Return when each transfer that a stage sends begins."""
-    begins, free = {}, dict[int, float]()  # by receiving stage, when the link to it becomes free
+    """Return the time at which each transfer that a stage sends begins."""
+    begins, free = {}, dict[int, float]()  # free: by receiving stage, the time at which the link becomes free
     for transfer, start, stop in recording.transfers:
         if transfer.action.virtual_stage % count == stage:
             target = transfer.target % count
@@ -99,18 +98,18 @@ def _begins(recording: StageTrace, stage: int, count: int) -> dict[StageTransfer
 
 _COLORS = {"F": "#7a9cc6", "B": "#c6a07a", "I": "#c6a07a", "W": "#9fbf9f"}
 _NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
-_MOST_LABELS = 400  # with more actions, no numbers are legible
+_MAX_LABELS = 400  # with more actions, labels are not legible
 
 
 def draw(timeline: Timeline, title: str, path: Path) -> None:
-    """Write a plot of a step to ``path``. A number is a microbatch; dark edges are further model chunks."""
+    """Write a plot of a step to ``path``. Numbers are microbatches, and paler bars are further model chunks."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     count = len(timeline.stages)
     figure = Figure(figsize=(12, 1.2 + 0.55 * count), layout="constrained")
     panel = figure.subplots()
-    labels = sum(map(len, timeline.stages)) <= _MOST_LABELS
+    labels = sum(map(len, timeline.stages)) <= _MAX_LABELS
     for stage, spans in enumerate(timeline.stages):
         for (kind, microbatch, virtual_stage), start, stop in spans:
             chunk = virtual_stage // count

@@ -1,5 +1,5 @@
-"""Cross-mesh resharding: sends a tensor from one mesh to a disjoint one that uses another layout.
+"""Cross-mesh resharding: sends a tensor from one mesh to a disjoint mesh, where it has another layout.
 
-``planning.plan`` returns a plan: unit tasks, senders and order (arXiv 2211.05322, §3). ``transfer`` executes it.
-Only ``transfer`` imports torch, so plans can be computed, printed and plotted on any laptop.
+``plan.plan`` returns a plan: unit tasks, senders and order (arXiv 2211.05322, §3). ``transfer`` executes it. Only
+``transfer`` imports torch, so plans can be computed, printed and plotted on any laptop.
 """

@@ -2,7 +2,7 @@
 
 python -m gpt4d.parallel.resharding src=S0RR src_mesh=2x4 dst=RS0R dst_mesh=2x4 shape=1024,1024,512
 
-A mesh is hosts × devices per host; src_hosts=0,0,1,1 and dst_hosts=… give the host of each device.
+A mesh has the shape hosts × devices per host; src_hosts=0,0,1,1 and dst_hosts=… give the host of each device.
 Further options: strategy=broadcast|send_recv|local_allgather|global_allgather|signal,
 order=ensemble|naive|load_balance|dfs|greedy, seed=0, effort=1, format=table|json, plot=FILE.
 """
@@ -16,21 +16,21 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from gpt4d.config import ConfigError, asks_for_help, check_choice, check_picture, from_arguments
+from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import report
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
 from gpt4d.parallel.resharding.plan import ORDERS, plan
-from gpt4d.parallel.resharding.strategies import STRATEGIES
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
 
 _MAX_DEVICES = 4096  # per mesh
-_MAX_TILES = 32_768  # common to a source's and a destination's tile, each the work of a send or more
+_MAX_TILES = 32_768  # intersections of source and destination tiles, each of which takes one send or more
 
 
 @dataclass
 class ReshardingQuery:
-    """The resharding to plan, and the form of the output."""
+    """The arguments of the command: the resharding to plan, and the format of the output."""
 
     src: str = MISSING  # layout on the source mesh: S0RR
     src_mesh: str = MISSING  # 2x4
@@ -48,6 +48,7 @@ class ReshardingQuery:
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command."""
     if asks_for_help(arguments):
         print(__doc__)
         return
@@ -77,7 +78,7 @@ def _parse_integers(key: str, text: str, separator: str, example: str, minimum: 
     is_list = re.fullmatch(rf"\d{{1,18}}({separator}\d{{1,18}})*", text)
     if not is_list or min(map(int, text.split(separator))) < minimum:
         raise ConfigError(
-            f'{key}={text}: use whole numbers of at least {minimum} separated by "{separator}", such as {example}'
+            f'{key}={text}: use integers of at least {minimum} separated by "{separator}", such as {example}'
         )
     return tuple(map(int, text.split(separator)))
 
@@ -114,7 +115,7 @@ def _parse_layout(key: str, query: ReshardingQuery, shape: tuple[int, ...], mesh
 
 
 def _check_tiles(query: ReshardingQuery, shape: tuple[int, ...], *sides: tuple[Layout, StageMesh]) -> None:
-    """Raise ConfigError if the layouts have too many tiles in common to plan them in minutes."""
+    """Raise ConfigError if the layouts have too many common tiles for a plan within minutes."""
     tiles = 1
     for dim in range(len(shape)):
         p, q = (math.prod(dict(mesh.axes)[axis] for axis in layout.dims[dim]) for layout, mesh in sides)

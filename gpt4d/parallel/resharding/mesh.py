@@ -1,6 +1,6 @@
 """Meshes of stages and the unit tasks of a resharding (arXiv 2211.05322, §2.2).
 
-A unit task is a part of the tensor to send, with the devices that hold it and the devices that need it. No torch here.
+A unit task is a tile of the tensor to send, with the devices that hold it and the devices that need it. No torch here.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Tile = tuple[tuple[int, int], ...]  # (start, stop) along each dim of the global
 class StageMesh:
     """The mesh of one stage: its axes, outermost first, and the rank and host of each device in row-major order.
 
-    Any device may be on any host, which describes every placement of a 4-D grid. Where a layout names ``CHUNK``, a
+    Any device may be on any host, so a mesh can describe every placement of a 4-D grid. If a layout names ``CHUNK``, a
     device has a tile of each of ``chunks`` consecutive chunks.
     """
 
@@ -39,8 +39,7 @@ class StageMesh:
     ) -> "StageMesh":
         """Return a mesh with the axes ``"0"``, ``"1"`` …, as in the paper: (hosts, devices per host).
 
-        The first axis enumerates the hosts, however many axes there are, unless ``hosts`` gives the host of each
-        device.
+        The first axis enumerates the hosts for any number of axes, unless ``hosts`` gives the host of each device.
         """
         count = math.prod(shape)
         if hosts is None:
@@ -50,19 +49,19 @@ class StageMesh:
 
     @classmethod
     def of_grid(cls, ranks: Sequence[int], sizes: GridSizes, ranks_per_host: int = 1, chunks: int = 1) -> "StageMesh":
-        """Return the mesh (data, z, y, x) of a stage's ``Grid`` on ``ranks``, the stage's ranks in the job, in order.
+        """Return the mesh (data, z, y, x) of a stage's ``Grid``.
 
-        Rank r is on host ``r // ranks_per_host``.
+        ``ranks`` are the stage's ranks in the job, in grid order. Rank r is on host ``r // ranks_per_host``.
         """
         axes = tuple(reversed(sizes._asdict().items()))  # GridSizes names the innermost axis first
         return cls(axes, tuple(ranks), tuple(rank // ranks_per_host for rank in ranks), chunks)
 
     def chunks_of(self, layout: Layout) -> range:
-        """Return the indices of the chunks of each of which a device holds a tile under ``layout``."""
+        """Return the indices of the chunks into which ``layout`` splits a tensor on this mesh."""
         return range(self.chunks if CHUNK in layout.axes else 1)
 
     def tiles(self, shape: tuple[int, ...], layout: Layout, chunk: int = 0) -> dict[int, Tile]:
-        """Return, by device, the tile of a tensor of ``shape``, or of a chunk, that it holds under ``layout``."""
+        """Return each device's tile of a tensor of ``shape``, or of its chunk ``chunk``, under ``layout``."""
         sizes = dict(self.axes)
         extents = {CHUNK: self.chunks, **sizes}
         indices = itertools.product(*(range(size) for size in sizes.values()))
@@ -109,8 +108,8 @@ def unit_tasks(
 ) -> list[UnitTask]:
     """Return the unit tasks of a tensor of ``shape``, ordered by source tile. Each element is in exactly one task.
 
-    An axis splits only one dim, so the tiles are all combinations of the ranges of each dim, and intersecting the
-    ranges dim by dim is enough.
+    An axis splits only one dim, so the tiles are all combinations of the ranges of each dim. It therefore suffices to
+    intersect the ranges dim by dim.
     """
     shared = set(source_mesh.devices) & set(destination_mesh.devices)
     assert not shared, f"the meshes of a resharding must be disjoint, but both contain {shared}"
@@ -121,7 +120,7 @@ def unit_tasks(
         sources, destinations = ({tile[dim] for tile in tiles} for tiles in (senders, receivers))
         pairs = itertools.product(sorted(sources), sorted(destinations))
         overlaps.append([(s, d) for s, d in pairs if max(s[0], d[0]) < min(s[1], d[1])])
-    # Sort by the source ranges of all dims first: the order of a loop over source tiles around one over destinations.
+    # Sort by the source ranges of all dims first, so that the order is by source tile and then by destination tile.
     tile_pairs = sorted((tuple(s for s, _ in c), tuple(d for _, d in c)) for c in itertools.product(*overlaps))
     return [UnitTask(_intersection(s, d), senders[s], receivers[d]) for s, d in tile_pairs]
 

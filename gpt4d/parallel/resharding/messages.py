@@ -1,8 +1,8 @@
-"""The messages with which one rank executes a plan, in rounds: a value, computed without torch.
+"""The messages with which one rank executes a plan, in rounds. They are a value, computed without torch.
 
-All ranks go through the sends of a plan in its order, and through each send round by round. The messages of a round
-need only data from earlier rounds. Both ends have a message in rounds of the same time step. So even on a backend where
-a round ends only when the peers of all its messages have joined, as with NCCL, no ranks wait for each other in a cycle.
+All ranks execute the sends of a plan in its order, and each send round by round. The messages of a round need only data
+from earlier rounds. Both ends of a message have it in the round of the same time step. With NCCL, a round ends only
+when the peers of all its messages have joined. Even then, ranks never wait for each other in a cycle.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.resharding.mesh import Tile
 from gpt4d.parallel.resharding.plan import ReshardingPlan, Send
 
-_MAX_CHUNKS = 128  # a chain to A receiving hosts takes A/128 longer than the link alone
+_MAX_CHUNKS = 128  # with 128 chunks, a chain to A receiving hosts takes A/128 longer than one link
 MIN_CHUNK_BYTES = {"cpu": 128 * 1024, "cuda": 4 * 1024 * 1024}  # smaller chunks cost more to start than to send
 
 
@@ -39,15 +39,15 @@ class SendStep:
     task: int  # index of the unit task
     slices: tuple[slice, ...]  # the tile in this rank's local tensor
     shape: tuple[int, ...]  # shape of the tile
-    sending: bool  # this rank holds the tile; the others receive and forward it
+    sending: bool  # this rank holds the tile; otherwise it receives and forwards the tile
     rounds: tuple[Round, ...]
-    turn_from: int | None = None  # the rank that sends before this one over the same host's link
-    turn_to: int | None = None  # the rank that sends after this one
+    previous_sender: int | None = None  # the rank that sends before this rank over the same host's link
+    next_sender: int | None = None  # the rank that sends after this rank over the same host's link
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """All steps of one rank. ``shape`` is the shape of its local tensor: the result if ``receives``, else the input."""
+    """All steps of one rank. ``shape``: shape of its local tensor, the result if ``receives``, else the input."""
 
     shape: tuple[int, ...]
     receives: bool
@@ -55,54 +55,54 @@ class RankProgram:
 
 
 def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_type: str = "cpu") -> RankProgram:
-    """Return the program of ``rank``, a device of one of the two meshes, for elements of ``element_bytes``."""
+    """Return the program of ``rank``, a device of either mesh, for elements of ``element_bytes``."""
     receives = rank in plan.destination_mesh.devices
     mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
     own = [mesh.tiles(plan.shape, layout, chunk)[rank] for chunk in mesh.chunks_of(layout)]
-    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # the dim in which tiles follow
-    steps, turns = [], {} if receives else _turns(plan)
+    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # dim of concatenation
+    steps, neighbors = [], {} if receives else _sender_neighbors(plan)
     for number, send in enumerate(plan.sends):
         if rank == send.sender or rank in send.receivers:
             rounds = _rounds(plan, send, rank, MIN_CHUNK_BYTES[device_type] // element_bytes)
-            turn = turns.get(number, (None, None))
+            adjacent = neighbors.get(number, (None, None))
             slices = _local_slices(send.tile, own, chunked)
-            steps.append(SendStep(send.task, slices, _tile_shape(send.tile), not receives, rounds, *turn))
+            steps.append(SendStep(send.task, slices, _tile_shape(send.tile), not receives, rounds, *adjacent))
     shape = list(_tile_shape(own[0]))
     shape[chunked] = sum(_tile_shape(tile)[chunked] for tile in own)
     return RankProgram(tuple(shape), receives, tuple(steps))
 
 
-def _turns(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
-    """Return, for each send over a link, the ranks that send before and after it from its host; None for its own.
+def _sender_neighbors(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
+    """Return, for each send over a link, the ranks that send before and after it from the same host.
 
-    Sends of one device follow each other anyway. Sends of several devices share the link: each takes longer
-    than planned, and the receivers of the first send wait for all.
+    None stands for the sending rank itself, whose sends are sequential without a signal. Concurrent sends of several
+    devices share the link. Each then takes longer than planned, and the receivers of the first send wait for all sends.
     """
     by_host: dict[int, list[int]] = {}
     for number, send in enumerate(plan.sends):
         if send.stop > send.start:
             by_host.setdefault(send.sender_host, []).append(number)
-    turns = {}
+    neighbors = {}
     for send_indices in by_host.values():
         senders = [None, *(plan.sends[index].sender for index in send_indices), None]
         for index, before, own, after in zip(send_indices, senders, senders[1:], senders[2:], strict=False):
-            turns[index] = None if before == own else before, None if after == own else after
-    return turns
+            neighbors[index] = None if before == own else before, None if after == own else after
+    return neighbors
 
 
 def _rounds(plan: ReshardingPlan, send: Send, rank: int, min_elements: int) -> tuple[Round, ...]:
-    """Return the messages of one rank in one send. Chunks have at least ``min_elements`` elements."""
+    """Return the rounds of one rank in one send. Chunks have at least ``min_elements`` elements."""
     elements = plan.tasks[send.task].elements
     if plan.strategy.endswith("allgather"):
         return _all_gather(send, rank, elements)
     if plan.strategy == "signal":
         return _chain(send, rank, [(0, 1)])
-    # Chunk even for a single receiver: a rank that posts one receive of a send in advance must not post all of it.
+    # Chunk even for a single receiver: a receive that is posted in advance must not cover the entire send.
     return _chain(send, rank, _split(elements, max(1, min(_MAX_CHUNKS, elements // max(1, min_elements)))))
 
 
 def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round, ...]:
-    """Return the rounds of a chain: chunks go from device to device, pipelined (arXiv 2211.05322, §3.1)."""
+    """Return the rounds of a chain, along which chunks are pipelined from device to device (arXiv 2211.05322, §3.1)."""
     chain = (send.sender, *send.receivers)
     place = chain.index(rank)
     rounds = []
@@ -118,7 +118,7 @@ def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round,
 
 
 def _all_gather(send: Send, rank: int, elements: int) -> tuple[Round, ...]:
-    """Return the rounds of an all-gather: each receiver is sent one part, then all parts circulate in a ring."""
+    """Return the rounds of a scatter of shards to the receivers and of a ring all-gather among them."""
     ring, parts = send.receivers, _split(elements, len(send.receivers))
 
     def messages(*exchanges: tuple[int, int]) -> tuple[PeerMessage, ...]:  # (peer, index of the part)
@@ -136,12 +136,12 @@ def _all_gather(send: Send, rank: int, elements: int) -> tuple[Round, ...]:
 
 
 def _split(elements: int, count: int) -> list[tuple[int, int]]:
-    """Split a range into ``count`` near-equal parts, longer ones first, with the rule of layouts."""
+    """Split a range into ``count`` near-equal parts, longer parts first, with the rule of ``Layout.tile``."""
     return [Layout(("part",)).tile((elements,), {"part": count}, {"part": index})[0] for index in range(count)]
 
 
 def _local_slices(tile: Tile, own: Sequence[Tile], chunked: int) -> tuple[slice, ...]:
-    """Return where a tile is in a tensor that consists of the tiles ``own``, one after another in a dim."""
+    """Return the slices of a tile in a local tensor, the concatenation of the tiles ``own`` along dim ``chunked``."""
     before = 0
     for part in own:
         if all(a <= start and stop <= b for (start, stop), (a, b) in zip(tile, part, strict=True)):

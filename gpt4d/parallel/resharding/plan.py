@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import search, strategies
 from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, unit_tasks
-from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob, lower_bound, send_jobs
+from gpt4d.parallel.resharding.strategies import SendJob, lower_bound, send_jobs
 
 ORDERS = ("ensemble", "naive", "load_balance", "dfs", "greedy")
 
@@ -31,10 +32,10 @@ class Send:
 class ReshardingPlan:
     """The sends of one resharding, in the single order that all ranks follow.
 
-    The unit of time is one transfer of the global tensor over one host's link. With this strategy no order and no
-    choice of senders takes less than ``lower_bound``, whether a task is broadcast to all hosts at once or to each host
-    separately. The plan is optimal if ``makespan`` equals it. If the meshes share hosts, a host that both sends and
-    forwards takes longer than planned.
+    The unit of time is one transfer of the global tensor over one host's link. With this strategy, no order and no
+    choice of senders takes less than ``lower_bound``. The bound holds for broadcasts to all hosts at once and to each
+    host separately. The plan is optimal if ``makespan`` equals ``lower_bound``. If the meshes share hosts, a host that
+    both sends and forwards takes longer than planned.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class ReshardingPlan:
     order: str
     seed: int
     effort: int
-    num_summed: int  # leading dims of ``shape`` that receivers sum over: contributions to a gradient
+    num_summed: int  # number of leading dims of ``shape`` with contributions to a gradient, which receivers add up
     tasks: tuple[UnitTask, ...]
     sends: tuple[Send, ...]
     makespan: Fraction
@@ -54,7 +55,7 @@ class ReshardingPlan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that all ranks together send: every receiver gets each tile that it needs once."""
+        """Number of elements that all ranks together send. Every receiver gets each tile that it needs once."""
         if self.strategy == "signal":
             return sum(len(send.receivers) for send in self.sends)
         return sum(task.elements * len(task.receivers) for task in self.tasks)
@@ -75,16 +76,15 @@ def plan(
 ) -> ReshardingPlan:
     """Return the plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
 
-    The order ``ensemble`` is the better of ``greedy``, randomized by ``seed``, and ``dfs``. Both examine a fixed number
-    of choices, which takes less than a second, or ``effort`` times as many. The first solution for more than about ten
-    thousand tasks takes longer. Equal arguments give equal plans on every rank; plans are cached. ``num_summed`` is for
-    ``gradient_plan``.
+    The order ``ensemble`` is the better result of ``greedy``, randomized by ``seed``, and ``dfs``. Both examine a fixed
+    number of choices times ``effort``. With effort 1 they take less than a second for up to about ten thousand tasks.
+    Equal arguments give equal plans on every rank. Plans are cached. ``num_summed`` is for ``gradient_plan``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
     alternatives = [send_jobs(tasks, strategy, source_mesh, destination_mesh)]
     if strategy == "broadcast" and order == "ensemble":
-        # A send to several hosts starts only when all are free, so serving each host separately is sometimes faster.
+        # A send to several hosts starts only when all hosts are free, so separate sends are sometimes faster.
         alternatives.append(send_jobs(tasks, "local_allgather", source_mesh, destination_mesh))
     jobs, slots, bound = _best_schedule(alternatives, order, seed, effort)
     end = max((slot.stop for slot in slots), default=0)
@@ -121,11 +121,11 @@ def plan(
 def gradient_plan(forward: ReshardingPlan, partial: tuple[str, ...] = ()) -> ReshardingPlan:
     """Return the plan that sends the gradient of the tensor sent by ``forward`` back to its sources.
 
-    Each source device gets the full gradient of its own tile; replicated sources get the same gradient. The layout
-    does not tell what the replicas on the destination mesh hold. Along the axes in ``partial``, none of which may split
-    the tensor, each replica used its copy independently and holds one term of a sum: these terms are sent as one tensor
-    with a leading dim per axis, and each source adds what it receives in the same order. Along all other axes the
-    replicas hold the same gradient, as after an all-reduce, and the sources get it from one replica.
+    Each source device gets the full gradient of its own tile, and replicated sources get the same gradient. The layout
+    does not determine the gradients on the replicas of the destination mesh. Along the axes in ``partial``, which must
+    not split the tensor, replicas hold partial gradients. These are sent as one tensor with a leading dim per axis, and
+    each source adds them in the same order. Along all other axes the replicas hold equal gradients, as after an
+    all-reduce, and the sources receive the gradient of one replica.
     """
     sizes = dict(forward.destination_mesh.axes)
     assert not forward.destination.axes & set(partial), f"{partial} must not split {forward.destination}"
@@ -162,7 +162,7 @@ def _best_schedule(
 
 
 def _sequence(jobs: list[SendJob], order: str, seed: int, effort: int) -> tuple[strategies.JobSequence, bool]:
-    """Return a sequence, and True if the search has proved that no other is better."""
+    """Return a sequence, and True if the search has proved it optimal."""
     if order == "naive":
         return strategies.naive(jobs), False
     if order == "load_balance":
@@ -175,7 +175,7 @@ def _sequence(jobs: list[SendJob], order: str, seed: int, effort: int) -> tuple[
 
 
 class _SenderBalance:
-    """Chooses the sending device on a host: the device with the tile that has the smallest amount to send."""
+    """Chooses the sending device on a host: the device that holds the tile and has the fewest elements to send."""
 
     def __init__(self, tasks: list[UnitTask], mesh: StageMesh):
         self.tasks, self.hosts = tasks, dict(zip(mesh.devices, mesh.hosts, strict=True))

@@ -8,7 +8,7 @@ from gpt4d.parallel.resharding.plan import ReshardingPlan, Send
 
 
 def as_json(plan: ReshardingPlan) -> str:
-    """Return the plan as JSON, its unit tasks by the start of their first send.
+    """Return the plan as JSON, with unit tasks ordered by the start of their first send.
 
     The unit of time is one transfer of the global tensor over one host's link.
     """
@@ -56,7 +56,7 @@ def _task_as_json(task: UnitTask, sends: list[Send]) -> dict:
 
 
 def as_table(plan: ReshardingPlan) -> str:
-    """Return a title, a table with one line per send in order, and a summary."""
+    """Return the plan as text: a title, a table with one line per send in order, and a summary."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -87,7 +87,7 @@ def _summary(plan: ReshardingPlan) -> str:
     proof = f"optimal for {plan.strategy}" if plan.makespan == plan.lower_bound else "not proved optimal"
     return (
         f"{len(plan.tasks)} unit task(s), {len(plan.sends)} send(s): makespan {float(plan.makespan):.4f}, lower bound "
-        f"{float(plan.lower_bound):.4f} ({proof}), in units of the whole tensor over one host's link"
+        f"{float(plan.lower_bound):.4f} ({proof}), in units of the entire tensor over one host's link"
     )
 
 
@@ -100,7 +100,7 @@ def _list(numbers: tuple[int, ...]) -> str:
 
 
 def plot(plan: ReshardingPlan, path: Path) -> None:
-    """Save a Gantt chart of each host's sends and receives to ``path``. Unit tasks have 20 colors, repeated."""
+    """Save a Gantt chart of each host's sends and receives to ``path``. Unit tasks have 20 repeating colors."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -123,7 +123,7 @@ def plot(plan: ReshardingPlan, path: Path) -> None:
     panel.set_yticks(range(len(rows)), [f"host {host} {direction}" for direction, host in rows])
     panel.invert_yaxis()
     panel.set_xlim(0, max(1.02 * float(plan.makespan), 1e-9))
-    panel.set_xlabel("time, in units of the whole tensor over one host's link")
+    panel.set_xlabel("time, in units of the entire tensor over one host's link")
     panel.set_title(f"{_title(plan)}\nmakespan {float(plan.makespan):.4f}; numbers are unit tasks", fontsize=10)
     figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,7 +1,7 @@
-"""Searches for a sequence of least makespan: randomized greedy and depth-first (arXiv 2211.05322, §3.2).
+"""Searches for a sequence of minimum makespan: randomized greedy and depth-first (arXiv 2211.05322, §3.2).
 
-Both return the same result in every call and on every rank: they are limited by a count of examined choices, not by
-time. Jobs with the same hosts and duration form one *kind*: their order among themselves does not matter.
+Both return the same result in every call and on every rank, because a number of examined choices limits them, not time.
+Jobs with the same hosts and duration form one *kind*. Their relative order does not matter.
 """
 
 import random
@@ -20,7 +20,7 @@ from gpt4d.parallel.resharding.strategies import (
 # Choices examined with effort 1; each takes a few microseconds.
 _GREEDY_CHOICES = 100_000
 _DFS_CHOICES = 60_000
-_SET_ATTEMPTS = 8  # orders tried for each set of jobs that start together, all but the first random
+_SET_ATTEMPTS = 8  # orders tried for each set of jobs that start together; all orders except the first are random
 
 
 @dataclass
@@ -42,11 +42,11 @@ def _group_by_kind(jobs: list[SendJob]) -> list[JobKind]:
 
 
 def greedy(jobs: list[SendJob], seed: int, effort: int = 1) -> JobSequence:
-    """Return the best of repeated greedy runs: whenever hosts are free, start the set of jobs of largest weight.
+    """Return the best of repeated greedy runs: whenever hosts are free, start the set of jobs with the largest weight.
 
-    The weight of a job is the load that its hosts still have to send and receive, because the most loaded hosts must
-    never be idle. The sets come from random orders. Runs repeat with other orders until the lower bound is reached or
-    the choices are used up.
+    The weight of a job is the remaining load of its hosts, because hosts with the highest load must never be idle. The
+    sets come from random orders. Runs are repeated with other orders until the makespan equals the lower bound or the
+    choices are used up.
     """
     rng, bound = random.Random(seed), lower_bound(jobs)
     best, best_makespan, budget = None, 0, effort * _GREEDY_CHOICES
@@ -60,14 +60,14 @@ def greedy(jobs: list[SendJob], seed: int, effort: int = 1) -> JobSequence:
 
 
 class _GreedyRun:
-    """One run from the first job to the last."""
+    """One greedy run, which schedules all jobs."""
 
     def __init__(self, jobs: list[SendJob], rng: random.Random):
         self.rng, self.num_choices, self.now = rng, 0, 0
         self.kinds = [(kind, list(kind.jobs)) for kind in _group_by_kind(jobs)]
         self.sending: dict[int, int] = {}  # by host, the time at which it stops sending
         self.receiving: dict[int, int] = {}
-        self.to_send: dict[int, float] = {}  # by host, the load it still has to send
+        self.to_send: dict[int, float] = {}  # by host, the remaining load to send
         self.to_receive: dict[int, int] = {}
         for job in jobs:
             self._add_load(job, 1)
@@ -111,7 +111,7 @@ class _GreedyRun:
         return best
 
     def _maximal_set(self, order: list[tuple[JobKind, list[int]]]):
-        """Return jobs that do not conflict, taken in the given order with their sender hosts, and their weight."""
+        """Return a maximal set of jobs without conflicts, in the given order, with sender hosts, and its weight."""
         sending, receiving, chosen, weight = set[int](), set[int](), [], 0.0
         for entry in order:
             kind = entry[0]
@@ -120,7 +120,7 @@ class _GreedyRun:
                 continue
             free = [h for h in kind.sender_hosts if h not in sending and self.sending.get(h, 0) <= self.now]
             if free:
-                # The host with the least load, because the others have jobs of their own.
+                # The host with the minimum load, because the remaining hosts have more jobs to send.
                 host = min(free, key=lambda host: (self.to_send[host], host))
                 chosen.append((entry, host))
                 sending.add(host)
@@ -134,14 +134,14 @@ class _GreedyRun:
 
 
 def ensemble(jobs: list[SendJob], seed: int, effort: int = 1) -> tuple[JobSequence, bool]:
-    """Return the better result of ``greedy`` and ``dfs``, and True if no sequence is better."""
+    """Return the better result of ``greedy`` and ``dfs``, and True if it is proved optimal."""
     return dfs(jobs, effort, greedy(jobs, seed, effort))
 
 
 def dfs(jobs: list[SendJob], effort: int = 1, initial: JobSequence | None = None) -> tuple[JobSequence, bool]:
-    """Search depth-first with pruning; return the best sequence, and True if it is proved that none is better.
+    """Search depth-first with pruning; return the best sequence, and True if it is proved optimal.
 
-    The search starts from the best of ``initial`` and the simple algorithms' sequences.
+    The search starts from the best of ``initial`` and the sequences of ``naive`` and ``load_balance``.
     """
     simple = [naive(jobs), load_balance(jobs)]
     initial = min(simple if initial is None else [initial, *simple], key=lambda sequence: makespan(jobs, sequence))
@@ -153,8 +153,8 @@ def dfs(jobs: list[SendJob], effort: int = 1, initial: JobSequence | None = None
 class _DepthFirstSearch:
     """A search of the tree of sequences whose jobs start in nondecreasing order, so that each schedule occurs once.
 
-    A branch is pruned if some job could end before the next one starts, because running it first costs nothing,
-    or if the branch's lower bound is no better than the best sequence so far.
+    A branch is pruned if some job could end before the next job starts, because that job can run first at no cost. A
+    branch is also pruned if its lower bound is no better than the best sequence so far.
     """
 
     def __init__(self, jobs: list[SendJob], initial: JobSequence, max_choices: int):
@@ -167,7 +167,7 @@ class _DepthFirstSearch:
         self.to_send, self.to_receive = [0] * len(self.sets), dict.fromkeys(self.receiving, 0)
         for number, kind in enumerate(self.kinds):
             self._add_load(number, len(kind.jobs) * kind.duration)
-        # The cost of computing a bound, in choices, so that the count is proportional to time.
+        # The cost of computing a bound, in choices, so that the number of choices is proportional to time.
         self.bound_choices = (len(self.receiving) + sum(map(len, self.sets))) // 16
         self.bound, self.num_jobs = lower_bound(jobs), len(jobs)
         self.path: list[tuple[int, int, int]] = []  # start, kind, sender host
@@ -175,7 +175,7 @@ class _DepthFirstSearch:
         self.num_choices = 0
 
     def run(self) -> bool:
-        """Search the tree; return False if the choices were used up first. Long paths need an explicit stack."""
+        """Search the tree; return False if the choices are used up first. Long paths need an explicit stack."""
         stack = [iter(self._choices())]
         undo: list[tuple] = []
         while stack:
@@ -198,7 +198,7 @@ class _DepthFirstSearch:
         return True
 
     def _choices(self) -> list[tuple[int, int, int]]:
-        """Return the (start, kind, sender host) that may come next, by earliest start, then longest duration."""
+        """Return the possible next (start, kind, sender host), ordered by earliest start, then longest duration."""
         previous = self.path[-1] if self.path else (0, -1, -1)
         choices, first_stop = [], float("inf")
         for number, kind in enumerate(self.kinds):
@@ -216,7 +216,7 @@ class _DepthFirstSearch:
         return sorted(choices, key=lambda choice: (choice[0], -self.kinds[choice[1]].duration, choice))
 
     def _apply(self, choice: tuple[int, int, int]) -> tuple[int, dict[int, int]]:
-        """Append a choice to the path; return the state that ``_undo`` restores."""
+        """Append a choice to the path; return the state for ``_undo``."""
         start, number, host = choice
         kind = self.kinds[number]
         before = self.sending[host], {receiver: self.receiving[receiver] for receiver in kind.receiver_hosts}
@@ -236,14 +236,14 @@ class _DepthFirstSearch:
         self.receiving.update(receiving)
 
     def _add_load(self, number: int, duration: int) -> None:
-        """Add ``duration`` to what the hosts of a kind still have to send and receive."""
+        """Add ``duration`` to the remaining loads of the hosts of a kind."""
         for index in self.sets_of[number]:
             self.to_send[index] += duration
         for host in self.kinds[number].receiver_hosts:
             self.to_receive[host] += duration
 
     def _bound(self) -> int:
-        """Return a lower bound of all sequences that extend the path: no later job starts before its last one."""
+        """Return a lower bound of all sequences that extend the path. No job starts before the path's last job."""
         self.num_choices += self.bound_choices
         earliest = self.path[-1][0]
         received = [max(self.receiving[host], earliest) + load for host, load in self.to_receive.items() if load]
@@ -255,7 +255,7 @@ class _DepthFirstSearch:
         return bound
 
     def _record(self) -> None:
-        """Keep the path as the best sequence if it is."""
+        """Store the path as the best sequence if it is better."""
         end = max(start + self.kinds[number].duration for start, number, _ in self.path)
         if end >= self.best_makespan:
             return

@@ -1,14 +1,14 @@
-"""Strategies for sending one unit task, and how long each occupies the hosts' links (arXiv 2211.05322, §3.1).
+"""Strategies for sending one unit task, and their times on the hosts' links (arXiv 2211.05322, §3.1).
 
-Times for A receiving hosts with B devices each, where t is the time of the task's elements over one host's link:
+Times for A receiving hosts with B devices each. t is the time of the task's elements over one host's link.
 
-    send_recv         separately to each receiver                                   A·B·t
-    local_allgather   once to each host, in B parts that its devices all-gather     A·t
-    global_allgather  once, in A·B parts that all receivers all-gather              2·t, or t to a single host
-    broadcast         in K chunks, pipelined along a chain of the receivers         t + A·t/K
-    signal            a single element, to measure the time without communication   0
+- ``send_recv``: separately to each receiver, in time A·B·t.
+- ``local_allgather``: once to each host, in B shards that its devices all-gather, in time A·t.
+- ``global_allgather``: once, in A·B shards that all receivers all-gather, in time 2·t, or t to a single host.
+- ``broadcast``: in K chunks, pipelined along a chain of the receivers, in time t + A·t/K.
+- ``signal``: a single element, to measure the time without communication, in time 0.
 
-Traffic inside a host takes no time here, because links between hosts are far slower.
+Traffic inside a host takes no time in this model, because links between hosts are far slower.
 """
 
 import itertools
@@ -18,18 +18,16 @@ from typing import NamedTuple
 
 from gpt4d.parallel.resharding.mesh import StageMesh, UnitTask
 
-STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
-
 
 @dataclass(frozen=True)
 class SendJob:
-    """The unit of scheduling: a unit task, or the part of it that serves some of the receivers."""
+    """The unit of scheduling: a unit task for all or some of its receivers."""
 
     task: int  # index of the unit task
-    sender_hosts: tuple[int, ...]  # any one of them can send; the host of the lowest-index sender comes first
+    sender_hosts: tuple[int, ...]  # hosts that can send; the host of the lowest-index sender comes first
     receiver_hosts: tuple[int, ...]
     receivers: tuple[int, ...]  # ranks, grouped by host
-    duration: int  # how long the job occupies the links of its sender and its receivers, in elements
+    duration: int  # time for which the job occupies the links of its sender and its receivers, in elements
 
     @property
     def over_links(self) -> bool:
@@ -41,9 +39,9 @@ def send_jobs(
 ) -> list[SendJob]:
     """Return the jobs of all tasks, in the order of the tasks.
 
-    Meshes may share hosts. Receivers on a host that holds the data get it there, in a job of their own that uses no
-    link; the data is sent only to the others. So no job between hosts has the same host as a sender and as a receiver.
-    Receiving hosts that also belong to the source mesh come last in a chain, where they need not forward.
+    Meshes may share hosts. If a host with receivers also holds the data, a separate job serves these receivers inside
+    the host, without a link. So no job between hosts has the same host as sender and receiver. Receiving hosts that
+    also belong to the source mesh come last in a chain, where they need not forward.
     """
     sender_host = dict(zip(source_mesh.devices, source_mesh.hosts, strict=True))
     receiver_host = dict(zip(destination_mesh.devices, destination_mesh.hosts, strict=True))
@@ -67,7 +65,7 @@ def _ranks(receivers: dict[int, list[int]]) -> tuple[int, ...]:
 
 
 def _split_receivers(receivers: dict[int, list[int]], strategy: str) -> list[dict[int, list[int]]]:
-    """Split a task's receivers, by host, into groups that are served separately, possibly by different senders."""
+    """Split a task's receivers, by host, into groups. Each group has its own job and may have another sender."""
     if strategy == "send_recv":
         return [{host: [device]} for host, devices in receivers.items() for device in devices]
     if strategy == "local_allgather":
@@ -76,7 +74,7 @@ def _split_receivers(receivers: dict[int, list[int]], strategy: str) -> list[dic
 
 
 def _link_passes(strategy: str, hosts: int) -> int:
-    """Return how many times in succession the task's elements cross the links of a job to ``hosts`` hosts."""
+    """Return the number of sequential passes of the task's elements over the links of a job to ``hosts`` hosts."""
     if strategy == "signal":
         return 0
     return 2 if strategy == "global_allgather" and hosts > 1 else 1
@@ -86,7 +84,7 @@ JobSequence = list[tuple[int, int]]
 
 
 class Slot(NamedTuple):
-    """The interval in which a job occupies its links, in elements sent since the start."""
+    """The interval in which a job occupies its links. Times are in elements sent since the start."""
 
     start: int
     stop: int
@@ -95,10 +93,10 @@ class Slot(NamedTuple):
 
 
 def timetable(jobs: list[SendJob], sequence: JobSequence) -> list[Slot]:
-    """Return the slot of each job of a sequence, by start; jobs that start together keep the order of the sequence.
+    """Return the slot of each job of a sequence, by start. Jobs that start together keep the order of the sequence.
 
-    A host that forwards what it receives does not count as sending: it could have something else to send only if the
-    meshes share hosts.
+    A host that forwards received data does not count as sending. It has other data to send only if the meshes share
+    hosts.
     """
     sending: dict[int, int] = {}  # by host, the time at which it stops sending
     receiving: dict[int, int] = {}
@@ -120,12 +118,12 @@ def makespan(jobs: list[SendJob], sequence: JobSequence) -> int:
 
 
 def naive(jobs: list[SendJob]) -> JobSequence:
-    """Return the jobs in the order given, each sent by its lowest-index sender."""
+    """Return the jobs in the given order. The host of the lowest-index sender sends each job."""
     return [(number, job.sender_hosts[0]) for number, job in enumerate(jobs)]
 
 
 def load_balance(jobs: list[SendJob]) -> JobSequence:
-    """Return the longest jobs first, each sent by the host with the least assigned so far (Eq. 4)."""
+    """Return the longest jobs first. The host with the minimum assigned load sends each job (Eq. 4)."""
     assigned: dict[int, int] = {}
     sequence = []
     for number in sorted(range(len(jobs)), key=lambda number: -jobs[number].duration):
@@ -135,14 +133,14 @@ def load_balance(jobs: list[SendJob]) -> JobSequence:
     return sequence
 
 
-_MAX_SENDER_SETS = 200  # leaving sets out weakens the bound but keeps it valid
+_MAX_SENDER_SETS = 200  # with fewer sets, the bound is weaker but still valid
 
 
 def lower_bound(jobs: list[SendJob]) -> int:
     """Return a lower bound of the makespan of ``jobs``, in elements.
 
-    A host receives one job at a time. The jobs that only the hosts of some set can send are at best spread evenly over
-    these hosts.
+    A host receives one job at a time. For any set of hosts, the jobs that only these hosts can send are at best spread
+    evenly over them.
     """
     receiving: dict[int, int] = {}
     for job in jobs:
@@ -156,13 +154,13 @@ def lower_bound(jobs: list[SendJob]) -> int:
 
 
 def sender_sets(choices: Iterable[tuple[int, ...]]) -> list[frozenset[int]]:
-    """Return the sets of hosts to bound: the jobs' choices of sender hosts first, then unions of them."""
+    """Return the sets of hosts for ``lower_bound``: the jobs' sets of sender hosts first, then unions of these sets."""
     distinct = sorted({tuple(sorted(choice)) for choice in choices})
     sets = dict.fromkeys(map(frozenset, distinct))
     for choice in distinct:
         for other in list(sets):
             if len(sets) >= _MAX_SENDER_SETS:
                 return list(sets)
-            if other & set(choice):  # the union of disjoint sets gives no better bound than the sets
+            if other & set(choice):  # the bound of a union of disjoint sets is no better than the sets' bounds
                 sets[other | set(choice)] = None
     return list(sets)

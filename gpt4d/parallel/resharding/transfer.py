@@ -1,14 +1,16 @@
-"""Execution of plans: one link per direction between two meshes, with gloo and NCCL alike.
+"""Execution of plans over links, one per direction between two meshes, with gloo or NCCL.
 
-    link = Link("stage 0 to 1", group, device)         all ranks of both meshes together
-    resharding = link.prepare(plan, torch.bfloat16)    allocates the buffers
-    transfer = resharding.start(local)                 receivers pass no tensor
-    received = transfer.wait()                         this rank's local tensor; None on a source
+All ranks of both meshes create the link and prepare the resharding together::
 
-The transfers of a link run one after another in the order in which they were started, which is the same on all its
-ranks. So all ranks work on the first unfinished transfer, and no ranks wait for each other in a cycle. Each link has
-its own group and worker thread, so that a gradient's transfer does not wait for another link; with NCCL, which has not
-been tested, this holds only as far as NCCL lets two communicators make progress at the same time.
+    link = Link("stage 0 to 1", group, device)
+    resharding = link.prepare(plan, torch.bfloat16)  # allocates the buffers
+    transfer = resharding.start(local)  # receivers pass no tensor
+    received = transfer.wait()  # this rank's local tensor; None on a source
+
+The transfers of a link are sequential, in the order of their starts, which is the same on all ranks of the link. So all
+ranks work on the first unfinished transfer, and ranks never wait for each other in a cycle. Each link has its own group
+and worker thread, so that a gradient's transfer does not wait for another link. With NCCL, which has not been tested,
+this holds only if NCCL lets two communicators make progress concurrently.
 """
 
 import math
@@ -19,36 +21,36 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.comm.collectives import Axis, start_messages
+from gpt4d.parallel.comm.collectives import Axis, start_messages, transport_of
 from gpt4d.parallel.comm.cpu.comm_thread import CommThread
 from gpt4d.parallel.comm.stats import now
 from gpt4d.parallel.resharding.messages import PeerMessage, SendStep, rank_program
 from gpt4d.parallel.resharding.plan import ReshardingPlan
 
-# Receives posted beyond the one that is waited for. With none, gloo's sender would wait between any two messages for
-# this rank to wake up. With many, the next sender would take its half of the link that much too early.
+# Number of receives posted in advance. Without them, gloo's sender waits for this rank to wake up between any two
+# messages. With many, the next sender takes half of the link's bandwidth too early.
 _RECEIVES_AHEAD = 3
 
 
 class Link:
-    """One direction between the meshes of two stages. ``axis`` counts this rank's sent bytes and waiting time.
+    """A link between the meshes of two stages in one direction. ``axis`` counts its sent bytes and waiting time.
 
-    A thread executes this rank's part, so that chunks are forwarded while the computation continues. On a GPU it queues
-    them on the link's own stream.
+    A thread sends, receives and forwards this rank's chunks while the computation continues. On a GPU it queues them on
+    the link's own stream.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device):
-        """Create the link on all ranks of ``group``, those of both meshes, together. Only this link uses the group."""
+        """Create the link together on all ranks of both meshes, which form ``group``. Only this link uses the group."""
         self.device = device
-        self.axis = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
-        # NCCL requires all ranks in the first communication of a group. A barrier would use gloo where both exist.
+        self.axis = Axis(name, group.size(), group.rank(), group, transport_of(group, device.type))
+        # NCCL requires all ranks in the first communication of a group. With both backends, a barrier uses gloo.
         self.axis.all_reduce(torch.zeros(1, device=device))
         self.axis.traffic.read()
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
         self.worker = CommThread(name)
 
     def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
-        """Allocate the buffers that are needed to execute ``plan`` any number of times."""
+        """Allocate the buffers for any number of executions of ``plan``."""
         with self.on_stream():
             return Resharding(self, plan, dtype)
 
@@ -69,12 +71,12 @@ class Resharding:
         self.sent_bytes = plan.sent_elements * dtype.itemsize  # by all ranks of the link
         shape, steps = self.program.shape, self.program.steps
         meta = torch.empty(shape, device="meta")
-        # By task, buffers for tiles that are not contiguous: a rank receives each tile once and packs it once, however
-        # many ranks it goes to. Transfers of a link follow each other, so one set of buffers serves all in flight.
+        # Buffers by task, for tiles that are not contiguous. A rank receives and packs each tile once, for any number
+        # of receivers. Transfers of a link are sequential, so all transfers share one set of buffers.
         self._packed_tiles = {
             step.task: self._buffer(math.prod(step.shape)) for step in steps if not meta[step.slices].is_contiguous()
         }
-        self._turn_signal = self._buffer(1)
+        self._link_token = self._buffer(1)
         sums = plan.num_summed and self.program.receives
         self._contributions = self._buffer(math.prod(shape) if sums else 0).view(shape if sums else (0,))
 
@@ -89,8 +91,8 @@ class Resharding:
 
         ``name`` names the transfer in hang reports and profiler traces.
 
-        Do not change ``local`` and do not use ``out`` before ``wait`` returns. All ranks of the link start the same
-        transfers in the same order. With the strategy signal the received values are meaningless.
+        Do not change ``local`` and do not use ``out`` before ``wait`` returns. All ranks of the link must start the
+        same transfers in the same order. With the strategy ``signal`` the received values are meaningless.
         """
         if self.program.receives:
             assert local is None
@@ -118,27 +120,27 @@ class Resharding:
             if scattered and step.sending and step.task not in packed:
                 tile.view(step.shape).copy_(view)
                 packed.add(step.task)
-            self._wait_for_turn(step.turn_from)
+            self._wait_for_link(step.previous_sender)
             if tile.is_cpu:
                 self._exchange(step, tile, receives)
             else:
                 self._queue(step, tile)
-            self._pass_turn(step.turn_to)
+            self._pass_link(step.next_sender)
             if scattered and not step.sending:
                 view.copy_(tile.view(step.shape))
         if tensor is not local:
             torch.sum(tensor, dim=tuple(range(self.plan.num_summed)), out=local)
 
     def _flat_tile(self, step: SendStep, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the flat tile of a step: a view of ``tensor``, or the tile's buffer where it is not contiguous."""
+        """Return the flat tile of a step: a view of ``tensor``, or a buffer if the tile is not contiguous."""
         return self._packed_tiles[step.task] if step.task in self._packed_tiles else tensor[step.slices].view(-1)
 
     def _post_receives(self, tiles: list[torch.Tensor]) -> Iterator[dist.Work]:
-        """Yield the handles of all messages that this rank receives, in order, with the next ones already posted."""
+        """Yield the handles of all messages that this rank receives, in order; later receives are already posted."""
         posted: deque[tuple[int, dist.Work]] = deque()
         for number, step in enumerate(self.program.steps):
             for message in (message for round_ in step.rounds for message in round_.receives):
-                # All receives of one step are in flight at once, and a few of the next one.
+                # In flight: all receives of one step, and a few receives of the next step.
                 while len(posted) > _RECEIVES_AHEAD and number > posted[0][0]:
                     yield posted.popleft()[1]
                 posted += [(number, work) for work in self._start([], [message], tiles[number])]
@@ -157,13 +159,13 @@ class Resharding:
         for round_ in step.rounds:
             _wait_all(self._start(round_.sends, round_.receives, tile))
 
-    def _wait_for_turn(self, rank: int | None) -> None:
+    def _wait_for_link(self, rank: int | None) -> None:
         if rank is not None:
-            _wait_all(start_messages([], [(self._turn_signal, rank)], self.link.axis))
+            _wait_all(start_messages([], [(self._link_token, rank)], self.link.axis))
 
-    def _pass_turn(self, rank: int | None) -> None:
+    def _pass_link(self, rank: int | None) -> None:
         if rank is not None:
-            _wait_all(start_messages([(self._turn_signal, rank)], [], self.link.axis))
+            _wait_all(start_messages([(self._link_token, rank)], [], self.link.axis))
 
     def _start(
         self, sends: Iterable[PeerMessage], receives: Iterable[PeerMessage], tile: torch.Tensor
@@ -181,7 +183,7 @@ def _wait_all(handles: list[dist.Work]) -> None:
 class ReshardingInFlight:
     """A transfer in flight. ``wait`` returns this rank's local tensor, or None on a source.
 
-    ``local`` is None on a source that has sent the tensor, so that its memory can be used again before ``wait``.
+    After a source has sent its tensor, ``local`` becomes None, so that the memory can be reused before ``wait``.
     """
 
     def __init__(self, resharding: Resharding, local: torch.Tensor, name: str):
@@ -194,7 +196,7 @@ class ReshardingInFlight:
         self.started = now(link.device)  # on a GPU, an event after the source's computation
         if link.stream is not None:
             local.record_stream(link.stream)
-        self.task = link.worker.submit(self._run)  # on a GPU, complete when everything is queued
+        self.task = link.worker.submit(self._run)  # on a GPU, complete when all messages are queued
 
     def _run(self) -> None:
         link, traffic = self.link, self.link.axis.traffic

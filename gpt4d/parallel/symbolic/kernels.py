@@ -1,7 +1,7 @@
-"""Kernels, and functions with a gradient, of which a layer consists. No torch here.
+"""Kernels, and functions with a gradient, from which layers are built. No torch here.
 
-A kernel is written twice: as torch code, and as the shapes of its results. The planner derives the time of a kernel
-from them.
+A kernel has two definitions: torch code, and the shapes of its results. The planner derives the time of a kernel from
+the shapes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
-_BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which caches of GPUs hold
+_BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which fit in the cache of a GPU
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
 
 class Function:
     """A function with a gradient: a torch.autograd.Function, in a module that does not import torch.
 
-    ``forward`` and ``backward`` are static or class methods. Their first argument is a tensor, behind ``ctx``. A second
-    derivative is an error.
+    ``forward`` and ``backward`` are static or class methods. Their first argument after ``ctx`` is a tensor. Second
+    derivatives raise an error.
     """
 
     forward: Callable[..., Any]
@@ -43,11 +43,11 @@ class Function:
 
 
 class TorchFunction(Function):
-    """A function whose gradient torch computes itself, in a module that does not import torch.
+    """A function whose gradient torch's autograd computes, in a module that does not import torch.
 
-    On torch's tensors it is the function ``torch_name`` in the module ``<module>_kernels``. ``forward`` and
-    ``backward``, for the planner, consist of planned kernels: they have the results of that function and save what it
-    saves.
+    On torch tensors it calls the function ``torch_name`` in the module ``<module>_kernels``. ``forward`` and
+    ``backward`` serve the planner and consist of planned kernels. They have the same results and saved tensors as the
+    torch function.
     """
 
     torch_name: ClassVar[str]
@@ -61,7 +61,7 @@ class TorchFunction(Function):
     @classmethod
     @cache
     def in_torch(cls) -> Callable[..., Any]:
-        """Return the function of torch's tensors."""
+        """Return the function for torch tensors."""
         return getattr(importlib.import_module(f"{cls.__module__}_kernels"), cls.torch_name)
 
 
@@ -78,28 +78,28 @@ def _torch_function(function: type[Function]) -> Any:
 
 
 def block_rows(columns: int) -> int:
-    """Return how many rows of a matrix with ``columns`` columns a kernel converts to float32 at a time."""
+    """Return the number of rows of a matrix with ``columns`` columns that a kernel converts to float32 at a time."""
     return max(1, _BLOCK_ELEMENTS // columns)
 
 
 class Kernel:
-    """A function of tensors without a gradient or a collective.
+    """A function of tensors without a gradient or a collective. Its first argument is a tensor.
 
-    On torch's tensors it is the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
-    takes the time to read its arguments and to write its results, or, if it is not compiled, the time that
-    ``EAGER_COSTS`` records. The first argument is a tensor.
+    On torch tensors it calls the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
+    takes the time of reading its arguments and writing its results, or, if it is not compiled, the time that
+    ``EAGER_COSTS`` records.
 
     Args:
-        shapes: takes the arguments and returns the results, new tensors or arguments that are overwritten.
-        fused: torch.compile makes one operation of it.
-        blocks: takes the arguments and returns into how many blocks the kernel cuts them. torch.compile makes one
-            operation of each.
-        flops: takes the arguments and returns the floating-point operations of a product.
-        moved: takes the arguments and returns the bytes read and written, where a part of an argument is.
-        unread: names of arguments of which only the shape or the dtype counts.
-        temporary: takes the arguments and returns the bytes of temporary tensors, if ``EAGER_COSTS`` has none.
-        converts: it changes the dtype, and takes no time if the first argument has that dtype.
-        free: it takes no time, and its results no memory.
+        shapes: maps the arguments to the results, new tensors or arguments that are overwritten.
+        fused: torch.compile fuses the kernel into one operation.
+        blocks: maps the arguments to the number of blocks that the kernel processes. torch.compile fuses each block
+            into one operation.
+        flops: maps the arguments to the floating-point operations of a product.
+        moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
+        unread: names of the arguments of which the kernel uses only the shape or the dtype.
+        temporary: maps the arguments to the bytes of temporary tensors, for a kernel that is not in ``EAGER_COSTS``.
+        converts: the kernel converts the dtype, and takes no time if the first argument already has the dtype.
+        free: the kernel takes no time, and its results take no memory.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Kernel:
         return self._run
 
     def _plan(self, args: tuple) -> Any:
-        """Take the time and the memory of a call on the device of its arguments."""
+        """Account for the time and the memory of a call on the device of its arguments; return its results."""
         device: SymbolicDevice = args[0].device
         key = self, *[(arg.shape, arg.dtype) if isinstance(arg, SymbolicTensor) else arg for arg in args]
         plan = device.plans.get(key)
@@ -153,8 +153,8 @@ class Kernel:
         device.compute(flops, moved, operations)
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    def least_bytes(self, *args: Any) -> float:
-        """Return the bytes of symbolic arguments that are read, and of the results."""
+    def minimum_bytes(self, *args: Any) -> float:
+        """Return the bytes of the symbolic arguments that are read and of the results."""
         if self.moved:
             return self.moved(*args)
         returned = self.shapes(*args)
@@ -165,11 +165,11 @@ class Kernel:
     def _cost(self, device: SymbolicDevice, args: tuple) -> tuple[float, float, int, float, list]:
         """Return FLOPs, bytes moved, operations, bytes of temporary tensors, and the results.
 
-        A result is a shape with its dtype and bytes, None, or the place of an argument that is returned.
+        A result is a tuple of shape, dtype and bytes, None, or the index of an argument that is returned.
         """
         returned = self.shapes(*args)
         results = returned if isinstance(returned, tuple) else (returned,)
-        tensors, moved = [arg for arg in args if isinstance(arg, SymbolicTensor)], self.least_bytes(*args)
+        tensors, moved = [arg for arg in args if isinstance(arg, SymbolicTensor)], self.minimum_bytes(*args)
         places = [
             next((place for place, arg in enumerate(args) if arg is one), one and (one.shape, one.dtype, one.nbytes))
             for one in results
@@ -186,7 +186,7 @@ class Kernel:
 
 
 class PlannedKernel(Kernel):
-    """What torch computes inside a ``TorchFunction``: a cost and the shapes of results, without a text in torch."""
+    """A kernel that torch runs inside a ``TorchFunction``: costs and shapes of results, without torch code."""
 
 
 def kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -203,7 +203,7 @@ def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> 
 def _eager_costs() -> dict[str, tuple[float, int, float]]:
     """Return the costs of kernels without torch.compile, by name, dtype and number of tensors.
 
-    Each cost has the bytes that the kernel moves, its operations and the bytes of its temporary tensors. Both numbers
-    of bytes are relative to the bytes of the arguments and results.
+    A cost consists of the bytes that the kernel moves, the number of its operations, and the bytes of its temporary
+    tensors. Bytes are relative to ``Kernel.minimum_bytes``.
     """
     return json.loads(EAGER_COSTS.read_text())

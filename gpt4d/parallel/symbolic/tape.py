@@ -1,7 +1,7 @@
-"""The graph of gradients of symbolic tensors, with the order and the memory of torch's autograd. No torch here.
+"""The autograd graph of symbolic tensors, with the order and the memory of torch's autograd. No torch here.
 
-The backward runs the nodes whose gradients are complete, the last created first. Gradients and saved tensors live as
-long as in torch, so that the planner's peak memory equals the peak of a run.
+The backward runs nodes whose gradients are complete, starting with the last created node. Gradients and saved tensors
+live as long as in torch, so that the planner's peak memory equals the peak memory of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WITH_GRADIENT = ("float64", "float32", "bfloat16")
 
 
 class TapeNode:
-    """A call of a function, which its ``forward`` and ``backward`` know as ``ctx``."""
+    """A call of a function. It is the ``ctx`` of the function's ``forward`` and ``backward``."""
 
     accumulates = False
 
@@ -30,7 +30,7 @@ class TapeNode:
         self.edges = [value.edge if isinstance(value, SymbolicTensor) else None for value in inputs]
         self.needs_input_grad = [edge is not None for edge in self.edges]
         self.number = next(device.numbers)
-        self.outputs: Sequence[SymbolicTensor] = ()  # their shapes
+        self.outputs: Sequence[SymbolicTensor] = ()  # the outputs' shapes, without memory
         self._saved: list[Any] = []
         self._materializes = True
 
@@ -50,7 +50,7 @@ class TapeNode:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Forget the tensors saved for the backward, which has ended."""
+        """Release the saved tensors after the backward."""
         self._saved = []
 
 
@@ -62,7 +62,7 @@ class _FunctionNode(TapeNode):
     def gradients(self, of_outputs: Gradients) -> Sequence[SymbolicTensor | None]:
         if self._materializes:
             for place, gradient in enumerate(of_outputs):
-                if gradient is None:  # one of several outputs
+                if gradient is None:  # the output is unused
                     of_outputs[place] = zeros = self.outputs[place].new()
                     self.device.compute(moved=zeros.nbytes)
         result = self.function.backward(self, *of_outputs)
@@ -70,7 +70,7 @@ class _FunctionNode(TapeNode):
 
 
 class _ViewNode(TapeNode):
-    """A tensor in another shape."""
+    """A view of a tensor with another shape."""
 
     def __init__(self, x: SymbolicTensor):
         super().__init__(x.device, (x,))
@@ -82,13 +82,13 @@ class _ViewNode(TapeNode):
 
 
 class _PartsNode(_ViewNode):
-    """Parts of a tensor, whose gradients are copied side by side."""
+    """Views of consecutive parts of a tensor, whose gradients are concatenated."""
 
     def gradients(self, of_outputs: Gradients) -> Sequence[SymbolicTensor | None]:
         first = next(filter(None, of_outputs))
-        whole = first.like(self.shape).new()
-        self.device.compute(moved=2 * whole.nbytes)
-        return (whole,)
+        full = first.like(self.shape).new()
+        self.device.compute(moved=2 * full.nbytes)
+        return (full,)
 
 
 class _SumNode(TapeNode):
@@ -97,11 +97,11 @@ class _SumNode(TapeNode):
 
 
 class Accumulation(TapeNode):
-    """Adds up the gradient of a parameter.
+    """Accumulates the gradient of a parameter.
 
     Args:
-        device: has the gradient.
-        add: takes the gradient of a backward, and adds it to earlier ones.
+        device: the parameter's device.
+        add: accumulates the gradient of a backward.
     """
 
     accumulates = True
@@ -150,12 +150,12 @@ def _recording(device: SymbolicDevice, choice: bool) -> Iterator[None]:
 
 
 def view(x: SymbolicTensor, shape: tuple[int, ...]) -> SymbolicTensor:
-    """Return ``x`` in another shape, on the same memory."""
+    """Return a view of ``x`` with another shape."""
     return x.alias((_ViewNode(x), 0) if x.edge and x.device.records else None, shape)
 
 
 def parts(x: SymbolicTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[SymbolicTensor, ...]:
-    """Return parts of ``x``, on the same memory."""
+    """Return views of consecutive parts of ``x`` with these shapes."""
     node = _PartsNode(x) if x.edge and x.device.records else None
     if node:
         node.outputs = [x.like(shape) for shape in shapes]
@@ -163,7 +163,7 @@ def parts(x: SymbolicTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Symboli
 
 
 def add(one: SymbolicTensor, other: SymbolicTensor) -> SymbolicTensor:
-    """Return the sum of two tensors of one shape."""
+    """Return the sum of two tensors with the same shape."""
     device = one.device
     out = one.like().new()
     device.compute(moved=one.nbytes + other.nbytes + out.nbytes)
@@ -174,7 +174,7 @@ def add(one: SymbolicTensor, other: SymbolicTensor) -> SymbolicTensor:
 
 
 def backward(results: Sequence[tuple[SymbolicTensor, SymbolicTensor]]) -> None:
-    """Compute the gradients of all parameters. ``results``: tensors with their gradients."""
+    """Compute the gradients of all parameters. ``results``: pairs of a result and its gradient."""
     buffers: dict[TapeNode, Gradients] = {}
     for tensor, gradient in results:
         assert tensor.edge is not None, "a result has no gradient"
@@ -194,11 +194,11 @@ def backward(results: Sequence[tuple[SymbolicTensor, SymbolicTensor]]) -> None:
                     missing[edge[0]] -= 1
                     if not missing[edge[0]]:
                         heapq.heappush(ready, (-edge[0].number, next(order), edge[0]))
-    assert not buffers, "a gradient has reached no end"
+    assert not buffers, "a gradient has reached no parameter"
 
 
 def _run(node: TapeNode, buffers: dict[TapeNode, Gradients]) -> None:
-    """Run a node whose gradients are complete, and hand the gradients of its inputs over."""
+    """Run a node whose gradients are complete, and add the gradients of its inputs to ``buffers``."""
     of_outputs = buffers.pop(node, [])
     if any(gradient is not None for gradient in of_outputs):
         gradients = node.gradients(of_outputs)
@@ -210,7 +210,7 @@ def _run(node: TapeNode, buffers: dict[TapeNode, Gradients]) -> None:
 
 
 def _add(buffers: dict[TapeNode, Gradients], edge: tuple[TapeNode, int], gradient: SymbolicTensor) -> None:
-    """Add a gradient to those that a node waits for."""
+    """Accumulate a gradient in the buffer of a node."""
     node, place = edge
     waiting = buffers.setdefault(node, [None] * max(1, len(node.outputs)))
     earlier = waiting[place]
@@ -222,7 +222,7 @@ def _add(buffers: dict[TapeNode, Gradients], edge: tuple[TapeNode, int], gradien
 
 
 def _dependencies(roots: Iterable[TapeNode]) -> defaultdict[TapeNode, int]:
-    """Return how many nodes of the graph hand a gradient to each node."""
+    """Return the number of nodes that pass a gradient to each node of the graph."""
     missing: defaultdict[TapeNode, int] = defaultdict(int)
     stack, seen = list(roots), set(roots)
     while stack:
@@ -243,7 +243,7 @@ class _Ended(Exception):
 
 
 class _Dropped:
-    """The place of a saved tensor that is recomputed."""
+    """Stands for a saved tensor that is recomputed."""
 
     def __init__(self, recomputation: _Recomputation, place: int):
         self.recomputation, self.place = recomputation, place
@@ -253,9 +253,9 @@ class _Dropped:
 
 
 class _Recomputation:
-    """A call of a function, of which the inputs alone are kept.
+    """A checkpointed call of a function: only its inputs are saved.
 
-    It ends with the last tensor that is saved, as torch.utils.checkpoint does.
+    Like torch.utils.checkpoint, the recomputation stops at the last saved tensor.
     """
 
     def __init__(self, device: SymbolicDevice, function: Callable, inputs: Sequence[Any], around: Callable):
@@ -269,7 +269,7 @@ class _Recomputation:
         return _Dropped(self, place)
 
     def tensor(self, place: int) -> SymbolicTensor:
-        """Return a tensor that the forward has saved, once."""
+        """Return and release the saved tensor number ``place``; recompute all saved tensors at the first call."""
         if not self.recomputes:
             self.recomputes = True
             recorder = _RecomputationRecorder(self)
@@ -279,7 +279,7 @@ class _Recomputation:
 
 
 class _RecomputationRecorder:
-    """Keeps the saved tensors of a recomputation, up to the last tensor that the forward has saved."""
+    """Stores the saved tensors of a recomputation, up to the last tensor that the forward has saved."""
 
     def __init__(self, recomputation: _Recomputation):
         self.recomputation, self.count = recomputation, 0
@@ -302,7 +302,7 @@ def _saving(device: SymbolicDevice, saver: Any) -> Iterator[None]:
 
 
 def checkpointed(device: SymbolicDevice, function: Callable, inputs: Sequence[Any], around: Callable) -> Any:
-    """Call a function, keep only its inputs, and call it again in the backward, within the context ``around()``."""
+    """Call a function, save only its inputs, and recompute it in the backward within the context ``around()``."""
     with _saving(device, _Recomputation(device, function, inputs, around)):
         return function(*inputs)
 

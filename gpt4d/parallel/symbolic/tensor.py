@@ -1,7 +1,7 @@
 """Tensors without values: shapes and dtypes, from which the planner derives times and bytes. No torch here.
 
-They have the methods of torch's tensors that layers call. The memory of a tensor is released when Python releases the
-last tensor that uses it, as in torch.
+They have the methods of torch tensors that layers call. As in torch, the memory of a tensor is released when Python
+releases the last tensor that uses it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "
 
 
 class SymbolicDevice(Protocol):
-    """A device that counts. Sizes are in bytes."""
+    """A device that accounts for time and memory. Sizes are in bytes."""
 
     compiled: bool  # torch.compile fuses elementwise functions
     is_cpu: bool
-    plans: dict[tuple, Any]  # the costs and results of calls of kernels
-    numbers: Iterator[int]  # numbers of the nodes in the graph of gradients, in the order of their creation
+    plans: dict[tuple, Any]  # cached costs and results of kernel calls
+    numbers: Iterator[int]  # numbers of the nodes in the autograd graph, in the order of their creation
     records: bool  # calls are recorded for a backward
     recomputation: Any  # replaces saved tensors within blocks that are recomputed
 
     def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Compute a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in all."""
+        """Account for a product of ``flops``, or elementwise ``operations``, with ``moved`` bytes read and written."""
 
     def hold(self, nbytes: int) -> None:
-        """Take memory until it is released."""
+        """Allocate memory."""
 
     def release(self, nbytes: int) -> None:
-        """Give memory back."""
+        """Free memory."""
 
     def scratch(self, nbytes: float) -> None:
-        """Take memory for a moment."""
+        """Allocate memory and free it at once."""
 
 
 def wide_dtype(tensor: SymbolicTensor) -> str:
-    """Return the dtype of statistics of a tensor: float32, or float64 for float64."""
+    """Return the dtype of a tensor's statistics: float32, or float64 for a float64 tensor."""
     return "float64" if tensor.dtype == "float64" else "float32"
 
 
 class Storage:
-    """Memory of a device, which is released with the last tensor that uses it."""
+    """Memory of a device, which is freed with the last tensor that uses it."""
 
     __slots__ = ("device", "nbytes")
 
@@ -56,11 +56,12 @@ class Storage:
 
 
 class SymbolicTensor:
-    """A tensor without values. A dtype is a name in ``ITEMSIZE``.
+    """A tensor without values. Its dtype is a name in ``ITEMSIZE``.
 
     Attributes:
-        storage: its memory; None for a shape alone, which ``new`` allocates, and for memory that is not counted.
-        edge: the node that its gradient goes to, and the place among the node's outputs; None without a gradient.
+        storage: the tensor's memory; None if it is not allocated, or not counted. ``new`` allocates it.
+        edge: the node that takes the tensor's gradient, and the index among the node's outputs; None if the tensor
+            requires no gradient.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "edge", "shape", "storage")
@@ -85,19 +86,19 @@ class SymbolicTensor:
 
     @property
     def grad_fn(self) -> Any:
-        """The node that has computed it; None for a parameter, and without a gradient."""
+        """The node that has computed the tensor; None for a parameter, and if the tensor requires no gradient."""
         return None if self.edge is None or self.edge[0].accumulates else self.edge[0]
 
     def like(self, shape: Sequence[int] | None = None, dtype: str | None = None) -> SymbolicTensor:
-        """Return the shape of another tensor on the same device."""
+        """Return a tensor without memory on the same device, by default with the same shape and dtype."""
         return SymbolicTensor(self.device, self.shape if shape is None else tuple(shape), dtype or self.dtype)
 
     def new(self) -> SymbolicTensor:
-        """Return a new tensor of this shape and dtype, with memory of its own."""
+        """Return a new tensor of this shape and dtype, with its own memory."""
         return SymbolicTensor(self.device, self.shape, self.dtype, Storage(self.device, self.nbytes))
 
     def alias(self, edge: tuple[Any, int] | None = None, shape: tuple[int, ...] | None = None) -> SymbolicTensor:
-        """Return a tensor on the same memory, whose gradient goes to ``edge``."""
+        """Return a tensor with the same memory, whose gradient goes to ``edge``."""
         return SymbolicTensor(self.device, self.shape if shape is None else shape, self.dtype, self.storage, edge)
 
     def detach(self) -> SymbolicTensor:
@@ -110,8 +111,8 @@ class SymbolicTensor:
 
     def flatten(self, first: int = 0, last: int = -1) -> SymbolicTensor:
         first, last = first % len(self.shape), last % len(self.shape)
-        whole = math.prod(self.shape[first : last + 1])
-        return self._view((*self.shape[:first], whole, *self.shape[last + 1 :]))
+        size = math.prod(self.shape[first : last + 1])
+        return self._view((*self.shape[:first], size, *self.shape[last + 1 :]))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> SymbolicTensor:
         dim %= len(self.shape)
@@ -136,7 +137,7 @@ class SymbolicTensor:
         return self
 
     def _view(self, shape: tuple[int, ...]) -> SymbolicTensor:
-        assert math.prod(shape) == math.prod(self.shape), f"{shape} is no view of {self.shape}"
+        assert math.prod(shape) == math.prod(self.shape), f"{shape} is not a view of {self.shape}"
         from gpt4d.parallel.symbolic.tape import view
 
         return view(self, shape)

@@ -2,6 +2,7 @@
 
 import torch
 
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.sharded_weights import ShardedWeights
 
@@ -10,12 +11,12 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def stream(sizes):
-    return ShardedWeights(Grid(sizes), torch.float64, torch.float64)
+def weights_on(sizes, **settings):
+    return ShardedWeights(Context(Grid(sizes), torch.float64, **settings), torch.float64)
 
 
 def part(whole, weights, layout):
-    return whole[weights.grid.local_slices(whole.shape, layout)]
+    return whole[weights.context.grid.local_slices(whole.shape, layout)]
 
 
 def fill(parameter, whole, weights):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
@@ -25,7 +26,7 @@ from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.grids import BINARY_GRIDS, global_tensor, sampled
-from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, stream
+from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, weights_on
 
 BATCH = ("data", "z")
 GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
@@ -46,7 +47,7 @@ def last_channels(x):
 
 def conv(sizes, channels, kernel, axes, options):
     """On a rank: one convolution, its gradients and the bytes it sends."""
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     layer = Layer(Conv2dSpec(*channels, kernel, axes, **options), weights)
     total = GradientReducer(weights, dict(layer.named_parameters()))
     kh, kw = (kernel, kernel) if isinstance(kernel, int) else kernel
@@ -95,7 +96,7 @@ def test_a_convolution_is_algorithm_1(ranks, sizes):
 
 def group_norm(sizes, channels, groups, axis, offset):
     """On a rank: a norm of a concatenation, of which every rank has its channels of each part."""
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     layer = Layer(GroupNormSpec(groups, channels, axis), weights)
     order = sharding.interleaved_order(channels)
     count = sum(channels)
@@ -121,7 +122,7 @@ def group_norm(sizes, channels, groups, axis, offset):
     for one, other, where in zip(found, expected, layouts, strict=True):
         other = part(other, weights, where)
         assert (one - other).norm() <= bound * other.norm()
-    return weights.grid[axis].traffic.read()["bytes"]
+    return weights.context.grid[axis].traffic.read()["bytes"]
 
 
 # Channels, groups and ranks: complete groups on each rank; a rank cuts every group; ranks cut some groups; a group
@@ -168,7 +169,7 @@ def test_the_order_of_a_concatenation_keeps_that_of_its_parts():
 
 def attention(sizes, stream_axis):
     """On a rank: an attention of pixels over heads, on a stream that ``stream_axis`` splits."""
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     other, heads, channels = {"x": "y", "y": "x"}[stream_axis], 4, 16
     qkv = Layer(LinearSpec(channels, channels, axes=Axes(stream_axis, other), num_fused=3, heads=heads), weights)
     output = Layer(LinearSpec(channels, channels, axes=Axes(other, stream_axis), transposed=True, heads=heads), weights)
@@ -183,7 +184,7 @@ def attention(sizes, stream_axis):
 
     async def ours_of(x):
         rows = x.flatten(0, 2)
-        mixed = core(await qkv(rows), TokenIndex(torch.arange(len(x)), 6, weights.grid.axis(None)))
+        mixed = core(await qkv(rows), TokenIndex(torch.arange(len(x)), 6, weights.context.grid.axis(None)))
         return (await output(mixed)).view(x.shape)
 
     ours = run_alone(ours_of(mine))
@@ -211,7 +212,7 @@ def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, 
 
 def time_embedding(sizes, axis):
     """On a rank: the embedding of timesteps and the scales and shifts of one block."""
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     time, block = Layer(TimeEmbeddingSpec(8, 16), weights), Layer(ScaleShiftSpec(16, 8, axis), weights)
     layers = torch.nn.ModuleDict({"time": time, "block": block})
     parameters = dict(layers.named_parameters())
@@ -277,7 +278,7 @@ class Residual(torch.nn.Module):
 
 def blocks(sizes, options, delayed=False):
     """On a rank: global gradients of blocks in chunks, and the number of convolutions during each all-reduce."""
-    weights = ShardedWeights(Grid(sizes), torch.float64, torch.float64, **options)
+    weights = ShardedWeights(Context(Grid(sizes), torch.float64, **options), torch.float64)
     layers = torch.nn.ModuleList([Residual(weights), Residual(weights)])
     parameters = dict(layers.named_parameters())
     total = GradientReducer(weights, parameters)
@@ -294,14 +295,14 @@ def blocks(sizes, options, delayed=False):
             assert all(p.grad is None for p in parameters.values() if p.spec.streamed)
             weights.compute_delayed_gradients()
     total.finish()
-    grads = {name: global_tensor(p.grad, p.spec, weights.grid) for name, p in parameters.items()}
+    grads = {name: global_tensor(p.grad, p.spec, weights.context.grid) for name, p in parameters.items()}
     of_x = [(out, pixels("y")), (x.grad, pixels("y")), (embedding.grad, Layout(BATCH, ()))]
     for name, (tensor, layout) in zip(("out", "x", "embedding"), of_x, strict=True):
         shape = tuple(
             size * math.prod(getattr(sizes, axis) for axis in axes)
             for size, axes in zip(tensor.shape, layout.dims, strict=True)
         )
-        grads[name] = global_tensor(tensor, ParameterSpec(shape, layout), weights.grid)
+        grads[name] = global_tensor(tensor, ParameterSpec(shape, layout), weights.context.grid)
     return grads, beside
 
 

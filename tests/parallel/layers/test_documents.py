@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import attention_kernels
 from gpt4d.parallel.layers.attention import AttentionSpec
@@ -80,7 +81,7 @@ def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size
 def test_attention_by_lengths_is_attention_by_mask(kv_heads, options):
     """A GPU's kernel takes the lengths of documents. On a CPU, a loop over them stands in for it."""
     grid, documents = Grid.single_device(), Documents.ending_with(END, IDS)
-    core = Layer(AttentionSpec(HEADS, **options), ShardedWeights(grid))
+    core = Layer(AttentionSpec(HEADS, **options), ShardedWeights(Context(grid, torch.float32)))
     inputs = [normal(SEQUENCES, LENGTH, heads, SIZE, seed=i) for i, heads in enumerate((HEADS, kv_heads, kv_heads))]
     results = []
     with patch("torch.nn.attention.varlen.varlen_attn", kernel):

@@ -22,11 +22,11 @@ from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.symbolic import kernels
 from tests.grids import batch_part, grid_name
-from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, stream
+from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, weights_on
 
 
 def linear(sizes, transposed, parts):
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     layer = Layer(LinearSpec(8, 12, transposed=transposed, num_fused=parts), weights)
     total = GradientReducer(weights, dict(layer.named_parameters()))
     inputs, weight = normal(8, 3, 8), normal(8, (parts or 1) * 12, seed=1)
@@ -60,7 +60,7 @@ def test_a_linear_layer_is_algorithm_1(ranks, sizes):
 
 
 def layer_norm(sizes, offset):
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     layer = Layer(LayerNormSpec(12), weights)
     inputs, weight, bias, upstream = normal(4, 3, 12) + offset, normal(12, seed=1), normal(12, seed=2), normal(4, 3, 12)
     fill(layer.weight, weight, weights)
@@ -89,7 +89,7 @@ def test_layer_norm_takes_mean_and_variance_of_all_features(ranks, sizes):
 
 
 def norm_of_stream(sizes, kind, added):
-    weights, layout = stream(sizes), Layout((), (), ("y",))
+    weights, layout = weights_on(sizes), Layout((), (), ("y",))
     layer = Layer(kind(12), weights)
     leaves = [normal(4, 3, 12, seed=1), normal(4, 3, 12, seed=2)][: 1 + added]
     upstream = [normal(4, 3, 12, seed=3), normal(4, 3, 12, seed=4)]
@@ -117,9 +117,8 @@ def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, siz
 
 
 def norm_of_all_heads(sizes, scatter):
-    weights = stream(sizes)
-    weights.scatter_heads = scatter
-    layer, layout = Layer(AllHeadsNormSpec(24, 12), weights), Layout((), (), weights.head_axes(12))
+    weights = weights_on(sizes, scatter_heads=scatter)
+    layer, layout = Layer(AllHeadsNormSpec(24, 12), weights), Layout((), (), weights.context.head_axes(12))
     x, weight, upstream = normal(4, 3, 24), normal(24, seed=1), normal(4, 3, 24, seed=2)
     fill(layer.weight, weight, weights)
     mine = part(x, weights, layout).clone().requires_grad_()
@@ -144,8 +143,7 @@ def test_a_norm_behind_a_branch_is_added_to_the_stream(ranks, recomputes_inputs)
 
 
 def norm_behind_a_branch(recomputes_inputs):
-    weights, layout = stream(GridSizes(1, 2)), Layout((), (), ("y",))
-    weights.recompute_inputs = recomputes_inputs
+    weights, layout = weights_on(GridSizes(1, 2), recompute_inputs=recomputes_inputs), Layout((), (), ("y",))
     layer = Layer(BranchNormSpec(12), weights)
     leaves, upstream = [normal(4, 3, 12), normal(4, 3, 12, seed=1)], normal(4, 3, 12, seed=2)
     fill(layer.weight, weight := normal(12, seed=3), weights)
@@ -177,14 +175,16 @@ def test_gelu_computes_the_gradient_of_the_bias_in_its_input(tokens):
 
 
 def token_embedding(sizes):
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     layer = Layer(TokenEmbeddingSpec(24, 8), weights)
     table = normal(24, 8)
     ids = torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(0))
     upstream = normal(4, 6, 8, seed=1)
     fill(layer.weight, table, weights)
-    ids_here = batch_part(ids, weights.grid)
-    rows = layer(ids_here, TokenIndex(torch.arange(len(ids_here)), 6, weights.grid.axis(None))).unflatten(0, (-1, 6))
+    ids_here = batch_part(ids, weights.context.grid)
+    rows = layer(ids_here, TokenIndex(torch.arange(len(ids_here)), 6, weights.context.grid.axis(None))).unflatten(
+        0, (-1, 6)
+    )
     layout = Layout(("data", "z"), (), ("y",))
     rows.backward(part(upstream, weights, layout))
     weights.finish()
@@ -200,14 +200,14 @@ def test_a_vocabulary_parallel_embedding_equals_an_unsharded_one(ranks, sizes):
 
 
 def cross_entropy(sizes, columns, vocabulary, scale):
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     logits = normal(5, 7, columns) * scale
     targets = torch.randint(0, vocabulary, (5, 7), generator=torch.Generator().manual_seed(1))
     logits[..., vocabulary:] = 1e4  # padding, which must not take part: it exceeds everything else
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
     with patch.object(kernels, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
-        ours = cross_entropy_sum(mine, targets, vocabulary, weights.grid.x)
+        ours = cross_entropy_sum(mine, targets, vocabulary, weights.context.grid.x)
         (3 * ours).backward()
     logits.requires_grad_()
     theirs = F.cross_entropy(logits[..., :vocabulary].flatten(0, 1), targets.flatten(), reduction="sum")
@@ -249,7 +249,7 @@ def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
 
 
 def accumulate(sizes):
-    weights = stream(sizes)
+    weights = weights_on(sizes)
     layer = Layer(LinearSpec(8, 8), weights)
     fill(layer.weight, normal(8, 8), weights)
     fill(layer.bias, normal(8), weights)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.conv import Conv2dSpec
@@ -43,7 +44,7 @@ class Twins:
 
 @pytest.fixture
 def weights():
-    return ShardedWeights(Grid.single_device(), torch.bfloat16)
+    return ShardedWeights(Context(Grid.single_device(), torch.bfloat16))
 
 
 @pytest.fixture
@@ -71,7 +72,9 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
     weights.finish()
     close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
     table = Layer(TokenEmbeddingSpec(20, FEATURES), weights)
-    table(IDS, TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None))).backward(upstream.flatten(0, 1))
+    table(IDS, TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.context.grid.axis(None))).backward(
+        upstream.flatten(0, 1)
+    )
     weights.finish()
     close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
 
@@ -80,7 +83,7 @@ def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
 def test_a_position_table(weights, upstream, documents):
     table = Layer(PositionEmbeddingSpec(40, FEATURES), weights)
     tokens, x = (
-        TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.grid.axis(None), documents),
+        TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.context.grid.axis(None), documents),
         upstream.flatten(0, 1),
     )
     table(x, tokens).backward(x)

@@ -11,10 +11,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 
+from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.resharding import search, strategies
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
 from gpt4d.parallel.resharding.plan import ORDERS, gradient_plan, plan
-from gpt4d.parallel.resharding.strategies import STRATEGIES, SendJob, lower_bound
+from gpt4d.parallel.resharding.strategies import SendJob, lower_bound
 from tests.parallel.resharding.cases import TABLE_2, host_by_device, plan_between, plan_table_2, reshardings
 
 

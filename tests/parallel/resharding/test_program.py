@@ -41,14 +41,14 @@ class SimulatedRank:
                 return
             view = self.local[self.step.slices]
             self.tile = view.reshape(-1).copy() if self.step.sending else np.full(view.size, -1)
-            self.rounds = iter(rounds_with_turns(self.step))
+            self.rounds = iter(rounds_with_signals(self.step))
         self.pending = {("to", m) for m in round_.sends} | {("from", m) for m in round_.receives}
 
 
-def rounds_with_turns(step):
-    """Return a step's rounds between the empty messages that pass the turn to send."""
-    turns = [() if rank is None else (PeerMessage(rank, 0, 0),) for rank in (step.turn_from, step.turn_to)]
-    rounds = [Round((), turns[0]), *step.rounds, Round(turns[1], ())]
+def rounds_with_signals(step):
+    """Return a step's rounds between the empty messages with which senders pass the link."""
+    signals = [() if rank is None else (PeerMessage(rank, 0, 0),) for rank in (step.previous_sender, step.next_sender)]
+    rounds = [Round((), signals[0]), *step.rounds, Round(signals[1], ())]
     return [round_ for round_ in rounds if round_.sends or round_.receives]
 
 

@@ -23,6 +23,10 @@ class CommFuture(Future):
         with processor.current.waiting():
             return self.result()
 
+    def on_end(self, record: Callable[[float], None]) -> None:
+        """Arrange for ``record`` to be called with ``stopped``, on the worker's thread."""
+        self.add_done_callback(lambda task: record(self.stopped))
+
 
 class CommThread:
     """A thread that executes tasks in the order in which they were submitted, without recording for autograd.

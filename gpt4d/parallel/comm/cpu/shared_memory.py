@@ -9,6 +9,7 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,17 @@ from contextlib import contextmanager
 import torch
 
 from gpt4d.parallel.comm.cpu import processor
+from gpt4d.parallel.comm.cpu.gloo import GlooTransport
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.transport import Transport
+from gpt4d.parallel.symbolic.kernels import MAX, SUM
 
 SLOT_BYTES = 64 << 20  # the largest tensor; only the part of a slot that is written takes memory
 _MAX_AHEAD = 2  # collectives by which a rank may be ahead of its peers, and may have in flight
 _SLOTS = 2 * _MAX_AHEAD
 _TIMEOUT_S = 30 * 60  # a rank that is silent for longer is an error, as with gloo
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {SUM: torch.add, MAX: torch.maximum}
 
 Combine = Callable[[torch.Tensor], torch.Tensor]  # computes the result from all ranks' tensors, stacked along dim 0
 
@@ -33,6 +40,10 @@ class SharedMemoryCollective:
     ):
         self.memory, self.number, self.like, self.combine, self.started = memory, number, like, combine, started
         self.result: torch.Tensor | None = None
+        self._record: Callable[[float], None] | None = None
+
+    def on_end(self, record: Callable[[float], None]) -> None:
+        self._record = record  # the collective runs until this rank waits for it
 
     def wait(self) -> torch.Tensor:
         if self.result is None:
@@ -41,6 +52,8 @@ class SharedMemoryCollective:
                 self.result = self.combine(self.memory.slots(self.number, self.like))
             del self.combine, self.like
             self.memory.in_flight.remove(self)  # else the memory object keeps the result alive
+            if self._record:
+                self._record(time.perf_counter())
         return self.result
 
 
@@ -98,6 +111,53 @@ class SharedMemory:
                     if not notifications:
                         raise ConnectionResetError
                 self.received[index] += len(notifications)
+
+
+class SharedMemoryTransport(Transport):
+    """Exchanges tensors through the memory of a host that has all ranks of the axis.
+
+    Args:
+        memory: the memory.
+        gloo: sends the tensors that are larger than a slot of the memory.
+    """
+
+    copies_at_start = True
+
+    def __init__(self, memory: SharedMemory, gloo: GlooTransport):
+        self.memory, self.gloo = memory, gloo
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        if not fits(tensor):
+            return self.gloo.start_all_reduce(tensor, op)
+        combine = _COMBINE[op]
+
+        def reduce(slots: torch.Tensor) -> torch.Tensor:
+            combine(slots[0], slots[1], out=tensor)  # in the order of the ranks: the same bits on all of them
+            for other in slots[2:]:
+                combine(tensor, other, out=tensor)
+            return tensor
+
+        return self._post(tensor, reduce)
+
+    def start_all_gather(self, shard: torch.Tensor) -> Pending:
+        if not fits(shard):
+            return self.gloo.start_all_gather(shard)
+        return self._post(shard, lambda slots: torch.cat(slots.unbind()))
+
+    def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        if not fits(full):
+            return self.gloo.start_reduce_scatter(full)
+        size, index = self.memory.size, self.memory.index
+        return self._post(full, lambda slots: slots.chunk(size, 1)[index].sum(0))
+
+    def _post(self, tensor: torch.Tensor, combine: Combine) -> Pending:
+        collective = self.memory.post(tensor, combine)
+        return Pending(tensor, collective, lambda _: collective.wait())
+
+
+def fits(tensor: torch.Tensor) -> bool:
+    """Return whether a slot of the memory has room for ``tensor``."""
+    return tensor.nbytes <= SLOT_BYTES
 
 
 @contextmanager

@@ -1,30 +1,28 @@
-"""Ranks that compute on the CPUs of one host, or of several: how they find and reach each other.
+"""Collectives between CPU ranks of several hosts, which send each element over a host's link once.
 
-On several hosts, a collective has up to three parts: a sum inside each host, communication between the hosts, and an
-exchange of the received data inside each host. Its kind decides which parts it needs.
+A collective has up to three parts: a sum inside each host, communication between the hosts, and an exchange of the
+received data inside each host. Its kind decides which parts it needs.
 """
 
-import os
-import secrets
-import socket
-import struct
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 
+import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.comm.cpu.comm_thread import CommFuture, CommThread
-from gpt4d.parallel.comm.cpu.shared_memory import SharedMemory, share_memory
-from gpt4d.runtime.consensus import gather_in_group
+from gpt4d.parallel.comm.cpu.gloo import GlooTransport, pieces
+from gpt4d.parallel.comm.cpu.shared_memory import SharedMemory, fits
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.process_group import all_gather
+from gpt4d.parallel.comm.transport import Transport
+from gpt4d.parallel.symbolic.kernels import SUM
 
 # The parts of a piece of a collective: one starts the exchange between hosts and returns the handle, one finishes.
 Piece = tuple[Callable[[], dist.Work], Callable[[], object]]
 
-_CONNECT_S = 60.0  # timeout for the ranks of a host to connect
 
-
-class TwoLevelTransport:
-    """The ranks of a group on several hosts, seen from this rank.
+class TwoLevelTransport(Transport):
+    """Exchanges tensors first inside each host and then between the hosts, or the reverse.
 
     Two threads run the parts of collectives, each in the order in which these were started. So the parts of several
     collectives overlap each other and the computation.
@@ -34,23 +32,97 @@ class TwoLevelTransport:
         after: memory of this host, for the part after it.
         group: the ranks with this rank's index on each host. Only the threads use it.
         columns: for each index on a host, the ranks that have it, one on each host, in ascending order.
+        gloo: sends the tensors that do not fit the memory or cannot be split over the ranks of a host.
     """
 
     def __init__(
-        self, before: SharedMemory, after: SharedMemory, group: dist.ProcessGroup, columns: Sequence[tuple[int, ...]]
+        self,
+        before: SharedMemory,
+        after: SharedMemory,
+        group: dist.ProcessGroup,
+        columns: Sequence[tuple[int, ...]],
+        gloo: GlooTransport,
     ):
-        self.before, self.after, self.group, self.columns = before, after, group, columns
+        self.before, self.after, self.group, self.columns, self.gloo = before, after, group, columns, gloo
         self.index, self.local_size, self.size = before.index, before.size, len(columns[0])
         self._first, self._second = CommThread("before exchange"), CommThread("after exchange")
 
-    def start(self, pieces: Iterable[Piece]) -> CommFuture:
+    def start_all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        """Sum this rank's part over the ranks of its host, then over the hosts; then exchange the parts in the host.
+
+        Each element enters and leaves a host once; a ring sends it nearly twice.
+        """
+        if op != SUM or tensor.numel() % self.local_size or not _fits(tensor.view(self.local_size, -1)):
+            return self.gloo.start_all_reduce(tensor, op)
+
+        def piece(of_all: torch.Tensor) -> Piece:
+            part = of_all.new_empty(of_all.shape[1])
+
+            def exchange() -> dist.Work:
+                self.before.post(of_all, lambda slots: torch.sum(slots[:, self.index], 0, out=part)).wait()
+                return dist.all_reduce(part, group=self.group, async_op=True)
+
+            return exchange, lambda: self.after.post(part, of_all.copy_).wait()
+
+        return Pending(tensor, self._start(map(piece, pieces(tensor.view(self.local_size, -1)))))
+
+    def start_all_gather(self, shard: torch.Tensor) -> Pending:
+        """Gather between the hosts, so that each shard enters a host once; its ranks then share the received shards."""
+        num_ranks = self.local_size * self.size
+        if not _fits(shard.view(1, -1).expand(self.size, -1)):
+            return self.gloo.start_all_gather(shard)
+        full = shard.new_empty((num_ranks * shard.shape[0], *shard.shape[1:]))
+
+        def piece(of_shard: torch.Tensor, of_full: torch.Tensor) -> Piece:
+            received = of_shard.new_empty((self.size, of_shard.shape[1]))
+
+            def exchange() -> dist.Work:
+                return all_gather(received, of_shard, group=self.group, async_op=True)
+
+            def share(slots: torch.Tensor) -> torch.Tensor:
+                for column, parts in zip(self.columns, slots, strict=True):
+                    for index, part in zip(column, parts, strict=True):
+                        of_full[index].copy_(part)
+                return of_full
+
+            return exchange, lambda: self.after.post(received, share).wait()
+
+        parts = map(piece, pieces(shard.view(1, -1)), pieces(full.view(num_ranks, -1)))
+        return Pending(full, self._start(parts))
+
+    def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        """Sum the parts inside each host first, so that each leaves a host once."""
+        num_ranks = self.local_size * self.size
+        if not _fits(full.view(num_ranks, -1)):
+            return self.gloo.start_reduce_scatter(full)
+        column = self.columns[self.index]
+        result = full.new_empty((full.shape[0] // num_ranks, *full.shape[1:]))
+
+        def piece(of_all: torch.Tensor, of_result: torch.Tensor) -> Piece:
+            sums, received = of_all.new_empty((2, self.size, of_all.shape[1]))
+
+            def sum_in_host(slots: torch.Tensor) -> torch.Tensor:
+                for index, total in zip(column, sums, strict=True):
+                    torch.sum(slots[:, index], 0, out=total)
+                return sums
+
+            def exchange() -> dist.Work:
+                self.before.post(of_all, sum_in_host).wait()
+                return dist.all_to_all_single(received, sums, group=self.group, async_op=True)
+
+            return exchange, lambda: torch.sum(received, 0, out=of_result)
+
+        parts = map(piece, pieces(full.view(num_ranks, -1)), (row[0] for row in pieces(result.view(1, -1))))
+        return Pending(result, self._start(parts))
+
+    def _start(self, parts: Iterable[Piece]) -> CommFuture:
         """Start a collective whose pieces follow each other through the parts. The task's result is None.
 
         Args:
-            pieces: the first function of each uses ``before`` and ``group``. The second one uses ``after``, when the
-                exchange that the first has started is complete.
+            parts: the first function of each piece uses ``before`` and ``group``. The second function uses ``after``,
+                when the exchange that the first function has started is complete.
         """
-        tasks = [self._start_piece(*piece) for piece in pieces]
+        tasks = [self._start_piece(*piece) for piece in parts]
 
         def check() -> None:
             for task in tasks:
@@ -68,78 +140,6 @@ class TwoLevelTransport:
         return self._second.submit(wait_and_finish)
 
 
-def connect(group: dist.ProcessGroup) -> SharedMemory | TwoLevelTransport | None:
-    """Connect the ranks of ``group`` on each host through shared memory. All ranks of the group must call this.
-
-    Containers count as separate hosts: a host is identified by its running kernel and its network namespace. Returns
-    None if this system has no shared memory, if every rank is alone on its host, or if the hosts have unequal numbers
-    of ranks.
-    """
-    transport = _connect_hosts(group)
-    if not isinstance(transport, TwoLevelTransport):
-        # torch names a group after the number of groups that its rank has. Ranks of different groups of one axis, of
-        # which only some have hosts, share the groups of the next axis: all need the same number.
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return transport
-
-
-def _connect_hosts(group: dist.ProcessGroup) -> SharedMemory | TwoLevelTransport | None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    listener, own_location = _listen(2 * size)
-    locations = gather_in_group(own_location, group)
-    with listener or nullcontext():
-        if listener is None or own_location is None or None in locations:
-            return None
-        hosts: dict = {}
-        for other, (host, _) in enumerate(locations):
-            hosts.setdefault(host, []).append(other)
-        local = hosts[own_location[0]]
-        if len(local) == 1 or len({len(ranks) for ranks in hosts.values()}) > 1:
-            return None
-        index, parts = local.index(rank), min(len(hosts), 2)
-        connections = _connect([locations[other][1] for other in local], listener, index, parts)
-    memories = [share_memory(index, peers) for peers in connections]
-    if len(hosts) == 1:
-        return memories[0]
-    columns = [tuple(sorted(column)) for column in zip(*hosts.values(), strict=True)]
-    ranks = [dist.get_global_rank(group, other) for other in columns[index]]
-    before, after = memories
-    return TwoLevelTransport(before, after, dist.new_group(ranks, use_local_synchronization=True), columns)
-
-
-def _connect(addresses: list[str], listener: socket.socket, index: int, count: int) -> list[dict[int, socket.socket]]:
-    """Return ``count`` sockets from this rank of a host, which is ``index``, to each peer."""
-    connections: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for other, address in enumerate(addresses[:index]):
-        for number, peers in enumerate(connections):
-            peers[other] = socket.socket(socket.AF_UNIX)
-            peers[other].connect(address)
-            peers[other].send(struct.pack("2i", index, number))
-    for _ in range(count * (len(addresses) - index - 1)):
-        connection = _accept_from_own_user(listener)
-        other, number = struct.unpack("2i", connection.recv(8))
-        connections[number][other] = connection
-    return connections
-
-
-def _listen(backlog: int) -> tuple[socket.socket | None, list[str] | None]:
-    """Open a socket for peers on this host and return it with its location [host, address], or Nones without memfd."""
-    if not hasattr(os, "memfd_create"):
-        return None, None
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        host = f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
-    address = f"\0gpt4d-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(backlog)
-    listener.settimeout(_CONNECT_S)
-    return listener, [host, address]
-
-
-def _accept_from_own_user(listener: socket.socket) -> socket.socket:
-    while True:
-        connection, _ = listener.accept()
-        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user == os.getuid():
-            return connection
-        connection.close()
+def _fits(rows: torch.Tensor) -> bool:
+    """Return whether the memory of a host has room for a piece of ``rows``."""
+    return fits(pieces(rows)[0])

@@ -1,6 +1,6 @@
-"""The context of layers on symbolic tensors: sizes, and a device that counts time, bytes and memory. No torch here.
+"""A stage on symbolic tensors: grid, layers, weights, and gradients that are reduced. No torch here.
 
-gpt4d.parallel.engine decides when to gather, scatter and sum, as in a run.
+A device counts time, bytes and memory. gpt4d.parallel.engine decides when to gather, scatter and reduce, as in a run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
@@ -20,15 +20,16 @@ from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.kernels import SUM
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
+from gpt4d.parallel.weights import Weights
 
-MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes of a weight, its gradient and each of AdamW's two states
+MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes per element of weight, gradient and both AdamW states
 
 
 class CommunicatingDevice(SymbolicDevice, Protocol):
-    """A device that also counts collectives."""
+    """A device that also accounts for collectives."""
 
     def start(self, kind: str, axis: str, nbytes: float) -> Any:
-        """Start a collective of a tensor of ``nbytes``, overlapped with the computation."""
+        """Start a collective on a tensor of ``nbytes``. It overlaps with computation."""
 
     def wait(self, collective: Any) -> None:
         """Wait for a started collective."""
@@ -48,7 +49,7 @@ class _Run(NamedTuple):
 
 
 class SymbolicAxis:
-    """An axis of the grid, seen from its first device (gpt4d.parallel.comm.collectives.Axis)."""
+    """An axis of the grid, seen from its first device. It replaces gpt4d.parallel.comm.collectives.Axis."""
 
     index = 0
 
@@ -82,10 +83,10 @@ class SymbolicAxis:
 
 
 class SymbolicGrid:
-    """The grid of a stage (gpt4d.parallel.grid.Grid)."""
+    """The grid of a stage. It replaces gpt4d.parallel.grid.Grid."""
 
     def __init__(self, device: CommunicatingDevice, sizes: GridSizes):
-        self.sizes = sizes
+        self.device, self.sizes = device, sizes
         self._axes = {name: SymbolicAxis(device, name, size) for name, size in sizes._asdict().items()}
         self._alone = SymbolicAxis(device, "none", 1)
         self.x, self.y, self.z, self.data = self._axes.values()
@@ -98,7 +99,7 @@ class SymbolicGrid:
 
 
 class SymbolicLayer:
-    """A layer on symbolic tensors, built from its spec as gpt4d.parallel.layers.module.Layer is."""
+    """A layer on symbolic tensors, built from its spec. It replaces gpt4d.parallel.layers.module.Layer."""
 
     training = True
 
@@ -106,45 +107,38 @@ class SymbolicLayer:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def __init__(self, spec: LayerSpec, context: SymbolicContext, prefix: str = ""):
-        self.spec, self.context = spec, context
+    def __init__(self, spec: LayerSpec, weights: SymbolicWeights, prefix: str = ""):
+        self.spec, self.weights, self.context = spec, weights, weights.context
         for name in spec.own_parameters:
-            setattr(self, name, context.shard(prefix + name))
+            setattr(self, name, weights.shard(prefix + name))
         for name, layer in spec.children.items():
-            setattr(self, name, type(self)(layer, context, f"{prefix}{name}."))
+            setattr(self, name, type(self)(layer, weights, f"{prefix}{name}."))
         spec.prepare(self)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.spec.forward(self, *inputs)
 
 
-class SymbolicContext(Context):
-    """The context of a stage on symbolic tensors.
+class SymbolicWeights(Weights):
+    """Weights of a stage on symbolic tensors, and their gradients.
 
     Args:
-        device: whose clock and memory count.
-        sizes: the grid.
+        context: settings of the stage, with a SymbolicGrid.
         parameters: the parameters of the layers that are computed, by name.
-        overlap: which communication overlaps with computation.
         gradient_bytes: bytes of the gradients of all layers; ``parameters`` may contain a few layers.
-        shard_states: each rank of the data axis updates its rows only (ZeRO-1).
-        settings: further arguments of ``Context``.
+        shard_states: each rank of the data axis updates only its own rows (ZeRO-1).
     """
 
     def __init__(
         self,
-        device: CommunicatingDevice,
-        sizes: GridSizes,
+        context: Context,
         parameters: Mapping[str, ParameterSpec],
-        overlap: OverlapConfig,
-        gradient_bytes: int,
-        shard_states: bool,
-        **settings: Any,
+        gradient_bytes: int = 0,
+        shard_states: bool = False,
     ):
-        self.device, self.parameters = device, parameters
-        super().__init__(
-            SymbolicGrid(device, sizes), device=_SymbolicWeights(weakref.proxy(self)), overlap=overlap, **settings
-        )
+        super().__init__(context, _SymbolicWeightDevice(weakref.proxy(self)))
+        self.device: Any = context.grid.device
+        self.parameters, sizes = parameters, context.grid.sizes
         self.gradients: dict[str, SymbolicTensor] = {}
         self._shards: dict[str, SymbolicTensor] = {}
         extents, origin = sizes._asdict(), dict.fromkeys(sizes._fields, 0)
@@ -165,7 +159,7 @@ class SymbolicContext(Context):
         return tape.checkpointed(self.device, function, inputs, around)
 
     def shard(self, name: str) -> SymbolicTensor:
-        """Return this device's part of a parameter."""
+        """Return this device's shard of a parameter."""
         if name not in self._shards:
             this = weakref.proxy(self)
 
@@ -178,20 +172,16 @@ class SymbolicContext(Context):
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of gathered weights and of weights in flight."""
+        """The bytes of gathered weights and of all-gathers in flight."""
         gathering = (pending.result for pending in self.schedule.gathering.values())
         return sum(weight.storage.nbytes for weight in (*self.schedule.ready.values(), *gathering) if weight.storage)
 
-    def delay(self, action: Callable[[], None]) -> None:
-        """Do something when the weight gradients of this backward are computed."""
-        self._delayed[-1].append(action)
-
     def elements(self, name: str) -> int:
-        """Return the elements of this device's part of a parameter."""
+        """Return the number of elements of this device's shard of a parameter."""
         return self.shard(name).nbytes // MASTER_BYTES
 
     def add_term(self, name: str, gradient: SymbolicTensor) -> None:
-        """Add a term to the gradient of a parameter."""
+        """Accumulate ``gradient`` in the gradient of a parameter."""
         if name in self.gradients:
             self.device.compute(moved=3 * gradient.nbytes)
         else:
@@ -199,20 +189,20 @@ class SymbolicContext(Context):
         self.reduction.sums.note_term(name)
 
 
-class _SymbolicWeights:
-    """The weights of a stage as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
+class _SymbolicWeightDevice:
+    """The weights of a stage. Implements gpt4d.parallel.engine.prefetch.WeightDevice."""
 
-    def __init__(self, context: SymbolicContext):
-        self.context = context
+    def __init__(self, weights: SymbolicWeights):
+        self.weights = weights
 
     def is_split(self, weight: str) -> bool:
-        context = self.context
-        return context.grid.z.size > 1 and "z" in context.parameters[weight].layout.axes
+        weights = self.weights
+        return weights.context.grid.z.size > 1 and "z" in weights.parameters[weight].layout.axes
 
     def start_gather(self, weight: str) -> Pending:
-        context = self.context
-        context.reduction.sums.wait_rows(weight)
-        local = cast_to(context.shard(weight).detach(), context.compute_dtype)
+        weights = self.weights
+        weights.reduction.sums.wait_rows(weight)
+        local = cast_to(weights.shard(weight).detach(), weights.context.compute_dtype)
         return self._axis(weight).start_all_gather(local)
 
     def start_scatter(self, weight: str, gradient: SymbolicTensor) -> Pending:
@@ -222,39 +212,40 @@ class _SymbolicWeights:
         return pending.wait()
 
     def gradient(self, weight: str) -> SymbolicTensor | None:
-        return self.context.gradients.get(weight)
+        return self.weights.gradients.get(weight)
 
     def set_gradient(self, weight: str, gradient: SymbolicTensor) -> None:
-        self.context.gradients[weight] = gradient
-        self.context.reduction.sums.note_term(weight)
+        self.weights.gradients[weight] = gradient
+        self.weights.reduction.sums.note_term(weight)
 
     def add_gradient(self, weight: str, part: SymbolicTensor) -> None:
-        self.context.add_term(weight, part)
+        self.weights.add_term(weight, part)
 
     def _axis(self, weight: str) -> SymbolicAxis:
-        return self.context.grid.axis("z" if self.is_split(weight) else None)
+        return self.weights.context.grid.axis("z" if self.is_split(weight) else None)
 
 
 class SymbolicReduction:
-    """The sums of gradients, as ``gpt4d.parallel.engine.reduction.GradientDevice``, and the optimizer's work.
+    """The reduction of gradients and the optimizer's step. Implements gpt4d.parallel.engine.reduction.GradientDevice.
 
     Args:
-        context: has the parameters and their gradients.
-        gradient_bytes: bytes of the gradients of all layers; the context may contain a few layers.
-        shard_states: each rank of the data axis updates its rows only (ZeRO-1).
+        weights: the parameters and their gradients.
+        gradient_bytes: bytes of the gradients of all layers; ``weights`` may contain a few layers.
+        shard_states: each rank of the data axis updates only its own rows (ZeRO-1).
     """
 
-    def __init__(self, context: SymbolicContext, gradient_bytes: int, shard_states: bool):
-        self.context, self.device, sizes = context, context.device, context.grid.sizes
+    def __init__(self, weights: SymbolicWeights, gradient_bytes: int, shard_states: bool):
+        self.weights, self.device, context = weights, weights.device, weights.context
+        sizes = context.grid.sizes
         max_bytes = default_bucket_bytes(gradient_bytes)
-        specs = context.parameters
+        specs = weights.parameters
         optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
         self.optimized = sum(optimized[id(spec)] for spec in specs.values())
         buckets = list(
             gradient_buckets(specs, sizes, shard_states, max_bytes, sequence_parallel=context.sequence_parallel)
         )
         local = {id(spec): spec.local_elements(sizes) for spec in specs.values()}
-        # The buckets at the end of a step with all blocks, however few of them are walked.
+        # The buckets in flight at the end of a step with all blocks, even if the context has fewer blocks.
         summed = sum(bucket.elements for bucket in buckets) / sum(local[id(spec)] for spec in specs.values())
         self.packed_bytes = min(max_bytes, summed * gradient_bytes)
         self.sums: GradientSums[SymbolicTensor, Pending] = GradientSums(
@@ -266,11 +257,11 @@ class SymbolicReduction:
         self.sums.finish()
 
     def update(self) -> None:
-        """Compute the norm of the gradients and the optimizer's step."""
-        nbytes, count = self.optimized * MASTER_BYTES, len(self.context.parameters)
+        """Account for the gradient norm and the optimizer's step."""
+        nbytes, count = self.optimized * MASTER_BYTES, len(self.weights.parameters)
         self.device.compute(moved=nbytes, operations=count)
         self.device.do("all_reduce", "world", 3 * 8)
-        # AdamW reads weight, gradient and two states and writes all, the gradient scaled.
+        # AdamW reads and writes the weight, the gradient (to clip it) and two states.
         self.device.compute(moved=8 * nbytes, operations=count)
 
     def pack(self, bucket: Bucket) -> SymbolicTensor:
@@ -278,7 +269,7 @@ class SymbolicReduction:
         packed = SymbolicTensor(self.device, (bucket.elements,), MASTER_DTYPE, storage)
         self.device.compute(moved=2 * packed.nbytes, operations=len(bucket.names))
         for name in bucket.names:
-            del self.context.gradients[name]
+            del self.weights.gradients[name]
         return packed
 
     def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: SymbolicTensor) -> Pending:
@@ -290,11 +281,11 @@ class SymbolicReduction:
     def unpack(self, bucket: Bucket, total: SymbolicTensor) -> None:
         self.device.compute(operations=len(bucket.names))
         for name in bucket.names:
-            self.context.gradients[name] = total  # a part of it
+            self.weights.gradients[name] = total  # the gradient is a view of the bucket
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
         axis, nbytes = bucket.axes[-1], bucket.elements * MASTER_BYTES
-        part = nbytes / self.context.grid[axis].size
+        part = nbytes / self.weights.context.grid[axis].size
         self.device.compute(moved=2 * part, operations=len(bucket.names))
         rows = SymbolicTensor(self.device, (bucket.elements,), MASTER_DTYPE)
         return Pending(rows, _Run(self.device, self.device.start("all_gather", axis, part)))

@@ -1,0 +1,32 @@
+"""Collectives of a torch process group, such as NCCL's, on tensors of a GPU."""
+
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.transport import Transport
+from gpt4d.parallel.symbolic.kernels import MAX, SUM
+
+# torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+REDUCE_OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
+
+
+class ProcessGroupTransport(Transport):
+    """Starts each collective as one operation of the process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
+        return Pending(tensor, dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True))
+
+    def start_all_gather(self, shard: torch.Tensor) -> Pending:
+        full = shard.new_empty((self.group.size() * shard.shape[0], *shard.shape[1:]))
+        return Pending(full, all_gather(full, shard, group=self.group, async_op=True), source=shard)
+
+    def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        shard = full.new_empty((full.shape[0] // self.group.size(), *full.shape[1:]))
+        return Pending(shard, reduce_scatter(shard, full, group=self.group, async_op=True), source=full)

@@ -1,0 +1,173 @@
+"""Weights of a stage as its layers use them: gathered over z on demand, with gradients that are reduce-scattered.
+
+A run uses ShardedWeights (gpt4d.parallel.sharded_weights), and the planner uses SymbolicWeights
+(gpt4d.parallel.symbolic.stage). No torch here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from gpt4d.parallel.context import Context
+from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightDevice, WeightSchedule, WeightUse
+
+# Computes a gradient, adds it in place to the earlier gradient if that is given, and returns the result.
+ComputeGradient = Callable[[Any | None], Any]
+
+
+class Weights(ABC):
+    """Weights of a stage, which are parameters of layers: torch's or symbolic ones.
+
+    Args:
+        context: grid and settings of the stage.
+        device: starts and completes the communication.
+
+    Attributes:
+        schedule: decides when to gather weights and when to reduce-scatter their gradients.
+        recomputing: whether the backward is recomputing blocks.
+    """
+
+    def __init__(self, context: Context, device: WeightDevice[Any, Any]):
+        self.context = context
+        self.schedule: WeightSchedule[Any, Any] = WeightSchedule(device, context.overlap)
+        self.recomputing = False
+        self._delayed: deque[list[Callable[[], None]]] = deque()  # weight gradients to compute, for each backward
+        self._delays = False
+        self._names: dict[Any, str] = {}
+
+    # ---------------------------------------------------------------------------------------- current pass
+
+    @property
+    @abstractmethod
+    def records_gradients(self) -> bool:
+        """Return whether the current forward is followed by a backward."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the number of chunks of a microbatch: one in a forward without a backward."""
+        return self.context.num_chunks if self.records_gradients else 1
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Return whether x splits the tokens between layers: never in a forward without a backward, of any length."""
+        return self.context.sequence_parallel and self.records_gradients
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether blocks keep only their inputs and are recomputed in the backward."""
+        return self.context.recompute and self.records_gradients
+
+    @property
+    def recomputes_inputs(self) -> bool:
+        """Return whether products do not keep inputs that are easily recomputed (gpt4d.parallel.layers.product)."""
+        return self.context.recompute_inputs and self.records_gradients
+
+    @property
+    def next_use(self) -> WeightUse | None:
+        """Return the use of a weight that follows the last one; None at the end of the order, and without one."""
+        return self.schedule.next_use
+
+    @property
+    def recomputation_ends(self) -> bool:
+        """Return whether a recomputation is in progress that uses no further weight."""
+        following = self.next_use
+        return self.recomputing and following is not None and following.phase != RECOMPUTATION
+
+    def checkpointed(self, function: Callable, *inputs: Any) -> Any:
+        """Call a function of blocks; to recompute blocks, keep only its inputs and call it again in the backward."""
+        return self._checkpointed(function, inputs, self._in_recomputation) if self.recomputes else function(*inputs)
+
+    @abstractmethod
+    def _checkpointed(
+        self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
+    ) -> Any:
+        """Call a function, keep only its inputs, and call it again in the backward, within the context ``around()``."""
+
+    @contextmanager
+    def _in_recomputation(self) -> Iterator[None]:
+        self.recomputing = True
+        try:
+            yield
+        finally:
+            self.recomputing = False
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    def begin(
+        self,
+        order: Sequence[WeightUse],
+        cached: Collection[str] = (),
+        cached_for_step: Collection[str] = (),
+        terms: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
+
+        Arguments as for ``WeightSchedule.begin``.
+        """
+        self.schedule.begin(order, cached, cached_for_step, terms)
+
+    @property
+    def last_used(self) -> str | None:
+        """Return the name of the weight that a layer has used last in this step, for reports."""
+        return self.schedule.last_used
+
+    def gather(self, shard: Any) -> Any:
+        """Return the weight of this rank's (x, y) place for a forward, gathered over z, in the compute dtype."""
+        return self.schedule.gather(self._name(shard), RECOMPUTATION if self.recomputing else FORWARD)
+
+    def gather_for_backward(self, shard: Any) -> Any:
+        """Return the weight as ``gather`` does, for a backward."""
+        return self.schedule.gather(self._name(shard), BACKWARD)
+
+    def _name(self, shard: Any) -> str:
+        """Return a weight's name."""
+        return self._names[shard]
+
+    # ------------------------------------------------------------------------------------------- gradients
+
+    @contextmanager
+    def delaying_weight_gradients(self) -> Iterator[None]:
+        """Delay the gradients of gathered weights in a backward until ``compute_delayed_gradients``."""
+        self._delayed.append([])
+        self._delays = True
+        try:
+            yield
+        finally:
+            self._delays = False
+
+    def delay(self, action: Callable[[], None]) -> None:
+        """Delay an action of the current backward until ``compute_delayed_gradients``."""
+        self._delayed[-1].append(action)
+
+    def compute_delayed_gradients(self) -> None:
+        """Compute the weight gradients of the earliest backward that delayed them."""
+        delayed = deque(self._delayed.popleft())
+        while delayed:
+            delayed.popleft()()  # and forget its tensors
+
+    def add_gradient(self, shard: Any, compute: ComputeGradient) -> None:
+        """Compute the gradient of a gathered weight and ``scatter`` it: now, or with the delayed gradients.
+
+        The result, None, is the layer's gradient for autograd.
+        """
+        if self._delays:
+            self.delay(lambda: self.scatter(shard, compute))
+        else:
+            self.scatter(shard, compute)
+
+    def scatter(self, shard: Any, compute: ComputeGradient) -> None:
+        """Compute the gradient of the gathered weight, reduce-scatter it over z and add it to ``shard.grad``.
+
+        The reduce-scatter may end later, but before ``finish`` returns. The backward of a layer passes the parameter
+        itself: under activation checkpointing, autograd may provide a copy, and a gradient stored there is lost.
+        """
+        self.schedule.scatter(self._name(shard), compute)
+
+    def finish(self) -> None:
+        """End a step or an evaluation: every gradient is in place, and no gathered weight outlives the next update."""
+        assert not self._delayed, "the program has no action for some weight gradients"
+        self.schedule.finish()
