@@ -11,7 +11,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 from gpt4d.config import Config, compose
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, start_forkserver
 
 # A shell that starts the tests in the background makes them and their processes ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,6 +22,12 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if {"ranks", "single_device"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
+
+
+def pytest_collection_finish(session) -> None:
+    """Start the process that forks ranks before the benchmarks' tests start it with their own modules."""
+    if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
+        start_forkserver()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A fake accelerator: operations on it compute shapes, dtypes and devices of their results, but no values.
 
-It shows on a CPU what a GPU rejects and where the host waits for a GPU. ``set_up`` changes a process for good, so call
-it in a process of its own.
+It finds, on a CPU, the operations that a GPU rejects and the points where the host waits for a GPU. ``set_up`` changes
+a process permanently, so call it in a separate process.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ _COLLECTIVES = {
 
 
 class _DeviceModule(_DummyBackendModule):
-    def is_available(self) -> bool:  # if it were, the copy in torch.tensor(…, device=…) would bypass DeviceRules
+    def is_available(self) -> bool:  # otherwise the copy in torch.tensor(…, device=…) bypasses DeviceRules
         return False
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:  # activation checkpointing asks for it

@@ -25,13 +25,18 @@ from gpt4d.validation import validate
 
 # Every grid with axes of 1 and 2: 1 to 16 devices.
 BINARY_GRIDS = [GridSizes(*sizes) for sizes in itertools.product((1, 2), repeat=4)]
-# Of these, the fewest in which each pair of axes has each pair of sizes.
+# A minimal sample in which each pair of axes has each pair of sizes.
 PAIRWISE_GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))]
 
 
+def full(*values, id: str | None = None):
+    """Return a set of parameters that only ``make test-full`` runs."""
+    return pytest.param(*values, id=id, marks=pytest.mark.full)
+
+
 def sampled(grids: list[GridSizes], chosen: list[GridSizes] = PAIRWISE_GRIDS) -> list:
-    """Return the grids as parameters of a test, of which ``make test`` runs those ``chosen``."""
-    return [pytest.param(grid, id=str(grid), marks=[] if grid in chosen else pytest.mark.full) for grid in grids]
+    """Return the grids as parameters of a test. ``make test`` runs only the ``chosen`` grids."""
+    return [pytest.param(grid, id=str(grid)) if grid in chosen else full(grid, id=str(grid)) for grid in grids]
 
 
 TINY_MODEL = GPT2Config(layers=2, hidden=24, heads=4, vocab_size=50, vocab_multiple=16, max_positions=16)
@@ -137,7 +142,7 @@ def batch_part(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def train_in_rank(config: Config) -> None:
-    """The whole of a training run, as train.py does it, in the process group of the pool."""
+    """Run a complete training run, as train.py does, in the process group of the pool."""
     import torch.distributed as dist
 
     from gpt4d.trainer import Trainer
@@ -161,7 +166,7 @@ def bytes_sent(run_dir: str | Path) -> dict[str, float]:
 
 
 def bytes_planned(config: Config, sizes: GridSizes) -> object:
-    """Planned bytes along each axis, approximate only in that sums of whole bytes are floating-point numbers."""
+    """Return the planned bytes along each axis, compared with a tolerance because they are floating-point sums."""
     estimate = Estimate(config, sizes)
     plan = estimate.plan(config.train.micro_batch_size or estimate.share)
     return pytest.approx({axis: used["bytes"] for axis, used in plan.comm.items()}, rel=1e-9)

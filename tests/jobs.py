@@ -1,9 +1,13 @@
-"""Jobs started as a launcher does, one process per rank, so that tests can signal and kill ranks."""
+"""Jobs started as a launcher does, one process per rank, so that tests can signal and kill ranks; commands."""
 
 import json
 import os
+import runpy
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,19 +23,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _launcher_variables(ranks: int) -> dict[str, str]:
+    """Return the variables that torchrun sets on all ranks of a job."""
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), **sizes}
+
+
 class LaunchedJob:
     """Train ``config`` on ``ranks`` processes as ``train.py`` does; each rank's output is in ``<run.dir>.<rank>``."""
 
     def __init__(self, context, config: Config, ranks: int, prepare=None, environment: dict[str, str] | None = None):
         """``prepare(rank)`` is called on each rank before it trains, with ``environment`` in its variables."""
         self.run_dir = Path(config.run.dir)
-        common = {
-            "MASTER_PORT": str(free_port()),
-            **(environment or {}),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "localhost",
-        }
+        common = {**_launcher_variables(ranks), **(environment or {})}
         self.port = int(common["MASTER_PORT"])
         self.logs = [self.run_dir.with_name(f"{self.run_dir.name}.{rank}") for rank in range(ranks)]
         self.processes = []
@@ -70,7 +74,7 @@ class LaunchedJob:
                 os.kill(self.processes[rank].pid, number)
 
     def exit_codes(self) -> list[int]:
-        """Wait for all ranks and return their exit codes; that of a killed rank is negative."""
+        """Wait for all ranks and return their exit codes. The exit code of a killed rank is negative."""
         deadline = time.monotonic() + TIMEOUT_S
         return [self.exit_code(rank, deadline - time.monotonic()) for rank in range(len(self.processes))]
 
@@ -100,3 +104,36 @@ def _train(config: Config, environment: dict[str, str], log: Path, prepare) -> N
         prepare(int(environment["RANK"]))
     with one_line_errors():
         train(config)
+
+
+def run_command(context, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    """Run ``python ARGUMENTS``, a file or ``-m MODULE``, in a fork that has imported torch and Hydra, on each rank.
+
+    It starts in a tenth of a second. The result has the exit code and the output of rank 0. A test of the imports of a
+    command needs a process of its own.
+    """
+    environment = _launcher_variables(ranks) if ranks > 1 else {}
+    with tempfile.TemporaryDirectory() as directory:
+        processes = []
+        for rank in range(ranks):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            command = arguments, own, f"{directory}/{rank}"
+            processes.append(context.Process(target=_run_command, args=command, daemon=True))
+            processes[-1].start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode is not None, f"{arguments} hangs"
+        output = (Path(directory, f"0.{name}").read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(arguments, processes[0].exitcode, *output)
+
+
+def _run_command(arguments: tuple[str, ...], environment: dict[str, str], path: str) -> None:
+    for descriptor, name in enumerate(("out", "err"), start=1):
+        os.dup2(os.open(f"{path}.{name}", os.O_CREAT | os.O_WRONLY), descriptor)
+    os.environ.update(environment)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")

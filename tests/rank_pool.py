@@ -1,4 +1,4 @@
-"""A pool of gloo ranks shared by all tests of a session, so that torch is imported once, not once per rank and test."""
+"""A pool of gloo ranks that all tests of a session share: modules are imported once, not once per rank and test."""
 
 import gc
 import logging
@@ -10,16 +10,39 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 
 _TIMEOUT_S = 180.0
+# Every rank is a fork of a process with these modules. A rank imports any other module by itself.
 _PRELOAD = [
-    "torch",
-    "torch.distributed.tensor",
     "torch.distributed.checkpoint",
-    "gpt4d.trainer",
+    "torch.distributed.tensor",
+    "torch.profiler",
+    "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, which takes 0.4 s
+    "hydra",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pytest",
+    "rich.progress",
+    "tokenizers",
     "gpt4d.model.gpt2.hugging_face",
+    "gpt4d.parallel.resharding.transfer",
+    "gpt4d.planner.calibrate",
+    "gpt4d.run",
+    "gpt4d.task.language",
+    "gpt4d.trainer",
+    "tests.stages",
 ]
+
+
+def start_forkserver() -> None:
+    """Start the process that forks the ranks, which imports their modules while the first tests run.
+
+    A session has one such process. Call this function before anything else starts it with fewer modules.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()
 
 
 class RankFailure(AssertionError):
@@ -34,8 +57,8 @@ class RankPool:
     """
 
     def __init__(self):
+        start_forkserver()
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(_PRELOAD)
         self.ranks: list[tuple[multiprocessing.Process, Connection]] = []
 
     def run(self, world_size: int, function, *args) -> list:
@@ -71,7 +94,7 @@ class RankPool:
                     results[rank] = value
                 else:
                     failures[rank] = value
-                    deadline = min(deadline, time.monotonic() + 10)  # the other ranks probably wait for this one
+                    deadline = min(deadline, time.monotonic() + 10)  # the remaining ranks probably wait for this one
         if failures:
             self.close()
             raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
@@ -91,7 +114,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # what has been imported stays: a collection looks at objects of tests alone
+    gc.freeze()  # imported objects stay: a collection only visits objects of tests
     # It warns that gathering a dim that two axes split takes two all-gathers, which tests do on purpose.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     while True:

@@ -19,7 +19,7 @@ from tests.grids import fill_from_hf, to_hf
 def own_stage(
     config: Config, world_size: int, dtype: torch.dtype = torch.float64, ranks_per_host: int = 2
 ) -> tuple[ParallelPlan, Stage]:
-    """Return, on a rank, the plan of ``config`` and this rank's stage, connected to the others."""
+    """Return, on a rank, the plan of ``config`` and this rank's stage, connected to its neighbors."""
     plan = validate(config, world_size)
     stage_plan = plan.stage_of(dist.get_rank())
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import full
+from tests.jobs import run_command
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.slow
@@ -27,9 +30,9 @@ def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def torchrun(ranks: int, *arguments: str, program: tuple[str, ...] = ("train.py",)) -> subprocess.CompletedProcess:
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={ranks}"]
-    return command("-m", "torch.distributed.run", *options, *program, *arguments)
+    return command("-m", "torch.distributed.run", *options, "train.py", *arguments)
 
 
 def overrides(config) -> list[str]:
@@ -50,8 +53,8 @@ def overrides(config) -> list[str]:
         (["data=text", "data.path=/no/such/file.txt"], "data.path='/no/such/file.txt': matches no file"),
     ],
 )
-def test_a_mistake_prints_one_line_and_exits_with_1(arguments, message, tmp_path):
-    done = command("train.py", f"run.dir={tmp_path / 'run'}", *arguments)
+def test_a_mistake_prints_one_line_and_exits_with_1(ranks, arguments, message, tmp_path):
+    done = run_command(ranks.context, "train.py", f"run.dir={tmp_path / 'run'}", *arguments)
     assert done.returncode == 1
     (line,) = (done.stdout + done.stderr).splitlines()
     assert line.startswith("error: ") and message in line
@@ -61,9 +64,9 @@ def test_a_mistake_prints_one_line_and_exits_with_1(arguments, message, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["parallel.gx=3"], "does not divide the 2 process(es)"),
-        pytest.param(["train.seq_length=2"], "did you mean train.seq_len?", marks=pytest.mark.full),
-        pytest.param(["data=text", "data.path={empty}"], "an empty document; remove it", marks=pytest.mark.full),
+        full(["parallel.gx=3"], "does not divide the 2 process(es)"),
+        full(["train.seq_length=2"], "did you mean train.seq_len?"),
+        full(["data=text", "data.path={empty}"], "an empty document; remove it"),
         (["train.seq_len=250", "data=text", "data.path={short}", "data.validation_fraction=0"], "takes 251 tokens"),
     ],
 )
@@ -81,10 +84,10 @@ def test_torchrun_reports_a_mistake_before_or_after_rendezvous(arguments, messag
     assert f'File "{ROOT / "gpt4d"}{os.sep}' not in done.stderr, "a traceback through gpt4d"
 
 
-def test_serial_and_torchrun_runs_agree_and_generate_equal_text(tiny, tmp_path):
+def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp_path):
     serial, grid = tmp_path / "serial", tmp_path / "grid"
     short = ["train.steps=3", "logging.sample_tokens=4"]
-    one = command("train.py", *overrides(tiny()), *short, f"run.dir={serial}")
+    one = run_command(ranks.context, "train.py", *overrides(tiny()), *short, f"run.dir={serial}")
     assert one.returncode == 0, one.stderr
     assert f"run {serial}" in one.stdout and "validation loss" in one.stdout
     two = torchrun(2, *overrides(tiny()), *short, f"run.dir={grid}", "parallel.gx=2")
@@ -95,16 +98,16 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(tiny, tmp_path):
         losses.append([line["loss"] for line in lines if "event" not in line])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
-    again = command("train.py", *overrides(tiny()), *short, f"run.dir={grid}")
+    again = run_command(ranks.context, "train.py", *overrides(tiny()), *short, f"run.dir={grid}")
     assert again.returncode == 0 and "is complete" in again.stdout
 
-    arguments = "prompt=alpha: ${beta} = ", "tokens=5", "temperature=0"
-    texts = [command("-m", "gpt4d.generate", f"checkpoint={run}", *arguments) for run in (serial, grid)]
-    texts.append(torchrun(4, f"checkpoint={serial}", *arguments, "gx=2", "gz=2", program=("-m", "gpt4d.generate")))
+    generate, arguments = ("-m", "gpt4d.generate"), ("prompt=alpha: ${beta} = ", "tokens=5", "temperature=0")
+    texts = [run_command(ranks.context, *generate, f"checkpoint={run}", *arguments) for run in (serial, grid)]
+    texts.append(run_command(ranks.context, *generate, f"checkpoint={serial}", *arguments, "gx=2", "gz=2", ranks=4))
     assert all(text.returncode == 0 for text in texts), [text.stderr for text in texts]
     assert texts[0].stdout == texts[1].stdout == texts[2].stdout
     assert texts[0].stdout.startswith("alpha: ${beta} = ")
-    alone = command("-m", "gpt4d.generate", f"checkpoint={run}", "prompt=a", "gx=2")
+    alone = run_command(ranks.context, *generate, f"checkpoint={run}", "prompt=a", "gx=2")
     assert "error: gx·gy·gz=2·1·1: not a grid of 1 process(es)" in alone.stderr
 
 
@@ -116,8 +119,8 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(tiny, tmp_path):
         (["checkpoint=/no/such", "prompt=a", "token=3"], "did you mean tokens?"),
     ],
 )
-def test_generate_reports_mistakes_in_one_line(arguments, message):
-    done = command("-m", "gpt4d.generate", *arguments)
+def test_generate_reports_mistakes_in_one_line(ranks, arguments, message):
+    done = run_command(ranks.context, "-m", "gpt4d.generate", *arguments)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert message in line

@@ -253,7 +253,7 @@ def test_grid_problem_accepts_exactly_the_grids_with_equal_parts():
     rules, allowed = registry.describe(model).rules, 0
     for sizes in itertools.starmap(GridSizes, itertools.product(range(1, 7), repeat=3)):
         fits = grid_problem(rules, TrainConfig(batch_size=60, seq_len=8), ParallelConfig(), sizes) is None
-        extents = {  # of the split dims: rows of normal and transposed layers, columns, heads, vocabulary
+        extents = {  # extents of the split dims: rows of normal and transposed layers, columns, heads, vocabulary
             (24, sizes.y * sizes.z), (24, sizes.x * sizes.z), (96, sizes.x * sizes.z), (24, sizes.y), (24, sizes.x),
             (96, sizes.x), (12, sizes.x), (48, sizes.x * sizes.z), (60, sizes.z),
         }  # fmt: skip

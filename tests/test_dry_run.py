@@ -1,22 +1,19 @@
 """A dry run checks and predicts everything, and starts and writes nothing."""
 
-import subprocess
-import sys
-
 import pytest
 
 from gpt4d import dry_run
 from gpt4d.checkpoint import space
 from gpt4d.config import ConfigError
 from gpt4d.validation import validate
+from tests.jobs import run_command
 
 
-def test_a_dry_run_predicts_the_run_and_leaves_nothing_behind(corpus, tmp_path):
+def test_a_dry_run_predicts_the_run_and_leaves_nothing_behind(ranks, corpus, tmp_path):
     words = ["data=text", f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     more = ["cluster=perlmutter", "parallel.mode=auto", "run.world_size=8"]
-    done = subprocess.run(
-        [sys.executable, "train.py", *words, *more, "--dry-run"], capture_output=True, text=True, check=True
-    )
+    done = run_command(ranks.context, "train.py", *words, *more, "--dry-run")
+    assert done.returncode == 0, done.stderr
     for part in (
         "text: 40 file(s)",
         "a tokenizer of up to",

@@ -128,7 +128,7 @@ def test_every_key_has_a_row_for_its_effect():
         Effect.RESULTS: {key for values in RESULTS.values() for key in values},
         Effect.DATA: set(DATA),
     }
-    # Other tests register families of their own, whose settings known_keys() then has too.
+    # Other tests register families of their own, and known_keys() includes their settings.
     own = {f"model.{field.name}" for family in FAMILIES for field in fields(registry.get(family).config)}
     possible = {key for key in known_keys() if not key.startswith("model.") or key in own}
     for effect, keys in rows.items():

@@ -1,7 +1,7 @@
 """Golden values: losses, gradient norms and bytes of gpt_tiny on four grids, and answers of the planner.
 
-A change that is not meant to change what is computed must reproduce them to 1e-6; bits depend on the processor. One
-that is meant to records them again, with the reason in its commit: ``python -m tests.test_golden``.
+A change that is not meant to change results must reproduce them to 1e-6; bits depend on the processor. A change that is
+meant to change results records them again, with the reason in its commit: ``python -m tests.test_golden``.
 """
 
 import json

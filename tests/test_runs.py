@@ -138,7 +138,7 @@ def test_a_history_follows_a_run_and_drops_what_a_restart_repeats(tmp_path):
         ([], False, "here", 0, State.NEW),
         ([event("start"), step(1)], True, "here", 1e9, State.RUNNING),
         ([event("start"), step(1)], False, "here", 1002, State.INTERRUPTED),  # killed
-        ([event("start"), step(1)], False, "there", 1002, State.RUNNING),  # no lock reaches the other host
+        ([event("start"), step(1)], False, "there", 1002, State.RUNNING),  # no lock reaches that host
         ([event("start"), step(1)], False, "there", 2000, State.INTERRUPTED),
         ([event("start"), step(1), event("signal", 1)], False, "there", 1002, State.INTERRUPTED),
         ([event("start"), event("failed", problem="…")], False, "here", 0, State.FAILED),

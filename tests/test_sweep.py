@@ -123,7 +123,7 @@ def test_ranks_of_consecutive_jobs_use_other_ports_unless_torchrun_has_the_store
     assert Launch.from_environment(environment).sweep_job == 1
 
 
-# A job that writes the files of a run. Its first argument says what the job of a seed does: refuse, stop, kill or end.
+# A job that writes the files of a run. Its first argument maps seeds to actions: refuse, stop, kill or end.
 FAKE = """
 import json, os, pathlib, signal, sys, time
 values = dict(argument.split("=", 1) for argument in sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Invariants 1 and 2 over whole runs: against plain torch, on several grids, uninterrupted and resumed."""
+"""Invariants 1 and 2 over complete runs: against plain torch, on several grids, uninterrupted and resumed."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,11 @@ from gpt4d.parallel.context import Context
 from tests.data import batch
 from tests.grids import (
     BINARY_GRIDS,
+    PAIRWISE_GRIDS,
     build_model,
     bytes_planned,
     bytes_sent,
+    full,
     hf_state,
     metric_lines,
     on_grid,
@@ -36,15 +38,15 @@ def losses_and_norms(lines):
 
 @pytest.fixture(scope="module")
 def serial_run(ranks, corpus, tmp_path_factory):
-    """Loss and gradient norm of the 20 steps of ``tiny`` on one device, made once."""
+    """A function from ``tiny`` with overrides to the logged steps of a run on one device, which trains once."""
     made = {}
 
-    def lines(config):
-        if "lines" not in made:
-            config.run.dir = str(tmp_path_factory.mktemp("serial"))
+    def lines(tiny, *overrides):
+        if overrides not in made:
+            config = tiny(*overrides, f"run.dir={tmp_path_factory.mktemp('serial')}")
             ranks.run(1, train_in_rank, config)
-            made["lines"] = metric_lines(config.run.dir)
-        return made["lines"]
+            made[overrides] = metric_lines(config.run.dir)
+        return made[overrides]
 
     return lines
 
@@ -80,16 +82,16 @@ def test_a_run_equals_plain_torch_with_transformers_model(serial_run, tiny):
     config = tiny()
     start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
     state = hf_state(start)
-    losses, norms = losses_and_norms(serial_run(config))
+    losses, norms = losses_and_norms(serial_run(tiny))
     expected_losses, expected_norms = plain_torch_run(config, state)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert losses[-1] < 0.6 * losses[0], "nothing was learnt"
 
 
-@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:]))
+@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:], PAIRWISE_GRIDS[2:4]))
 def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_run, tiny, sizes):
-    losses, norms = losses_and_norms(serial_run(tiny()))
+    losses, norms = losses_and_norms(serial_run(tiny))
     config = tiny(*on_grid(sizes))
     ranks.run(sizes.devices, train_in_rank, config)
     on_this_grid = losses_and_norms(metric_lines(config.run.dir))
@@ -113,23 +115,25 @@ def test_20_steps_of_a_qwen3_equal_its_serial_run_and_send_the_planned_bytes(ran
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("train.micro_batch_size=1", "data.workers=3"), marks=pytest.mark.full),
+        full(("train.micro_batch_size=1", "data.workers=3")),
         ("train.activation_checkpointing=full", "train.micro_batch_size=2", "data.workers=0"),
-        ("train.deterministic=true",),
-        pytest.param(("optim.shard_states=true",), marks=pytest.mark.full),
+        full(("train.deterministic=true",)),
+        full(("optim.shard_states=true",)),
         ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
-        (
-            "parallel.whole_layers=1",
-            "parallel.cache_layers=all",
-            "parallel.cache_scope=step",
-            "train.micro_batch_size=1",
+        full(
+            (
+                "parallel.whole_layers=1",
+                "parallel.cache_layers=all",
+                "parallel.cache_scope=step",
+                "train.micro_batch_size=1",
+            )
         ),
         ("parallel.chunks=2", "parallel.sequence_parallel=true", "optim.shard_states=true"),
     ],
     ids="+".join,
 )
 def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_run, tiny, overrides):
-    losses, norms = losses_and_norms(serial_run(tiny()))
+    losses, norms = losses_and_norms(serial_run(tiny))
     config = tiny("parallel.gx=2", "parallel.gz=2", *overrides)
     ranks.run(8, train_in_rank, config)
     on_this_grid = losses_and_norms(metric_lines(config.run.dir))
@@ -138,9 +142,9 @@ def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_r
     assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 1, 2, 2))
 
 
-@pytest.mark.parametrize("order", ["x", "y"])
+@pytest.mark.parametrize("order", [full("x"), "y"])
 def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order):
-    losses, norms = losses_and_norms(serial_run(tiny()))
+    losses, norms = losses_and_norms(serial_run(tiny))
     words = ("parallel.d1=2", "parallel.d2=4", f"parallel.innermost={order}", "model.vocab_multiple=16")
     config = tiny("parallel.mode=atp", "parallel.chunks=2", "parallel.sequence_parallel=true", *words)
     ranks.run(8, train_in_rank, config)
@@ -154,16 +158,15 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
     "overrides",
     [
         ("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1"),
-        pytest.param(
+        full(
             (
                 "parallel.cache_layers=all",
                 "optim.shard_states=true",
                 "train.precision=bf16",
                 "train.micro_batch_size=2",
-            ),
-            marks=pytest.mark.full,
+            )
         ),
-        ("model.hidden=36", "model.heads=6", "model.dropout=0.1", "parallel.overlap.all_gather=false"),
+        full(("model.hidden=36", "model.heads=6", "model.dropout=0.1", "parallel.overlap.all_gather=false")),
         (
             "parallel.cache_layers=all",
             "parallel.cache_scope=step",
@@ -172,19 +175,15 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
             "train.activation_checkpointing=full",
             "model.dropout=0.1",
         ),
-        pytest.param(
-            ("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full"),
-            marks=pytest.mark.full,
-        ),
+        full(("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full")),
         ("parallel.chunks=2", "train.activation_checkpointing=full", "train.precision=bf16", "model.dropout=0.1"),
-        pytest.param(
+        full(
             (
                 "parallel.chunks=2",
                 "parallel.scatter_heads=false",
                 "parallel.cache_layers=all",
                 "parallel.cache_scope=step",
-            ),
-            marks=pytest.mark.full,
+            )
         ),
     ],
     ids="+".join,
@@ -211,27 +210,23 @@ def test_a_run_resumed_on_its_grid_gives_the_same_bits(ranks, tiny):
     ("first", "second"),
     [
         (GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)),
-        (GridSizes(1, 1, 4, 2), GridSizes(4, 1, 1, 1)),
         (GridSizes(1, 3, 1, 2), GridSizes(2, 1, 1, 1)),
+        full(GridSizes(1, 1, 4, 2), GridSizes(4, 1, 1, 1)),
     ],
-    ids=lambda sizes: str(sizes),
+    ids=str,
 )
-def test_a_run_resumed_on_another_grid_has_the_uninterrupted_losses(ranks, tiny, first, second):
-    uninterrupted = tiny(*DROPOUT, "run.dir=" + tiny().run.dir + "-uninterrupted")
-    ranks.run(1, train_in_rank, uninterrupted)
+def test_a_run_resumed_on_another_grid_has_the_uninterrupted_losses(ranks, serial_run, tiny, first, second):
     before = tiny(*DROPOUT, *on_grid(first), "train.steps=10")
     after = tiny(*DROPOUT, *on_grid(second))
     ranks.run(first.devices, train_in_rank, before)
     ranks.run(second.devices, train_in_rank, after)
-    losses, norms = losses_and_norms(metric_lines(uninterrupted.run.dir))
+    losses, norms = losses_and_norms(serial_run(tiny, *DROPOUT))
     resumed = losses_and_norms(metric_lines(after.run.dir))
     assert resumed[0] == pytest.approx(losses, rel=1e-5)
     assert resumed[1] == pytest.approx(norms, rel=1e-5)
 
 
-def test_a_run_resumes_with_other_states_sharded_and_other_weights_whole(ranks, tiny):
-    uninterrupted = tiny("run.dir=" + tiny().run.dir + "-uninterrupted", "optim.schedule_steps=20")
-    ranks.run(1, train_in_rank, uninterrupted)
+def test_a_run_resumes_with_other_states_sharded_and_other_weights_whole(ranks, serial_run, tiny):
     for steps, world, overrides in (
         (7, 4, ["parallel.gy=2", "optim.shard_states=true"]),
         (14, 2, ["parallel.gx=2"]),
@@ -240,7 +235,7 @@ def test_a_run_resumes_with_other_states_sharded_and_other_weights_whole(ranks, 
         # Without a validation, nothing comes between the last update and the checkpoint.
         run = tiny(*overrides, f"train.steps={steps}", "optim.schedule_steps=20", "train.validation_batches=0")
         ranks.run(world, train_in_rank, run)
-    losses, norms = losses_and_norms(metric_lines(uninterrupted.run.dir))
+    losses, norms = losses_and_norms(serial_run(tiny))
     resumed = losses_and_norms(metric_lines(run.run.dir))
     assert resumed[0] == pytest.approx(losses, rel=1e-5)
     assert resumed[1] == pytest.approx(norms, rel=1e-5)

@@ -12,7 +12,7 @@ from gpt4d.validation import validate
 
 TEXT, PICTURES = "model=gpt_tiny", "model=unet_tiny"
 STAGES = "parallel.pipeline.stages=2"
-CASES = [  # what is not read, why, and what to add so that it is read
+CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "data.path=book.txt"], "data.source=sotu reads no path; add data=text", ["data=text"]),
     ([TEXT, "data.path=crawl/*.jsonl.gz"], "reads no path; add data=jsonl", ["data=jsonl"]),
     ([TEXT, "data.path=gpt4d"], "reads no path; add data=tokens", ["data=tokens"]),
@@ -91,7 +91,7 @@ def test_an_unused_key_ends_the_run_before_it_starts():
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model=llama_1b", "model.rope_scaling=none"],  # rope_factor is that of configs/model/llama_1b.yaml
+        ["model=llama_1b", "model.rope_scaling=none"],  # rope_factor has its value in configs/model/llama_1b.yaml
         ["data=c4", "data.source=tokens", "data.path=tokens/c4"],
         [PICTURES, "logging.sample_tokens=0", "train.loss_chunks=1"],
         [TEXT, "logging.sample_images=0", "logging.sample_tokens=0", "train.validation_batches=0"],

@@ -39,7 +39,10 @@ def test_resume_selects_checkpoints_newest_first(ranks, tmp_path):
     assert candidate_names(str(tmp_path), elsewhere) == ["step_00000011"]
     assert checkpoint_dir.resume_candidates(str(older), elsewhere) == [Checkpoint(older)]
     assert candidate_names(str(tmp_path), tmp_path) == ["step_00000011"]
-    for resume in ("never", str(older)):  # The run would write older steps beside newer ones and lose them.
+    for resume in (
+        "never",
+        str(older),
+    ):  # Retention removes checkpoints older than the existing ones.
         with pytest.raises(ConfigError, match=r"set another run\.name"):
             checkpoint_dir.resume_candidates(resume, tmp_path)
 

@@ -32,7 +32,7 @@ def equal(left, right):
 
 
 def test_a_run_starts_from_averaged_weights_on_any_grid_and_later_resumes_from_its_own(ranks, tiny, source):
-    # With a learning rate of 0, weights and their averages stay what they were.
+    # With a learning rate of 0, neither the weights nor their averages change.
     settings = [f"checkpoint.init={source}", "optim.lr=0", "optim.ema_decay=0.9", "train.batch_size=8"]
     config = tiny(*settings, "train.steps=2", "parallel.gx=2", "parallel.pipeline.stages=2")
     ranks.run(4, train_in_rank, config)

@@ -36,7 +36,7 @@ def test_just_committed_checkpoint_is_never_removed(ranks, tmp_path):
 
 
 def save_recorded(run_dir):
-    """Save twice on a rank. Returns what is synced, renamed and removed, in order."""
+    """Save twice on a rank. Returns the paths that are synced, renamed and removed, in order."""
     operations = []
 
     def record(module, name, label):

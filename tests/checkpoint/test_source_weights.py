@@ -1,4 +1,4 @@
-"""An import rejects every tensor and setting that it could not convert to what the model computes with."""
+"""An import rejects every tensor and setting that it cannot convert for the model."""
 
 import json
 import os

@@ -223,7 +223,7 @@ def test_windows_line_endings_are_accepted(tmp_path):
 
 
 def test_the_choice_of_held_out_documents_never_changes():
-    """Another choice would train on documents that earlier runs kept for validation."""
+    """A change of this choice trains on documents that earlier runs kept for validation."""
     assert [number for number in range(20) if is_held_out(str(number), 0.2)] == [8, 9]
 
 

@@ -1,4 +1,4 @@
-"""Pictures of all sources: prepared once, complete or absent, errors in one line, samples functions of their id."""
+"""Images of all sources: prepared once, complete or absent, errors in one line, samples functions of their id."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SIZE = 6
 
 
 def arrays(count=12, channels=3):
-    """Return pictures of the target size, which no source changes."""
+    """Return images of the target size, which no source changes."""
     return np.random.default_rng(0).integers(0, 256, (count, SIZE, SIZE, channels), np.uint8)
 
 
@@ -47,7 +47,7 @@ def as_saved_dataset(directory):
 
 
 def as_hub_copy(directory):
-    """Parquet files with a column of encoded pictures, as uoft-cs/cifar10 has them."""
+    """Parquet files with a column of encoded images, in the format of uoft-cs/cifar10."""
     import datasets
 
     images = [Image.fromarray(array) for array in arrays()]
@@ -100,7 +100,7 @@ def test_pictures_without_held_out_ones_have_an_empty_validation_split(tmp_path)
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pictures_are_cropped_to_the_middle_and_resized_with_antialiasing(tmp_path, channels):
-    """A checkerboard of pixels becomes its mean; without antialiasing it would stay black or white."""
+    """A checkerboard of pixels becomes its mean. Without antialiasing it stays black or white."""
     wide = np.zeros((60, 100, 3), np.uint8)
     wide[:, 20:80] = (np.indices((60, 60)).sum(0) % 2 * 200)[..., None]
     wide[:, 20:50, 0] = 100

@@ -192,7 +192,7 @@ def test_tokens_that_another_job_made_meanwhile_are_checked(config, tmp_path, mo
     @contextmanager
     def waiting_lock(*_):
         monkeypatch.setattr(directory, "_lock", lock)
-        prepare.prepare(replace(config, validation_fraction=0.4), out)  # by the other job
+        prepare.prepare(replace(config, validation_fraction=0.4), out)  # a second job finishes first
         yield
 
     monkeypatch.setattr(directory, "_lock", waiting_lock)

@@ -16,7 +16,7 @@ from tests.data import batch
 
 
 def in_parts(count, size=37):
-    """Return tokens 0 to ``count`` - 1 in parts of several lengths, one of them empty."""
+    """Return tokens 0 to ``count`` - 1 in parts of several lengths, including an empty part."""
     ids = np.arange(count, dtype=np.uint16)
     cuts = sorted({0, count // 3, *range(0, count, size), count})
     parts = [ids[a:b] for a, b in itertools.pairwise(cuts)]

@@ -9,7 +9,7 @@ from gpt4d.config import Config, GridSizes, divisors
 from gpt4d.config.composing import CONFIG_DIR, to_config
 from gpt4d.config.schema import SCHEDULES, STRATEGIES
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 FAMILIES = {
     "gpt": "gpt_tiny",
     "llama": "llama_tiny",
@@ -90,7 +90,7 @@ def draw(seed: int) -> Case:
     shared: Settings = {
         "train.batch_size": batch,
         "optim.clip_norm": draw.choice((0.0, 0.3, 100.0)),
-        # Rounding remains in gradients that are 0, such as those of biases of keys. AdamW divides it by this.
+        # Some gradients, such as the gradients of the keys' biases, are 0 but for rounding. AdamW divides them by this.
         "optim.epsilon": 1e-6,
     }
     if is_text:
@@ -117,7 +117,7 @@ def draw(seed: int) -> Case:
 
 
 def _grids(draw: random.Random, plan: str) -> list[GridSizes]:
-    """Return the grid of each stage, of at most MOST_RANKS devices together, on which small models fit."""
+    """Return the grid of each stage. They have at most MAX_RANKS devices in total, and small models fit on them."""
     while True:
         if plan == "stages":
             devices = [draw.choice((1, 1, 2, 2, 3, 4, 5, 6)) for _ in range(draw.choice((2, 2, 3, 4)))]
@@ -128,7 +128,7 @@ def _grids(draw: random.Random, plan: str) -> list[GridSizes]:
             grids = grids[:1] * len(grids)
         extents = [math.lcm(*(grid.x * grid.z for grid in grids)), math.lcm(*(grid.y * grid.z for grid in grids))]
         shards = math.lcm(*(grid.batch_shards for grid in grids))
-        if sum(grid.devices for grid in grids) <= MOST_RANKS and math.lcm(*extents) <= 30 and shards <= 12:
+        if sum(grid.devices for grid in grids) <= MAX_RANKS and math.lcm(*extents) <= 30 and shards <= 12:
             return grids
 
 
@@ -183,7 +183,7 @@ def _options(draw: random.Random, is_text: bool) -> Settings:
 def _batch(draw: random.Random, plan: str, grids: list[GridSizes], own: Settings, chunks: int) -> tuple[int, Settings]:
     """Return the size of the batch, and the settings that cut it into microbatches."""
     shards = math.lcm(*(grid.batch_shards for grid in grids))
-    samples = shards * chunks * draw.choice((1, 1, 2))  # of a microbatch
+    samples = shards * chunks * draw.choice((1, 1, 2))  # samples of a microbatch
     if plan == "stages":
         count = draw.randint(1, 5)
         if own["parallel.pipeline.schedule"] == "interleaved_1f1b":

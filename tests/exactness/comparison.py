@@ -32,11 +32,11 @@ _REJECTION = re.compile(r"[^\s=]+=\S.*: .+; .+")  # key=value: problem; remedy
 
 
 class Outcome(NamedTuple):
-    """What a rank has computed.
+    """The results of a rank.
 
     Attributes:
         values: losses and norms of the steps, and the evaluation's loss: global values.
-        weights: for each parameter of this rank its shape in a checkpoint, the part of it that is here, and the values.
+        weights: for each parameter of this rank its shape in a checkpoint, the rank's slices, and the values.
     """
 
     values: dict[str, float]
@@ -54,7 +54,7 @@ class Result:
 
 
 def _batch(config: Config, step: int) -> Batch:
-    """Return the random global batch of a step; targets are float64 for pictures."""
+    """Return the random global batch of a step; targets are float64 for images."""
     draw, train, model = torch.Generator().manual_seed(step), config.train, config.model
     samples = torch.arange(train.batch_size) + step * train.batch_size
     if registry.of(model).task == "diffusion":
@@ -145,7 +145,7 @@ def check(pool: RankPool, case: Case) -> Result:
     """Return the result of a case.
 
     Each case has a call of the pool: ranks of unequal stages have unequal numbers of process groups, after which torch
-    names new ones, so the next grid would not connect.
+    names new ones, so the ranks of the next grid do not find each other.
     """
     try:
         validate(case.config, case.world_size)

@@ -37,9 +37,9 @@ class NoExchange(Transport):
 
 @pytest.fixture
 def rank_0(monkeypatch):
-    """Return a function that makes this process the first of some ranks, the others of which do not exist.
+    """Return a function that makes this process rank 0 of a job whose remaining ranks do not exist.
 
-    Collectives return at once and compute nothing, and products are those of a GPU.
+    Collectives return at once and compute nothing. Products run the operations of a GPU.
     """
 
     def start_process_group(world_size: int) -> None:

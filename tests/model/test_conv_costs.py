@@ -1,6 +1,6 @@
-"""Planned collectives of layers of pictures are those of a step in the same order; planned computation takes as long.
+"""The planned collectives of image layers equal the collectives of a step, in the same order, and computation agrees.
 
-The model has each of these layers, on streams that y and x split in turn.
+The model has each of these layers, on streams that alternate between a split over y and a split over x.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class RaiseSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class PicturesSpec(LayerSpec):
-    """A model of pictures, or parts of one."""
+    """A model of images, or parts of one."""
 
     parts: tuple[Part, ...] = ()
 

@@ -1,5 +1,7 @@
-"""The planned computation of a step takes as long as its operations take a device of the same rates, and the planned
-collectives are those of the step in the same order."""
+"""The planned cost of a step equals the cost of its operations on a device of the same rates.
+
+The planned collectives equal the collectives of the step, in the same order.
+"""
 
 from dataclasses import replace
 

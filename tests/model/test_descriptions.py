@@ -1,4 +1,4 @@
-"""A family's description states what its model has: the same parameters, edges and divisibility."""
+"""A family's description has the same parameters, edges and divisibility as its model."""
 
 import torch
 
@@ -21,7 +21,7 @@ def test_described_parameters_are_those_of_the_model():
 
 
 def stream_shapes(sizes):
-    """On a rank: the shape of the activation around each block, and what the description's layout says."""
+    """On a rank: the shape of the activation around each block, and the shape in the description's layout."""
     grid = Grid(sizes)
     module, shapes = build_tiny_stage(grid).module, []
     for layer in [*module.blocks.values(), module.norm]:

@@ -1,4 +1,4 @@
-"""Invariant 1 at one step: logits and gradients on every grid are those of transformers' Gemma 3. Its settings."""
+"""Invariant 1 at one step: logits and gradients on every grid equal the values of transformers' Gemma 3. Settings."""
 
 import functools
 from dataclasses import replace

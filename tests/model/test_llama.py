@@ -1,4 +1,4 @@
-"""Invariant 1 at one step: logits and gradients on every grid are those of transformers' Llama, Qwen2 and Qwen3."""
+"""Invariant 1 at one step: logits and gradients on every grid equal transformers' Llama, Qwen2 and Qwen3."""
 
 import functools
 import itertools
@@ -127,7 +127,7 @@ GRIDS = [*BINARY_GRIDS, GridSizes(4, 1, 2), GridSizes(1, 4)]
 
 
 def paired(choices, sampled):
-    """Every model with every one of ``choices``; ``make test`` runs each of ``sampled`` with one model, in turns."""
+    """Return every model with each of ``choices``. ``make test`` runs each of ``sampled`` with one model."""
     chosen = {(name, str(choice)) for name, choice in zip(itertools.cycle(MODELS), sampled, strict=False)}
     chosen |= {(name, str(choice)) for name, choice in zip(MODELS, itertools.cycle(sampled), strict=False)}
     return [
@@ -179,7 +179,7 @@ def test_logits_and_gradients_equal_transformers(ranks, name, sizes):
 
 
 def check_on_grid(ranks, config, sizes, state, logits, grads):
-    """Compare logits, gradients and their norm on a grid with those of the library."""
+    """Compare logits, gradients and their norm on a grid with the values of the library."""
     true_norm = sum(g.square().sum() for g in grads.values())
     for answers in zip(*ranks.run(sizes.devices, variants, config, sizes, state), strict=True):
         own, global_grads, norms = zip(*answers, strict=True)
@@ -217,7 +217,7 @@ def test_gradients_over_stages_equal_transformers(ranks, name, pipeline):
 
 
 def check_step(ranks, model, devices, parallel, checkpointing, state, logits, grads):
-    """Compare losses and gradients of a step of a plan with those of the library."""
+    """Compare losses and gradients of a step of a plan with the values of the library."""
     _, targets, _ = inputs()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     train = TrainConfig(seq_len=LENGTH, batch_size=BATCH, activation_checkpointing=checkpointing)

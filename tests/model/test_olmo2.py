@@ -1,4 +1,4 @@
-"""Invariant 1 at one step: logits and gradients on every grid are those of transformers' OLMo 2. Costs, texts."""
+"""Invariant 1 at one step: logits and gradients on every grid equal transformers' OLMo 2. Costs, texts."""
 
 import functools
 from dataclasses import replace

@@ -4,7 +4,7 @@ import itertools
 
 
 class CountingDevice:
-    """A device that adds up what is computed and the memory in use."""
+    """A device that counts FLOPs, moved bytes and the memory in use."""
 
     compiled, is_cpu, records, recomputation = True, False, True, None
 

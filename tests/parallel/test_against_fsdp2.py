@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
-from tests.grids import build_tiny_stage, grid_name, tiny_batch
+from tests.grids import build_tiny_stage, full, tiny_batch
 from tests.parallel.test_sharded_weights import runtime_of
 
 
@@ -41,8 +41,18 @@ def gradients_of_both(sizes, recompute):
     return with_our_stream(sizes, recompute), with_fsdp2(sizes, recompute)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 4, 1), GridSizes(2, 1, 2, 1), GridSizes(2, 2, 2, 1)], ids=grid_name)
+@pytest.mark.parametrize(
+    ("sizes", "recompute"),
+    [
+        (GridSizes(1, 1, 4, 1), False),
+        (GridSizes(2, 2, 2, 1), True),
+        full(GridSizes(1, 1, 4, 1), True),
+        full(GridSizes(2, 1, 2, 1), False),
+        full(GridSizes(2, 1, 2, 1), True),
+        full(GridSizes(2, 2, 2, 1), False),
+    ],
+    ids=str,
+)
 def test_gradients_are_those_of_fsdp2_over_z(ranks, sizes, recompute):
     found = ranks.run(sizes.devices, gradients_of_both, sizes, recompute)
     for rank, (ours, theirs) in enumerate(found):

@@ -1,4 +1,4 @@
-"""ATP's library surface: layers of plain torch models on a mesh, and what they communicate."""
+"""ATP's library surface: layers of plain torch models on a mesh, and their communication."""
 
 import pytest
 import torch

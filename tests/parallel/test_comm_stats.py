@@ -1,4 +1,4 @@
-"""Times of communication on a GPU, on simulated streams: what is hidden, what is exposed, and what has not ended."""
+"""Times of communication on a GPU, on simulated streams: hidden, exposed and unfinished collectives."""
 
 from contextlib import contextmanager
 
@@ -76,7 +76,7 @@ def start(traffic, gpu, end, name="all_gather z") -> InFlightCollective:
 def test_a_collective_is_hidden_beside_computation_and_exposed_after_it(gpu):
     traffic = CommStats()
     collective = start(traffic, gpu, end=3.0)
-    gpu.stream.busy_until = 2.0  # the computation that runs beside it
+    gpu.stream.busy_until = 2.0  # the computation that overlaps with it
     collective.wait()
     assert traffic.read() == {"bytes": 8.0, "exposed_s": 1.0, "hidden_s": 2.0}
 
@@ -110,7 +110,7 @@ def test_a_wait_in_a_timed_step_for_a_collective_started_before_is_exposed(gpu):
 def test_a_collective_of_the_timed_step_that_a_later_step_waits_for_is_not_hidden(gpu):
     traffic = CommStats()
     collective = start(traffic, gpu, end=3.0)
-    assert traffic.read()["hidden_s"] == 0.0  # nothing ran beside it yet
+    assert traffic.read()["hidden_s"] == 0.0  # nothing has overlapped with it yet
     traffic.timed = False
     collective.wait()
     assert not traffic.run_intervals

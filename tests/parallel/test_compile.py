@@ -1,4 +1,4 @@
-"""Functions that torch.compile fuses return what they return without it."""
+"""Functions that torch.compile fuses return the same results as without it."""
 
 import importlib
 import shutil

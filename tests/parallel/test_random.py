@@ -1,4 +1,4 @@
-"""Random numbers depend only on their global position: a part of a tensor equals that part of the whole, bitwise."""
+"""Random numbers depend only on their global position: a shard has the bits of its slice of the global tensor."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import random
-from tests.grids import TINY_MODEL, build_model, global_tensor
+from tests.grids import TINY_MODEL, build_model, full, global_tensor
 
 
 def whole_of(shape):
@@ -78,7 +78,10 @@ def test_the_intervals_have_the_moments_of_the_normal_distribution():
     center, width = (table.double() for table in random._intervals(torch.device("cpu")))
     places = 2**16
     assert torch.equal(center, -center.flip(0)) and torch.equal(width, width.flip(0))  # odd moments are zero
-    square, fourth = (places**2 - 1) / 12, (places**2 - 1) * (3 * places**2 - 7) / 240  # of a place, from the center
+    square, fourth = (
+        (places**2 - 1) / 12,
+        (places**2 - 1) * (3 * places**2 - 7) / 240,
+    )  # moments of a place's distance from the center
     variance = (center**2 + width**2 * square).mean().item()
     kurtosis = (center**4 + 6 * center**2 * width**2 * square + width**4 * fourth).mean().item() / variance**2
     assert variance == pytest.approx(1, abs=1e-5) and kurtosis == pytest.approx(3, abs=1e-5)
@@ -128,7 +131,9 @@ def initial_weights(sizes):
     return {name: global_tensor(p, p.spec, grid) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (4, 1, 1, 2), (1, 3, 1, 1), (1, 2, 4, 1), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2, 1), (1, 3, 1, 1), full((4, 1, 1, 2)), full((1, 2, 4, 1)), full((2, 2, 2, 2))], ids=str
+)
 def test_initial_weights_are_bit_equal_on_every_grid(ranks, sizes):
     sizes = GridSizes(*sizes)
     (serial,) = ranks.run(1, initial_weights, GridSizes())

@@ -193,7 +193,7 @@ def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ra
     scattered = sum(size * n * 3 for n in (1, 2, 5)) * size  # elements of all ranks' tensors, and of all gathered ones
     sent = sum(ranks.run(size, scatter_and_gather_across_hosts, hosts, piece_bytes))
     local = size // num_hosts
-    # A host's sums leave it for the other hosts once; each shard enters every other host once.
+    # A host sends its sums to each remote host once, and each shard enters each remote host once.
     assert sent == scattered * (num_hosts - 1) / num_hosts / local + scattered * (num_hosts - 1)
 
 

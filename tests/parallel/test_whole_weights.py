@@ -1,4 +1,4 @@
-"""Weights whole on every rank of z, and weights gathered once per step, leave every gradient as it is."""
+"""Replicated weights, and weights that are gathered once per step, do not change any gradient."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
-from tests.grids import TINY_MODEL, build_tiny_stage, global_tensor, grid_name, tiny_batch
+from tests.grids import TINY_MODEL, build_tiny_stage, full, global_tensor, grid_name, tiny_batch
 from tests.parallel.test_sharded_weights import GatherCounter, runtime_of
 
 LAYERS = TINY_MODEL.layers
@@ -38,9 +38,9 @@ def gradients_of_all_settings(sizes, microbatches, recompute, shard):
     ("sizes", "microbatches", "recompute", "shard"),
     [
         (GridSizes(2, 1, 2, 1), 2, True, False),
-        (GridSizes(1, 2, 2, 2), 3, False, True),
         (GridSizes(1, 1, 2, 2), 1, True, True),
-        (GridSizes(1, 1, 4, 1), 2, False, False),
+        full(GridSizes(1, 2, 2, 2), 3, False, True),
+        full(GridSizes(1, 1, 4, 1), 2, False, False),
     ],
     ids=str,
 )
@@ -76,4 +76,4 @@ def test_weights_that_are_gathered_are_gathered_ahead_past_whole_ones(ranks):
     for microbatches, whole in itertools.product((1, 2), (1, LAYERS)):
         parallel = {"whole_layers": whole, "cache_layers": "all"}
         for _, late, _ in ranks.run(2, communication_of_a_step, GridSizes(1, 1, 2, 1), microbatches, parallel):
-            assert late == microbatches * (1 + 4 * whole)  # a whole weight is there when it is needed
+            assert late == microbatches * (1 + 4 * whole)  # a replicated weight is available when it is needed

@@ -37,7 +37,7 @@ def test_all_reduce_bandwidths_follow_equation_4():
 
 
 def test_communication_time_follows_equation_2():
-    """h=2048, one layer, 4 sequences of 2048 in fp16 on DeviceMesh(4, 2) with B1 = 2 and B2 = 5 GB/s, by hand."""
+    """h=2048, one layer, 4 sequences of 2048 in fp16 on DeviceMesh(4, 2) with B1 = 2 and B2 = 5 GB/s."""
     cluster = ClusterConfig(atp_gb_s={"4x2": [2.0, 5.0]})
     first, second = communication(MODELS[0], cluster, AtpMesh(4, 2), 4, 2048, 2)
     rows = 2 * 4 * 2048 * 2048 * 2 / 1e9

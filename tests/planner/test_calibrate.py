@@ -59,7 +59,7 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
 
 def test_no_intervals_are_held_after_a_measurement(ranks, tmp_path):
     for _, intervals in ranks.run(2, measure_in_rank, str(tmp_path / "here.yaml")):
-        assert intervals == [0, 0]  # of the axes of two grids, for the links and for the skew
+        assert intervals == [0, 0]  # intervals on the axes of two grids, for the links and for the skew
 
 
 def test_products_are_measured_on_random_matrices():

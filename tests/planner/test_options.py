@@ -104,16 +104,17 @@ def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
 
 
 def test_a_run_is_planned_in_hours_and_with_its_command():
-    answer = ask("world_size=16", *LLAMA, "tokens=100e9", "top=1")
-    assert "64 sequences of 8,192 tokens per step" in answer
-    assert "190,735 steps (100B tokens) take " in answer and "device-hours" in answer
+    query = "world_size=16", "model=gpt_1b3", *LLAMA[1:], "tokens=100e9", "top=1"
+    answer = ask(*query)
+    assert "64 sequences of 2,048 tokens per step" in answer
+    assert "762,940 steps (100B tokens) take " in answer and "device-hours" in answer
     last = answer.splitlines()[-1].strip()
-    assert last.startswith("sbatch --nodes=4 scripts/slurm/perlmutter.sh model=llama3_8b ")
+    assert last.startswith("sbatch --nodes=4 scripts/slurm/perlmutter.sh model=gpt_1b3 ")
     assert "cluster=" not in last and " train.tokens=100000000000 parallel.gx=" in last
-    (entry,) = json.loads(ask("world_size=16", *LLAMA, "tokens=100e9", "top=1", "format=json"))
-    assert entry["hours"] == pytest.approx(190735 * entry["step_time_s"] / 3600)
+    (entry,) = json.loads(ask(*query, "format=json"))
+    assert entry["hours"] == pytest.approx(762940 * entry["step_time_s"] / 3600)
     assert entry["device_hours"] == pytest.approx(16 * entry["hours"]) and entry["command"] == last
-    assert entry["tokens_per_s"] == pytest.approx(64 * 8192 / entry["step_time_s"])
+    assert entry["tokens_per_s"] == pytest.approx(64 * 2048 / entry["step_time_s"])
 
 
 def test_a_command_starts_as_the_machine_requires():

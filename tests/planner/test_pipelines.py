@@ -1,4 +1,4 @@
-"""The planner's pipelines: what a step on stages takes, and which stages are chosen."""
+"""The planner's pipelines: time and memory of a step on stages, and the choice of stages."""
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.planner.workload import grids, training_state
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
+from tests.grids import full
 from tests.planner.test_memory import memory_peak
 from tests.stages import RandomTokens, own_stage
 
@@ -42,7 +43,7 @@ SLOW = (
 
 
 def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
-    """On a rank: its stage, and the most memory of a step in bytes, with weights and states."""
+    """On a rank: its stage, and the peak memory of a step in bytes, with weights and states."""
     plan, stage = own_stage(config, world_size, torch.float32, ranks_per_host=world_size)
     data = RandomTokens(config, plan, stage)
     step = TrainStep(stage, data.compute, config.optim)
@@ -61,14 +62,14 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, ["stages=2", "schedule=1f1b"]),
-        (4, ["stages=4"]),
         (4, ["stages=2", "schedule=gpipe", "stage_grids=[1x1x2x1,2x1x1x1]"]),
         (2, ["stages=2", "schedule=interleaved_1f1b", "chunks_per_stage=2"]),
-        (2, ["stages=2", "schedule=zb_h1", "microbatches=4"]),
-        (2, ["stages=2", "schedule=zb_h1", "microbatches=4", "layers=16", "activation_checkpointing=full"]),
         (2, ["stages=2", "schedule=eager_1f1b_w", "layers=16", "activation_checkpointing=selective"]),
         (3, ["stages=3", "schedule=zb_h1", "microbatches=8", "layers=12", "activation_checkpointing=full"]),
+        full(2, ["stages=2", "schedule=1f1b"]),
+        full(4, ["stages=4"]),
+        full(2, ["stages=2", "schedule=zb_h1", "microbatches=4"]),
+        full(2, ["stages=2", "schedule=zb_h1", "microbatches=4", "layers=16", "activation_checkpointing=full"]),
     ],
     ids=str,
 )
@@ -104,8 +105,8 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
     [
         (6, [PIPELINE + "stage_grids=[2x1x1x2,1x2x1x1]", PIPELINE + "strategy=local_allgather"]),
         (3, ["model.layers=6", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"]),
-        (8, ["parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2", PIPELINE + "schedule=zb_h1"]),
-        (4, ["model=llama_tiny", "model.tied=false", "model.layers=4", "parallel.gy=2", "train.precision=bf16"]),
+        full(8, ["parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2", PIPELINE + "schedule=zb_h1"]),
+        full(4, ["model=llama_tiny", "model.tied=false", "model.layers=4", "parallel.gy=2", "train.precision=bf16"]),
     ],
     ids=str,
 )
@@ -126,7 +127,7 @@ def test_links_between_stages_and_axes_send_the_planned_bytes(ranks, world_size,
 
 @pytest.mark.parametrize("grid", ["1x1x1x2", "2x1x1x1"])
 def test_weight_gradients_computed_by_themselves_hide_no_sums_of_outputs(grid):
-    """A whole backward sums the gradients of inputs over x beside the products of weights, half a backward does not."""
+    """All-reduces of the inputs' gradients overlap with the weights' products, unless the backward is split."""
     slow_links = "cluster.levels=[{ranks: null, group_gb_s: 0.001, latency_us: 0}]"
     settings = [
         *SLOW[:-1],
@@ -220,7 +221,7 @@ def test_a_step_is_what_its_stages_take_and_what_they_wait():
     [
         # Two nodes send half of 8 MB each, and the two nodes of the target receive half each.
         ((0, (1, 1, 2, 2)), (4, (1, 1, 2, 2)), 4.0),
-        # All devices hold the whole tensor: the link of one node of the target must carry it all.
+        # All devices hold the full tensor: the link of one node of the target must carry all of it.
         ((0, (2, 2, 1, 1)), (4, (2, 2, 1, 1)), 8.0),
         # Each node of the target needs half, but one node has it all to send.
         ((0, (2, 1, 1, 1)), (2, (1, 1, 1, 4)), 8.0),

@@ -1,4 +1,4 @@
-"""The recorded work of a few blocks is that of all blocks."""
+"""The recorded work of a few blocks represents all blocks."""
 
 import pytest
 

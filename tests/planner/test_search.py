@@ -1,20 +1,24 @@
-"""Search for the best grid: enumeration, ranking, what does not fit, and the planner's command."""
+"""Search for the best grid: enumeration, ranking, grids that do not fit, and the planner's command."""
 
+import io
 import json
 import math
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 
 import pytest
 
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem
 from gpt4d.model import registry
+from gpt4d.planner import __main__ as planner
 from gpt4d.planner import paper_models
 from gpt4d.planner.capacity import fewest_devices, largest_micro_batch
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.search import rank
 from gpt4d.planner.workload import grids
+from gpt4d.runtime.errors import one_line_errors
 from gpt4d.validation import validate
 from tests.grids import bytes_planned, bytes_sent, train_in_rank
 
@@ -121,7 +125,7 @@ def test_auto_selects_the_best_grid(tiny):
         validate(tiny("parallel.mode=auto", "parallel.gy=2"), 8)
 
 
-# A machine on which gathers limit the forward of the best grids, and reductions the step of the others.
+# On this machine gathers limit the forward of the best grids, and reductions limit the step of the remaining grids.
 SLOW_LINKS = (
     "cluster=local", "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
     "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",
@@ -167,6 +171,14 @@ def test_training_uses_the_grid_that_auto_selects(ranks, tiny):
 
 
 def ask(*arguments: str) -> str:
+    """Return the output of the planner's command, or its error."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors), suppress(SystemExit), one_line_errors():
+        planner.main(list(arguments))
+    return out.getvalue() or errors.getvalue()
+
+
+def ask_without_torch(*arguments: str) -> str:
     """Return the output of the planner's command, in a process that must not import torch."""
     code = (
         "import sys; from gpt4d.planner.__main__ import main; from gpt4d.runtime.errors import one_line_errors\n"
@@ -174,16 +186,16 @@ def ask(*arguments: str) -> str:
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert not done.returncode or done.stderr.startswith("error: "), done.stderr
-    return done.stdout or done.stderr
+    assert not done.returncode, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_json_and_picture_are_written_without_torch(tmp_path):
     picture = tmp_path / "plan.png"
     answer = json.loads(
-        ask(
-            "world_size=16384",
+        ask_without_torch(
+            "world_size=512",
             *PERLMUTTER[:2],
             "train.batch_size=4096",
             "train.activation_checkpointing=full",
@@ -230,7 +242,6 @@ def test_parallel_mode_atp_ranks_meshes():
     assert "ATP-1    DeviceMesh(8, 1)" in ask("world_size=8", "parallel.mode=atp", "cluster=ic2").splitlines()[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,4 +1,4 @@
-"""Planned step times: computed by hand for machines of round numbers, and the effects of overlaps."""
+"""Planned step times on machines of round numbers, compared with written-out sums, and the effects of overlaps."""
 
 from dataclasses import replace
 
@@ -74,14 +74,14 @@ def test_y_computes_attention_on_each_of_its_devices_unless_it_splits_the_heads(
 
 
 def test_without_computation_nothing_hides():
-    """z and data go through the same links, one after another: the step is their bytes."""
+    """z and data use the same links sequentially, so their bytes limit the step."""
     found = plan(LINKS, GridSizes(1, 1, 2, 2))
     sent = sum(axis["bytes"] for axis in found.comm.values())
     assert found.step_time_s == pytest.approx(sent * 1e-9) and found.exposed_s == pytest.approx(found.step_time_s)
 
 
 def test_all_that_can_hides_behind_long_products():
-    """Not the first gather of a step, nor what the last product leaves: on x, the sums of the forward."""
+    """Exposed: the first gather, the collectives of the last product and, on x, the all-reduces of the forward."""
     slow = replace(LINKS, matmul_tflops=1e-6)
     found = plan(slow, GridSizes(2, 1, 2, 1))
     assert found.comm["z"]["exposed_s"] < 0.2 * found.comm["z"]["time_s"]
@@ -200,7 +200,7 @@ def test_with_the_cache_of_a_step_microbatches_add_no_communication_over_z():
 
 
 def test_whole_layers_move_communication_from_the_forward_to_the_backward():
-    # A forward takes about two thirds of the time of its gathers, a backward more than that of its scatters.
+    # A forward takes about two thirds of the time of its gathers. A backward takes longer than its scatters.
     machine, sizes = replace(LINKS, matmul_tflops=0.19), GridSizes(1, 1, 2, 1)
     large = "model.layers=12", "model.hidden=512", "train.precision=fp32"
     split, some, too_many = (

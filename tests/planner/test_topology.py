@@ -1,6 +1,6 @@
-"""Bandwidths of groups: the 4D paper's cases (Eq. 10, Fig. 5 and 6) and its equations, computed by hand.
+"""Bandwidths of groups: the 4D paper's cases (Eq. 10, Fig. 5 and 6) and its equations, with results from the paper.
 
-The parts of collectives by hosts, on CPUs, are compared with what a run sends.
+The parts of collectives by hosts, on CPUs, are compared with the bytes that a run sends.
 """
 
 from dataclasses import replace

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gpt4d import activity
-from tests.grids import metric_lines, train_in_rank
+from tests.grids import full, metric_lines, train_in_rank
 from tests.jobs import LaunchedJob
 
 GRID = ["parallel.gz=2", "checkpoint.every=3", "checkpoint.keep=2", "train.steps=8"]
@@ -62,7 +62,7 @@ def signal_itself(number, step, target, rank):
         at_step(step, lambda _: os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, 0), full(signal.SIGTERM, 1)])
 def test_a_signal_to_one_rank_saves_the_run_and_it_resumes_exactly(ranks, tiny, uninterrupted, number, target):
     config = tiny(*GRID, "parallel.gz=2")
     with LaunchedJob(ranks.context, config, 2, functools.partial(signal_itself, number, 4, target)) as job:
@@ -125,7 +125,8 @@ def kill_itself(phase, target, rank, step=5):
 
 
 @pytest.mark.parametrize(
-    ("phase", "target"), [("start", 1), ("forward", 0), ("backward", 1), ("optimizer", 1), ("save", 0), ("save", 1)]
+    ("phase", "target"),
+    [("forward", 0), ("save", 1), full("start", 1), full("backward", 1), full("optimizer", 1), full("save", 0)],
 )
 def test_a_killed_rank_ends_the_job_and_is_named_and_the_run_resumes(ranks, tiny, uninterrupted, phase, target):
     config = tiny(*GRID)
@@ -182,7 +183,7 @@ def fail_during_a_save(ends, run_dir, rank):
         at_step(4, act)
 
 
-@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ends", [True, full(False)])
 def test_an_error_during_a_slow_save_is_reported_first_and_then_the_save_may_end(ranks, tiny, ends):
     config = tiny(*GRID, "parallel.timeout_s=2")
     with LaunchedJob(ranks.context, config, 2, functools.partial(fail_during_a_save, ends, config.run.dir)) as job:
@@ -308,7 +309,7 @@ def hang_in(function, rank):
 
 @pytest.mark.parametrize(
     ("function", "activity"),
-    [("init_process_group", "connecting all ranks"), ("new_group", "connecting the ranks of the grid's axes")],
+    [("init_process_group", "connecting all ranks"), full("new_group", "connecting the ranks of the grid's axes")],
 )
 def test_ranks_that_cannot_connect_are_reported(ranks, tiny, function, activity):
     with LaunchedJob(ranks.context, tiny("parallel.gx=2"), 2, functools.partial(hang_in, function)) as job:

@@ -108,7 +108,7 @@ GUESSED = [*KEYS, *(f"gpt4d/0/0/{key}" for key in KEYS)]
 
 
 def send_random_messages(port: int, count: int) -> None:
-    """Send what a port scanner, and a client of torch's store that knows gpt4d's keys, may send."""
+    """Send messages of a port scanner, and of a client of torch's store that knows gpt4d's keys."""
     draw = random.Random(0)
     client = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     forged = '{"rank": 1, "host": "elsewhere", "cause": "a stranger said so"}'

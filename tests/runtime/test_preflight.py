@@ -42,7 +42,7 @@ def test_a_slow_axis_or_computation_is_named_with_its_nodes():
 
 
 def _measure(seconds):
-    """On a rank: find what is slow if the last rank takes ``seconds`` in successive rounds and the others 1 s each."""
+    """On a rank: find slow ranks if the last rank takes ``seconds`` in successive rounds and every other rank 1 s."""
     import torch.distributed as dist
 
     last = dist.get_rank() == dist.get_world_size() - 1

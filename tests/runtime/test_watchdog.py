@@ -1,4 +1,4 @@
-"""Ranks detect a silent rank, but not while the whole job was suspended; and a collective that hangs on a GPU."""
+"""Ranks detect a silent rank, but not while all ranks are suspended, and a collective that hangs on a GPU."""
 
 import json
 import threading
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_resume_is_named(monkeypatch):
 
 
 class GpuAxis:
-    """An axis of which a GPU has not finished the collectives from ``oldest`` on, or all if it is None."""
+    """An axis of which a GPU has not finished the collectives from ``oldest`` on. None: it has finished all."""
 
     group = None
 
@@ -127,7 +127,7 @@ def test_of_two_axes_the_one_whose_collective_started_first_is_reported(detect):
     x, z = GpuAxis("x"), GpuAxis("z")
     detector, clock = detect(x, z)
     z.oldest, z.time = 7, 1000.0
-    x.oldest, x.time = 2, 1000.1  # queued behind the other before anybody looked
+    x.oldest, x.time = 2, 1000.1  # queued behind z's collective before the first check
     detector.waiting()
     clock.now += 120
     assert detector.waiting()["axis"] == "z" and detector.waiting()["s"] == 120
@@ -206,12 +206,12 @@ def waits(axis: str, number: int, *members: int) -> dict:
 
 
 def state(waiting: dict | None, where: str) -> dict:
-    """What a record says of both threads, the one that saves being idle."""
+    """Return the part of a record that describes both threads; the thread that saves is idle."""
     return {"waiting": dict.fromkeys(("main", "save"), waiting), "where": dict.fromkeys(("main", "save"), where)}
 
 
 def test_the_missing_rank_is_found_across_axes():
-    """Rank 0 waits for 1, which waits for 3 on another axis; 2 waits for 3 as well. Rank 3 sleeps."""
+    """Rank 0 waits for 1, which waits for 3 on another axis. Rank 2 also waits for 3, which sleeps."""
     one = watchdog_of(0, 4, [])
     records = [
         {"begun": {"x": 5, "z": 2}, **state(waits("x", 5, 0, 1), "traffic.py")},

@@ -26,12 +26,12 @@ from gpt4d.step import build_stage, mask_replicas
 from tests.grids import TINY_MODEL, tiny_batch, token_loss
 
 HALVES = {0: ((0, 1, 2, 3), GridSizes(2, 2, 1, 1)), 1: ((4, 5, 6, 7), GridSizes(1, 1, 2, 2))}
-# Both stages are built and computed at once; or one computes nothing before the other has finished.
+# Both stages are built and computed concurrently, or the second one starts after the first one has finished.
 FIRST = {"together": None, "lower half first": 0, "upper half first": 1}
 
 
 def tiny_stage(index: int, grid: Grid):
-    """The stage with this index: its weights and the settings of its step differ from the other's."""
+    """The stage with this index. The stages differ in their weights and in the settings of their steps."""
     checkpointing = ("full", "none")[index]
     train = TrainConfig(seq_len=12, seed=10 + index, activation_checkpointing=checkpointing)
     stage = build_stage(Config(model=TINY_MODEL, train=train), grid, torch.device("cpu"), torch.float64)
@@ -52,7 +52,7 @@ def run_own_stage(first: int | None) -> tuple:
     members, sizes = HALVES[index]
     grid = Grid(sizes, "cpu", members)
     stage = tiny_stage(index, grid)
-    if first not in (None, index):  # wait for the other stage
+    if first not in (None, index):  # wait for the first stage
         grid.world.all_reduce(torch.ones(1))
     loss = forward_backward(stage)
     if first == index:
@@ -99,7 +99,7 @@ def test_two_stages_on_disjoint_halves_of_the_job_compute_side_by_side(ranks, se
 
 
 def test_the_two_stages_differ(serial):
-    """Otherwise the test above could compare a stage with the other."""
+    """If the stages were equal, the test above could compare a stage with the wrong one."""
     assert serial[0][0] != pytest.approx(serial[1][0], rel=1e-3)
 
 
@@ -202,7 +202,7 @@ def check_ahead(seed: int) -> None:
 
 
 def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
-    """Every other block is whole: the window does not grow from one whole block to the next."""
+    """Every second block is replicated: the window does not grow from one such block to the next."""
     blocks = [LayerWeights(tuple(f"{block}.{weight}" for weight in range(4))) for block in range(6)]
     order = weight_order([Action("F", 0)], {0: blocks})
     whole = {name for block in blocks[1::2] for name in block.forward}

@@ -166,7 +166,7 @@ def extra_state(checkpoint: Path) -> torch.Tensor:
 
 
 def test_toy_saved_on_one_grid_resumes_on_another(ranks, tmp_path, straight):
-    """The other grid shards the optimizer too, so that the task reads a weight whose rows are still on their way."""
+    """The second grid also shards the optimizer, so that the task reads a weight while its rows are gathered."""
     saved, finished = checkpoint_dir.committed(Path(straight.run.dir))
     config = configure(tmp_path, *on_grid(OTHER_GRID), "optim.shard_states=true", f"checkpoint.resume={saved}")
     ranks.run(OTHER_GRID.devices, train_in_rank, config)
@@ -269,7 +269,7 @@ def test_toy_appears_in_the_planner_table_without_forbidden_grids(tmp_path):
 
 
 def test_equal_toy_blocks_are_grouped_and_extrapolated(tmp_path):
-    """Nine blocks of two kinds in turn, in eight microbatches, are too many to walk; a step's bytes stay exact."""
+    """Nine blocks that alternate between two kinds, in eight microbatches, are not walked. The bytes stay exact."""
     config = configure(tmp_path, "model.blocks=9", "train.batch_size=16", "train.micro_batch_size=1")
     estimate = Estimate(config, GRID)
     first, second, *others = [block.kind for block in estimate.description.blocks]

@@ -1,6 +1,6 @@
 """A toy model family and a toy task, registered from outside gpt4d. No torch here.
 
-The family has blocks unlike GPT-2's: no attention, no norms, no biases, a gated MLP, two widths in turn.
+The family has blocks unlike GPT-2's: no attention, no norms, no biases, a gated MLP, two alternating widths.
 toy_kernels.py has its kernels, toy_torch.py the task.
 
 Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
@@ -63,7 +63,7 @@ class GatedMLPSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class ToySpec(LayerSpec):
-    """A toy model from features that every rank has whole to outputs that x splits, or parts of one."""
+    """A toy model from replicated features to outputs that x splits, or parts of one."""
 
     config: ToyConfig
     parts: tuple[Part, ...] = ()
@@ -141,9 +141,9 @@ def error_gradient(errors, d_loss):
 
 
 class SquaredErrorFunction(Function):
-    """``Σ (predicted - target)²`` over all features of ``axis``, each rank of which has its part of them.
+    """``Σ (predicted - target)²`` over all features, which ``axis`` splits.
 
-    Every rank's loss is the whole sum, so its derivative by a rank's own features needs no collective.
+    Every rank's loss is the global sum, so its derivative with respect to a rank's features needs no collective.
     """
 
     @staticmethod
@@ -175,7 +175,7 @@ def describe(config: ToyConfig, model: type[ToySpec] = ToySpec) -> Description:
             STREAM: EdgeTensor(
                 Layout(("data", "z"), ("y",)),
                 lambda samples, length: (samples * length, config.hidden),
-                sequence_parallel=Layout(("data", "z", "x"), ("y",)),  # rows are independent: chunks need not be whole
+                sequence_parallel=Layout(("data", "z", "x"), ("y",)),  # a chunk may split a sample
             )
         },
     )

@@ -16,7 +16,7 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.task.task import Artifact
 
 SAMPLES, HELD_OUT = 64, 16
-DECAY = 0.8  # of the averaged weight at each step
+DECAY = 0.8  # factor of the averaged weight at each step
 
 
 def samples(config: Config, sample_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

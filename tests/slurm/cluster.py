@@ -157,7 +157,7 @@ class SlurmCluster:
         self._start_daemon("slurmd", "-D", "-N", name, label=name)
 
     def query(self, *command: str) -> str:
-        """Return what a Slurm command prints, or "" if it fails because the controller is busy."""
+        """Return the output of a Slurm command, or "" if it fails because the controller is busy."""
         result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30)
         return result.stdout if result.returncode == 0 else ""
 

@@ -91,7 +91,7 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     wait_for_training(2)
     cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     job.wait_until(lambda: job.show().get("Restarts") == "3", "3 restarts")
-    # Slurm may still be ending the lost step, whose number the next start has too.
+    # Slurm may still be ending the lost step, and the next start has the same number.
     job.wait_until(lambda: node_is_clear(cluster, "node2", run), "node2 is clear of the lost step")
     cluster.query("scontrol", "update", "NodeName=node2", "State=RESUME")  # rejected if the node has returned by itself
     job.wait_for_restart(3)
@@ -132,6 +132,7 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
                 20: ("grid 1x1x1x2 (", []),
             },
             id="from two stages to one",
+            marks=pytest.mark.full,
         ),
     ],
 )  # fmt: skip

@@ -23,7 +23,7 @@ def stand_in(tmp_path):
 
 
 def received(directory: Path, start: int = 0) -> list[dict]:
-    """Return what each rank of a start received, in rank order."""
+    """Return the messages that the ranks of a start received, in rank order."""
     files = sorted(directory.glob(f"start{start}.rank*.json"), key=lambda path: int(path.suffixes[-2][5:]))
     return [json.loads(path.read_text()) for path in files]
 

@@ -26,7 +26,7 @@ from tests.soak.launcher import TorchrunJob, environment_of, running
 from tests.soak.plans import MODELS, PLANS, settings
 
 ELASTIC = "elastic"  # the run whose plan changes at each start
-_TOLERANCE = 1e-5  # of its losses, relative
+_TOLERANCE = 1e-5  # relative difference of losses
 _LIMIT_S = 15.0  # from the fault to the end of the last rank
 _MARK = "GPT4D_SOAK"  # the environment variable by which the soak finds the processes of its jobs
 
@@ -46,8 +46,8 @@ class Run:
     """A run that suffers faults.
 
     Attributes:
-        name: of its plan, or ``elastic``.
-        directory: of the run.
+        name: the name of the plan, or ``elastic``.
+        directory: the run directory.
         plan: the plan of the next start.
         step: that of the newest checkpoint.
     """
@@ -60,7 +60,7 @@ class Run:
 
 @dataclass
 class Record:
-    """What the soak has seen."""
+    """The results of the soak."""
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from fault to end, by kind
@@ -69,7 +69,7 @@ class Record:
 
 def _leftovers() -> set[str]:
     """Return the processes of jobs and the files in shared memory."""
-    # Python's own semaphores are those of other programs: the runs encode their data in one process.
+    # Semaphores of Python belong to other programs: the runs encode their data in one process.
     found = {f"shared memory {path}" for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
     mark = f"{_MARK}={os.getpid()}".encode()
     return found | {f"process {process}" for process in running() if mark in environment_of(process)}
@@ -107,7 +107,7 @@ def _strike(job: LaunchedJob, fault: Fault) -> tuple[list[int], float]:
 
 
 def _suffer(pool: RankPool, run: Run, fault: Fault, overrides: list[str], record: Record) -> str:
-    """Start a run, strike it, and return what was wrong."""
+    """Start a run, strike it, and return the problem, if any."""
     before, mark = _leftovers(), {_MARK: str(os.getpid())}
     ranks = PLANS[run.plan].ranks
     if fault.phase == LAUNCHER:
@@ -142,10 +142,10 @@ def _losses(directory: Path) -> dict[int, float]:
 
 
 def _check_losses(pool: RankPool, soak: Soak, run: Run, directory: Path) -> str:
-    """Return how the losses of a run differ from those of an undisturbed one."""
+    """Return the difference between the losses of a run and of an undisturbed run."""
     plan = PLANS[next(iter(PLANS)) if run.name == ELASTIC else run.name]
     straight = directory / f"straight-{run.name}"
-    run.step += 2  # the run ends undisturbed, and removes what the last fault has left
+    run.step += 2  # the run ends undisturbed, and removes leftovers of the last fault
     for run_dir in (run.directory, straight):
         words = f"run.dir={run_dir}", f"train.steps={run.step}"
         pool.run(plan.ranks, train_in_rank, compose(settings(soak.model, plan, directory, *words)))

@@ -1,4 +1,4 @@
-"""The faults of the soak: what strikes, in which phase of a run, and how the job must end."""
+"""The faults of the soak: their kinds, the phase of a run that they strike, and the expected end of the job."""
 
 import errno
 import importlib
@@ -178,12 +178,12 @@ class Fault:
         return self.rank if self.kind != SLOW_SAVE else (self.rank + 1) % 2
 
     def problem(self, codes: Sequence[int], outputs: Sequence[str]) -> str:
-        """Return what is wrong with the end of the job; an empty text if nothing is."""
+        """Return a problem with the end of the job, or an empty text."""
         text = "".join(outputs)
         errors = [line for line in text.splitlines() if line.startswith("error:")]
         checks: list[tuple[str, Callable[[], bool]]] = [("a raw message of gloo", lambda: "GLHF" not in text)]
         if self.phase == LAUNCHER:
-            # torchrun passes the other signals on to its ranks, and dies of this one.
+            # torchrun passes all signals but this one on to its ranks.
             expected_errors = 0 if self.kind == SIGNALED and self.signal != signal.SIGUSR1 else 1
             checks.append((f"{len(errors)} error lines", lambda: len(errors) == expected_errors))
             checks.append(("no launcher in the error", lambda: all("torchrun" in line for line in errors)))
@@ -219,7 +219,7 @@ def shorten() -> None:
 
 
 def damage(run_dir: Path, draw: random.Random) -> str:
-    """Damage a file of the newest checkpoint: flip a bit, truncate it or remove it. Return what was done."""
+    """Damage a file of the newest checkpoint: flip a bit, truncate it or remove it. Return a description."""
     newest = max(run_dir.glob("checkpoints/step_????????"), default=None)
     if newest is None or len(list(run_dir.glob("checkpoints/step_????????"))) < 2:
         return "nothing"

@@ -17,8 +17,8 @@ class TorchrunJob:
     """Train on ``ranks`` ranks of torchrun. Their output is in ``<run.dir>.torchrun``.
 
     Args:
-        overrides: of the configuration.
-        run_dir: of the run.
+        overrides: overrides of the configuration.
+        run_dir: the run directory.
         ranks: number of ranks.
         mark: an environment variable and its value, by which the ranks are found.
     """
@@ -26,7 +26,7 @@ class TorchrunJob:
     def __init__(self, overrides: Sequence[str], run_dir: Path, ranks: int, mark: Mapping[str, str]):
         self.mark = mark
         self._metrics = run_dir / "metrics.jsonl"
-        self._earlier_lines = len(self._lines())  # of the run's earlier starts
+        self._earlier_lines = len(self._lines())  # lines of the run's earlier starts
         self.log = run_dir.with_name(f"{run_dir.name}.torchrun")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "tests.soak.rank", *overrides]

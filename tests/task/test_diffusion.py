@@ -1,4 +1,4 @@
-"""Diffusion runs: invariants 1 and 2 and planned bytes for a U-Net, averaged weights, generated pictures."""
+"""Diffusion runs: invariants 1 and 2 and planned bytes for a U-Net, averaged weights, generated images."""
 
 import json
 from dataclasses import replace
@@ -20,14 +20,14 @@ from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.pictures import save_pictures
 from gpt4d.validation import validate
-from tests.grids import build_model, bytes_planned, bytes_sent, metric_lines, on_grid, train_in_rank
+from tests.grids import build_model, bytes_planned, bytes_sent, full, metric_lines, on_grid, train_in_rank
 
 SIZE = 8
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of 48 pictures, each with a gradient of a color of its own."""
+    """A folder of 48 images, each with a gradient of a color of its own."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
     ramp = np.linspace(0, 1, SIZE)[:, None, None] * np.linspace(0.5, 1, SIZE)[None, :, None]
@@ -37,24 +37,29 @@ def photos(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def tiny(photos, tmp_path, request):
-    """Return the configuration of six steps of a tiny U-Net with overrides."""
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
 
-    def make(*overrides, run="run"):
-        return compose(
+
+@pytest.fixture
+def tiny(photos, cache, tmp_path):
+    """A function from overrides to the configuration of six steps of a tiny U-Net."""
+    return lambda *overrides: settings(photos, cache, tmp_path / "run", *overrides)
+
+
+def settings(photos, cache, run_dir, *overrides):
+    return compose(
             [
                 "model=unet_tiny", f"model.image_size={SIZE}", "model.channels=16", "model.multipliers=[1,2]",
                 "model.blocks_per_level=1", "model.attention_at=[4]", "model.head_size=8", "model.groups=4",
                 "model.timesteps=50", "data=pictures", f"data.path={photos}", "data.validation_fraction=0.3",
-                f"data.cache_dir={tmp_path / 'cache'}", "train.steps=6", "train.batch_size=8", "train.validate_every=0",
+                f"data.cache_dir={cache}", "train.steps=6", "train.batch_size=8", "train.validate_every=0",
                 "train.validation_batches=1", "checkpoint.every=3", "logging.every=1", "logging.sample_images=4",
-                "logging.sample_steps=3", "optim.ema_decay=0.9", "optim.warmup_steps=1", f"run.dir={tmp_path / run}",
+                "logging.sample_steps=3", "optim.ema_decay=0.9", "optim.warmup_steps=1", f"run.dir={run_dir}",
                 *overrides,
             ]
         )  # fmt: skip
-
-    return make
 
 
 def losses_and_norms(run_dir):
@@ -70,9 +75,9 @@ def pixels(run_dir):
     return np.asarray(Image.open(Path(run_dir) / "samples.png")).astype(int)
 
 
-@pytest.fixture
-def serial(ranks, tiny):
-    config = tiny(run="serial")
+@pytest.fixture(scope="module")
+def serial(ranks, photos, cache, tmp_path_factory):
+    config = settings(photos, cache, tmp_path_factory.mktemp("serial"))
     ranks.run(1, train_in_rank, config)
     return config
 
@@ -81,9 +86,11 @@ def serial(ranks, tiny):
     ("sizes", "overrides"),
     [
         (GridSizes(2, 2, 2), ()),
-        pytest.param(GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true"), marks=pytest.mark.full),
+        full(GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true")),
         (GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
-        (GridSizes(2, 1, 2, 2), ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.whole_layers=2")),
+        full(
+            GridSizes(2, 1, 2, 2), ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.whole_layers=2")
+        ),
     ],
     ids=str,
 )
@@ -97,7 +104,7 @@ def test_a_run_on_a_grid_equals_the_serial_run_and_sends_the_planned_bytes(ranks
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("devices", [2, 6])
+@pytest.mark.parametrize("devices", [full(2), 6])
 def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, devices):
     grids = ["parallel.pipeline.stage_grids=[2x1x1x2,1x2x1x1]"] if devices == 6 else []
     config = tiny("parallel.pipeline.stages=2", *grids)
@@ -114,7 +121,7 @@ def tensors(run_dir, prefix):
 
 
 def test_averages_continue_on_another_grid_and_follow_the_weights(ranks, tiny, serial):
-    """Three steps on four ranks, three on one: the averages are those of six steps on one device."""
+    """Three steps on four ranks and three on one rank give the averages of six steps on one device."""
     ranks.run(4, train_in_rank, tiny("parallel.gx=2", "parallel.gz=2", "train.steps=3", "optim.schedule_steps=6"))
     config = tiny("optim.schedule_steps=6")
     ranks.run(1, train_in_rank, config)

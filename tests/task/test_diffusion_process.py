@@ -24,7 +24,7 @@ def theirs(kind, schedule, steps, prediction="epsilon", **settings):
 
 
 def pictures(count, seed=0):
-    """Return pictures and noise in float64."""
+    """Return images and noise in float64."""
     generator = torch.Generator().manual_seed(seed)
     x_0, epsilon = torch.randn(2, count, *SHAPE, dtype=torch.float64, generator=generator)
     return x_0.tanh(), epsilon
@@ -96,7 +96,7 @@ def test_a_ddim_trajectory_is_that_of_diffusers(schedule, prediction, clip):
 
 
 def test_sampling_with_the_right_noise_returns_the_picture():
-    """The number of steps need not divide that of the schedule."""
+    """The number of steps need not divide the number of timesteps."""
     x_0, epsilon = pictures(2)
     process = DiffusionProcess("cosine", 100, "epsilon")
     assert process.sampling_timesteps(7) == [99, 85, 71, 57, 42, 28, 14]

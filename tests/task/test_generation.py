@@ -1,4 +1,4 @@
-"""Generated text is that of a model that reads the text alone, without padding."""
+"""Generated text equals the text of a model that reads one text at a time, without padding."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
-from tests.grids import TINY_MODEL, build_tiny_stage
+from tests.grids import TINY_MODEL, build_tiny_stage, full
 
 END = 0
 WORDS = [END_OF_TEXT, *(f"w{i}" for i in range(1, TINY_MODEL.vocab_size))]
@@ -109,10 +109,10 @@ def random_stage(model, sizes):
     return stage
 
 
-def texts_on_grid(model, sizes, tokenizer_json):
-    """On a rank: the most likely continuations by a model with random weights."""
-    stage = random_stage(model, sizes)
-    return continuations(stage, Tokenizer.from_str(tokenizer_json), END, PROMPTS, 8, documents_of, temperature=0)
+def texts_on_grid(sizes, tokenizer_json):
+    """On a rank: the likeliest continuations by a model of each family with random weights."""
+    stages, tokenizer = (random_stage(model, sizes) for model in MODELS), Tokenizer.from_str(tokenizer_json)
+    return [continuations(stage, tokenizer, END, PROMPTS, 8, documents_of, temperature=0) for stage in stages]
 
 
 LLAMA = LlamaConfig(
@@ -143,10 +143,18 @@ def test_texts_of_a_model_with_a_window_equal_those_without_a_cache(tokenizer, d
     assert len(set(" ".join(texts).split())) > 5
 
 
-@pytest.mark.parametrize("model", [TINY_MODEL, LLAMA, OLMO2, GEMMA3], ids=["gpt2", "llama", "olmo2", "gemma3"])
-@pytest.mark.parametrize("sizes", [(4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 2, 1)], ids=str)
-def test_texts_are_equal_on_every_grid(ranks, tokenizer, model, sizes):
+MODELS = [TINY_MODEL, LLAMA, OLMO2, GEMMA3]
+
+
+@pytest.fixture(scope="module")
+def serial_texts(ranks, tokenizer):
+    """The continuations on one device."""
+    (texts,) = ranks.run(1, texts_on_grid, GridSizes(), tokenizer.to_str())
+    assert all(len(set(" ".join(of_model).split())) > 5 for of_model in texts)
+    return texts
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), full((4, 1, 1, 1)), full((1, 4, 1, 1))], ids=str)
+def test_texts_are_equal_on_every_grid(ranks, tokenizer, serial_texts, sizes):
     sizes = GridSizes(*sizes)
-    (expected,) = ranks.run(1, texts_on_grid, model, GridSizes(), tokenizer.to_str())
-    assert len(set(" ".join(expected).split())) > 5
-    assert ranks.run(sizes.devices, texts_on_grid, model, sizes, tokenizer.to_str()) == [expected] * sizes.devices
+    assert ranks.run(sizes.devices, texts_on_grid, sizes, tokenizer.to_str()) == [serial_texts] * sizes.devices

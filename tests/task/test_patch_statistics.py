@@ -1,4 +1,4 @@
-"""The Fréchet distance of patches is exact, and smaller between pictures than between a picture and noise."""
+"""The Fréchet distance of patches is exact, and smaller between images than between images and noise."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_statistics_are_those_of_the_patches_one_by_one(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_equal_pictures_have_distance_zero(count):
-    """One or three pictures have fewer patches than a patch has values: the covariance is singular."""
+    """One or three images have fewer patches than a patch has values: the covariance is singular."""
     pictures = random_pictures(count)
     statistics = patch_statistics(pictures)
     assert frechet_distance(statistics, patch_statistics(pictures[::-1])) == pytest.approx(0, abs=1e-10)

@@ -27,3 +27,15 @@ def fill(parameter, whole, weights):
 def close(ours, theirs):
     assert ours.shape == theirs.shape
     assert (ours - theirs).norm() <= 1e-13 * theirs.norm()
+
+
+def check_cases(function, sizes, cases):
+    """On a rank: call ``function(sizes, *case)`` for each case and return its results. An error names its case."""
+    results = []
+    for case in cases:
+        try:
+            results.append(function(sizes, *case))
+        except Exception as error:
+            error.add_note(f"in {function.__name__}{(sizes, *case)}")
+            raise
+    return results

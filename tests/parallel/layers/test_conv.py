@@ -26,7 +26,7 @@ from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.grids import BINARY_GRIDS, global_tensor, sampled
-from tests.parallel.layers.oracle import close, fill, normal, part, weights_on
+from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, weights_on
 
 BATCH = ("data", "z")
 GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
@@ -52,7 +52,7 @@ def conv(sizes, channels, kernel, axes, options):
     total = GradientReducer(weights, dict(layer.named_parameters()))
     kh, kw = (kernel, kernel) if isinstance(kernel, int) else kernel
     inputs, weight, bias = normal(8, 6, 4, channels[0]), normal(*channels[::-1], kh, kw, seed=1), normal(channels[1])
-    order = (1, 0, 2, 3) if axes.produced is None else (0, 1, 2, 3)  # of the stored weight
+    order = (1, 0, 2, 3) if axes.produced is None else (0, 1, 2, 3)  # dims of the stored weight
     fill(layer.weight, weight.permute(order), weights)
     fill(layer.bias, bias, weights)
     in_layout = pixels(axes.contracted)
@@ -90,9 +90,8 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("sizes", sampled(GRIDS))
-@pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_a_convolution_is_algorithm_1(ranks, sizes, case):
-    ranks.run(sizes.devices, conv, sizes, *CONVOLUTIONS[case])
+def test_a_convolution_is_algorithm_1(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, conv, sizes, list(CONVOLUTIONS.values()))
 
 
 def group_norm(sizes, channels, groups, axis, offset):
@@ -126,7 +125,7 @@ def group_norm(sizes, channels, groups, axis, offset):
     return weights.context.grid[axis].traffic.read()["bytes"]
 
 
-# Channels, groups and ranks: whole groups on each rank; a rank cuts every group; ranks cut some groups; a group
+# Channels, groups and ranks: complete groups on each rank; a rank cuts every group; ranks cut some groups; a group
 # straddles two parts of a concatenation; a group of all channels.
 NORMS = [
     ((16,), 8, 4, False),
@@ -141,13 +140,15 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("channels", "groups", "parts", "cut"), NORMS, ids=str)
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, channels, groups, parts, cut, offset):
-    """With an offset too: a difference of large squares would lose it. Statistics alone are sent, and only if cut."""
-    sent = ranks.run(parts, group_norm, GridSizes(1, parts), channels, groups, "y", offset)
-    statistics = 4 * groups * 8
-    assert sent == [((parts - 1) * 3 + 2 * (parts - 1) / parts * 2) * statistics * cut] * parts
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, parts):
+    """Only statistics are sent, and only if a group is cut. An offset must not cost digits."""
+    norms = [norm for norm in NORMS if norm[2] == parts]
+    for offset in (0.0, 1000.0):
+        cases = [(channels, groups, "y", offset) for channels, groups, *_ in norms]
+        sent = ranks.run(parts, check_cases, group_norm, GridSizes(1, parts), cases)
+        statistics = [4 * groups * 8 * cut for _, groups, _, cut in norms]
+        assert sent == [[((parts - 1) * 3 + 2 * (parts - 1) / parts * 2) * size for size in statistics]] * parts
 
 
 def test_a_norm_of_channels_over_x(ranks):
@@ -205,9 +206,8 @@ def attention(sizes, stream_axis):
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, sizes, axis):
-    ranks.run(sizes.devices, attention, sizes, axis)
+def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, attention, sizes, [("x",), ("y",)])
 
 
 def time_embedding(sizes, axis):
@@ -247,9 +247,8 @@ def time_embedding(sizes, axis):
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS))
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_scales_and_shifts_come_from_one_embedding_on_all_ranks(ranks, sizes, axis):
-    ranks.run(sizes.devices, time_embedding, sizes, axis)
+def test_scales_and_shifts_come_from_one_embedding_on_all_ranks(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, time_embedding, sizes, [("x",), ("y",)])
 
 
 def test_sinusoids_are_those_of_diffusers():
@@ -278,7 +277,7 @@ class Residual(torch.nn.Module):
 
 
 def blocks(sizes, options, delayed=False):
-    """On a rank: global gradients of blocks that are cut into chunks and recomputed, and beside each sum what ran."""
+    """On a rank: global gradients of blocks in chunks, and the number of convolutions during each all-reduce."""
     weights = ShardedWeights(Context(Grid(sizes), torch.float64, **options), torch.float64)
     layers = torch.nn.ModuleList([Residual(weights), Residual(weights)])
     parameters = dict(layers.named_parameters())
@@ -309,7 +308,7 @@ def blocks(sizes, options, delayed=False):
 
 @contextmanager
 def overlapped():
-    """Record for each sum over x or y of a convolution's outputs or gradients how many convolutions ran beside it."""
+    """Record how many convolutions overlap with each all-reduce of a convolution's outputs or gradients."""
     beside, computed, start = [], [0], collectives.start_all_reduce
 
     def counted(compute):
@@ -366,8 +365,8 @@ def test_blocks_of_convolutions_are_exact_in_chunks_recomputed_and_delayed(ranks
 
 
 def test_other_chunks_convolve_while_a_convolution_is_summed(ranks):
-    """And the weight's gradient is computed while that of the input is summed: only a last chunk's output waits."""
+    """The weight's gradient overlaps with the all-reduce of the input's gradient. Only a last chunk's output waits."""
     for _, beside in ranks.run(4, blocks, GridSizes(2, 2), {"num_chunks": 4}):
-        outputs_and_gradients = 2 * (2 + 2) * 4  # blocks, sums over x or y, chunks
+        outputs_and_gradients = 2 * (2 + 2) * 4  # blocks, all-reduces, chunks
         assert len(beside) == outputs_and_gradients
         assert 8 * beside.count(0) <= len(beside)

@@ -31,7 +31,7 @@ HEADS, SIZE = 4, 8
 
 
 def spans() -> list[tuple[int, int]]:
-    """The first token of each document of all sequences in turn, and the token after its last."""
+    """Return the first token of each document of all sequences, and the token after its last one."""
     flat = IDS.flatten().tolist()
     stops = [i + 1 for i, token in enumerate(flat) if token == END or (i + 1) % LENGTH == 0]
     return list(zip([0, *stops[:-1]], stops, strict=True))

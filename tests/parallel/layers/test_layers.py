@@ -1,5 +1,6 @@
 """Each layer against plain torch in float64, alone, on the grids whose axes it uses."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.symbolic import kernels
 from tests.grids import batch_part, grid_name
-from tests.parallel.layers.oracle import close, fill, normal, part, weights_on
+from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, weights_on
 
 
 def linear(sizes, transposed, parts):
@@ -46,18 +47,16 @@ def linear(sizes, transposed, parts):
     theirs.backward(upstream)
     close(ours, part(theirs.view(out_shape), weights, out_layout))
     close(mine.grad, part(inputs.grad, weights, Layout(batch, (), (into,))))
-    # The stream reduces over z the gradients of weights that z splits. The other axes follow with all gradients.
+    # Sharded weights reduce-scatter their gradients over z. The reducer handles the remaining axes.
     total.finish()
     for parameter, whole in ((layer.weight, weight), (layer.bias, bias)):
         close(parameter.grad, part(whole.grad.view(parameter.spec.shape), weights, parameter.spec.layout))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 2, 1), (4, 2, 1, 1), (1, 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("transposed", [False, True], ids=["normal", "transposed"])
-@pytest.mark.parametrize("parts", [None, 3])
-def test_a_linear_layer_is_algorithm_1(ranks, sizes, transposed, parts):
-    sizes = GridSizes(*sizes)
-    ranks.run(sizes.devices, linear, sizes, transposed, parts)
+def test_a_linear_layer_is_algorithm_1(ranks, sizes):
+    sizes, cases = GridSizes(*sizes), itertools.product((False, True), (None, 3))  # transposed, parts
+    ranks.run(sizes.devices, check_cases, linear, sizes, list(cases))
 
 
 def layer_norm(sizes, offset):
@@ -84,10 +83,9 @@ def layer_norm(sizes, offset):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(1, 1), GridSizes(1, 3), GridSizes(2, 4)], ids=grid_name)
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_layer_norm_takes_mean_and_variance_of_the_whole_hidden_dim(ranks, sizes, offset):
-    """With an offset too: a difference of large squares would lose it."""
-    ranks.run(sizes.devices, layer_norm, sizes, offset)
+def test_layer_norm_takes_mean_and_variance_of_all_features(ranks, sizes):
+    """The case with an offset fails if a difference of large squares loses digits."""
+    ranks.run(sizes.devices, check_cases, layer_norm, sizes, [(0.0,), (1000.0,)])
 
 
 def norm_of_stream(sizes, kind, added):
@@ -113,10 +111,9 @@ def norm_of_stream(sizes, kind, added):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(1, 2)], ids=grid_name)
-@pytest.mark.parametrize("kind", [LayerNormSpec, RMSNormSpec])
-@pytest.mark.parametrize("added", [False, True], ids=["stream", "sum"])
-def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, sizes, kind, added):
-    ranks.run(sizes.devices, norm_of_stream, sizes, kind, added)
+def test_a_norm_adds_a_branch_to_the_stream_and_the_gradients_of_both(ranks, sizes):
+    cases = itertools.product((LayerNormSpec, RMSNormSpec), (False, True))  # kind, whether a branch is added
+    ranks.run(sizes.devices, check_cases, norm_of_stream, sizes, list(cases))
 
 
 def norm_of_all_heads(sizes, scatter):
@@ -136,9 +133,8 @@ def norm_of_all_heads(sizes, scatter):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(3), GridSizes(2, 2), GridSizes(2, 3)], ids=grid_name)
-@pytest.mark.parametrize("scatter", [False, True])
-def test_a_norm_of_all_heads_is_one_norm_on_every_grid(ranks, sizes, scatter):
-    ranks.run(sizes.devices, norm_of_all_heads, sizes, scatter)
+def test_a_norm_of_all_heads_is_one_norm_on_every_grid(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, norm_of_all_heads, sizes, [(False,), (True,)])
 
 
 @pytest.mark.parametrize("recomputes_inputs", [False, True])
@@ -199,7 +195,7 @@ def token_embedding(sizes):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(1, 1, 1), GridSizes(2, 2, 2), GridSizes(3, 1, 2)], ids=grid_name)
-def test_a_vocabulary_parallel_embedding_looks_up_what_a_whole_one_does(ranks, sizes):
+def test_a_vocabulary_parallel_embedding_equals_an_unsharded_one(ranks, sizes):
     ranks.run(sizes.devices, token_embedding, sizes)
 
 
@@ -207,7 +203,7 @@ def cross_entropy(sizes, columns, vocabulary, scale):
     weights = weights_on(sizes)
     logits = normal(5, 7, columns) * scale
     targets = torch.randint(0, vocabulary, (5, 7), generator=torch.Generator().manual_seed(1))
-    logits[..., vocabulary:] = 1e4  # padding that would drown everything if it took part
+    logits[..., vocabulary:] = 1e4  # padding, which must not take part: it exceeds everything else
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
     with patch.object(kernels, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
@@ -221,14 +217,13 @@ def cross_entropy(sizes, columns, vocabulary, scale):
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(1), GridSizes(2), GridSizes(4)], ids=grid_name)
-@pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_cross_entropy_over_a_cut_vocabulary_leaves_padding_out(ranks, sizes, scale):
-    """A vocabulary of 9 in 16 columns: of four ranks the third has one token, the last none."""
-    ranks.run(sizes.devices, cross_entropy, sizes, 16, 9, scale)
+def test_cross_entropy_over_a_cut_vocabulary_leaves_padding_out(ranks, sizes):
+    """A vocabulary of 9 in 16 columns: the third of four ranks has one token, the last rank has none."""
+    ranks.run(sizes.devices, check_cases, cross_entropy, sizes, [(16, 9, 1.0), (16, 9, 300.0)])
 
 
 class LargestResult(TorchDispatchMode):
-    """Records the most bytes of an operation's result."""
+    """Records the maximum number of bytes of an operation's result."""
 
     nbytes = 0
 

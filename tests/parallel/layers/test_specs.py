@@ -1,4 +1,4 @@
-"""What ranks have of the heads of an attention, without ranks."""
+"""The heads of an attention that each rank has, computed without ranks."""
 
 from gpt4d.config import divisors
 from gpt4d.parallel.layers import sharding

@@ -16,7 +16,7 @@ from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.runtime import watchdog
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import metric_lines, train_in_rank
+from tests.grids import full, metric_lines, train_in_rank
 from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, losses, shorten_timeouts, signal_itself
 
@@ -103,7 +103,7 @@ def sleep_instead_of(action, rank):
 @pytest.mark.parametrize(
     ("action", "edge", "chunks"),
     [
-        pytest.param("0F3", "stream of microbatch 3, forward from stage 0 to stage 1", (), marks=pytest.mark.full),
+        full("0F3", "stream of microbatch 3, forward from stage 0 to stage 1", ()),
         (
             "2F1",
             "stream of microbatch 1, forward from chunk 1 of stage 0 to chunk 1 of stage 1",
@@ -120,7 +120,7 @@ def test_a_hang_is_reported_with_stages_edge_microbatch_and_missing_rank(ranks, 
     assert re.search(rf"error: {message} \S+ has not started it and is in runtime.py:\d+ \(run\)", output), output
 
 
-@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(("number", "target"), [full(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
 def test_a_signal_to_a_rank_of_one_stage_saves_all_stages(ranks, tiny, tmp_path, number, target):
     uninterrupted = tiny(*TWO, f"run.dir={tmp_path / 'uninterrupted'}")
     ranks.run(2, train_in_rank, uninterrupted)

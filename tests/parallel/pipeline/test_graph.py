@@ -14,6 +14,7 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
+from tests.grids import full
 from tests.parallel.pipeline.graph import joined, of_rows  # registers the family
 from tests.parallel.pipeline.test_runtime import check_step
 from tests.parallel.test_eager_costs import Counter
@@ -54,11 +55,11 @@ INTERLEAVED = (PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_st
 @pytest.mark.parametrize(
     ("grids", "settings"),
     [
-        ("2x1x1x2,1x1x2x1", (PIPELINE + "schedule=gpipe",)),
         ("1x2x1x1,2x1x2x1", (PIPELINE + "schedule=eager_1f1b_w", "train.activation_checkpointing=full")),
         ("1x1x1x2,1x2x1x1,1x1x2x1", ()),
-        ("1x1x1x1,1x1x2x1,1x2x1x1,1x1x1x2", (PIPELINE + "schedule=zb_h1", PIPELINE + "microbatches=8")),
         ("1x1x1x2,1x1x2x2", INTERLEAVED),
+        full("2x1x1x2,1x1x2x1", (PIPELINE + "schedule=gpipe",)),
+        full("1x1x1x1,1x1x2x1,1x2x1x1,1x1x1x2", (PIPELINE + "schedule=zb_h1", PIPELINE + "microbatches=8")),
     ],
     ids=str,
 )
@@ -135,8 +136,9 @@ def test_costs_count_every_tensor_and_no_gradient_of_integers_and_masks():
 def test_skips_wait_in_the_memory_of_the_last_stage():
     """Eager 1F1B runs far ahead on the first stage, whose skips reach the last one long before it uses them.
 
-    Before 1F1B's second forward on stage 3, two tensors of microbatches 1 to 3 from stage 0, one of 1 and 2 from stage
-    1 and the stream of 1 wait; with eager 1F1B those of 1 to 5, of 1 to 4 and the streams of 1 and 2.
+    Tensors that wait before 1F1B's second forward on stage 3: two from stage 0 of each of microbatches 1 to 3, one from
+    stage 1 of each of 1 and 2, and the stream of 1. With eager 1F1B: two of each of 1 to 5, one of each of 1 to 4, and
+    the streams of 1 and 2.
     """
     plan = validate(configure(PIPELINE + "stages=4", PIPELINE + "microbatches=8", NO_LATENCY), 4)
     stream_s = plan.costs.transfers[1, 2]

@@ -52,7 +52,7 @@ def test_transfers_of_random_pipelines(seed):
 
 
 def test_a_receiver_starts_before_the_action_during_which_the_tensor_comes_to_exist():
-    """Stage 1 waits for its first microbatch, and starts to receive the second one beside it."""
+    """Stage 1 waits for its first microbatch, and starts to receive the second one concurrently."""
     first, second = programs(schedule.one_forward_one_backward(2, 2), Costs.equal(2, 1, 1, 1, 0.5))
     assert " ".join(map(str, first)) == "0F0 0F0>1 0F1 0F1>1 1B0>0 0B0 1B1>0 0B1"
     assert " ".join(map(str, second)) == "0F0>1 0F1>1 1F0 1B0 1B0>0 1F1 1B1 1B1>0"

@@ -1,4 +1,4 @@
-"""A timeline of measured times: the simulated step comes back from what each stage records on a clock of its own."""
+"""A timeline of measured times: records of all stages, each with its own clock, reproduce the simulated step."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ PIPELINE = "parallel.pipeline."
 
 
 def recorded(step: Timeline, stage: int, clock: float) -> StageTrace:
-    """Return what a stage records of a simulated step, on a clock that is ``clock`` seconds ahead."""
+    """Return a stage's record of a simulated step, on a clock that is ``clock`` seconds ahead."""
     count, recording = len(step.stages), StageTrace()
     for action, start, stop in step.stages[stage]:
         recording.actions.append((action, start, stop))

@@ -13,6 +13,7 @@ from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.step import TrainStep, mask_replicas
 from gpt4d.task import registry as tasks
+from tests.grids import full
 from tests.seams.test_toy import configure, plain_toy, squared_error
 from tests.stages import RandomTokens, own_stage
 
@@ -56,12 +57,12 @@ TWO = (PIPELINE + "stages=2",)
     ("world_size", "settings"),
     [
         (2, (*TWO, PIPELINE + "schedule=gpipe")),
-        (8, (*TWO, "parallel.gx=2", "parallel.gz=2", PIPELINE + "schedule=1f1b")),
         (6, (*TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "train.activation_checkpointing=full")),
-        (6, (*TWO, PIPELINE + "stage_grids=[1x2x1x1,2x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
         (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1")),
         (2, (*TWO, PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
-        (
+        full(8, (*TWO, "parallel.gx=2", "parallel.gz=2", PIPELINE + "schedule=1f1b")),
+        full(6, (*TWO, PIPELINE + "stage_grids=[1x2x1x1,2x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
+        full(
             4,
             (*TWO, "parallel.gy=2", PIPELINE + "schedule=eager_1f1b", "parallel.chunks=2", PIPELINE + "microbatches=4"),
         ),
@@ -77,9 +78,9 @@ def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_
 
 
 def retained_by_a_step(config):
-    """On a rank: the number of sends of a step, and the maxima of what it retains when a forward starts.
+    """On a rank: the number of sends of a step, and the maximum numbers of retained objects when a forward starts.
 
-    The maxima: tensors of completed sends, and batches.
+    The objects are tensors of completed sends, and batches.
     """
     plan, stage = own_stage(config, world_size=2)
     task = tasks.get(registry.of(config.model).task).create(config)
@@ -146,12 +147,12 @@ def serial_losses(ranks):
     ("world_size", "settings"),
     [
         (2, TWO),
-        (8, (*TWO, "parallel.gx=2", "parallel.gy=2", "train.activation_checkpointing=full")),
         (6, (*TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
-        (6, (*TWO, PIPELINE + "stage_grids=[1x1x2x1,1x2x1x2]", "optim.shard_states=true")),
         (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1", "parallel.chunks=2", PIPELINE + "microbatches=4")),
-        (4, (*TWO, "parallel.gz=2", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
         (4, (*TWO, "parallel.gz=2", "parallel.cache_layers=all", "parallel.cache_scope=step")),
+        full(8, (*TWO, "parallel.gx=2", "parallel.gy=2", "train.activation_checkpointing=full")),
+        full(6, (*TWO, PIPELINE + "stage_grids=[1x1x2x1,1x2x1x2]", "optim.shard_states=true")),
+        full(4, (*TWO, "parallel.gz=2", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.messages import rank_program
 from gpt4d.parallel.resharding.plan import plan
 from gpt4d.step import mask_replicas
+from tests.grids import full
 from tests.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
@@ -53,12 +54,12 @@ def serial(ranks):
     ("grids", "settings"),
     [
         ("2x1x1x1,1x1x2x1", (SPLIT,)),
-        ("2x1x1x1,1x1x2x1", (RECOMPUTED,)),
         ("3x1x1x1,2x1x1x1", (SPLIT, CHUNKS)),
-        ("1x1x1x2,2x2x1x1", (SPLIT, CHUNKS, RECOMPUTED)),
-        ("2x1x2x1,2x1x1x1", (SPLIT, CHUNKS, PIPELINE + "schedule=eager_1f1b_w")),
         ("2x1x1x2,1x2x1x1", (SPLIT, RECOMPUTED, PIPELINE + "schedule=zb_h1")),
         ("2x1x2x1,1x1x1x1", (CHUNKS,)),
+        full("2x1x1x1,1x1x2x1", (RECOMPUTED,)),
+        full("1x1x1x2,2x2x1x1", (SPLIT, CHUNKS, RECOMPUTED)),
+        full("2x1x2x1,2x1x1x1", (SPLIT, CHUNKS, PIPELINE + "schedule=eager_1f1b_w")),
     ],
     ids=str,
 )

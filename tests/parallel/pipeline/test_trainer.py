@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import bytes_sent, metric_lines
+from tests.grids import bytes_sent, full, metric_lines
 
 PIPELINE = "parallel.pipeline."
 COMMON = (
@@ -46,7 +46,7 @@ def made():
 
 @pytest.fixture
 def serial(ranks, tiny, made, tmp_path):
-    """Return what the serial run reports; it runs once."""
+    """Return the report of the serial run, which runs once."""
     if not made:
         config = tiny(*COMMON, f"run.dir={tmp_path}/serial")
         ranks.run(1, run_in_rank, config)
@@ -57,9 +57,7 @@ def serial(ranks, tiny, made, tmp_path):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, (PIPELINE + "stages=2",)),
         (6, (PIPELINE + "stages=2", PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "optim.shard_states=true")),
-        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=1f1b", "train.activation_checkpointing=full")),
         (
             4,
             (
@@ -70,6 +68,8 @@ def serial(ranks, tiny, made, tmp_path):
                 "parallel.sequence_parallel=true",
             ),
         ),
+        full(2, (PIPELINE + "stages=2",)),
+        full(4, (PIPELINE + "stages=4", PIPELINE + "schedule=1f1b", "train.activation_checkpointing=full")),
     ],
     ids=str,
 )

@@ -8,8 +8,8 @@ from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
 from gpt4d.parallel.resharding.plan import plan
 
-# The paper's Table 2: layouts and meshes, then, derived by hand, the number of unit tasks and the makespans of the
-# naive and of the best order.
+# The paper's Table 2: layouts and meshes, then the number of unit tasks and the makespans of the naive and of the best
+# order, which follow from the paper's text.
 TABLE_2 = {
     1: ("S0RR", (2, 4), "S0RR", (2, 4), 2, 1 / 2, 1 / 2),
     2: ("RRR", (2, 4), "S0RR", (2, 4), 2, 1, 1 / 2),

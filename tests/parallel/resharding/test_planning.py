@@ -97,7 +97,7 @@ def test_the_devices_of_a_host_are_adjacent_in_a_chain(case):
 
 
 def solve(jobs: list[SendJob]) -> int:
-    """Return the least makespan by trying every job from every host next, without pruning or bounds."""
+    """Return the minimum makespan by trying every job from every host next, without pruning or bounds."""
     hosts = sorted({host for job in jobs for host in (*job.sender_hosts, *(-1 - h for h in job.receiver_hosts))})
 
     @cache
@@ -144,7 +144,7 @@ def test_small_instances_reach_the_optimum_of_an_exhaustive_solver():
             assert strategies.makespan(jobs, sequence) == optimum
         assert strategies.makespan(jobs, search.greedy(jobs, 0)) >= optimum
         above_bound += optimum > lower_bound(jobs)
-    assert above_bound > 5  # only these need a search of the whole tree
+    assert above_bound > 5  # only these need a search of the complete tree
 
 
 @settings(max_examples=40, deadline=None)
@@ -193,7 +193,7 @@ def test_search_stops_by_count_where_no_order_reaches_the_bound(monkeypatch):
         jobs = [SendJob(n, (n % 3,), (10 + n // 3,), (), rng.randint(5, 9)) for n in range(9)]
         (first, proved), again = search.ensemble(jobs, 0), search.ensemble(jobs, 0)
         assert (first, proved) == again
-        best, complete = search.ensemble(jobs, 0, effort=100)  # enough choices for the whole tree
+        best, complete = search.ensemble(jobs, 0, effort=100)  # enough choices for the complete tree
         sequences = (search.dfs(jobs)[0], search.greedy(jobs, 0), first, best)
         dfs, greedy, ensemble, optimum = (strategies.makespan(jobs, sequence) for sequence in sequences)
         assert complete and optimum <= ensemble <= min(dfs, greedy)

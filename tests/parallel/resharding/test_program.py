@@ -144,7 +144,7 @@ def test_number_of_chunks_depends_on_the_size():
     assert chunks(1) == chunks(40_000) == 1  # 160 kB
     assert chunks(4 * 32 * 1024) == 4
     assert chunks(100_000_000) == 128
-    assert chunks(100_000_000, receivers=1) == 128  # a receive posted in advance must not cover the whole send
+    assert chunks(100_000_000, receivers=1) == 128  # a receive posted in advance must not cover the complete send
 
 
 def test_signal_sends_one_element_per_task():

@@ -1,4 +1,4 @@
-"""Meshes, the notation for layouts, and unit tasks: what is sent, and the devices that hold and need it."""
+"""Meshes, the notation for layouts, and unit tasks: tiles, their senders and their receivers."""
 
 import numpy as np
 import pytest

@@ -23,7 +23,7 @@ _DATA_STRATEGIES = STRATEGIES[:4]  # all but signal
 
 
 def global_tensor(shape, dtype=torch.float64, salt: int = 0) -> torch.Tensor:
-    """Return small whole numbers, which every dtype holds exactly, with no two equal neighbors."""
+    """Return small integers, which every dtype holds exactly, with no two equal neighbors."""
     return ((torch.arange(math.prod(shape)) * 37 + salt) % 251).to(dtype).view(shape)
 
 
@@ -33,13 +33,13 @@ def local_tensor(tensor: torch.Tensor, mesh: StageMesh, layout: Layout, rank: in
 
 
 def source_tensor(resharding_plan: ReshardingPlan, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what this rank sends; None on a receiver."""
+    """Return the tensor that this rank sends; None on a receiver."""
     rank, mesh = dist.get_rank(), resharding_plan.source_mesh
     return local_tensor(tensor, mesh, resharding_plan.source, rank) if rank in mesh.devices else None
 
 
 def expected_tensor(resharding_plan: ReshardingPlan, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what this rank must receive; None on a sender."""
+    """Return the tensor that this rank must receive; None on a sender."""
     rank, mesh = dist.get_rank(), resharding_plan.destination_mesh
     return local_tensor(tensor, mesh, resharding_plan.destination, rank) if rank in mesh.devices else None
 
@@ -71,7 +71,7 @@ def transfer_all(plans: list[ReshardingPlan], dtype: torch.dtype) -> list[bool]:
     return [is_same(local, expected_tensor(p.plan, tensor)) for local, p, tensor in cases]
 
 
-# Four strategies per example, each twice. No shrinking of a failing example: each attempt would take seconds.
+# Four strategies per example, each twice. A failing example is not shrunk, since each attempt takes seconds.
 @settings(max_examples=5, deadline=None, phases=[Phase.generate])
 @given(reshardings(max_devices=4), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
 def test_every_rank_gets_its_tile_bitwise_with_every_strategy(ranks, case, dtype):
@@ -149,7 +149,7 @@ def transfer_in_both_directions(plans: list[ReshardingPlan]) -> list[bool]:
 
 
 def both_directions(forward_link: Link, backward_link: Link, forward_plan: ReshardingPlan) -> list[bool]:
-    """Each mesh waits for what the other sends before it starts its part of the other direction."""
+    """Each mesh waits for the tensor that it receives before it starts to send in the opposite direction."""
     forward = forward_link.prepare(forward_plan, torch.float32)
     backward = backward_link.prepare(gradient_plan(forward_plan), torch.float32)
     tensor, gradient = (global_tensor(forward_plan.shape, torch.float32, salt) for salt in (0, 5))
@@ -225,7 +225,7 @@ def round_trips(cases: list[tuple[ReshardingPlan, tuple[str, ...]]]) -> list[tor
 
 
 def round_trip(forward_plan: ReshardingPlan, partial: tuple[str, ...]) -> torch.Tensor | None:
-    """Compute a loss on the destination mesh and send the gradient back; return what a source device gets."""
+    """Compute a loss on the destination mesh and send the gradient back. Return the gradient on a source device."""
     ranks = [*forward_plan.source_mesh.devices, *forward_plan.destination_mesh.devices]
     groups = [dist.new_group(ranks) for _ in range(2)]
     if dist.get_rank() not in ranks:
@@ -265,7 +265,7 @@ def indices_along_partial(
 
 
 def global_loss_factors(forward_plan: ReshardingPlan, rank: int, partial: tuple[str, ...]) -> torch.Tensor:
-    """Return each element's factor in the loss: different along ``partial``, equal along the other axes."""
+    """Return each element's factor in the loss: different along ``partial``, equal along the remaining axes."""
     indices, _ = indices_along_partial(forward_plan, rank, partial)
     return global_tensor(forward_plan.shape, salt=11 * sum((n + 1) * index for n, index in enumerate(indices)))
 

@@ -1,0 +1,393 @@
+"""Forty faults that ``make test`` must catch: python -m tests.mutations [NUMBER…]
+
+Each mutation replaces one line of gpt4d in a temporary copy of the repository. Its tests run on the copy, and a failure
+catches the mutation. Without numbers all mutations run sequentially, which takes about ten minutes. The exit code
+is the number of mutations that survive. A change to ``make test`` that lets one survive has lost a claim.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_COPIED = ("benchmarks", "configs", "docs", "examples", "gpt4d", "scripts", "tests")
+_LIMIT_S = 900  # a mutation that makes the ranks hang is caught by their timeouts long before
+
+
+class Mutation(NamedTuple):
+    """A fault in one line.
+
+    Attributes:
+        file: the module below gpt4d/.
+        old: a fragment that occurs on exactly one line of the module.
+        new: the fragment that replaces it.
+        claim: the claim that the fault breaks.
+        tests: the tests that run first. If they pass, all tests of ``make test`` run.
+    """
+
+    file: str
+    old: str
+    new: str
+    claim: str
+    tests: str
+
+    def problem(self) -> str | None:
+        """Return why the mutation does not apply to this version of the module, or None if it applies."""
+        text = (REPOSITORY / "gpt4d" / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        return None if count == 1 else f"{self.file}: {self.old!r} occurs {count} times"
+
+
+MUTATIONS = [
+    # Configuration
+    Mutation(
+        "config/checks.py",
+        "if rule.extent % parts:",
+        "if parts % rule.extent:",
+        "a grid that does not divide an extent of the model is refused",
+        "tests/test_config.py tests/planner/test_search.py",
+    ),
+    Mutation(
+        "config/identity.py",
+        '"optim": Effect.RESULTS,',
+        '"optim": Effect.ROUNDING,',
+        "a run is not resumed with other settings of its optimizer",
+        "tests/test_identity.py",
+    ),
+    Mutation(
+        "config/length.py",
+        "steps = math.ceil(train.tokens /",
+        "steps = math.floor(train.tokens /",
+        "a run reads at least train.tokens",
+        "tests/test_length.py",
+    ),
+    Mutation(
+        "config/unused.py",
+        "if value in values else None",
+        "if value not in values else None",
+        "a key that a run does not read is an error",
+        "tests/test_unused.py",
+    ),
+    # Runtime and run directories
+    Mutation(
+        "runtime/consensus.py",
+        "dist.all_reduce(minimum, dist.ReduceOp.MIN)",
+        "dist.all_reduce(minimum, dist.ReduceOp.MAX)",
+        "ranks agree only if all of them do",
+        "tests/runtime/test_consensus.py",
+    ),
+    Mutation(
+        "runtime/errors.py",
+        "sys.exit(EXIT_CODE if isinstance(error, PortTaken) else 1)",
+        "sys.exit(1)",
+        "a job whose port is taken ends with the exit code of a requeue",
+        "tests/test_cli.py tests/runtime",
+    ),
+    Mutation(
+        "runtime/watchdog.py",
+        "next_rank = (self.rank + 1) % self.size",
+        "next_rank = self.rank",
+        "a silent rank is noticed",
+        "tests/runtime/test_watchdog.py",
+    ),
+    Mutation(
+        "runs/lock.py",
+        "self.restart < other.restart",
+        "self.restart <= other.restart",
+        "only a requeued job takes over the lock of its earlier start",
+        "tests/test_runs.py tests/runtime",
+    ),
+    Mutation(
+        "runs/history.py",
+        "if known > step]:",
+        "if known < step]:",
+        "a restart discards the losses of the steps that it repeats",
+        "tests/test_runs.py",
+    ),
+    # Collectives, layers, engine
+    Mutation(
+        "parallel/comm/cpu/shared_memory.py",
+        "for other in slots[2:]:",
+        "for other in slots[1:]:",
+        "an all-reduce through shared memory counts each rank once",
+        "tests/parallel/test_shared_memory.py",
+    ),
+    Mutation(
+        "parallel/comm/collectives.py",
+        "axis, 2 * (axis.size - 1) / axis.size, parameter, op)",
+        "axis, (axis.size - 1) / axis.size, parameter, op)",
+        "counted bytes equal planned bytes",
+        "tests/parallel/test_comm_stats.py tests/test_trainer.py",
+    ),
+    Mutation(
+        "parallel/layers/norm.py",
+        "sums, count = axis.all_reduce(sums, parameter=ctx.parameter), count * axis.size",
+        "sums, count = axis.all_reduce(sums, parameter=ctx.parameter), count",
+        "a norm divides by the number of features of all ranks",
+        "tests/parallel/layers/test_layers.py",
+    ),
+    Mutation(
+        "parallel/layers/norm.py",
+        "for axis in ctx.summed:",
+        "for axis in ctx.summed[1:]:",
+        "the gradient of a norm of heads is all-reduced over the axes that split the heads",
+        "tests/model/test_llama.py",
+    ),
+    Mutation(
+        "parallel/layers/loss_kernels.py",
+        "logits[:, columns:] = 0",
+        "logits[:, columns:] = 1",
+        "the padding of the vocabulary has no gradient",
+        "tests/parallel/layers tests/model/test_gpt2.py",
+    ),
+    Mutation(
+        "parallel/layers/documents.py",
+        "(self.indices[:, None, :, None] == self.indices[:, None, None, :]).tril_()",
+        "(self.indices[:, None, :, None] >= self.indices[:, None, None, :]).tril_()",
+        "with data.reset_attention, tokens attend to their own document only",
+        "tests/parallel/layers/test_documents.py",
+    ),
+    Mutation(
+        "parallel/engine/prefetch.py",
+        "        while self._scattering:",
+        "        if self._scattering:",
+        "a step ends after all reduce-scatters",
+        "tests/parallel/test_sharded_weights.py tests/parallel/test_interleave.py",
+    ),
+    Mutation(
+        "parallel/engine/reduction.py",
+        'kind = "reduce_scatter" if bucket.sharded and not others else "all_reduce"',
+        'kind = "reduce_scatter" if bucket.sharded else "all_reduce"',
+        "gradients with several axes are reduce-scattered over the last axis only",
+        "tests/parallel/test_gradient_reducer.py tests/test_trainer.py",
+    ),
+    Mutation(
+        "parallel/engine/interleave.py",
+        "return [results[index] for index in range(len(chunks))]",
+        "return [results[index] for index in reversed(range(len(chunks)))]",
+        "chunks of a microbatch keep their order",
+        "tests/parallel/test_interleave.py",
+    ),
+    Mutation(
+        "parallel/random.py",
+        "lanes = _lanes(part_keys, 2 * columns, 2 * first)",
+        "lanes = _lanes(part_keys, 2 * columns, first)",
+        "initial weights are equal on every grid",
+        "tests/parallel/test_random.py",
+    ),
+    Mutation(
+        "parallel/gradient_reducer.py",
+        "return all(index == 0 for name, index in grid.indices.items()",
+        "return all(index >= 0 for name, index in grid.indices.items()",
+        "the gradient norm counts a replicated parameter once",
+        "tests/parallel/test_gradient_reducer.py tests/test_trainer.py",
+    ),
+    # Pipelines and resharding
+    Mutation(
+        "parallel/pipeline/schedule.py",
+        "group, place = divmod(index, stages * chunks)",
+        "group, place = divmod(index, stages)",
+        "the interleaved schedule computes every microbatch on every virtual stage",
+        "tests/parallel/pipeline/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/pipeline/runtime.py",
+        "gradients[name] = gradients[name] + gradient if name in gradients else gradient",
+        "gradients[name] = gradient",
+        "gradients of a tensor that crosses to several stages are added",
+        "tests/parallel/pipeline tests/model/test_unet.py",
+    ),
+    Mutation(
+        "parallel/resharding/messages.py",
+        "outgoing, incoming = (place - time_step) % size, (place - time_step - 1) % size",
+        "outgoing, incoming = (place - time_step) % size, (place - time_step) % size",
+        "all parts of a tile circulate in the ring of an all-gather",
+        "tests/parallel/resharding",
+    ),
+    Mutation(
+        "parallel/resharding/strategies.py",
+        "receiving[host] = receiving.get(host, 0) + job.duration",
+        "receiving[host] = job.duration",
+        "the lower bound of a resharding counts all jobs of a receiver",
+        "tests/parallel/resharding",
+    ),
+    # The step and the optimizer
+    Mutation(
+        "optim.py",
+        "fused.grad_scale = (norm / limit).clamp(min=1).float()",
+        "fused.grad_scale = (norm / limit).float()",
+        "gradients below the limit are not scaled",
+        "tests/test_optim.py tests/test_trainer.py",
+    ),
+    Mutation(
+        "step.py",
+        "return loss if grid.x.index == grid.y.index == 0 else",
+        "return loss if grid.x.index == 0 else",
+        "the loss counts each sample once",
+        "tests/test_trainer.py tests/parallel/test_interleave.py",
+    ),
+    # Model families
+    Mutation(
+        "model/llama/frequencies.py",
+        "kept + (1 - kept) / config.rope_factor",
+        "kept + (1 - kept) * config.rope_factor",
+        "rotary frequencies are scaled as in transformers",
+        "tests/model/test_llama.py",
+    ),
+    Mutation(
+        "model/gemma3/model.py",
+        "zip(rotary_frequencies(config), (config.window, None), strict=True)",
+        "zip(rotary_frequencies(config), (None, config.window), strict=True)",
+        "local blocks of a Gemma attend to a window",
+        "tests/model/test_gemma3.py",
+    ),
+    # The planner
+    Mutation(
+        "planner/topology.py",
+        "group_bandwidth(c.level, c.members) / c.sharing",
+        "group_bandwidth(c.level, c.members)",
+        "groups that share a link share its bandwidth",
+        "tests/planner/test_topology.py",
+    ),
+    Mutation(
+        "planner/capacity.py",
+        "return estimate_of(level, sizes).bound_gib() <= memory and least_gib(level, sizes) <= memory",
+        "return estimate_of(level, sizes).bound_gib() <= memory",
+        "the fewest devices that the planner names are enough",
+        "tests/planner",
+    ),
+    # Data and tasks
+    Mutation(
+        "data/sampler.py",
+        "outside = outside[result[outside] >= size]",
+        "outside = outside[result[outside] > size]",
+        "an epoch has each sample once",
+        "tests/data/test_sampler.py",
+    ),
+    Mutation(
+        "data/loader.py",
+        "self.places = parts[:, shard]",
+        "self.places = parts[:, 0]",
+        "no sample is in two shards of a batch",
+        "tests/data/test_loader.py",
+    ),
+    Mutation(
+        "task/diffusion_process.py",
+        "return signal * epsilon - noise * x_0",
+        "return signal * epsilon + noise * x_0",
+        "the target of a v-prediction is that of Salimans & Ho",
+        "tests/task/test_diffusion_process.py",
+    ),
+    Mutation(
+        "task/generation.py",
+        "texts = [text[-self.capacity :] for text in texts]",
+        "texts = [text[: self.capacity] for text in texts]",
+        "a text that is longer than the model's positions is continued from its last tokens",
+        "tests/task/test_generation.py",
+    ),
+    # Checkpoints
+    Mutation(
+        "checkpoint/lifecycle.py",
+        "for path in older[: len(older) - (keep - 1)]:",
+        "for path in older[: len(older) - keep]:",
+        "a run has at most checkpoint.keep checkpoints",
+        "tests/checkpoint/test_lifecycle.py",
+    ),
+    Mutation(
+        "checkpoint/saving.py",
+        "raise self._to_user_error(failure, saved)",
+        "return saved",
+        "a save that fails ends the run with an error",
+        "tests/checkpoint",
+    ),
+    # Commands and metrics
+    Mutation(
+        "sweep.py",
+        "return run.history.step >= train.steps",
+        "return run.history.step > train.steps",
+        "a sweep does not repeat finished jobs",
+        "tests/test_sweep.py",
+    ),
+    Mutation(
+        "dry_run.py",
+        """if {"-m", "--multirun"} & set(arguments):""",
+        """if {"-m", "--multirun"} <= set(arguments):""",
+        "a sweep has no dry run",
+        "tests/test_dry_run.py",
+    ),
+    Mutation(
+        "metrics.py",
+        'compute = values["step_time_s"] - total_exposed',
+        'compute = values["step_time_s"] - total_exposed - hidden',
+        "hidden communication is part of the time of the computation",
+        "tests/test_metrics.py",
+    ),
+    Mutation(
+        "monitor.py",
+        "self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0",
+        "self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else self.skipped_in_a_row",
+        "only consecutive skipped steps end a run",
+        "tests/test_monitor.py",
+    ),
+]
+
+
+@contextmanager
+def _copy() -> Iterator[Path]:
+    """Yield a copy of the repository that ends with the body."""
+    with tempfile.TemporaryDirectory(prefix="gpt4d-mutations-") as directory:
+        copy = Path(directory) / "gpt4d"
+        copy.mkdir()
+        for entry in REPOSITORY.iterdir():
+            if entry.name in _COPIED:
+                shutil.copytree(entry, copy / entry.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            elif entry.is_file() and not entry.is_symlink():
+                shutil.copy(entry, copy)
+        yield copy
+
+
+def _failed_test(copy: Path, tests: list[str]) -> str | None:
+    """Return the first test that fails in the copy, or None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "not full", "--tb=no", "-rfE", *tests]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_LIMIT_S} s"
+    if result.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    return failed[1] if failed else f"pytest ended with code {result.returncode}: {result.stdout[-500:]}"
+
+
+def catch(mutation: Mutation) -> str | None:
+    """Return the test that catches a mutation, or None if it survives."""
+    with _copy() as copy:
+        path = copy / "gpt4d" / mutation.file
+        path.write_text(path.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
+        return _failed_test(copy, mutation.tests.split()) or _failed_test(copy, [])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the mutations with the given numbers, or all of them, and return the number of survivors."""
+    survivors = 0
+    for number in map(int, arguments or range(1, len(MUTATIONS) + 1)):
+        mutation = MUTATIONS[number - 1]
+        if problem := mutation.problem():
+            raise SystemExit(f"mutation {number} is out of date: {problem}")
+        caught = catch(mutation)
+        survivors += caught is None
+        verdict = f"caught by {caught}" if caught else "SURVIVED"
+        print(f"{number:2} {mutation.file}: {mutation.claim}: {verdict}", flush=True)
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
