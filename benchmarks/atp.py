@@ -77,8 +77,8 @@ def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
         parallel=ParallelConfig(cache_layers="all"),
         cluster=plain_rates(config),
     )
-    orders = ["x", "y"] if 1 not in mesh else ["x"]
-    choices = [{"innermost": order, "chunks": chunks} for order in orders]
+    orders = ["xy", "yx"] if 1 not in mesh else ["xy"]
+    choices = [{"rank_order": order, "chunks": chunks} for order in orders]
     plans = [Estimate(settings, GridSizes(*mesh), choice=choice).plan(batch) for choice in choices]
     return min(plans, key=lambda plan: plan.step_time_s)
 

@@ -25,7 +25,7 @@ from gpt4d.runtime.errors import one_line_errors
 @dataclass
 class PeersBenchmark(DeviceConfig):
     # Our grids, gx·gy·gz·gdata.
-    grids: str = "4x1x2x1,2x2x2x1,1x1x8x1,1x1x8x1/whole=1,4x1x1x2,4x1x1x2/sharded,2x2x1x2,2x1x1x4,1x1x1x8"
+    grids: str = "4x1x2x1,2x2x2x1,1x1x8x1,1x1x8x1/replicated=1,4x1x1x2,4x1x1x2/sharded,2x2x1x2,2x1x1x4,1x1x1x8"
     warm_up: int = 1  # each turn is several steps
     out: str = "benchmarks/results/peers"
 

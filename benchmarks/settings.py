@@ -85,17 +85,17 @@ class GridCase(NamedTuple):
 
 # What a setting in the name of a grid means.
 _SETTINGS = {
-    "whole=": "whole_layers",
+    "replicated=": "replicated_layers",
     "chunks=": "chunks",
     "tokens": ("sequence_parallel", True),
-    "y-innermost": ("innermost", "y"),
+    "yx": ("rank_order", "yx"),
     "repeated-heads": ("scatter_heads", False),
     "waiting-sums": ("overlap", OverlapConfig(all_reduce=False)),
 }
 
 
 def parse_grid(name: str) -> GridCase:
-    """Return the grid and the settings of a name such as ``4x1x2x1/whole=1`` or ``2x4x1x1/chunks=4/y-innermost``.
+    """Return the grid and the settings of a name such as ``4x1x2x1/replicated=1`` or ``2x4x1x1/chunks=4/yx``.
 
     Raises ValueError for another name.
     """
@@ -135,7 +135,7 @@ def parse_grids(text: str, devices: int) -> tuple[str, ...]:
         if not fits:
             raise ConfigError(
                 f"grids={grid}: not a grid gx·gy·gz·gdata of {devices} ranks; "
-                "use grids such as 2x2x1x2, 4x1x1x2/sharded or 4x1x2x1/whole=1"
+                "use grids such as 2x2x1x2, 4x1x1x2/sharded or 4x1x2x1/replicated=1"
             )
     return grids
 

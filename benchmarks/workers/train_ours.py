@@ -1,6 +1,6 @@
 """Our training step on the grids of ``WorkerConfig``.
 
-``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states, ``4x1x2x1/whole=1`` stores the
+``4x1x1x2`` is gx·gy·gz·gdata; ``4x1x1x2/sharded`` also shards the optimizer states, ``4x1x2x1/replicated=1`` stores the
 weights of one block whole along z, and so on (``benchmarks.settings.parse_grid``).
 """
 
@@ -25,11 +25,11 @@ from gpt4d.step import TrainStep
 
 
 class Gpt4dTraining:
-    """The trainer's optimizer step on a grid such as ``4x1x2x1/whole=1``, with a rank's share of the batch at once."""
+    """The trainer's optimizer step on a grid such as ``4x1x2x1/replicated=1``, for a rank's share of the batch."""
 
     def __init__(self, name: str, model: GPT2Config, batch: int):
         sizes, parallel, self.sharded = parse_grid(name)
-        ranks = ranks_in_grid_order(sizes, parallel.get("innermost"))
+        ranks = ranks_in_grid_order(sizes, parallel.get("rank_order"))
         self.grid, self.tokens = Grid(sizes, ranks=ranks), batch * model.max_positions
         self.train_step = TrainStep(
             our_stage(self.grid, model, **parallel),

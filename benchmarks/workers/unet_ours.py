@@ -26,7 +26,7 @@ class UNetTraining:
 
     def __init__(self, name: str):
         sizes, parallel, sharded = parse_grid(name)
-        self.grid = Grid(sizes, ranks=ranks_in_grid_order(sizes, parallel.get("innermost")))
+        self.grid = Grid(sizes, ranks=ranks_in_grid_order(sizes, parallel.get("rank_order")))
         settings = ParallelConfig(cache_layers="all", **parallel)  # gathered weights stay, as in the other workers
         config = Config(model=MODEL, train=TrainConfig(seq_len=1), parallel=settings)
         stage = build_stage(config, self.grid, torch.device("cpu"))

@@ -163,7 +163,7 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
         {0: DESCRIPTION.layer_weights(False)},
         dict(DESCRIPTION.contributions),
         cached,
-        chunk_terms=DESCRIPTION.chunk_terms(parallel.chunks),
+        chunk_contributions=DESCRIPTION.chunk_contributions(parallel.chunks),
     )
     pictures, numbers = torch.zeros(samples, SIDE, SIDE, 3), torch.arange(samples)
     return TrainStep(stage, whole_model(token_loss), OptimConfig()), (pictures, numbers, numbers, pictures)

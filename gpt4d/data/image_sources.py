@@ -13,7 +13,7 @@ from gpt4d.data.sources import one_line
 _MODES = {1: "L", 3: "RGB"}
 
 
-def pictures(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
+def images(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
     """Yield the images of ``data.source``, in an order that depends on the corpus alone.
 
     Raises ConfigError, with the file or row, for an image that cannot be read.
@@ -43,14 +43,14 @@ def _read_hub(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarr
     from PIL import Image
 
     for row, location in sources.hub_rows(config):
-        picture = row.get(config.column)
-        if not isinstance(picture, Image.Image):
+        image = row.get(config.column)
+        if not isinstance(image, Image.Image):
             there = ", ".join(key for key, value in row.items() if isinstance(value, Image.Image))
             raise ConfigError(
                 f"{location}: no image in data.column={config.column}; set it to a column with images "
                 f"(here: {there or 'none'})"
             )
-        yield _square(picture, size, channels, location)
+        yield _square(image, size, channels, location)
 
 
 def _open(path: Path) -> Any:
@@ -58,8 +58,8 @@ def _open(path: Path) -> Any:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as picture:
-            return ImageOps.exif_transpose(picture)
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image)
     except Exception as error:  # for damaged files, decoders raise SyntaxError, struct.error and further types
         raise ConfigError(
             f"{path}: not a readable image ({one_line(error)}); remove it, or set data.path to a glob that "
@@ -67,25 +67,25 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def _square(picture: Any, size: int, channels: int, location: str) -> np.ndarray:
+def _square(image: Any, size: int, channels: int, location: str) -> np.ndarray:
     """Return the center crop of an image, resized to ``size`` with antialiasing."""
     from PIL import Image
 
-    if picture.mode.startswith(("I", "F")):  # Pillow clips values above 255
+    if image.mode.startswith(("I", "F")):  # Pillow clips values above 255
         raise ConfigError(f"{location}: more than 8 bits per channel; convert the image to 8 bits")
-    side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
     box = (left, top, left + side, top + side)
-    square = picture.crop(box).convert(_MODES[channels])  # resize(…, box) also uses pixels outside the box
+    square = image.crop(box).convert(_MODES[channels])  # resize(…, box) also uses pixels outside the box
     return np.asarray(square.resize((size, size), Image.Resampling.BICUBIC)).reshape(size, size, channels)
 
 
 def _read_blue_marble(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
     """Yield disjoint land patches of NASA's image of the Earth, row by row."""
     (path,) = _files(config)
-    picture = _open(path)
-    pixels = np.asarray(picture.convert("RGB"))
-    chosen = np.asarray(picture.convert(_MODES[channels])).reshape(*pixels.shape[:2], channels)
+    image = _open(path)
+    pixels = np.asarray(image.convert("RGB"))
+    chosen = np.asarray(image.convert(_MODES[channels])).reshape(*pixels.shape[:2], channels)
     for top in range(0, pixels.shape[0] - size + 1, size):
         for left in range(0, pixels.shape[1] - size + 1, size):
             patch = slice(top, top + size), slice(left, left + size)

@@ -18,7 +18,7 @@ import numpy as np
 
 from gpt4d import activity
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import picture_sources
+from gpt4d.data import image_sources
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.parts import SPLITS
 from gpt4d.data.sampler import Order, random_bits
@@ -30,7 +30,7 @@ FORMAT = 1
 _REPORT_INTERVAL_S = 2.0
 
 
-class Pictures:
+class ImageSamples:
     """Images [n, height, width, channels] as the samples of a run, each epoch in a different order.
 
     With ``flip``, half of the samples are mirrored left to right. Order and mirroring are functions of the seed and the
@@ -53,14 +53,14 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class PictureFiles:
+class ImageFiles:
     """A directory of image files; ``open`` checks that they are complete."""
 
     directory: Path
     header: dict
 
     @classmethod
-    def open(cls, directory: Path) -> "PictureFiles":
+    def open(cls, directory: Path) -> "ImageFiles":
         """Return the files of a directory. Raises ConfigError, naming the file, if one is missing or damaged."""
         path = directory / HEADER
         try:
@@ -101,14 +101,14 @@ class PictureFiles:
         return np.load(self._path(split), mmap_mode="r").view(np.ndarray)  # indexing a plain array is faster
 
 
-def picture_files(config: DataConfig, size: int, channels: int) -> PictureFiles:
+def image_files(config: DataConfig, size: int, channels: int) -> ImageFiles:
     """Return the images of ``data``, in size × size pixels, and prepare them unless they are in the cache.
 
     ``channels`` is 1 for gray or 3 for RGB. One rank calls it, and all ranks open the returned files. Raises
     ConfigError for images that cannot be read, and if there are no images to train on.
     """
     with activity.unlimited():  # it may ask the hub
-        facts = (FORMAT, picture_sources.identity(config, size, channels), config.validation_fraction)
+        facts = (FORMAT, image_sources.identity(config, size, channels), config.validation_fraction)
     identity = hashlib.sha256(repr(facts).encode()).hexdigest()
     directory = in_cache(config, identity)
 
@@ -116,7 +116,7 @@ def picture_files(config: DataConfig, size: int, channels: int) -> PictureFiles:
         print(f"{directory}: {text}", flush=True)
 
     write_once(directory, lambda partial: _write(config, size, channels, identity, partial, report), report)
-    return PictureFiles.open(directory)
+    return ImageFiles.open(directory)
 
 
 def _write(
@@ -129,12 +129,12 @@ def _write(
     with ExitStack() as stack:
         files = {split: stack.enter_context(_NewArray(directory / f"{split}.npy", shape)) for split in SPLITS}
         next_report = time.monotonic() + _REPORT_INTERVAL_S
-        for picture in picture_sources.pictures(config, size, channels):
-            held_out = is_held_out(picture.tobytes(), config.validation_fraction)
-            files["validation" if held_out else "train"].append(picture)
+        for image in image_sources.images(config, size, channels):
+            held_out = is_held_out(image.tobytes(), config.validation_fraction)
+            files["validation" if held_out else "train"].append(image)
             if time.monotonic() >= next_report:
                 next_report += _REPORT_INTERVAL_S
-                on_progress(f"{sum(file.count for file in files.values()):,} pictures")
+                on_progress(f"{sum(file.count for file in files.values()):,} images")
         counts = {split: file.count for split, file in files.items()}
         if not counts["train"]:
             source = f"data.source={config.source}, data.path={config.path!r}"

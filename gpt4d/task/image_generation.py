@@ -12,7 +12,7 @@ from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.generation import exchange_of_all
 
 
-def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> np.ndarray:
+def generated_images(stage: Stage, count: int, steps: int, seed: int = 0) -> np.ndarray:
     """Return images, uint8 [count, size, size, channels]. Every rank of the job calls it and gets equal images.
 
     Image i depends on ``seed`` and i alone. ``steps``: number of DDIM steps.
@@ -40,17 +40,17 @@ def generated_pictures(stage: Stage, count: int, steps: int, seed: int = 0) -> n
     return ((x_0.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
 
 
-def save_pictures(pictures: np.ndarray, path: Path, scale: int = 2, gap: int = 2) -> None:
+def save_images(images: np.ndarray, path: Path, scale: int = 2, gap: int = 2) -> None:
     """Write images, uint8 [n, size, size, channels], side by side to one image file, enlarged by ``scale``."""
     from PIL import Image
 
-    count, size, _, channels = pictures.shape
+    count, size, _, channels = images.shape
     columns = int(np.ceil(np.sqrt(count)))
     rows, cell = -(-count // columns), size + gap
     sheet = np.full((rows * cell + gap, columns * cell + gap, channels), 255, np.uint8)
-    for index, picture in enumerate(pictures):
+    for index, image in enumerate(images):
         top, left = gap + index // columns * cell, gap + index % columns * cell
-        sheet[top : top + size, left : left + size] = picture
+        sheet[top : top + size, left : left + size] = image
     image = Image.fromarray(sheet.squeeze(-1) if channels == 1 else sheet)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST).save(path)
