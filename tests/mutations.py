@@ -363,7 +363,7 @@ def _failed_test(copy: Path, tests: list[str]) -> str | None:
         return f"no answer within {_LIMIT_S} s"
     if result.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.MULTILINE)
     return failed[1] if failed else f"pytest ended with code {result.returncode}: {result.stdout[-500:]}"
 
 
