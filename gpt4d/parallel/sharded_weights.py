@@ -1,8 +1,8 @@
 """Weights that are split over z: layers gather them, and their gradients are reduce-scattered.
 
-A weight is stored split once more over z (Ŵ in the 4D paper's Algorithm 1). A layer needs it gathered when it
-multiplies (line 2), and its gradient is summed over z (line 12). gpt4d.parallel.engine.prefetch decides when to
-communicate (§IV):
+z splits the shard of a weight at one (x, y) once more for storage (Ŵ in the 4D paper's Algorithm 1). A layer needs the
+gathered weight when it multiplies (line 2), and the gradient is reduce-scattered over z (line 12).
+gpt4d.parallel.engine.prefetch decides when to communicate (§IV):
 
 - OAG: while a layer computes, the weights of the next layers are gathered (gpt4d.parallel.engine.prefetch).
 - ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.

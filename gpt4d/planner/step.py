@@ -206,7 +206,7 @@ class _Omitted:
 
     def end(self, phase: str) -> None:
         """End a phase. Allocate activations saved for the backward and tensors saved for weight gradients."""
-        device, ready = self.walk.device, self.walk.context.schedule.ready
+        device, ready = self.walk.device, self.walk.weights.schedule.ready
         grown = self.more * (self.walk.layer_bytes() - self.before)
         if phase == FORWARD:
             self.kept = grown + self.more * sum(ready[name].nbytes for name in self.weights if name in ready)

@@ -100,9 +100,9 @@ def test_mode_atp_leaves_devices_to_z_and_data():
             r"parallel\.d1·d2·gz·gdata=2·2·1·1: does not fit the 8 process.*leave d1 and d2 out",
         ),
         (["parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.gz=4"], r"=2·2·4: does not fit the 8"),
-        (["parallel.mode=atp", "parallel.d1=0"], "parallel.d1=0: every axis needs a device; use a value of at least 1"),
-        (["parallel.mode=atp", "parallel.gz=0"], "parallel.gz=0: every axis needs a device"),
-        (["parallel.mode=atp", "parallel.gdata=-1"], "parallel.gdata=-1: every axis needs a device"),
+        (["parallel.mode=atp", "parallel.d1=0"], "parallel.d1=0: use a value of at least 1"),
+        (["parallel.mode=atp", "parallel.gz=0"], "parallel.gz=0: use a value of at least 1"),
+        (["parallel.mode=atp", "parallel.gdata=-1"], "parallel.gdata=-1: use a value of at least 1"),
         (
             ["parallel.chunks=4", "train.micro_batch_size=2", "train.batch_size=16"],
             "parallel.chunks=4: does not divide a device's microbatch of 2 sample",

@@ -223,7 +223,7 @@ def test_a_scheduler_with_another_diffusion_is_rejected(values):
         (("parallel.sequence_parallel=true",), "parallel.sequence_parallel=true: splits the tokens of a text"),
         (("logging.sample_steps=51",), "logging.sample_steps=51: more than model.timesteps=50; lower it"),
         (("parallel.gy=8",), "parallel.gy=8: does not divide the attention heads of blocks.2=4; use one of 1, 2, 4"),
-        (("model.noise_schedule=sigmoid",), "model.noise_schedule=sigmoid: use one of linear, cosine"),
+        (("model.noise_schedule=sigmoid",), "model.noise_schedule=sigmoid: use one of cosine, linear"),
     ],
     ids=str,
 )

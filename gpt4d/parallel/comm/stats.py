@@ -17,7 +17,7 @@ class StartedCollective(NamedTuple):
     """A collective that this rank has started."""
 
     name: str  # kind and axis, such as all_gather z; shown in profiler traces and hang reports
-    number: int  # of the axis's collectives since the process started
+    number: int  # number of this axis's collectives since the process started
     time: float  # time.monotonic
     parameter: object = None  # whose layer communicates; None if it is not one layer's
 
@@ -130,7 +130,7 @@ class PeerLost(RuntimeError):
 class InFlightCollective:
     """One collective in flight: records on its axis when it ran and how long the computation waited for it.
 
-    It is created while the traffic tracks its start. Its bytes count always, its times if the axis is ``timed`` then.
+    It is created while ``traffic`` tracks its start. Its bytes always count; its times count if the axis is ``timed``.
 
     Args:
         traffic: the counters of the axis.

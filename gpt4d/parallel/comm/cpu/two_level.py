@@ -116,7 +116,7 @@ class TwoLevelTransport(Transport):
         return Pending(result, self._start(parts))
 
     def _start(self, parts: Iterable[Piece]) -> CommFuture:
-        """Start a collective whose pieces follow each other through the parts. The task's result is None.
+        """Start a collective whose pieces follow each other through the parts. The task returns None.
 
         Args:
             parts: the first function of each piece uses ``before`` and ``group``. The second function uses ``after``,
