@@ -1,8 +1,9 @@
-"""Forty faults that ``make test`` must catch: python -m tests.mutations [NUMBER…]
+"""Forty faults that ``make test`` must catch: python -m tests.mutations [NUMBER…] [--listed]
 
 Each mutation replaces one line of gpt4d in a temporary copy of the repository. Its tests run on the copy, and a failure
 catches the mutation. Without numbers all mutations run sequentially, which takes about ten minutes. The exit code
-is the number of mutations that survive. A change to ``make test`` that lets one survive has lost a claim.
+is the number of mutations that survive. A change to ``make test`` that lets one survive has lost a claim. ``--listed``
+runs only the tests that the list names.
 """
 
 import os
@@ -78,9 +79,9 @@ MUTATIONS = [
     # Runtime and run directories
     Mutation(
         "runtime/consensus.py",
-        "dist.all_reduce(minimum, dist.ReduceOp.MIN)",
-        "dist.all_reduce(minimum, dist.ReduceOp.MAX)",
-        "ranks agree only if all of them do",
+        "for first_error in filter(None, errors):",
+        "for first_error in filter(None, errors[:1]):",
+        "an error of any rank is raised on all ranks",
         "tests/runtime/test_consensus.py",
     ),
     Mutation(
@@ -363,26 +364,27 @@ def _failed_test(copy: Path, tests: list[str]) -> str | None:
         return f"no answer within {_LIMIT_S} s"
     if result.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.MULTILINE)
     return failed[1] if failed else f"pytest ended with code {result.returncode}: {result.stdout[-500:]}"
 
 
-def catch(mutation: Mutation) -> str | None:
+def catch(mutation: Mutation, only_listed: bool = False) -> str | None:
     """Return the test that catches a mutation, or None if it survives."""
     with _copy() as copy:
         path = copy / "gpt4d" / mutation.file
         path.write_text(path.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
-        return _failed_test(copy, mutation.tests.split()) or _failed_test(copy, [])
+        failed = _failed_test(copy, mutation.tests.split())
+        return failed if failed or only_listed else _failed_test(copy, [])
 
 
 def main(arguments: list[str]) -> int:
     """Run the mutations with the given numbers, or all of them, and return the number of survivors."""
-    survivors = 0
-    for number in map(int, arguments or range(1, len(MUTATIONS) + 1)):
+    survivors, numbers = 0, [int(argument) for argument in arguments if argument != "--listed"]
+    for number in numbers or range(1, len(MUTATIONS) + 1):
         mutation = MUTATIONS[number - 1]
         if problem := mutation.problem():
             raise SystemExit(f"mutation {number} is out of date: {problem}")
-        caught = catch(mutation)
+        caught = catch(mutation, "--listed" in arguments)
         survivors += caught is None
         verdict = f"caught by {caught}" if caught else "SURVIVED"
         print(f"{number:2} {mutation.file}: {mutation.claim}: {verdict}", flush=True)

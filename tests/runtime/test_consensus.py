@@ -10,7 +10,13 @@ import torch.distributed as dist
 from gpt4d.checkpoint.checkpoint_dir import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.runtime import consensus
-from gpt4d.runtime.consensus import all_gather_json, gather_in_group, run_on_all_ranks, run_on_rank0
+from gpt4d.runtime.consensus import (
+    all_gather_json,
+    all_ranks_true,
+    gather_in_group,
+    run_on_all_ranks,
+    run_on_rank0,
+)
 from tests.grids import train_in_rank
 from tests.rank_pool import RankFailure
 
@@ -117,3 +123,12 @@ def only_torchs_checkpoints_receive_pickles(config):
 def test_no_rank_receives_a_pickle_except_from_torchs_plan_of_a_checkpoint(ranks, tiny, grid):
     config = tiny(*grid, "train.steps=3", "checkpoint.every=2")
     assert ranks.run(2, only_torchs_checkpoints_receive_pickles, config)[0] == {True}
+
+
+def answers_of_ranks():
+    """On a rank: whether all ranks agree on a flag that every rank sets, and on a flag that only rank 0 sets."""
+    return all_ranks_true(True, "agreeing"), all_ranks_true(dist.get_rank() == 0, "disagreeing")
+
+
+def test_ranks_agree_only_if_the_flag_is_true_on_all_ranks(ranks):
+    assert ranks.run(3, answers_of_ranks) == [(True, False)] * 3
