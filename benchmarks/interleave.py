@@ -28,7 +28,7 @@ from benchmarks import report
 from benchmarks.cluster import EmulatedCluster, LocalHost
 
 if TYPE_CHECKING:
-    from benchmarks.virtual import VirtualDevice
+    from gpt4d.testing.virtual_device import VirtualDevice
 
 ContenderStep = Callable[[], Callable[[], dict]]
 """One step of a contender. The call is timed; the function it returns is called afterwards and returns the rest of

@@ -23,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import report
-from benchmarks.virtual_operations import Operations, computes, nbytes, tensors_in
 from gpt4d.config import Config, ConfigError, GridSizes, compose, from_arguments
 from gpt4d.model import registry
 from gpt4d.parallel import compile
@@ -32,6 +31,7 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import Estimate
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.testing.virtual_operations import Operations, computes, nbytes, tensors_in
 from gpt4d.validation import validate
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from benchmarks.cluster import EmulatedClusterConfig
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ConfigError, GridSizes, OverlapConfig, from_arguments
+from gpt4d.testing.virtual_device import VirtualDevice
 
 # Steps on virtual devices take about ten seconds, and differ little from each other.
 _VIRTUAL_DEFAULTS = ("mbit=200", "repeats=3", "warm_up=1")
@@ -16,8 +16,8 @@ _VIRTUAL_DEFAULTS = ("mbit=200", "repeats=3", "warm_up=1")
 class DeviceConfig(EmulatedClusterConfig):
     """Emulated cluster, and the devices on which its ranks compute: this machine's cores, or virtual devices.
 
-    On a virtual device (``benchmarks.virtual``) only products, attention and launches take time by default. Its memory
-    is too fast to matter, because the trainers are compared in their communication, not in their elementwise kernels.
+    On a virtual device (``gpt4d.testing``) only products, attention and launches take time by default. Its memory is
+    too fast to matter, because the trainers are compared in their communication, not in their elementwise kernels.
     """
 
     repeats: int = 5  # measured turns of each contender

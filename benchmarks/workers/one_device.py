@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.interleave import ContenderStep, redirect_stdout_for_answers, serve, share_process_groups
-from benchmarks.memory import allocated_peak
 from benchmarks.settings import parse_sizes
 from benchmarks.workers.torch_gpt import adamw, build_torch_gpt
 from benchmarks.workers.train_megatron import MegatronTraining, without_cuda
@@ -29,6 +28,7 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.testing.memory import allocated_peak
 
 
 @dataclass

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.interleave import redirect_stdout_for_answers, serve, share_process_groups
-from benchmarks.virtual import VirtualDevice
 from benchmarks.workers.stages import END, LAST, LinkGroups, StagesConfig
 from benchmarks.workers.training import OPTIM
 from gpt4d.config import from_arguments
@@ -28,6 +27,7 @@ from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import TrainStep, build_stage, connect_stages
+from gpt4d.testing.virtual_device import VirtualDevice
 
 
 class ActionTimes:

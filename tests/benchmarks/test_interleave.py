@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.interleave import WorkerSpec, interleave, serve
-from benchmarks.virtual import VirtualDevice
+from gpt4d.testing.virtual_device import VirtualDevice
 
 # A worker without a framework: it logs each turn to a file and answers like a real one.
 WORKER = """

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from benchmarks.workers.torch_gpt import build_torch_gpt
 from benchmarks.workers.train_ours import Gpt4dTraining
 from benchmarks.workers.train_torch import TorchTraining
 from benchmarks.workers.training import initial_weights, sequences
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.testing.virtual_device import VirtualDevice
 
 CONFIG = GPT2Config("small", layers=2, hidden=16, heads=4, vocab_size=24, vocab_multiple=8, max_positions=8)
 

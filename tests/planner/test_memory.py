@@ -1,11 +1,11 @@
 """The planned memory of a step is the memory that its tensors take."""
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from benchmarks.memory import allocated_peak
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.model.unet.config import UNetConfig
@@ -14,6 +14,7 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.workload import training_state
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.testing.memory import allocated_peak
 from tests.grids import grid_name, token_loss
 
 U_NET = (
@@ -179,6 +180,36 @@ def test_the_peak_of_a_step_with_masks_of_a_window_is_predicted_within_10_percen
 )
 def test_the_peak_of_a_step_of_a_unet_is_predicted_within_10_percent(ranks, sizes, overrides):
     check_peak(ranks, sizes, [*U_NET, "train.batch_size=16", *overrides])
+
+
+def random_plan(draw: random.Random) -> list[str]:
+    """Return the overrides of a random small model with random settings that change memory."""
+    family, heads = draw.choice(("gpt_tiny", "llama_tiny")), draw.choice((2, 4, 8))
+    batch, length = draw.choice((4, 8, 16)), draw.choice((64, 128, 256))
+    overrides = [
+        f"model={family}",
+        f"model.layers={draw.randint(1, 8)}",
+        f"model.hidden={heads * draw.choice((16, 32, 48))}",
+        f"model.heads={heads}",
+        f"model.vocab_size={draw.choice((512, 2048, 8192))}",
+        f"model.max_positions={length}",
+        f"train.batch_size={batch}",
+        f"train.micro_batch_size={draw.choice([size for size in (1, 2, 4, 8, 16) if size <= batch])}",
+        f"train.activation_checkpointing={draw.choice(('none', 'selective', 'full'))}",
+        f"train.loss_chunks={draw.choice((1, 1, 4, 8))}",
+        f"train.precision={draw.choice(('fp32', 'fp32', 'bf16'))}",
+        f"parallel.cache_layers={draw.choice((0, 'all'))}",
+    ]
+    if family == "llama_tiny":
+        inner = draw.choice((128, 320))
+        overrides += [f"model.key_value_heads={heads // 2}", "model.head_size=16", f"model.inner={inner}"]
+    return overrides
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+def test_the_peak_of_a_step_of_a_random_plan_is_predicted_within_10_percent(ranks, seed):
+    check_peak(ranks, GridSizes(), random_plan(random.Random(seed)))
 
 
 def check_peak(ranks, sizes, overrides):

@@ -8,14 +8,14 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.virtual import VirtualDevice
-from benchmarks.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.cpu.comm_thread import CommThread
 from gpt4d.parallel.comm.cpu.shared_memory import SLOT_BYTES, SharedMemory
 from gpt4d.parallel.grid import Grid
+from gpt4d.testing.virtual_device import VirtualDevice
+from gpt4d.testing.virtual_streams import Stream, intra_host_bytes
 from tests.fake_time import FakeTime
 
 FLOPS, MEMORY_GB_S, LAUNCH_US = 1e6, 1e-3, 100.0

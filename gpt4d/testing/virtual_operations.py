@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 
 class Operations:
-    """Costs and results of operations. Arguments as for ``benchmarks.virtual.VirtualDevice``."""
+    """Costs and results of operations. Arguments as for ``VirtualDevice``."""
 
     def __init__(self, flops: float, memory_gb_s: float, launch_us: float, small: int):
         self.flops, self.bytes_s, self.launch_s, self.small = flops, memory_gb_s * 1e9, launch_us / 1e6, small

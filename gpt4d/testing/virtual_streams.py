@@ -13,7 +13,7 @@ _RING_PASSES = {"allreduce": 2, "allgather": 1, "reducescatter": 1}
 
 
 class Stream:
-    """Operations that a device executes one after another.
+    """Operations that a device executes sequentially.
 
     Attributes:
         source: the functions of ``time``: perf_counter and sleep.
@@ -27,7 +27,7 @@ class Stream:
         self._waits = False
 
     def launch(self, seconds: float) -> None:
-        """Execute an operation after all others."""
+        """Execute an operation after all earlier operations."""
         self._count_lateness()
         self.clock += seconds
         self.busy_s += seconds
@@ -71,7 +71,7 @@ class InFlight:
 
 
 class HostLinks:
-    """Links of this rank to the other ranks of its host, and its collectives in flight. All threads may use them.
+    """Links between this rank and its peers on the same host, and its collectives in flight. Threads may share them.
 
     Args:
         mb_s: MB/s in each direction; None: transfers take no more than their real time.
@@ -112,7 +112,7 @@ class HostLinks:
     ) -> None:
         """Remember a collective that ``stream`` started, until it is waited for or one of ``tensors`` is used.
 
-        ``name``, ``arguments`` and ``result`` are those of an operation of torch.ops.c10d or _c10d_functional.
+        ``name``, ``arguments`` and ``result`` describe an operation of torch.ops.c10d or _c10d_functional.
         """
         rank, ranks = dist.get_rank(), dist.get_process_group_ranks(_group(arguments))
         if name == "send":
@@ -139,7 +139,8 @@ class HostLinks:
     def _forget(self, in_flight: InFlight | None) -> InFlight | None:
         if in_flight is not None:
             with self._lock:
-                self._works.pop(in_flight.work, None)
+                if in_flight.work is not None:
+                    self._works.pop(in_flight.work, None)
                 for address in in_flight.results:
                     self._results.pop(address, None)
         return in_flight
@@ -148,16 +149,16 @@ class HostLinks:
 def intra_host_bytes(operation: str, nbytes: float, ranks: Sequence[int], rank: int, ranks_per_host: int) -> float:
     """Return the bytes that ``rank`` sends to ranks of its own host.
 
-    In a ring of G ranks those of a host are adjacent, and each rank sends the same volume to the next: 2·(G-1)/G of the
-    tensor for an all-reduce, (G-1)/G of the full tensor for an all-gather or a reduce-scatter, all of it for a
-    broadcast, a scatter or a reduction to one rank. A group that spans hosts sends this volume inside each host too;
-    one with a single rank per host sends nothing there. In an all-to-all each rank sends 1/G of its tensor to each
-    other rank of its host. A message counts at its sender.
+    In a ring of G ranks the ranks of a host are adjacent, and each rank sends the same volume to the next rank. An
+    all-reduce sends 2·(G-1)/G of the tensor, an all-gather or a reduce-scatter (G-1)/G of the full tensor, and a
+    broadcast, a scatter or a reduction to one rank the full tensor. A group that spans hosts also sends this volume
+    inside each host; a group with a single rank per host sends nothing there. In an all-to-all each rank sends 1/G of
+    its tensor to each peer on its host. A message counts at its sender.
 
     Args:
-        operation: its name in torch.ops.c10d or torch.ops._c10d_functional.
-        nbytes: of the full tensor.
-        ranks: of the group; of a message, its sender and its receiver.
+        operation: the operation's name in torch.ops.c10d or torch.ops._c10d_functional.
+        nbytes: size of the full tensor.
+        ranks: ranks of the group, or sender and receiver of a message.
         rank: this rank.
         ranks_per_host: ranks of a host; hosts have consecutive ranks.
     """

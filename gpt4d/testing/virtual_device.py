@@ -9,17 +9,18 @@ Many ranks that share a few cores cannot show what overlap gains: while one rank
 
 Values computed under the device are meaningless. Its model:
 
-- A device executes operations one after another. Each takes ``max(FLOPs / rate, bytes / bandwidth)`` plus the time of a
+- A device executes operations sequentially. Each takes ``max(FLOPs / rate, bytes / bandwidth)`` plus the time of a
   launch. Its large results are views of one block of zeros, and large tensors that it should change stay as they are.
 - An operation whose tensors are all small (losses, counters, token ids) is computed by the processor and takes no time
-  of the device. Views and uninitialized tensors take none either. The host waits for the device where a value is read.
+  of the device. Views and uninitialized tensors take no time either. The host waits for the device where a value is
+  read.
 - A collective, or a message to another rank, starts when the device has finished all work before it. It moves its
-  bytes, beside later work. Work after a wait starts when the wait has returned. A thread in which gpt4d communicates is
-  a stream of its own, which starts a task when the device has executed what was launched before the task.
-- With ``intra_host_mb_s``, a rank sends to the other ranks of its host at this rate, through sockets or gpt4d's shared
-  memory: a result is not available before the rank has sent its bytes (``benchmarks.virtual_streams.intra_host_bytes``)
-  at this rate, and the transfers of a rank follow each other. They start when this rank does, so a rank waits for a
-  peer that starts later, but not for the peer's transfer. Links between hosts stay those of the network.
+  bytes concurrently with later work. Work after a wait starts when the wait has returned. A thread in which gpt4d
+  communicates is a stream of its own. It starts a task when the device has executed all operations launched before it.
+- With ``intra_host_mb_s``, a rank sends inside its host at this rate, through sockets or gpt4d's shared memory. A
+  result is not available before the rank has sent its bytes (``virtual_streams.intra_host_bytes``) at this rate, and
+  the transfers of a rank are sequential. They start when this rank does, so a rank waits for a peer that starts later,
+  but not for the peer's transfer. Links between hosts have the rate of the network.
 """
 
 import threading
@@ -34,14 +35,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.virtual_operations import Operations, has_kernel, host_reads, tensors_in
-from benchmarks.virtual_streams import HostLinks, Stream
 from gpt4d.parallel.comm.cpu import processor
 from gpt4d.parallel.comm.cpu.processor import Processor
 from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
+from gpt4d.testing.virtual_operations import Operations, has_kernel, host_reads, tensors_in
+from gpt4d.testing.virtual_streams import HostLinks, Stream
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
-_MAX_LATE_SHARE = 0.05  # of the elapsed time; if the host is late for longer, the processor was the bottleneck
+_MAX_LATE_SHARE = 0.05  # maximum share of the elapsed time; beyond it the processor was the bottleneck
 
 
 class VirtualDevice:
@@ -51,7 +52,7 @@ class VirtualDevice:
         flops: floating-point operations per second of matrix products, attention and convolutions.
         memory_gb_s: rate in GB/s at which operations read and write.
         launch_us: least time of an operation.
-        intra_host_mb_s: MB/s that a rank sends to other ranks of its host; None: what the transport reaches.
+        intra_host_mb_s: MB/s that a rank sends to other ranks of its host; None: the rate of the transport.
         ranks_per_host: ranks of a host; hosts have consecutive ranks.
         small: largest number of elements of a small tensor.
         source: the functions of ``time`` that it uses: perf_counter, process_time and sleep.
@@ -95,7 +96,7 @@ class VirtualDevice:
 
         ``seconds``: elapsed. ``busy_s``: the device executed operations. ``host_cpu_s``: processor time of this
         process, all threads. ``host_late_s``: the device was idle although no collective was waited for. ``cpu_bound``:
-        the latter exceeds 5 % of the time, so the seconds do not count.
+        ``host_late_s`` exceeds 5 % of the time, so the seconds do not count.
         """
         seconds = self.source.perf_counter() - self._entered
         return {
@@ -108,7 +109,7 @@ class VirtualDevice:
 
     @property
     def dispatch(self) -> "Dispatch":
-        """That of this thread."""
+        """The dispatch of this thread."""
         return self._thread.dispatch
 
     def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
