@@ -3,24 +3,25 @@
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
-from benchmarks.gpu import runs
-from benchmarks.gpu.check import CheckContext, Outcome, largest_difference
-from benchmarks.gpu.timing import device_of
 from gpt4d.trainer import Trainer
+from tests.gpu import runs
+from tests.gpu.check import Check, largest_difference
 
 _STEPS = {"cuda": 30, "cpu": 6}
 _BOUND = 1e-4  # relative difference of a loss to the CPU's
 _NAN_STEP = 4
 
 
-def check(context: CheckContext) -> Outcome:
-    device, steps, outcome = device_of(context.device_type), _STEPS[context.device_type], Outcome()
-    model = runs.TINY_MODEL if context.rehearsal else []
+@pytest.mark.gpu(number=3, part=1, limit_s=130)
+def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> None:
+    device, steps = check.device, _STEPS[check.device_type]
+    model = runs.TINY_MODEL if check.rehearsal else []
     common = [
         *model,
-        *runs.write_corpus(context.directory, runs.TINY_VOCABULARY if context.rehearsal else 4096, 100_000),
+        *runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 100_000),
         f"train.steps={steps}",
         "train.precision=fp32",
         "logging.every=1",
@@ -30,7 +31,7 @@ def check(context: CheckContext) -> Outcome:
     ]
 
     def train(name: str, *overrides: str, on: torch.device = device, prepare: runs.Prepare = lambda _: None) -> Path:
-        run_dir = context.directory / name
+        run_dir = check.directory / name
         runs.train([*common, *overrides, f"run.dir={run_dir}"], on, prepare)
         return run_dir
 
@@ -39,23 +40,22 @@ def check(context: CheckContext) -> Outcome:
     expected = runs.losses(train("cpu", on=torch.device("cpu")))
     actual = runs.losses(first)
     difference = largest_difference(actual.values(), expected.values())
-    outcome.require(difference < _BOUND, f"losses differ from the CPU's by up to {difference:.1e}")
-    outcome.values |= {"losses": list(actual.values()), "largest_difference": difference}
+    check.require(difference < _BOUND, f"losses differ from the CPU's by up to {difference:.1e}")
+    check.values |= {"losses": list(actual.values()), "largest_difference": difference}
 
     again = train("again", exact)
-    outcome.require(_bits(first) == _bits(again), "two runs with train.deterministic differ")
+    check.require(_bits(first) == _bits(again), "two runs with train.deterministic differ")
 
     resumed = train("resumed", exact, f"checkpoint.resume={first / 'checkpoints' / f'step_{steps // 2:08d}'}")
     same = _bits(resumed) == _bits(first)[steps // 2 :]
-    outcome.require(same, "a resumed run with train.deterministic differs from the uninterrupted one")
+    check.require(same, "a resumed run with train.deterministic differs from the uninterrupted one")
 
     spoiled = train("nan", prepare=_spoil_gradient)
     skipped, last = runs.events(spoiled, "skipped"), runs.logged_steps(spoiled)[-1]
-    outcome.values["skipped"] = [event["step"] for event in skipped]
-    right = outcome.values["skipped"] == [_NAN_STEP] and last["step"] == steps and last["loss"] is not None
-    outcome.require(right, f"after NaN in a gradient of step {_NAN_STEP}: skipped {skipped}, last line {last}")
-    outcome.figure = f"losses of {steps} steps within {difference:.1e} of the CPU's, NaN step skipped"
-    return outcome
+    check.values["skipped"] = [event["step"] for event in skipped]
+    right = check.values["skipped"] == [_NAN_STEP] and last["step"] == steps and last["loss"] is not None
+    check.require(right, f"after NaN in a gradient of step {_NAN_STEP}: skipped {skipped}, last line {last}")
+    check.figure = f"losses of {steps} steps within {difference:.1e} of the CPU's, NaN step skipped"
 
 
 def _bits(run_dir: Path) -> list[tuple[int, float, float]]:

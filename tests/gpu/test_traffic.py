@@ -1,6 +1,6 @@
-"""Check 4: what an axis reports about collectives beside a long product is plausible, and their results are intact.
+"""Check 4: seconds of collectives that overlap with a long product are plausible, and the results are intact.
 
-The collectives run in NCCL groups of one rank, whose axes claim two: what the second rank would send is left out.
+The collectives run in NCCL groups of one rank, whose axes claim two. The data of the second rank are left out.
 """
 
 import time
@@ -8,26 +8,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.check import CheckContext, Outcome
-from benchmarks.gpu.timing import device_of, seconds_of, synchronize
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.runtime import gpu
+from tests.gpu.check import Check
+from tests.gpu.timing import seconds_of, synchronize
 
-_ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 16}  # of a shard, bf16
+_ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 16}  # elements of a shard, bf16
 _FEW_ELEMENTS = 1 << 12
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
-_PRODUCTS = 10  # beside each pair of collectives
+_PRODUCTS = 10  # overlapped with each pair of collectives
 _ROUNDS = 4
 _CHURN = (3, 17, 64, 5)  # sizes of tensors that are allocated and released meanwhile, in 1/64 of a shard
 Work = Callable[[], Any] | None
 
 
-def check(context: CheckContext) -> Outcome:
-    device, outcome = device_of(context.device_type), Outcome()
+@pytest.mark.gpu(number=4, part=1, limit_s=50)
+def test_collectives_overlapped_with_products_are_counted_plausibly(check: Check) -> None:
+    device = check.device
     if device.type == "cuda":
         gpu.set_environment()
         torch.cuda.set_device(device)
@@ -42,31 +44,30 @@ def check(context: CheckContext) -> Outcome:
         beside = _measure(axes, device, lambda: _multiply_and_churn(square))
         product_s = seconds_of(lambda: _multiply_and_churn(square), device, repeats=2, warm_up=1)
         short_s = _short_behind_long(axes, square)
-    outcome.values = {"alone": alone, "beside_products": beside, "products_s": product_s, "short_s": short_s}
+    check.values = {"alone": alone, "beside_products": beside, "products_s": product_s, "short_s": short_s}
     for name, phase in (("alone", alone), ("beside products", beside)):
-        outcome.require(phase["intact"], f"a result {name} is not what was sent")
+        check.require(phase["intact"], f"a result {name} is not what was sent")
         for axis, traffic in phase["axes"].items():
             total = traffic["exposed_s"] + traffic["hidden_s"]
             text = f"axis {axis} {name}: exposed {traffic['exposed_s']:.2g} s, hidden {traffic['hidden_s']:.2g} s"
-            outcome.require(0 < total <= 1.05 * phase["seconds"], f"{text} in {phase['seconds']:.2g} s")
-            if context.rehearsal:
+            check.require(0 < total <= 1.05 * phase["seconds"], f"{text} in {phase['seconds']:.2g} s")
+            if check.rehearsal:
                 continue
             if name == "alone":
-                outcome.require(traffic["exposed_s"] > traffic["hidden_s"], f"{text}; it should be exposed")
+                check.require(traffic["exposed_s"] > traffic["hidden_s"], f"{text}; it should be exposed")
             else:
-                outcome.require(traffic["hidden_s"] > traffic["exposed_s"], f"{text}; it should be hidden")
-    if not context.rehearsal:
+                check.require(traffic["hidden_s"] > traffic["exposed_s"], f"{text}; it should be hidden")
+    if not check.rehearsal:
         problem = f"a short collective took {short_s:.2g} s beside an axis that waited for {product_s:.2g} s"
-        outcome.require(short_s < product_s / 2, problem)
+        check.require(short_s < product_s / 2, problem)
     hidden = ", ".join(f"{axis} {traffic['hidden_s']:.2g} s" for axis, traffic in beside["axes"].items())
-    outcome.figure = f"hidden beside {_ROUNDS * product_s:.2g} s of products: {hidden}"
+    check.figure = f"hidden beside {_ROUNDS * product_s:.2g} s of products: {hidden}"
     dist.destroy_process_group()
-    return outcome
 
 
 @contextmanager
 def _one_rank_for_two() -> Iterator[None]:
-    """Let the collectives of an axis of two ranks work with a group of one, in the first half of the whole tensor."""
+    """Let the collectives of an axis of two ranks work with a group of one, in the first half of the full tensor."""
     gather, scatter = collectives._all_gather, collectives._reduce_scatter
     collectives._all_gather = lambda full, shard, **options: gather(full[: len(shard)], shard, **options)
     collectives._reduce_scatter = lambda shard, full, **options: scatter(shard, full[: len(shard)], **options)
@@ -77,13 +78,13 @@ def _one_rank_for_two() -> Iterator[None]:
 
 
 def _pattern(device: torch.device, salt: int, elements: int | None = None) -> torch.Tensor:
-    """Return whole numbers that bf16 holds exactly, with no two equal neighbors."""
+    """Return integers that bf16 holds exactly, with no two equal neighbors."""
     elements = elements or _ELEMENTS[device.type]
     return ((torch.arange(elements, dtype=torch.int32, device=device) * 37 + salt) % 251).bfloat16()
 
 
 def _run(axes: list[Axis], device: torch.device, work: Work, salt: int = 0) -> bool:
-    """Gather on one axis and scatter on the other, beside ``work`` or alone. Return whether both results are right."""
+    """Gather on one axis and reduce-scatter on another during ``work``. Return whether both results are right."""
     elements = _ELEMENTS[device.type]
     # The second rank's part is zeros, which add nothing.
     full = torch.cat((_pattern(device, salt + 1), torch.zeros(elements, dtype=torch.bfloat16, device=device)))
@@ -101,7 +102,7 @@ def _run(axes: list[Axis], device: torch.device, work: Work, salt: int = 0) -> b
 
 
 def _measure(axes: list[Axis], device: torch.device, work: Work) -> dict[str, Any]:
-    """Return whether all rounds were intact, their seconds, and what each axis counted."""
+    """Return whether all rounds were intact, their seconds, and the statistics of each axis."""
     for axis in axes:
         axis.traffic.read()
     synchronize(device)

@@ -1,7 +1,8 @@
-"""Check 9: ranks that communicate through NCCL train as one rank does, reshard, and report a hang and a lost rank.
+"""Checks 5 and 9: several ranks train as one rank does, reshard, and report a hang and a lost rank.
 
-Each GPU gets a rank, up to four. A single GPU gets two, which NCCL 2.30 and newer allow. The trainer's preflight checks
-forbid that, so the ranks use the parts of the trainer directly.
+The ranks of check 5 share a GPU and communicate through gloo. In check 9 they communicate through NCCL: each GPU gets a
+rank, up to four. A single GPU gets two, which NCCL 2.30 and newer allow. The trainer's preflight checks forbid that, so
+the ranks use the parts of the trainer directly.
 """
 
 import math
@@ -15,13 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.check import CheckContext, Outcome, Unavailable
-from benchmarks.gpu.grids import GridCase, build_step, compare, train_on_grids
-from benchmarks.gpu.isolation import redirect_output
-from benchmarks.gpu.ranks import exit_codes, in_process, run_processes
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
@@ -32,16 +30,22 @@ from gpt4d.runtime import rendezvous, watchdog
 from gpt4d.runtime.hangs import HangDetector
 from gpt4d.runtime.job import JobContext, process_group
 from gpt4d.runtime.launch import Launch
+from tests.gpu.check import Check, Unavailable
+from tests.gpu.isolation import redirect_output
+from tests.gpu.processes import exit_codes, in_process, run_processes, run_ranks
+from tests.gpu.small_training import GridCase, build_step, compare, train_on_grids
 
+_RANKS_OF_SHARED_GPU = 8
+_CASES_OF_SHARED_GPU = [GridCase(GridSizes(2, 2, 2, 1)), GridCase(GridSizes(1, 2, 2, 2), shard_states=True)]
 _NCCL_OF_SHARED_GPU = (2, 30)
 _CASES = {
     2: [GridCase(GridSizes(1, 1, 2, 1)), GridCase(GridSizes(2, 1, 1, 1)), GridCase(GridSizes(1, 1, 1, 2), True)],
     4: [GridCase(GridSizes(2, 2, 1, 1)), GridCase(GridSizes(1, 1, 2, 2), True)],
 }
-_TIMEOUT_S = {"cuda": 5.0, "cpu": 1.0}  # of a collective
+_TIMEOUT_S = {"cuda": 5.0, "cpu": 1.0}  # timeout of a collective
 _LONG_S = 60.0
 _WARM_UP = 2  # steps before the watchdog looks for hangs
-_SHAPE = (64, 48, 32)  # of the tensors that are moved between meshes
+_SHAPE = (64, 48, 32)  # shape of the tensors that are moved between meshes
 _TRANSFERS = 3
 _HANG = r"hang: rank 0 on \S+ waited \d+ s .* for (\S+ \S+) of (\S+): rank 1 on \S+ has not started it"
 _LOST = r"rank 1 on \S+ failed: no sign of life"
@@ -49,32 +53,38 @@ Member = Callable[[JobContext], Any]
 """Function that each rank of a job executes in the job's process group."""
 
 
-def check(context: CheckContext) -> Outcome:
-    outcome, gpus = Outcome(), 0
-    if not context.rehearsal:
+@pytest.mark.gpu(number=5, part=1, limit_s=110)
+def test_eight_ranks_on_one_gpu_train_as_one_rank_does(check: Check) -> None:
+    backend = "cpu:gloo,cuda:gloo" if check.device.type == "cuda" else "gloo"
+    compare(check, run_ranks(_RANKS_OF_SHARED_GPU, backend, train_on_grids, _CASES_OF_SHARED_GPU, check.device))
+
+
+@pytest.mark.gpu(number=9, part=3, limit_s=180)
+def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -> None:
+    gpus = 0
+    if not check.rehearsal:
         gpus, nccl = in_process(_describe)
         if gpus == 1 and nccl < _NCCL_OF_SHARED_GPU:
             version = ".".join(map(str, nccl))
             raise Unavailable(f"one GPU with NCCL {version}; use several GPUs, or NCCL 2.30, where ranks can share one")
     ranks = 4 if gpus >= 4 else 2
     answers = run_processes(_job(ranks, gpus, partial(_train_and_reshard, _CASES[ranks])))
-    outcome.require(all(resharded for _, resharded in answers), "a resharded tensor is not the one that was sent")
-    compare(outcome, [losses for losses, _ in answers])
+    check.require(all(resharded for _, resharded in answers), "a resharded tensor is not the one that was sent")
+    compare(check, [losses for losses, _ in answers])
 
     for name, stop, timeout_s, pattern, codes in (
-        ("hang", _sleep, _TIMEOUT_S[context.device_type], _HANG, [1, 1]),
+        ("hang", _sleep, _TIMEOUT_S[check.device_type], _HANG, [1, 1]),
         ("lost", _die, _LONG_S, _LOST, [1, -signal.SIGKILL]),
     ):
-        directory = context.directory / name
+        directory = check.directory / name
         directory.mkdir()
         members = _job(2, gpus, partial(_stop_rank_1, stop, timeout_s, directory), directory)
-        outcome.require(exit_codes(members, _LONG_S) == codes, f"{name}: the exit codes of the ranks are not {codes}")
+        check.require(exit_codes(members, _LONG_S) == codes, f"{name}: the exit codes of the ranks are not {codes}")
         output = (directory / "rank_0").read_text(errors="replace")
         found = re.search(pattern, output)
-        outcome.values[name] = found[0] if found else output
-        outcome.require(bool(found), f"{name}: rank 0 does not print a message of the form {pattern!r}")
-    outcome.figure = f"{ranks} ranks: {outcome.figure}, a hang and a lost rank are named"
-    return outcome
+        check.values[name] = found[0] if found else output
+        check.require(bool(found), f"{name}: rank 0 does not print a message of the form {pattern!r}")
+    check.figure = f"{ranks} ranks: {check.figure}, a hang and a lost rank are named"
 
 
 def _describe() -> tuple[int, tuple[int, ...]]:
@@ -119,8 +129,8 @@ def _reshard(device: torch.device) -> bool:
     resharding = link.prepare(plan(_SHAPE, layouts[0], source, layouts[1], destination), torch.float32)
     right = True
     for salt in range(_TRANSFERS):
-        whole = (torch.arange(math.prod(_SHAPE), device=device).view(_SHAPE) * 37 + salt) % 251
-        part = whole[tuple(slice(*bounds) for bounds in tile)].float().contiguous()
+        full = (torch.arange(math.prod(_SHAPE), device=device).view(_SHAPE) * 37 + salt) % 251
+        part = full[tuple(slice(*bounds) for bounds in tile)].float().contiguous()
         received = resharding.start(part if sends else None).wait()
         right &= received is None if sends else torch.equal(received, part)
     link.close()

@@ -1,7 +1,7 @@
 """Processes for checks: one each, so that a crash, a hang or a lack of memory fails one check only.
 
 A forkserver that has imported torch, but has not initialized CUDA, starts a check in less than a second. The check and
-the ranks that it starts form a process group, which is killed as a whole when the check has ended.
+the ranks that it starts form a process group, which is killed when the check has ended.
 """
 
 import multiprocessing
@@ -10,78 +10,75 @@ import signal
 import tempfile
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
-from benchmarks.gpu.check import CheckContext, Outcome, Unavailable
+from tests.gpu.check import Check, Unavailable
 
-_PRELOAD = [
-    "torch.profiler",
-    "matplotlib.figure",
-    "hydra",
-    "tokenizers",
-    "gpt4d.trainer",
-    "gpt4d.planner.calibrate",
-    "gpt4d.parallel.resharding.transfer",
-]
-_LOG_CHARACTERS = 4000  # of the end of a failed check's output that are kept
+_PRELOAD = ["tests.gpu.runs"]
+_LOG_CHARACTERS = 4000  # retained end of a failed check's output
 _PROBLEM_CHARACTERS = 600
+Body = Callable[[Check], None]
 
 
-def run_isolated(target: str, context: CheckContext, limit_s: float) -> Outcome:
-    """Return the outcome of ``target``, ``module:function``, called in a process of its own.
+def run_isolated(body: Body, check: Check, limit_s: float, environment: Mapping[str, str]) -> Check:
+    """Return ``check`` as ``body(check)`` leaves it in a new process with the variables of ``environment``.
 
-    If it raises, dies or takes longer than ``limit_s`` seconds, the outcome says so, and ``values["log"]`` is the end
-    of its output. No process is left behind.
+    If ``body`` raises, dies or takes longer than ``limit_s`` seconds, ``problems`` names the reason, and
+    ``values["log"]`` has the last output of the check. No process remains.
     """
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(_PRELOAD)
     receiver, sender = forkserver.Pipe(duplex=False)
-    log = context.directory / "log"
-    process = forkserver.Process(target=_call, args=(target, context, sender, log))
-    process.start()
+    log = check.directory / "log"
+    process = forkserver.Process(target=_call, args=(body, check, sender, log, dict(environment)))
+    with patch.dict(os.environ, environment, clear=True):  # for the forkserver, if it does not run yet
+        process.start()
     sender.close()
-    outcome = None
+    result = None
     try:
         # Ranks inherit the pipe, so the end of the process is not always the end of the pipe.
         in_time = bool(wait([receiver, process.sentinel], limit_s))
         if receiver.poll():
             with suppress(EOFError):
-                outcome = cast(Outcome, receiver.recv())
+                result = cast(Check, receiver.recv())
     finally:
         process.kill()
         with suppress(ProcessLookupError):
             os.killpg(cast(int, process.pid), signal.SIGKILL)
         process.join()
-    if outcome is None:
+    if result is None:
         ended = f"the process ended with exit code {process.exitcode}"
-        outcome = Outcome(problems=[ended if in_time else f"no result within {limit_s:.0f} s"])
-    if outcome.problems and log.exists():
-        outcome.values["log"] = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
-    return outcome
+        check.problems.append(ended if in_time else f"no result within {limit_s:.0f} s")
+        result = check
+    if result.problems and log.exists():
+        result.values["log"] = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+    return result
 
 
-def _call(target: str, context: CheckContext, sender: Connection, log: Path) -> None:
+def _call(body: Body, check: Check, sender: Connection, log: Path, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     redirect_output(log)
-    tempfile.tempdir = str(context.directory)  # Files of processes that are killed are removed with it.
-    module, name = target.split(":")
+    tempfile.tempdir = str(check.directory)  # so that files of killed processes are removed with it
     try:
-        outcome = getattr(import_module(module), name)(context)
+        body(check)
     except Unavailable as error:
-        outcome = Outcome(problems=[str(error)])
+        check.problems.append(str(error))
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(problems=[describe_error(error)])
-    sender.send(outcome)
+        check.problems.append(describe_error(error))
+    sender.send(check)
 
 
 def _end_with_parent() -> None:
-    """Kill this process group if the driver dies without ending its check."""
+    """Kill this process group if pytest dies without ending its check."""
     parent: Any = multiprocessing.parent_process()
     parent.join()
     os.killpg(0, signal.SIGKILL)

@@ -3,14 +3,16 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.gpu.check import CheckContext, Outcome
-from benchmarks.gpu.ranks import in_process
-from benchmarks.gpu.speed import GPT_1B3, best_run
+import pytest
+
 from gpt4d.config import GridSizes, compose
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner import calibrate
 from gpt4d.planner.estimate import Estimate
 from gpt4d.validation import validate
+from tests.gpu.check import Check
+from tests.gpu.processes import in_process
+from tests.gpu.runs import GPT_1B3, best_run
 
 _ERROR = 0.2
 # In a rehearsal the calibration only has to run.
@@ -22,17 +24,17 @@ _SHORT = {
 }
 
 
-def check(context: CheckContext) -> Outcome:
-    best, path = best_run(context), context.directory / "here.yaml"
-    in_process(_calibrate, path, context.rehearsal)
+@pytest.mark.gpu(number=11, part=3, limit_s=150)
+def test_a_calibrated_planner_predicts_the_step_time(check: Check) -> None:
+    best, path = best_run(check), check.directory / "here.yaml"
+    in_process(_calibrate, path, check.rehearsal)
     batch = [f"train.batch_size={best['micro_batch']}", "train.precision=bf16", f"cluster={path}"]
-    config = validate(compose([*GPT_1B3.overrides(context.rehearsal), *batch]), 1).config
+    config = validate(compose([*GPT_1B3.overrides(check.rehearsal), *batch]), 1).config
     planned_s, measured_s = Estimate(config, GridSizes()).plan(best["micro_batch"]).step_time_s, best["step_time_s"]
     error = planned_s / measured_s - 1
-    values = {"planned_s": planned_s, "measured_s": measured_s, "cluster": asdict(config.cluster)}
-    outcome = Outcome(f"planned {planned_s * 1e3:.0f} ms, measured {measured_s * 1e3:.0f} ms ({error:+.0%})", values)
-    outcome.require(abs(error) <= _ERROR or context.rehearsal, f"the planned step time is off by {error:+.0%}")
-    return outcome
+    check.values = {"planned_s": planned_s, "measured_s": measured_s, "cluster": asdict(config.cluster)}
+    check.figure = f"planned {planned_s * 1e3:.0f} ms, measured {measured_s * 1e3:.0f} ms ({error:+.0%})"
+    check.require(abs(error) <= _ERROR or check.rehearsal, f"the planned step time is off by {error:+.0%}")
 
 
 def _calibrate(path: Path, rehearsal: bool) -> None:

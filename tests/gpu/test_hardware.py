@@ -1,28 +1,29 @@
-"""Check 0: versions, and whether memory and products are as fast as they should be on this device."""
+"""Check 0: versions, and the speed of memory and of products on this device."""
 
 import platform
 import shutil
 import subprocess
 
+import pytest
 import torch
 
-from benchmarks.gpu.check import CheckContext, Outcome, Unavailable
-from benchmarks.gpu.timing import device_of, seconds_of
+from tests.gpu.check import Check, Unavailable
+from tests.gpu.timing import seconds_of
 
 _OLDEST_TORCH = (2, 11)
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 256}
 # Measured rates by a part of the device's name: TB/s of a copy on the device, read and written; TFLOP/s of a product.
 _REFERENCES = {"H200": (4.3, 780.0)}
-_SHARE = 0.8  # of the reference that passes
+_SHARE = 0.8  # share of the reference that passes
 
 
-def describe(context: CheckContext) -> Outcome:
-    """Return the versions and the name of the device."""
+def describe(check: Check) -> None:
+    """Report the versions and the name of the device."""
     values = {"torch": torch.__version__, "python": platform.python_version(), "name": platform.machine()}
-    if not context.rehearsal:
+    if not check.rehearsal:
         if not torch.cuda.is_available():
-            raise Unavailable("torch finds no GPU; use a machine that has one, or device=cpu for a rehearsal")
+            raise Unavailable("torch finds no GPU; use a machine that has one, or --device=cpu for a rehearsal")
         values |= {
             "name": torch.cuda.get_device_name(0),
             "devices": torch.cuda.device_count(),
@@ -32,11 +33,13 @@ def describe(context: CheckContext) -> Outcome:
             "cudnn": torch.backends.cudnn.version(),
             "driver": _driver(),
         }
-    return Outcome(values=values)
+    check.values |= values
 
 
-def check(context: CheckContext) -> Outcome:
-    values, device = describe(context).values, device_of(context.device_type)
+@pytest.mark.gpu(number=0, part=1, limit_s=40)
+def test_copies_and_products_reach_the_rates_of_the_device(check: Check) -> None:
+    describe(check)
+    values, device = check.values, check.device
     source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     copy_s = seconds_of(lambda: target.copy_(source), device)
@@ -46,15 +49,14 @@ def check(context: CheckContext) -> Outcome:
     rates = 2 * source.nbytes / copy_s / 1e12, 2 * size**3 / product_s / 1e12
     values |= {"copy_tb_s": rates[0], "product_tflops": rates[1]}
     expected = next((rates for name, rates in _REFERENCES.items() if name in values["name"]), None)
-    outcome = Outcome(f"torch {values['torch']}, {values['name']}: {rates[0]:.3g} TB/s, {rates[1]:.4g} TFLOP/s", values)
+    check.figure = f"torch {values['torch']}, {values['name']}: {rates[0]:.3g} TB/s, {rates[1]:.4g} TFLOP/s"
     version = tuple(int(part) for part in values["torch"].split(".")[:2])
-    outcome.require(version >= _OLDEST_TORCH, f"torch {values['torch']} is too old; install 2.11 or newer")
+    check.require(version >= _OLDEST_TORCH, f"torch {values['torch']} is too old; install 2.11 or newer")
     if expected is None:
-        outcome.figure += " (no reference)"
+        check.figure += " (no reference)"
     else:
         for rate, reference, unit in zip(rates, expected, ("TB/s", "TFLOP/s"), strict=True):
-            outcome.require(rate >= _SHARE * reference, f"{rate:.3g} {unit} is below {_SHARE:.0%} of {reference:g}")
-    return outcome
+            check.require(rate >= _SHARE * reference, f"{rate:.3g} {unit} is below {_SHARE:.0%} of {reference:g}")
 
 
 def _driver() -> str | None:

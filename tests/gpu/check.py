@@ -1,4 +1,4 @@
-"""The interface of a check on a GPU: where it is, how long it may take, what it receives and returns."""
+"""A check on a GPU: a test with the marker ``gpu`` that runs in a process of its own and reports values."""
 
 import math
 from collections.abc import Iterable
@@ -6,43 +6,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 
-@dataclass(frozen=True)
+
+@dataclass
 class Check:
-    """A check. ``target`` is ``module:function``, a function from ``CheckContext`` to ``Outcome``."""
-
-    number: int
-    name: str
-    limit_s: float
-    target: str
-
-
-@dataclass(frozen=True)
-class CheckContext:
-    """Input of a check.
+    """Input and result of a check.
 
     Attributes:
-        device_type: ``cuda``, or ``cpu`` for a rehearsal: tiny sizes, and no judgement of speed or of CUDA's behavior.
+        device_type: ``cuda``, or ``cpu`` for a rehearsal: tiny sizes, without a verdict on speed or on CUDA's behavior.
         directory: temporary directory of this check alone.
         earlier: values of the checks that have run before, by number.
+        figure: a short text of the main figures.
+        values: all values, for JSON.
+        problems: reasons why the check fails.
     """
 
     device_type: str
     directory: Path
     earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
+    figure: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
 
     @property
     def rehearsal(self) -> bool:
         return self.device_type == "cpu"
-
-
-@dataclass
-class Outcome:
-    """Result of a check: a short text of its main figures, all values (for JSON), and what is wrong."""
-
-    figure: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
     def require(self, condition: bool, problem: str) -> None:
         """Add ``problem`` unless ``condition`` holds."""
@@ -59,4 +52,4 @@ def largest_difference(actual: Iterable[float | None], expected: Iterable[float 
 
 
 class Unavailable(Exception):
-    """The check cannot run on this machine. The message says why and what is needed."""
+    """The check cannot run on this machine. The message names the missing requirement."""

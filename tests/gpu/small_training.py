@@ -1,4 +1,4 @@
-"""Check 5: eight ranks on one GPU, which communicate through gloo, train as one rank does."""
+"""Training of a small GPT-2 on grids, compared with one rank. Checks 5 and 9 run it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,17 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.check import CheckContext, Outcome, largest_difference
-from benchmarks.gpu.ranks import run_ranks
-from benchmarks.gpu.timing import device_of
 from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
+from tests.gpu.check import Check, largest_difference
 
-_RANKS = 8
 _STEPS = 3
 _BOUND = 1e-4  # relative difference to one rank
 _LENGTH, _BATCH = 32, 8
@@ -24,7 +21,7 @@ _LENGTH, _BATCH = 32, 8
 
 @dataclass(frozen=True)
 class GridCase:
-    """A grid on which to train, and what the optimizer does there."""
+    """A grid on which to train, with or without sharded optimizer states."""
 
     sizes: GridSizes
     shard_states: bool = False
@@ -33,30 +30,20 @@ class GridCase:
         return f"{self.sizes}{' with sharded states' if self.shard_states else ''}"
 
 
-CASES = [GridCase(GridSizes(2, 2, 2, 1)), GridCase(GridSizes(1, 2, 2, 2), shard_states=True)]
-
-
-def check(context: CheckContext) -> Outcome:
-    device, outcome = device_of(context.device_type), Outcome()
-    backend = "cpu:gloo,cuda:gloo" if device.type == "cuda" else "gloo"
-    compare(outcome, run_ranks(_RANKS, backend, train_on_grids, CASES, device))
-    return outcome
-
-
-def compare(outcome: Outcome, answers: list[dict[str, list[float]]]) -> None:
+def compare(check: Check, answers: list[dict[str, list[float]]]) -> None:
     """Require losses and norms on all grids and ranks (``train_on_grids``) to agree with one rank's."""
     reference = answers[0].pop("one rank")
-    outcome.values["one rank"] = reference
+    check.values["one rank"] = reference
     for name in answers[0]:
         difference = max(largest_difference(answer[name], reference) for answer in answers)
-        outcome.values[f"difference on {name}"] = difference
-        outcome.require(difference < _BOUND, f"on {name} the relative difference is {difference:.1e}")
-    largest = max(value for name, value in outcome.values.items() if name.startswith("difference"))
-    outcome.figure = f"{', '.join(answers[0])} within {largest:.1e} of one rank"
+        check.values[f"difference on {name}"] = difference
+        check.require(difference < _BOUND, f"on {name} the relative difference is {difference:.1e}")
+    largest = max(value for name, value in check.values.items() if name.startswith("difference"))
+    check.figure = f"{', '.join(answers[0])} within {largest:.1e} of one rank"
 
 
 def train_on_grids(cases: list[GridCase], device: torch.device) -> dict[str, list[float]]:
-    """Return, by the name of the grid, loss and norm of each step on this rank; on rank 0 also those of one rank."""
+    """Return loss and norm of each step on this rank, by grid. Rank 0 also trains alone, as ``one rank``."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     answers = {}
@@ -79,7 +66,7 @@ def train(case: GridCase, grid: Grid, device: torch.device) -> list[float]:
 
 
 def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainStep, tuple, int]:
-    """Return the training step of a small GPT-2, this rank's part of a batch, and the tokens of the whole batch."""
+    """Return the training step of a small GPT-2, this rank's part of a batch, and the number of tokens of the batch."""
     model = GPT2Config(
         "grids", layers=2, hidden=64, heads=4, vocab_size=500, max_positions=_LENGTH, dropout=0.1, attention_dropout=0.1
     )
@@ -88,8 +75,8 @@ def build_step(case: GridCase, grid: Grid, device: torch.device) -> tuple[TrainS
     stage = build_stage(Config(model=model, train=train_config, optim=optim), grid, device)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (_BATCH, _LENGTH + 1), generator=generator)
-    whole = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH)
-    part = [tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in whole]
+    batch = tokens[:, :-1], tokens[:, 1:], torch.arange(_BATCH)
+    part = [tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard].to(device) for tensor in batch]
     documents = Documents.ending_with(0, part[0] // 20)
     return TrainStep(stage, whole_model(_loss_sum), optim), (*part, documents), _BATCH * _LENGTH
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.isolation import describe_error
+from tests.gpu.isolation import describe_error
 
 T = TypeVar("T")
-_NOTICE_S = 10.0  # for the other ranks to fail as well: their errors may be the cause
+_NOTICE_S = 10.0  # time for further ranks to fail: their errors may be the cause
 
 
 def in_process(function: Callable[..., T], *args: Any) -> T:
@@ -42,7 +42,7 @@ def _in_group(
     torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     dist.init_process_group(backend, store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
     result = function(*args)
-    dist.barrier()  # A rank that exits early breaks the others' connections.
+    dist.barrier()  # A rank that exits early breaks the connections of its peers.
     return result
 
 

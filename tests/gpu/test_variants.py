@@ -1,4 +1,4 @@
-"""Check 10: what some decisions cost, by undoing them one at a time in alternating steps of gpt_1b3."""
+"""Check 10: cost of some decisions, each reverted in alternating steps of gpt_1b3."""
 
 import statistics
 from collections import Counter
@@ -7,12 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.check import CheckContext, Outcome
-from benchmarks.gpu.speed import GPT_1B3, best_run
-from benchmarks.gpu.timing import device_of, seconds_of
 from gpt4d.config import compose
 from gpt4d.model import registry
 from gpt4d.parallel import compile
@@ -22,18 +20,22 @@ from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import TrainStep, build_stage
+from tests.gpu.check import Check
+from tests.gpu.runs import GPT_1B3, best_run
+from tests.gpu.timing import seconds_of
 
 _ROUNDS = 5
-_STEPS = {"cuda": 3, "cpu": 1}  # of each variant in a round
+_STEPS = {"cuda": 3, "cpu": 1}  # steps of each variant in a round
 _WARM_UP = 2
-_MOST = 0.05  # of a step, that a decision for precision may cost
+_MAX_COST = 0.05  # maximum share of a step that a decision for precision costs
 TODAY = "today"
-_uses: Counter[str] = Counter()  # calls of what a variant replaces
+_uses: Counter[str] = Counter()  # calls of each replaced function
 
 
-def check(context: CheckContext) -> Outcome:
-    device, micro_batch, outcome = device_of(context.device_type), best_run(context)["micro_batch"], Outcome()
-    model = GPT_1B3.overrides(context.rehearsal)
+@pytest.mark.gpu(number=10, part=3, limit_s=150)
+def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
+    device, micro_batch = check.device, best_run(check)["micro_batch"]
+    model = GPT_1B3.overrides(check.rehearsal)
     config = compose([*model, f"train.batch_size={micro_batch}", "train.precision=bf16", "optim.lr=1e-5"])
     stage = build_stage(config, Grid.single_device(), device)
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
@@ -53,15 +55,14 @@ def check(context: CheckContext) -> Outcome:
     for name in list(variants)[1:]:
         changes = [variant / today - 1 for today, variant in zip(seconds[TODAY], seconds[name], strict=True)]
         change = statistics.median(changes)
-        outcome.values[name] = {"change": change, "least": min(changes), "most": max(changes)}
+        check.values[name] = {"change": change, "min": min(changes), "max": max(changes)}
         figures.append(f"{name} {change:+.1%} ({min(changes):+.1%} to {max(changes):+.1%})")
         if name.endswith("bf16"):
-            outcome.require(_uses[name] > 0, f"{name}: the variant replaces nothing that a step calls")
+            check.require(_uses[name] > 0, f"{name}: the variant replaces nothing that a step calls")
             cost = 1 / (1 + change) - 1
-            outcome.require(cost < _MOST or context.rehearsal, f"{name}: gradients in fp32 cost {cost:.1%} of a step")
-    outcome.values |= {"micro_batch": micro_batch, "seconds": seconds}
-    outcome.figure = ", ".join(figures)
-    return outcome
+            check.require(cost < _MAX_COST or check.rehearsal, f"{name}: gradients in fp32 cost {cost:.1%} of a step")
+    check.values |= {"micro_batch": micro_batch, "seconds": seconds}
+    check.figure = ", ".join(figures)
 
 
 def _alternate(

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.check import CheckContext, Outcome
-from benchmarks.gpu.timing import device_of, synchronize
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
@@ -28,6 +27,8 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
+from tests.gpu.check import Check
+from tests.gpu.timing import synchronize
 
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # norm of the error over the norm of the reference
 _DROP = 0.1
@@ -73,8 +74,8 @@ class Values:
         """Return values whose gradient is compared."""
         return self.inputs.setdefault(f"input {len(self.inputs)}", self.normal(*shape).requires_grad_())
 
-    def pictures(self) -> torch.Tensor:
-        """Return pictures with as many channels as ``sizes.hidden``."""
+    def images(self) -> torch.Tensor:
+        """Return images with ``sizes.hidden`` channels."""
         return self.input(self.sizes.batch, 8, 8, self.sizes.hidden)
 
     def ids(self, vocabulary: int) -> torch.Tensor:
@@ -133,14 +134,14 @@ def _rms_norm(values: Values):
 
 
 def _group_norm(values: Values):
-    layer, x = Layer(GroupNormSpec(8, (values.sizes.hidden,)), values.weights), values.pictures()
+    layer, x = Layer(GroupNormSpec(8, (values.sizes.hidden,)), values.weights), values.images()
     return layer, lambda: layer(x)
 
 
 def _convolution(**options: Any) -> Case:
     def case(values: Values):
         hidden = values.sizes.hidden
-        layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.pictures()
+        layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.images()
         return layer, lambda: run_alone(layer(x))
 
     return case
@@ -210,7 +211,7 @@ CASES: dict[str, Case] = {
     "group norm": _group_norm,
     "convolution": _convolution(),
     "convolution with stride": _convolution(stride=2),
-    "convolution of enlarged pictures": _convolution(upsampling=2),
+    "convolution of enlarged images": _convolution(upsampling=2),
     "head": _head,
     "cross-entropy": _cross_entropy,
     "dropout": _dropout,
@@ -238,9 +239,10 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
     return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}
 
 
-def check(context: CheckContext) -> Outcome:
-    device, cpu, outcome = device_of(context.device_type), torch.device("cpu"), Outcome()
-    sizes, errors = SIZES[context.device_type], outcome.values.setdefault("errors", {})
+@pytest.mark.gpu(number=1, part=1, limit_s=90)
+def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
+    device, cpu = check.device, torch.device("cpu")
+    sizes, errors = SIZES[check.device_type], check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32
     for name, case in CASES.items():
         reference = compute(case, sizes, torch.float64, cpu)
@@ -250,15 +252,14 @@ def check(context: CheckContext) -> Outcome:
                 error = ((value.to(cpu, torch.float64) - exact).norm() / exact.norm()).item()
                 errors.setdefault(str(dtype).removeprefix("torch."), {})[f"{name}: {tensor}"] = error
                 # A negated comparison: NaN is a problem.
-                outcome.require(error < bound, f"{name} in {dtype}: {tensor} has a relative error of {error:.1e}")
+                check.require(error < bound, f"{name} in {dtype}: {tensor} has a relative error of {error:.1e}")
     largest = {dtype: max(of_dtype.values()) for dtype, of_dtype in errors.items()}
-    outcome.figure = "errors up to " + ", ".join(f"{error:.1e} in {dtype}" for dtype, error in largest.items())
-    _check_bits(outcome, device)
-    _check_kernels(outcome, sizes, device)
-    return outcome
+    check.figure = "errors up to " + ", ".join(f"{error:.1e} in {dtype}" for dtype, error in largest.items())
+    _check_bits(check, device)
+    _check_kernels(check, sizes, device)
 
 
-def _check_bits(outcome: Outcome, device: torch.device) -> None:
+def _check_bits(check: Check, device: torch.device) -> None:
     """Require initial weights and dropout masks to have the same bits as on the CPU."""
     config = GPT2Config(layers=2, hidden=64, heads=4, vocab_size=1000, max_positions=64)
     streams = [ShardedWeights(Grid.single_device(), device=place) for place in (torch.device("cpu"), device)]
@@ -266,16 +267,16 @@ def _check_bits(outcome: Outcome, device: torch.device) -> None:
     for model in models:
         initialize(model, 1, model.context.grid)
     for (name, expected), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        outcome.require(torch.equal(expected, actual.cpu()), f"the initial values of {name} differ from the CPU's")
+        check.require(torch.equal(expected, actual.cpu()), f"the initial values of {name} differ from the CPU's")
     rows = random.fold(_KEY, torch.arange(1000))
     for columns, offset in ((256, 0), (101, 3)):
         expected, actual = (random.keep_mask(rows.to(place), columns, offset, _DROP) for place in ("cpu", device))
-        outcome.require(torch.equal(expected, actual.cpu()), f"a dropout mask from column {offset} differs")
+        check.require(torch.equal(expected, actual.cpu()), f"a dropout mask from column {offset} differs")
 
 
-def _check_kernels(outcome: Outcome, sizes: Sizes, device: torch.device) -> None:
+def _check_kernels(check: Check, sizes: Sizes, device: torch.device) -> None:
     """Require attention in bf16, causal and of documents, to use a fused kernel, for documents one without a mask."""
-    kernels = outcome.values["attention_kernels"] = {}
+    kernels = check.values["attention_kernels"] = {}
     names_of_kernels = {"attention": ("flash", "cudnn", "attn_fwd")}
     if torch.version.hip is None:
         names_of_kernels["attention of documents"] = ("flash",)
@@ -290,4 +291,4 @@ def _check_kernels(outcome: Outcome, sizes: Sizes, device: torch.device) -> None
         names = sorted({event.name for event in events})
         fused = [name for name in names if any(part in name.lower() for part in parts)]
         kernels[case] = fused
-        outcome.require(bool(fused), f"{case} in bf16 uses no {' or '.join(parts)} kernel, but {', '.join(names)}")
+        check.require(bool(fused), f"{case} in bf16 uses no {' or '.join(parts)} kernel, but {', '.join(names)}")

@@ -6,10 +6,6 @@ from collections.abc import Callable
 import torch
 
 
-def device_of(device_type: str) -> torch.device:
-    return torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

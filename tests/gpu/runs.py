@@ -1,15 +1,15 @@
-"""Training runs of checks, through the configuration and the trainer, and what they leave in metrics.jsonl."""
+"""Training runs of checks, through the configuration and the trainer, and their lines in metrics.jsonl."""
 
 import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.gpu.ranks import in_process
 from gpt4d.checkpoint.run import RunCheckpoints
 from gpt4d.config import compose
 from gpt4d.data.tokenizers import END_OF_TEXT
@@ -17,6 +17,8 @@ from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
+from tests.gpu.check import Check, Unavailable
+from tests.gpu.processes import in_process
 
 # A model for rehearsals, which trains on sequences of 32 tokens.
 TINY_VOCABULARY = 300
@@ -37,13 +39,37 @@ _COMMON = [
     "logging.sample_tokens=0",
     "optim.warmup_steps=5",
 ]
+_CORPUS_TOKENS = {"cuda": 400_000, "cpu": 20_000}
 Prepare = Callable[[Trainer], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to train, its microbatches, and the minimum MFU that passes."""
+
+    model: str
+    length: int
+    micro_batches: tuple[int, ...]
+    mfu: float
+    vocabulary: int = 50257
+
+    def overrides(self, rehearsal: bool) -> list[str]:
+        """Return the overrides that select the model and the length of its sequences."""
+        return TINY_MODEL if rehearsal else [f"model={self.model}", f"train.seq_len={self.length}"]
+
+    def write_corpus(self, check: Check) -> list[str]:
+        vocabulary = TINY_VOCABULARY if check.rehearsal else self.vocabulary
+        return write_corpus(check.directory, vocabulary, _CORPUS_TOKENS[check.device_type])
+
+
+GPT_1B3 = Workload("gpt_1b3", 2048, (4, 8, 16), 0.45)
+GPT_125M = Workload("gpt_125m", 1024, (16, 32, 64), 0.25)
 
 
 def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
     """Write random documents and their tokenizer, and return the overrides that select them.
 
-    All ``vocabulary`` token ids occur alike, so that the time of the embedding is that of real text or more.
+    All ``vocabulary`` token ids occur alike, so that the embedding takes at least the time of real text.
     """
     words = [END_OF_TEXT, *(f"w{token}" for token in range(1, vocabulary))]
     tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=END_OF_TEXT))
@@ -103,3 +129,10 @@ def losses(run_dir: Path) -> dict[int, float | None]:
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in metric_lines(run_dir) if line.get("event") == name]
+
+
+def best_run(check: Check) -> dict[str, Any]:
+    """Return the fastest run of check 6. Raises Unavailable without a result of check 6."""
+    if "best" not in check.earlier.get(6, {}):
+        raise Unavailable("check 6 has no result; run --part=2 before")
+    return check.earlier[6]["best"]

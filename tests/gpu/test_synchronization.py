@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 
-from benchmarks.gpu import runs
-from benchmarks.gpu.check import CheckContext, Outcome
-from benchmarks.gpu.timing import device_of
 from gpt4d.trainer import Trainer
+from tests.gpu import runs
+from tests.gpu.check import Check
 
 _WARM_UP, _STEPS = 2, 3
 _RUNS = {
@@ -19,18 +19,18 @@ _RUNS = {
 }
 
 
-def check(context: CheckContext) -> Outcome:
-    device, outcome = device_of(context.device_type), Outcome()
-    model = runs.TINY_MODEL if context.rehearsal else []
-    corpus = runs.write_corpus(context.directory, runs.TINY_VOCABULARY if context.rehearsal else 4096, 30_000)
+@pytest.mark.gpu(number=2, part=1, limit_s=60)
+def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
+    device = check.device
+    model = runs.TINY_MODEL if check.rehearsal else []
+    corpus = runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 30_000)
     for name, overrides in _RUNS.items():
-        run_dir = context.directory / name
-        # Metrics are read a step later, as in training; logging a step would need its values at once.
+        run_dir = check.directory / name
+        # Metrics are read a step later, as in training; a logged step needs its values at once.
         steps = [f"train.steps={_WARM_UP + _STEPS}", "logging.every=100", "train.precision=bf16"]
         runs.train([*model, *corpus, *overrides, *steps, f"run.dir={run_dir}"], device, _reject_synchronization)
-        outcome.values[name] = runs.losses(run_dir)
-    outcome.figure = f"{_STEPS} steps each with {' and '.join(_RUNS)}"
-    return outcome
+        check.values[name] = runs.losses(run_dir)
+    check.figure = f"{_STEPS} steps each with {' and '.join(_RUNS)}"
 
 
 def _reject_synchronization(trainer: Trainer) -> None:

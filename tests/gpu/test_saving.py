@@ -4,36 +4,38 @@ import shutil
 import time
 from pathlib import Path
 
-from benchmarks.gpu import runs
-from benchmarks.gpu.check import CheckContext, Outcome, Unavailable, largest_difference
-from benchmarks.gpu.ranks import in_process
-from benchmarks.gpu.speed import GPT_1B3
-from benchmarks.gpu.timing import device_of
+import pytest
+
 from gpt4d.checkpoint import storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes, compose
 from gpt4d.model import registry
 from gpt4d.planner.workload import training_state
 from gpt4d.trainer import Trainer
+from tests.gpu import runs
+from tests.gpu.check import Check, Unavailable, largest_difference
+from tests.gpu.processes import in_process
+from tests.gpu.runs import GPT_1B3
 
 _STEPS, _SAVED = 10, 5
 _BOUND = 1e-3  # relative difference of a loss after resuming; a run promises no bits without train.deterministic
 _SPACE = 1.2  # times the size of the checkpoint
 
 
-def check(context: CheckContext) -> Outcome:
-    outcome, device = Outcome(), device_of(context.device_type)
+@pytest.mark.gpu(number=8, part=2, limit_s=180)
+def test_a_checkpoint_of_gpt_1b3_is_intact_and_resumes(check: Check) -> None:
+    device = check.device
     overrides = [
-        *GPT_1B3.overrides(context.rehearsal),
-        *GPT_1B3.write_corpus(context),
+        *GPT_1B3.overrides(check.rehearsal),
+        *GPT_1B3.write_corpus(check),
         f"train.batch_size={GPT_1B3.micro_batches[0]}",
         f"train.steps={_STEPS}",
         "train.precision=bf16",
         "logging.every=1",
         f"checkpoint.every={_SAVED}",
     ]
-    require_space(context, overrides)
-    run_dirs = {name: context.directory / name for name in ("uninterrupted", "resumed")}
+    require_space(check, overrides)
+    run_dirs = {name: check.directory / name for name in ("uninterrupted", "resumed")}
     runs.train([*overrides, f"run.dir={run_dirs['uninterrupted']}"], device, _save_once)
     (saved,) = runs.events(run_dirs["uninterrupted"], "checkpoint")
     checkpoint = Path(saved["path"])
@@ -46,9 +48,9 @@ def check(context: CheckContext) -> Outcome:
     expected, actual = (runs.losses(run_dir) for run_dir in run_dirs.values())
     assert list(actual) == list(range(_SAVED + 1, _STEPS + 1)), f"the resumed run has the steps {list(actual)}"
     difference = largest_difference(actual.values(), list(expected.values())[_SAVED:])
-    outcome.require(difference <= _BOUND, f"losses after resuming differ by up to {difference:.1e}")
+    check.require(difference <= _BOUND, f"losses after resuming differ by up to {difference:.1e}")
     step_times = {line["step"]: line["step_time_s"] for line in runs.logged_steps(run_dirs["uninterrupted"])}
-    outcome.values = {
+    check.values = {
         "blocked_s": saved["blocked_s"],
         "seconds": saved["seconds"],
         "bytes": sum(path.stat().st_size for path in checkpoint.iterdir()),
@@ -57,12 +59,11 @@ def check(context: CheckContext) -> Outcome:
         "difference": difference,
         "step_times_s": step_times,
     }
-    gigabytes = outcome.values["bytes"] / 1e9
-    outcome.figure = (
+    gigabytes = check.values["bytes"] / 1e9
+    check.figure = (
         f"{gigabytes:.3g} GB in {saved['seconds']:.1f} s, training blocked for {saved['blocked_s']:.2f} s, "
         f"losses within {difference:.1e}"
     )
-    return outcome
 
 
 def _count_tensors(path: Path) -> int:
@@ -72,19 +73,19 @@ def _count_tensors(path: Path) -> int:
     return len(checkpoint.files.tensors)
 
 
-def require_space(context: CheckContext, overrides: list[str]) -> None:
+def require_space(check: Check, overrides: list[str]) -> None:
     """Raise Unavailable if the disk is too small for a checkpoint of the configuration."""
     config = compose(overrides)
     state = training_state(registry.describe(config.model), GridSizes(), shard_states=False)
     needed = _SPACE * (state["weights"] + state["optimizer"])
-    free = shutil.disk_usage(context.directory).free
+    free = shutil.disk_usage(check.directory).free
     if free < needed:
         raise Unavailable(
-            f"{context.directory.parent} has {free / 1e9:.0f} GB of free space for a checkpoint of "
+            f"{check.directory.parent} has {free / 1e9:.0f} GB of free space for a checkpoint of "
             f"{needed / 1e9:.0f} GB; set TMPDIR to a directory with more"
         )
 
 
 def _save_once(trainer: Trainer) -> None:
-    """Save in the middle only: the save at a run's end would take as long again, and nothing would run beside it."""
+    """Save in the middle only: a save at the run's end doubles the time of the check and overlaps with nothing."""
     runs.save_only_at(_SAVED)
