@@ -1,1 +1,1 @@
-"""Tools of the tests and the benchmarks: virtual devices, and the measured memory of a function."""
+"""Tools of the tests and the benchmarks: virtual devices, counted kernels and measured memory."""

@@ -150,8 +150,8 @@ def intra_host_bytes(operation: str, nbytes: float, ranks: Sequence[int], rank: 
     """Return the bytes that ``rank`` sends to ranks of its own host.
 
     In a ring of G ranks the ranks of a host are adjacent, and each rank sends the same volume to the next rank. An
-    all-reduce sends 2·(G-1)/G of the tensor, an all-gather or a reduce-scatter (G-1)/G of the full tensor, and a
-    broadcast, a scatter or a reduction to one rank the full tensor. A group that spans hosts also sends this volume
+    all-reduce sends 2·(G-1)/G of the tensor, an all-gather or a reduce-scatter (G-1)/G of the full tensor. A broadcast,
+    a scatter or a reduction to one rank sends the full tensor. A group that spans hosts also sends this volume
     inside each host; a group with a single rank per host sends nothing there. In an all-to-all each rank sends 1/G of
     its tensor to each peer on its host. A message counts at its sender.
 

@@ -136,7 +136,7 @@ def test_collective_starts_when_the_device_has_computed(process_group, operation
 
 
 class LatePeer:
-    """The other rank of shared memory, which is late for every collective."""
+    """The peer in shared memory, which is late for every collective."""
 
     def __init__(self, source: FakeTime, late_s: float):
         self.source, self.late_s = source, late_s
@@ -273,7 +273,7 @@ def all_reduce_in_host(variant: int) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("variant", range(len(ALL_REDUCES)))
 def test_all_ways_to_exchange_data_in_a_host_take_the_same_time(ranks, variant):
-    nbytes = 4 * LARGE[0] * LARGE[1]  # of which each rank of two sends the whole: 2·(G-1)/G = 1
+    nbytes = 4 * LARGE[0] * LARGE[1]  # each of two ranks sends 2·(G-1)/G = 1 times this size
     for waited, _ in ranks.run(2, all_reduce_in_host, variant):
         assert waited == pytest.approx(nbytes / 1e6)
 
