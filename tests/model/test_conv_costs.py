@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
 from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.init import initialize
@@ -36,6 +35,7 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep
+from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives

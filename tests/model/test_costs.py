@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
@@ -20,6 +19,7 @@ from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
