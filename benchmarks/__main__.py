@@ -10,8 +10,10 @@ from gpt4d.runtime.errors import one_line_errors
 
 def main(arguments: list[str]) -> None:
     names = [module.name for module in iter_modules(experiments.__path__)]
-    if not arguments or arguments[0] not in names:
-        raise ConfigError(f"{' '.join(arguments[:1])}: not a benchmark; use one of {', '.join(names)}")
+    if not arguments:
+        raise ConfigError(f"no benchmark is named; use one of {', '.join(names)}")
+    if arguments[0] not in names:
+        raise ConfigError(f"{arguments[0]}: not a benchmark; use one of {', '.join(names)}")
     driver.run(*arguments)
 
 

@@ -12,6 +12,8 @@ A benchmark is a module of ``benchmarks.experiments`` with
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from benchmarks import report
 from benchmarks.cluster import EmulatedCluster
@@ -22,10 +24,7 @@ from benchmarks.settings import DeviceConfig, read_settings
 def run(name: str, *arguments: str) -> None:
     """Run the benchmark ``name`` and write its results and its plot after each case."""
     benchmark = import_module(f"benchmarks.experiments.{name}")
-    if hasattr(benchmark, "read_settings"):
-        settings = benchmark.read_settings(list(arguments))
-    else:
-        settings = read_settings(benchmark.Settings, list(arguments))
+    settings = settings_of(benchmark, list(arguments))
     # A continued run completes the results of the command without ``continued``.
     words = [argument for argument in arguments if not argument.startswith("continued=")]
     command = " ".join(["python -m benchmarks", name, *words])
@@ -37,6 +36,13 @@ def run(name: str, *arguments: str) -> None:
         figure = benchmark.plot(settings, results) if hasattr(benchmark, "plot") else None
         if figure is not None:
             figure.savefig(out.with_suffix(".png"), dpi=120)
+
+
+def settings_of(benchmark: ModuleType, arguments: list[str]) -> Any:
+    """Return the settings of a benchmark from its arguments. Raises ConfigError for others."""
+    if hasattr(benchmark, "read_settings"):
+        return benchmark.read_settings(arguments)
+    return read_settings(benchmark.Settings, arguments)
 
 
 def measure(settings: DeviceConfig, specs: Sequence[WorkerSpec]) -> list[dict]:

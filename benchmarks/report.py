@@ -93,6 +93,19 @@ def bars(rows: list[dict], title: str) -> Any:
     rows = counting(rows)
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
+    draw_bars(axes, rows, [f"{row['family']} {row['name']}" for row in rows])
+    axes.set_xlabel("seconds (median, min–max)")
+    axes.set_title(title)
+    families = {row["family"] for row in rows}
+    waiting = {axis for row in rows for axis in row.get("exposed_s", ())}
+    legend = [Patch(color=color, label=family) for family, color in _COLORS.items() if family in families]
+    legend += [Patch(color=color, label=f"waiting for {a}") for a, color in _WAIT_COLORS.items() if a in waiting]
+    figure.legend(handles=legend, loc="outside lower center", ncols=4)
+    return figure
+
+
+def draw_bars(axes: Any, rows: list[dict], labels: list[str]) -> None:
+    """Draw a bar and its spread per row; the waits per axis, if known, are stacked inside the bar."""
     places = range(len(rows))
     for place, row in zip(places, rows, strict=True):
         exposed = row.get("exposed_s", {})
@@ -103,14 +116,6 @@ def bars(rows: list[dict], title: str) -> Any:
             start += seconds
         spread = [[row["median_s"] - row["min_s"]], [row["max_s"] - row["median_s"]]]
         axes.errorbar(row["median_s"], place, xerr=spread, fmt="none", ecolor="black", capsize=3)
-    axes.set_yticks(places, [f"{row['family']} {row['name']}" for row in rows])
+    axes.set_yticks(places, labels, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.set_xlabel("seconds (median, min–max)")
-    axes.set_title(title)
-    families = {row["family"] for row in rows}
-    waiting = {axis for row in rows for axis in row.get("exposed_s", ())}
-    legend = [Patch(color=color, label=family) for family, color in _COLORS.items() if family in families]
-    legend += [Patch(color=color, label=f"waiting for {a}") for a, color in _WAIT_COLORS.items() if a in waiting]
-    figure.legend(handles=legend, loc="outside lower center", ncols=4)
-    return figure

@@ -1,6 +1,6 @@
 """The workloads of the benchmarks, equal for all frameworks: models, batches, initial weights and AdamW."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -188,6 +188,13 @@ def our_stage(grid: Grid, model: ModelConfig, device: torch.device | None = None
 def initial_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the global tensors with which all frameworks start."""
     return {name: p.detach() for name, p in our_stage(Grid.single_device(), model).module.named_parameters()}
+
+
+def with_states(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters and the tensors of the optimizer's states."""
+    yield from parameters
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def sequences(share: int, shares: int, config: GPT2Config, batch: int) -> tuple[torch.Tensor, ...]:

@@ -1,13 +1,15 @@
-"""Every command for train.py and the planner in README and docs is valid: its dry run or its answer is printed."""
+"""Every command for train.py, the planner and the benchmarks in README and docs is valid."""
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks import driver
 from gpt4d import dry_run
 from gpt4d.config import compose
 from gpt4d.planner import __main__ as planner
@@ -44,11 +46,12 @@ def world_size_of(command: str) -> int:
 COMMANDS = [command for command in documented_commands() if "…" not in command and "benchmarks" not in command]
 RUNS = [command for command in COMMANDS if "train.py" in command or "scripts/slurm/" in command]
 TRAINING = [command for command in RUNS if not re.search(" -m | --help| --cfg", command)]
+BENCHMARKS = sorted({c for c in documented_commands() if c.startswith("python -m benchmarks ") and "…" not in c})
 PLANNING = [c for c in COMMANDS if c.startswith("python -m gpt4d.planner ")]
 
 
 def test_the_commands_are_found():
-    assert len(TRAINING) >= 20 and len(PLANNING) >= 5
+    assert len(TRAINING) >= 20 and len(PLANNING) >= 5 and len(BENCHMARKS) >= 20
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,12 @@ def test_a_documented_run_has_a_dry_run(command, directory, monkeypatch):
     config = compose([word for word in overrides if word != "cluster=mine"] + ["run.dry=true"])
     plan = validate(config, config.run.world_size or world_size_of(command))
     assert "nothing was started" in dry_run.report(plan, config)
+
+
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_a_documented_benchmark_reads_its_arguments(command):
+    name, *arguments = arguments_of(command, "benchmarks")
+    driver.settings_of(import_module(f"benchmarks.experiments.{name}"), arguments)
 
 
 @pytest.mark.full

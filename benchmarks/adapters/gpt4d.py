@@ -18,6 +18,7 @@ from benchmarks.workloads import (
     gpt_workload,
     inputs_and_upstream,
     take_gradient_norms,
+    with_states,
 )
 from gpt4d.config import Config, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
@@ -89,10 +90,8 @@ class Training:
         return {"loss": self.loss.item(), "exposed_s": exposed}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that exist between steps."""
-        yield from self.stage.module.parameters()
-        for state in self.train_step.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        """Return the tensors that exist between steps."""
+        return with_states(self.stage.module.parameters(), self.train_step.optimizer)
 
 
 def squared_error(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

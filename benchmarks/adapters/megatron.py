@@ -8,6 +8,7 @@ computed as megatron does (each shard once, summed over the tensor-parallel grou
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,15 @@ import torch.nn.functional as F
 from benchmarks.adapters.torch_gpt import adamw, torch_state_dict
 from benchmarks.settings import WorkerConfig, parse_sizes
 from benchmarks.worker import Contender, repeat_step, share_process_groups
-from benchmarks.workloads import OPTIM, OneDeviceConfig, StagesConfig, Workload, gpt_workload, initial_weights
+from benchmarks.workloads import (
+    OPTIM,
+    OneDeviceConfig,
+    StagesConfig,
+    Workload,
+    gpt_workload,
+    initial_weights,
+    with_states,
+)
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.testing.virtual_device import VirtualDevice
 
@@ -188,11 +197,9 @@ class MegatronStage:
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that exist between steps."""
-        for parameter in self.parameters:
-            yield from (parameter, parameter.main_grad)
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        """Return the tensors that exist between steps."""
+        gradients = (parameter.main_grad for parameter in self.parameters)
+        return with_states(chain(self.parameters, gradients), self.optimizer)
 
 
 class MegatronTraining(MegatronStage):

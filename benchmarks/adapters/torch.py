@@ -21,7 +21,7 @@ from benchmarks.adapters.torch_gpt import TorchGPT, adamw, build_torch_gpt
 from benchmarks.adapters.torch_stages import stages  # noqa: F401 – a function of this adapter
 from benchmarks.settings import WorkerConfig
 from benchmarks.worker import Contender, repeat_step, share_process_groups
-from benchmarks.workloads import OPTIM, UNET, OneDeviceConfig, gpt_workload, initial_weights, our_stage
+from benchmarks.workloads import OPTIM, UNET, OneDeviceConfig, gpt_workload, initial_weights, our_stage, with_states
 from gpt4d.parallel.grid import Grid
 from gpt4d.testing.virtual_device import VirtualDevice
 
@@ -181,10 +181,8 @@ class PlainTraining:
         return lambda: {"loss": loss.item()}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that exist between steps."""
-        yield from self.module.parameters()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        """Return the tensors that exist between steps."""
+        return with_states(self.module.parameters(), self.optimizer)
 
 
 class Logits(nn.Module):

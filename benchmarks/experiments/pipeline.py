@@ -273,24 +273,14 @@ def plot(settings: Settings, results: dict) -> Any:
     cases = results["cases"]
     height = 1.4 + 0.22 * max(len(case["rows"]) for case in cases)
     figure = Figure(figsize=(5.2 * len(cases), height), layout="constrained")
-    colors = {"ours": "#7a9cc6", "torch": "#b7b7b7", "megatron-core": "#9fbf9f"}
     for panel, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
-        rows = report.counting(case["rows"])
-        places = range(len(rows))
-        spread = [[row["median_s"] - row["min_s"] for row in rows], [row["max_s"] - row["median_s"] for row in rows]]
-        panel.barh(
-            places,
-            [row["median_s"] for row in rows],
-            color=[colors[row["family"]] for row in rows],
-            xerr=spread,
-            error_kw={"capsize": 2},
-        )
+        # Waits inside an action are part of its time in these plots.
+        rows = [row | {"exposed_s": {}} for row in report.counting(case["rows"])]
+        labels = [row["name"] if row["family"] == "ours" else f"{row['family']} {row['name']}" for row in rows]
+        report.draw_bars(panel, rows, labels)
         predicted = [(row["predicted_s"], place) for place, row in enumerate(rows) if "predicted_s" in row]
         if predicted:
             panel.plot(*zip(*predicted, strict=True), "k|", markersize=9)
-        labels = [row["name"] if row["family"] == "ours" else f"{row['family']} {row['name']}" for row in rows]
-        panel.set_yticks(places, labels, fontsize=7)
-        panel.invert_yaxis()
         panel.set_xlabel("seconds per step; marks: predicted")
         panel.set_title(f"{case['stages']} stages of {case['grid']}, {case['microbatches']} microbatches", fontsize=10)
     return figure
