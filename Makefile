@@ -14,7 +14,7 @@ test: lint
 
 # Tests that start neither ranks nor other processes.
 test-fast: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -m "not ranks and not slow and not full" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not ranks and not slow and not full and not gpu" $(ARGS)
 
 # All tests, with the full products of options that `make test` samples.
 test-full: lint
@@ -32,10 +32,10 @@ FAULTS ?= 100
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m tests.soak faults=$(FAULTS) $(ARGS)
 
-# Results, speed and failures on a machine with a GPU, in three parts of eight minutes.
+# Results, speed and failures on a machine with a GPU: tests/gpu, in three parts of eight minutes.
 DEVICE ?= cuda
 gpu-check: $(VENV)/installed
-	$(VENV)/bin/python -m benchmarks.gpu_check device=$(DEVICE) $(ARGS)
+	$(VENV)/bin/python -m pytest -vv --no-header -m gpu tests/gpu --device=$(DEVICE) $(ARGS)
 
 # The pages and the API reference in build/site. A link that leads nowhere or a wrong docstring is an error.
 docs: $(DOCS_VENV)/installed

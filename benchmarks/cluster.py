@@ -61,8 +61,8 @@ class EmulatedCluster:
             _ip(f"-n {host} link set uplink up")
             self._set_congestion_control(host, f"{_SUBNET}.{index + 1}")
             _ip(f"-n {self.switch} link set {port} master bridge up")
-            self._limit_rate(host, "uplink")  # what the host sends
-            self._limit_rate(self.switch, port)  # what the host receives
+            self._limit_rate(host, "uplink")  # traffic from the host
+            self._limit_rate(self.switch, port)  # traffic to the host
 
     def _set_congestion_control(self, host: str, address: str) -> None:
         """Set the host's TCP congestion control, so that results do not depend on this machine's tuning.

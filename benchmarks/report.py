@@ -6,17 +6,18 @@ import platform
 import statistics
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 _COLORS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f", "plain": "#d9c89e"}
 _WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#8c564b"}
 
 
 def row(family: str, name: str, answers: list[dict]) -> dict:
-    """Return one contender's median step time, minimum, maximum, every repeat, and the other keys of its answers.
+    """Return one contender's median step time, minimum, maximum, every repeat, and further keys of its answers.
 
-    A key ending in ``_s`` or ``_share`` is its median, or that of each item, such as the wait for each axis in
-    ``exposed_s``; any other key is the last step's value. Turns on virtual devices in which the processor was the
-    bottleneck do not count: ``not_counted`` is their number. If none counts, the row has no figures.
+    The value of a key that ends in ``_s`` or ``_share`` is its median, or the median of each item, such as the wait for
+    each axis in ``exposed_s``. The value of any other key is its last value. Runs on virtual devices in which the
+    processor was the bottleneck do not count: ``not_counted`` is their number. If no run counts, there are no figures.
     """
     result: dict = {"family": family, "name": name}
     counted = [answer for answer in answers if not answer.get("cpu_bound")]
@@ -57,9 +58,9 @@ def machine(*packages: str) -> dict:
     return {"arch": platform.machine(), "cores": os.cpu_count(), "versions": versions}
 
 
-def write(out: Path, command: str, machine_info: dict, rows: list[dict], **settings) -> None:
-    """Write ``out``.json: the command that reproduces it, the machine, the settings, one row per contender."""
-    document = {"command": command, "machine": machine_info, **settings, "rows": rows}
+def write(out: Path, command: str, machine_info: dict, **results) -> None:
+    """Write ``out``.json: the command that reproduces the results, the machine, and the results."""
+    document = {"command": command, "machine": machine_info, **results}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
@@ -68,7 +69,7 @@ def line(row: dict) -> str:
     """Format a row as one line of text."""
     text = f"{row['family']:13} {row['name']:28} "
     if "median_s" not in row:
-        return f"{text}no turn counts: the processor was the bottleneck in all {row['not_counted']}"
+        return f"{text}no run counts: the processor was the bottleneck in all {row['not_counted']}"
     text += f"{row['median_s']:.3f} s ({row['min_s']:.3f}–{row['max_s']:.3f})"
     if "loss" in row:
         text += f"  loss {row['loss']:.6f}"
@@ -77,12 +78,12 @@ def line(row: dict) -> str:
     if "busy_s" in row:
         text += f"  computing: {row['busy_s']:.2f}, host late {row['host_late_share']:.1%}"
     if row.get("not_counted"):
-        text += f"  turns not counted: {row['not_counted']}"
+        text += f"  runs not counted: {row['not_counted']}"
     return text
 
 
-def bars(rows: list[dict], out: Path, title: str) -> None:
-    """Draw ``out``.png: a bar and its spread per row; the waits per axis, if known, are stacked inside the bar.
+def bars(rows: list[dict], title: str) -> Any:
+    """Return a figure with a bar and its spread per row; the waits per axis, if known, are stacked inside the bar.
 
     Rows without figures are left out.
     """
@@ -112,4 +113,4 @@ def bars(rows: list[dict], out: Path, title: str) -> None:
     legend = [Patch(color=color, label=family) for family, color in _COLORS.items() if family in families]
     legend += [Patch(color=color, label=f"waiting for {a}") for a, color in _WAIT_COLORS.items() if a in waiting]
     figure.legend(handles=legend, loc="outside lower center", ncols=4)
-    figure.savefig(out.with_suffix(".png"), dpi=120)
+    return figure

@@ -19,7 +19,7 @@ from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.stats import now, seconds_between
-from gpt4d.parallel.engine.interleave import Turn
+from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.pipeline import trace
 from gpt4d.runtime.consensus import all_gather_json
@@ -205,7 +205,7 @@ class _LayerRecorder:
                 if in_turns:
                     self._end(name, phase)
                     inside = False
-                await Turn()
+                await YieldPoint()
                 if in_turns:
                     self._begin(name, phase)
                     inside = True

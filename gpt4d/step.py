@@ -65,7 +65,7 @@ def build_stage(
     weights = ShardedWeights(context, dtype, device)
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))
-    weights.keep_whole(description.whole_weights)
+    weights.replicate(description.replicated_weights)
     if initialized:
         initialize(module, train.seed, grid)
     cached = description.weights_of(description.cached_units(config.parallel.cache_layers))
@@ -77,10 +77,10 @@ def build_stage(
         module=module,
         parts=parts,
         layer_weights={place: whole.stage([part]).layer_weights(context.recompute) for place, part in bounds.items()},
-        terms=dict(description.contributions),
+        contributions=dict(description.contributions),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
-        chunk_terms=description.chunk_terms(config.parallel.chunks),
+        chunk_contributions=description.chunk_contributions(config.parallel.chunks),
     )
     if plan is not None and plan.virtual_stages > 1:
         stage.crossing = plan.crossing

@@ -1,14 +1,10 @@
-import os
 import random
 import signal
 
 import pytest
 
-# Nothing in the tests may reach a network, or use a GPU of the machine; and a rank computes on one thread, as on a
-# shared machine.
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_SILENT="true", OMP_NUM_THREADS="1")
-os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
-
+# Before anything that reads the environment.
+import tests.environment  # noqa: F401 # isort: split
 from gpt4d.config import Config, compose
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from tests.rank_pool import RankPool, start_forkserver

@@ -105,7 +105,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
             ["parallel.cache_scope=step"],
             "parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all",
         ),
-        (1, ["parallel.whole_layers=5"], "parallel.whole_layers=5: not a number of blocks; use 0 to 4"),
+        (1, ["parallel.replicated_layers=5"], "parallel.replicated_layers=5: not a number of blocks; use 0 to 4"),
         (1, ["cluster.hidden=1.5"], "cluster.hidden=1.5: use a value of at most 1"),
         (1, ["model.dropout=1.0"], "model.dropout=1.0"),
         (1, ["data.tokenizer_vocab=5000"], "data.tokenizer_vocab=5000: more than model.vocab_size=4096"),

@@ -122,7 +122,7 @@ def test_20_steps_of_a_qwen3_equal_its_serial_run_and_send_the_planned_bytes(ran
         ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
         full(
             (
-                "parallel.whole_layers=1",
+                "parallel.replicated_layers=1",
                 "parallel.cache_layers=all",
                 "parallel.cache_scope=step",
                 "train.micro_batch_size=1",
@@ -142,10 +142,10 @@ def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_r
     assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 1, 2, 2))
 
 
-@pytest.mark.parametrize("order", [full("x"), "y"])
+@pytest.mark.parametrize("order", [full("xy"), "yx"])
 def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order):
     losses, norms = losses_and_norms(serial_run(tiny))
-    words = ("parallel.d1=2", "parallel.d2=4", f"parallel.innermost={order}", "model.vocab_multiple=16")
+    words = ("parallel.d1=2", "parallel.d2=4", f"parallel.rank_order={order}", "model.vocab_multiple=16")
     config = tiny("parallel.mode=atp", "parallel.chunks=2", "parallel.sequence_parallel=true", *words)
     ranks.run(8, train_in_rank, config)
     on_the_mesh = losses_and_norms(metric_lines(config.run.dir))
@@ -170,12 +170,12 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
         (
             "parallel.cache_layers=all",
             "parallel.cache_scope=step",
-            "parallel.whole_layers=1",
+            "parallel.replicated_layers=1",
             "train.micro_batch_size=1",
             "train.activation_checkpointing=full",
             "model.dropout=0.1",
         ),
-        full(("parallel.whole_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full")),
+        full(("parallel.replicated_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full")),
         ("parallel.chunks=2", "train.activation_checkpointing=full", "train.precision=bf16", "model.dropout=0.1"),
         full(
             (
@@ -230,7 +230,7 @@ def test_a_run_resumes_with_other_states_sharded_and_other_weights_whole(ranks, 
     for steps, world, overrides in (
         (7, 4, ["parallel.gy=2", "optim.shard_states=true"]),
         (14, 2, ["parallel.gx=2"]),
-        (20, 4, ["parallel.gz=2", "parallel.whole_layers=1", "optim.shard_states=true"]),
+        (20, 4, ["parallel.gz=2", "parallel.replicated_layers=1", "optim.shard_states=true"]),
     ):
         # Without a validation, nothing comes between the last update and the checkpoint.
         run = tiny(*overrides, f"train.steps={steps}", "optim.schedule_steps=20", "train.validation_batches=0")

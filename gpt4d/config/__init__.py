@@ -6,7 +6,7 @@
 from gpt4d.config.checks import (
     Divisibility,
     check_data,
-    check_picture_data,
+    check_image_data,
     check_values,
     chunk_problem,
     grid_problem,
@@ -77,7 +77,7 @@ from gpt4d.config.unused import check_unused, conditional_keys, unused_keys
 from gpt4d.config.values import (
     check_at_least,
     check_choice,
-    check_picture,
+    check_image_format,
     divisors,
     shortened,
     value_of,

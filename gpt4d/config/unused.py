@@ -72,18 +72,20 @@ def _is_text(config: Config) -> bool:
     return hasattr(config.model, "vocab_size")
 
 
-def _is_pictures(config: Config) -> bool:
+def _trains_on_images(config: Config) -> bool:
     return hasattr(config.model, "timesteps")
 
 
 def _on_text(config: Config) -> str | None:
     """Return why a model does not read a key of text models; None for text models and models of unknown tasks."""
     return (
-        f"model={config.model.name} is trained on images, not on text; leave it out" if _is_pictures(config) else None
+        f"model={config.model.name} is trained on images, not on text; leave it out"
+        if _trains_on_images(config)
+        else None
     )
 
 
-def _on_pictures(config: Config) -> str | None:
+def _on_images(config: Config) -> str | None:
     return f"model={config.model.name} is trained on text, not on images; leave it out" if _is_text(config) else None
 
 
@@ -117,7 +119,7 @@ def _with_path(config: Config) -> str | None:
         return None
     if data.source == "blend":
         return "data.source=blend reads no path; list directories of token files in data.blend"
-    return f"data.source={data.source} reads no path; add data={_reader(str(data.path), _is_pictures(config))}"
+    return f"data.source={data.source} reads no path; add data={_reader(str(data.path), _trains_on_images(config))}"
 
 
 def _reader(path: str, pictures: bool) -> str:
@@ -175,7 +177,7 @@ _CONDITIONS: dict[str, Condition] = {
     "data.tokenizer": _any(_on_text, _with_tokenizer),
     "data.tokenizer_vocab": _on_text,
     "data.validation_fraction": _before_preparation,
-    "data.flip": _on_pictures,
+    "data.flip": _on_images,
     "data.reset_attention": _on_text,
     "data.processes": _any(_on_text, _before_preparation),
     **{f"parallel.{axis}": _on_equal_grids for axis in ("gx", "gy", "gz", "gdata")},
@@ -191,8 +193,8 @@ _CONDITIONS: dict[str, Condition] = {
     ),
     "logging.sample_prompt": _any(_on_text, _unless("logging.sample_tokens", 0, remedy="set logging.sample_tokens")),
     "logging.sample_tokens": _any(_on_text, _unless("logging.sample_prompt", "", remedy="set logging.sample_prompt")),
-    "logging.sample_images": _on_pictures,
-    "logging.sample_steps": _any(_on_pictures, _unless("logging.sample_images", 0, remedy="set logging.sample_images")),
+    "logging.sample_images": _on_images,
+    "logging.sample_steps": _any(_on_images, _unless("logging.sample_images", 0, remedy="set logging.sample_images")),
     **{f"model.rope_{key}": _rope("llama3", "yarn") for key in ("factor", "original_positions")},
     **{f"model.rope_{key}": _rope("llama3") for key in ("low_frequency", "high_frequency")},
     **{f"model.rope_{key}": _rope("yarn") for key in ("beta_slow", "beta_fast", "truncate", "attention_factor")},

@@ -30,7 +30,7 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d < n]
 
 
-def check_picture(key: str, path: str | None) -> None:
+def check_image_format(key: str, path: str | None) -> None:
     """Raise ConfigError if no plot can be written to ``path``. None and an empty path are accepted."""
     if path and Path(path).suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{key}={path}: not a format of plots; use the name of a .png, .pdf or .svg file")

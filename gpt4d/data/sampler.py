@@ -24,14 +24,14 @@ def permute(indices: np.ndarray, size: int, *key: int) -> np.ndarray:
     bits = (size - 1).bit_length()
     low = np.uint64(bits - bits // 2)
     masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << int(low)) - 1)
-    keys = np.concatenate([_hash(key, turn) for turn in range(_ROUNDS)])
+    keys = np.concatenate([_hash(key, number) for number in range(_ROUNDS)])
     result = indices.astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):
         halves = [result[outside] >> low, result[outside] & masks[1]]
-        for turn, turn_key in enumerate(keys):
-            target, source = turn % 2, (turn + 1) % 2
-            halves[target] ^= _mix(halves[source] + turn_key) & masks[target]
+        for number, round_key in enumerate(keys):
+            target, source = number % 2, (number + 1) % 2
+            halves[target] ^= _mix(halves[source] + round_key) & masks[target]
         result[outside] = halves[0] << low | halves[1]
         outside = outside[result[outside] >= size]
     return result.astype(np.int64)

@@ -133,7 +133,7 @@ class Description:
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
         loss_chunks: ``train.loss_chunks``.
-        whole: names of the blocks whose weights are replicated over z.
+        replicated: names of the blocks whose weights are replicated over z.
         copied: parameters of other stages that units of this stage use.
     """
 
@@ -143,7 +143,7 @@ class Description:
     tensors: Mapping[str, EdgeTensor]
     model_flops: Callable[[int, int], float] | None = None
     loss_chunks: int = 1
-    whole: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
 
     @cached_property
@@ -197,25 +197,25 @@ class Description:
         for name, spec in self.spec.all_parameters.items():
             if name in self.copied:
                 continue
-            if spec.streamed and self.whole and _unit_name(name) in self.whole:
-                spec = replaced.setdefault(id(spec), spec.whole())
+            if spec.streamed and self.replicated and _unit_name(name) in self.replicated:
+                spec = replaced.setdefault(id(spec), spec.replicated())
             found[name] = spec
         return found | dict(self.copied)
 
     @cached_property
-    def whole_weights(self) -> frozenset[str]:
+    def replicated_weights(self) -> frozenset[str]:
         """The names of all prefetched weights that are replicated over z."""
         streamed = ((name, spec) for name, spec in self.parameters.items() if spec.streamed)
         return frozenset(name for name, spec in streamed if "z" not in spec.layout.axes)
 
-    def with_whole_layers(self, count: int) -> Description:
+    def with_replicated_layers(self, count: int) -> Description:
         """Return the same model with the weights of ``count`` blocks replicated over z.
 
         These blocks are spread evenly over the model. While each of them computes, weights of later blocks are gathered
         over z.
         """
         places = ((2 * number + 1) * len(self.blocks) // (2 * count) for number in range(count))
-        return replace(self, whole=frozenset(self.blocks[place].name for place in places))
+        return replace(self, replicated=frozenset(self.blocks[place].name for place in places))
 
     @cached_property
     def parameter_counts(self) -> list[tuple[ParameterSpec, int]]:
@@ -247,7 +247,7 @@ class Description:
         chosen = [unit for unit in self.units if unit.name in units]
         return frozenset(name for unit in chosen for name in self.probe.weights(unit).forward)
 
-    def chunk_terms(self, count: int) -> dict[str, int]:
+    def chunk_contributions(self, count: int) -> dict[str, int]:
         """Return the number of gradient contributions of each block weight, one per chunk; empty for a single chunk.
 
         A weight of a block must not be used outside the blocks.

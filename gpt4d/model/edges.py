@@ -26,7 +26,7 @@ def edges(
         samples: number of samples of the microbatch, over all devices.
         length: length of each sample.
         compute_dtype: dtype of activations.
-        layout_of: returns the layout of a tensor, such as ``plain``, ``token_split`` or ``whole_batch``.
+        layout_of: returns the layout of a tensor, such as ``plain``, ``token_split`` or ``unsharded_batch``.
     """
     dtypes = {"activation": compute_dtype, "integer": torch.int64, "mask": torch.bool}
     return [
@@ -46,6 +46,6 @@ def token_split(tensor: EdgeTensor) -> Layout:
     return tensor.sequence_parallel or tensor.layout
 
 
-def whole_batch(tensor: EdgeTensor) -> Layout:
+def unsharded_batch(tensor: EdgeTensor) -> Layout:
     """Return the layout of samples that are replicated on all ranks, as in a generation."""
     return Layout(*(tuple(axis for axis in dim if axis not in BATCH_AXES) for dim in tensor.layout.dims))

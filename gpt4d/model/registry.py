@@ -86,7 +86,7 @@ def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description
 
     ``grids``: the grids of all stages, for which the model is padded. The configuration of a plan is already padded.
     """
-    description = describe(config.model.on_grids(grids)).with_whole_layers(config.parallel.whole_layers)
+    description = describe(config.model.on_grids(grids)).with_replicated_layers(config.parallel.replicated_layers)
     return replace(description, loss_chunks=config.train.loss_chunks)
 
 

@@ -47,7 +47,7 @@ def init_mesh(shape: tuple[int, int], device_type: str | None = None) -> Grid:
         raise ValueError(f"shape={shape}: does not divide the {ranks} rank(s) of the job; use d1·d2 = {ranks}")
     sizes = GridSizes(d1, d2, 1, ranks // (d1 * d2))
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    _mesh = Grid(sizes, device_type, ranks_in_grid_order(sizes, innermost="y"))
+    _mesh = Grid(sizes, device_type, ranks_in_grid_order(sizes, rank_order="yx"))
     return _mesh
 
 

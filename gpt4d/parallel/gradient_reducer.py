@@ -67,13 +67,13 @@ class GradientReducer:
         weights.on_gradient = lambda p: this._on_gradient(p)
         weights.pre_gather_hook = lambda p: this._wait_param(p)
 
-    def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
+    def begin(self, contributions: Mapping[str, int], overlaps_backward: bool = True) -> None:
         """Start a step, which ``finish`` ends. Arguments as for ``GradientSums.begin``."""
-        self.sums.begin(terms, beside_backward)
+        self.sums.begin(contributions, overlaps_backward)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if parameter in self._names:  # a copy of another stage's weight has no name
-            self.sums.note_term(self._names[parameter])
+            self.sums.note_contribution(self._names[parameter])
 
     def finish(self) -> None:
         """End a step's backward: wait until ``grad`` of each optimizer shard is complete."""

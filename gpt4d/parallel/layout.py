@@ -90,7 +90,7 @@ class ParameterSpec:
         """Return the axes that split the samples or tokens that the parameter acts on, innermost first."""
         return ("x", "z", "data") if sequence_parallel and self.between_layers else ("z", "data")
 
-    def whole(self) -> "ParameterSpec":
+    def replicated(self) -> "ParameterSpec":
         """Return the spec with the parameter replicated over z, which then acts like the data axis."""
         return replace(self, layout=Layout(*(tuple(axis for axis in dim if axis != "z") for dim in self.layout.dims)))
 

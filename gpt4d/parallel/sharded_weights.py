@@ -63,11 +63,11 @@ class ShardedWeights(Weights):
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
 
-    def keep_whole(self, names: Iterable[str]) -> None:
+    def replicate(self, names: Iterable[str]) -> None:
         """Store these weights unsharded on every rank of z. Call it before they have values."""
         for name in names:
             parameter: Any = self._parameters[name]
-            parameter.spec = spec_of(parameter).whole()
+            parameter.spec = spec_of(parameter).replicated()
             shape = self.context.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
             parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
 

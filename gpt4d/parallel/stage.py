@@ -26,10 +26,10 @@ class Stage:
         module: the stage's model chunks, under global names.
         parts: the boundaries of each model chunk, by virtual stage (gpt4d.model.description.Part).
         layer_weights: the weights that the layers of each model chunk use, in the order of execution.
-        terms: number of contributions of one microbatch to the gradient of each parameter.
+        contributions: number of contributions of one microbatch to the gradient of each parameter.
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
-        chunk_terms: number of chunks per microbatch, by weight, each of which contributes to the weight's gradient.
+        chunk_contributions: number of chunks per microbatch that contribute to a weight's gradient, by weight.
         crossing: names of the tensors on each edge of the pipeline, by producing and consuming virtual stage.
         exchange: the edges to other stages; None if there are none.
         evaluation_exchange: the edges in an evaluation, where x does not split tokens.
@@ -43,10 +43,10 @@ class Stage:
     module: nn.Module
     parts: Mapping[int, Any]
     layer_weights: Mapping[int, Sequence[LayerWeights]]
-    terms: dict[str, int]
+    contributions: dict[str, int]
     cached: Collection[str] = ()
     cached_for_step: Collection[str] = ()
-    chunk_terms: Mapping[str, int] = field(default_factory=dict)
+    chunk_contributions: Mapping[str, int] = field(default_factory=dict)
     crossing: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
     exchange: Exchange | None = None
     evaluation_exchange: Exchange | None = None

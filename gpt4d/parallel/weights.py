@@ -102,13 +102,13 @@ class Weights(ABC):
         order: Sequence[WeightUse],
         cached: Collection[str] = (),
         cached_for_step: Collection[str] = (),
-        terms: Mapping[str, int] | None = None,
+        contributions: Mapping[str, int] | None = None,
     ) -> None:
         """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
 
         Arguments as for ``WeightSchedule.begin``.
         """
-        self.schedule.begin(order, cached, cached_for_step, terms)
+        self.schedule.begin(order, cached, cached_for_step, contributions)
 
     @property
     def last_used(self) -> str | None:

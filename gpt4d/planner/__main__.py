@@ -28,7 +28,7 @@ from gpt4d.config import (
     asks_for_help,
     check_at_least,
     check_choice,
-    check_picture,
+    check_image_format,
     check_pipeline,
     check_values,
     compose,
@@ -97,7 +97,7 @@ def _check(query: PlannerQuery, config: Config) -> None:
     check_pipeline(config)
     check_choice("format", query.format, ("table", "json"))
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
-    check_picture("plot", query.plot)
+    check_image_format("plot", query.plot)
     for key in ("world_size", "top"):
         check_at_least(key, getattr(query, key), 1, LARGEST_DEVICES)
     if config.parallel.mode != "atp":

@@ -1,7 +1,8 @@
 """The ATP paper's choice of a mesh (§3.3-3.5): all-reduce times from the hierarchical communication matrix.
 
 DeviceMesh(d1, d2) has d1 groups of d2 neighboring devices. Its layer is the 4D layer with x = d1, y = d2, z = 1. In
-gpt4d's order of ranks, devices along d1 are neighbors, so ``innermost`` is x. In the paper's order, ``innermost`` is y.
+gpt4d's order of ranks, devices along d1 are neighbors (``rank_order`` xy). In the paper's order (yx), devices along d2
+are neighbors.
 """
 
 from collections import Counter
@@ -33,7 +34,7 @@ def meshes(devices: int) -> list[AtpMesh]:
     return [AtpMesh(devices // d2, d2) for d2 in divisors(devices)]
 
 
-def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y") -> tuple[float | None, float | None]:
+def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh, rank_order: str = "yx") -> tuple[float | None, float | None]:
     """Return B1' and B2' in GB/s (Eq. 3); None for a dimension of one device.
 
     Each value is the bandwidth of the slowest level that the dimension crosses. Groups of the first dimension share a
@@ -45,18 +46,18 @@ def link_bandwidths(cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y")
         levels = crossed_levels(cluster, span)
         return min((group_bandwidth(c.level, c.members) / c.sharing for c in levels), default=None)
 
-    by_axis = spans(GridSizes(mesh.d1, mesh.d2), innermost)
+    by_axis = spans(GridSizes(mesh.d1, mesh.d2), rank_order)
     return slowest(by_axis["x"]), slowest(by_axis["y"])
 
 
 def all_reduce_bandwidths(
-    cluster: ClusterConfig, mesh: AtpMesh, innermost: str = "y"
+    cluster: ClusterConfig, mesh: AtpMesh, rank_order: str = "yx"
 ) -> tuple[float | None, float | None]:
     """Return B1 and B2 in GB/s: measured in the paper's order (``cluster.atp_gb_s``), otherwise by Eq. 4."""
     measured = (cluster.atp_gb_s or {}).get(str(mesh))
-    if measured and innermost == "y":
+    if measured and rank_order == "yx":
         return tuple(measured)
-    links = link_bandwidths(cluster, mesh, innermost)
+    links = link_bandwidths(cluster, mesh, rank_order)
     first, second = (
         None if bandwidth is None else d / (2 * (d - 1)) * bandwidth for d, bandwidth in zip(mesh, links, strict=True)
     )
@@ -83,13 +84,13 @@ def communication(
     samples: int,
     length: int,
     element: int,
-    innermost: str = "y",
+    rank_order: str = "yx",
 ) -> tuple[float, float]:
     """Return T_comm in seconds (Eq. 2), forward and backward: along the first dimension and along the second.
 
     ``element``: bytes per element of an activation.
     """
-    bandwidths = all_reduce_bandwidths(cluster, mesh, innermost)
+    bandwidths = all_reduce_bandwidths(cluster, mesh, rank_order)
     elements = all_reduced_elements(description, samples, length)
     first, second = (
         count * element / 1e9 / (other * bandwidth) if bandwidth else 0.0
@@ -104,7 +105,7 @@ class MeshPlan:
 
     mesh: AtpMesh
     sizes: GridSizes  # sizes of the grid: x and y are the mesh, z and data its replicas
-    innermost: str  # axis whose ranks are neighbors: y in the paper's order, x in gpt4d's
+    rank_order: str  # yx in the paper, xy by default in gpt4d
     compute_s: float
     comm: dict[str, dict[str, float]]  # by dimension (d1, d2): bytes sent, time_s, exposed_s
     problem: str | None  # why the model cannot be split like this, or does not fit
@@ -117,7 +118,7 @@ class MeshPlan:
 
     @property
     def overrides(self) -> list[str]:
-        mesh = [f"parallel.d1={self.mesh.d1}", f"parallel.d2={self.mesh.d2}", f"parallel.innermost={self.innermost}"]
+        mesh = [f"parallel.d1={self.mesh.d1}", f"parallel.d2={self.mesh.d2}", f"parallel.rank_order={self.rank_order}"]
         return [
             "parallel.mode=atp",
             *mesh,
@@ -126,13 +127,17 @@ class MeshPlan:
 
     def __str__(self) -> str:
         mesh = f"DeviceMesh({self.mesh.d1}, {self.mesh.d2})"
-        return mesh if 1 in self.mesh else f"{mesh} with {'d1' if self.innermost == 'x' else 'd2'} innermost"
+        return (
+            mesh
+            if 1 in self.mesh
+            else f"{mesh} with consecutive ranks along {'d1' if self.rank_order == 'xy' else 'd2'}"
+        )
 
 
 def rank(config: Config, world_size: int) -> list[MeshPlan]:
     """Return the meshes that ``config.parallel`` allows, sorted by T_comm of a step, each in its faster rank order.
 
-    ``parallel.innermost`` or a measurement of the mesh determines the order if present. If both orders are equally
+    ``parallel.rank_order`` or a measurement of the mesh determines the order if present. If both orders are equally
     fast, the paper's order is chosen. Raises ConfigError if no mesh has the right size or the machine is too small.
     """
     devices = _devices(config.parallel, world_size)
@@ -183,8 +188,8 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descript
     copies = world_size // (mesh.d1 * mesh.d2)
     samples = train.batch_size // copies
     measured = str(mesh) in (cluster.atp_gb_s or {})
-    orders = (parallel.innermost,) if parallel.innermost else ("y",) if measured or 1 in mesh else ("y", "x")
-    innermost, times = min(
+    orders = (parallel.rank_order,) if parallel.rank_order else ("yx",) if measured or 1 in mesh else ("yx", "xy")
+    rank_order, times = min(
         (
             (order, communication(description, cluster, mesh, samples, train.seq_len, element, order))
             for order in orders
@@ -206,7 +211,7 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descript
     return MeshPlan(
         mesh=mesh,
         sizes=sizes,
-        innermost=innermost,
+        rank_order=rank_order,
         compute_s=flops / (cluster.matmul_tflops * 1e12),
         comm={
             name: {"bytes": nbytes, "time_s": seconds, "exposed_s": seconds}

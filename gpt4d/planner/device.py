@@ -43,9 +43,9 @@ class Links:
     """Speed of each kind of collective on each axis of a grid, and the size of each axis (``topology.spans``)."""
 
     def __init__(
-        self, cluster: ClusterConfig, sizes: GridSizes, innermost: str | None = None, world: int | None = None
+        self, cluster: ClusterConfig, sizes: GridSizes, rank_order: str | None = None, world: int | None = None
     ):
-        by_axis = spans(sizes, innermost, world)
+        by_axis = spans(sizes, rank_order, world)
         self.sizes = {axis: span.size for axis, span in by_axis.items()}
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS

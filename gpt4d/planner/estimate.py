@@ -34,7 +34,7 @@ class Plan:
     mfu: float | None  # model FLOPs over the peak, without recomputation
     hfu: float | None  # model FLOPs and recomputation over the peak
     share: int  # samples of a device in a step
-    innermost: str = "x"  # axis whose groups are neighboring ranks
+    rank_order: str = "xy"  # first the axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
     options: Mapping[str, Any] = field(default_factory=dict)  # further settings that the planner adds, by key
     stages: tuple[GridSizes, ...] = ()  # grids of a pipeline; times and bytes refer to its slowest stage
@@ -48,7 +48,7 @@ class Plan:
         """The sizes of the grid, or of the grids of all stages, with a note if y is the axis of neighboring ranks."""
         runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
         grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
-        return grids + (" y innermost" if self.innermost == "y" else "")
+        return grids + (" in rank order yx" if self.rank_order == "yx" else "")
 
     @property
     def devices(self) -> int:
@@ -123,7 +123,7 @@ class Estimate:
         config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config, [sizes])
-        self.links = Links(config.cluster, sizes, config.parallel.innermost, world)
+        self.links = Links(config.cluster, sizes, config.parallel.rank_order, world)
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
         self.cached = self.description.cached_units(config.parallel.cache_layers)
@@ -150,7 +150,7 @@ class Estimate:
 
     def _kind(self, block: Unit) -> tuple:
         """Return the kind of a block. Blocks of one kind have the same cost, caching and sharding."""
-        whole = block.name in self.description.whole
+        whole = block.name in self.description.replicated
         return block.kind, block.name in self.cached, whole
 
     def _first_of_each_kind(self, limit: int) -> list[Unit]:
@@ -224,7 +224,7 @@ class Estimate:
             mfu=mfu,
             hfu=hfu,
             share=self.share,
-            innermost=config.parallel.innermost or "x",
+            rank_order=config.parallel.rank_order or "xy",
             choice=self.choice,
             options=self.options,
         )

@@ -128,7 +128,7 @@ def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
 def without_grid(config: Config) -> Config:
     """Return the configuration with the settings that the planner chooses reset to their defaults."""
     defaults = ParallelConfig()
-    names = "gx", "gy", "gz", "gdata", "innermost", "cache_layers", "cache_scope", "pipeline"
+    names = "gx", "gy", "gz", "gdata", "rank_order", "cache_layers", "cache_scope", "pipeline"
     parallel = replace(config.parallel, mode="4d", **{name: getattr(defaults, name) for name in names})
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 

@@ -30,12 +30,12 @@ def products(description: Description, length: int, cached: Collection[str] = ()
 
 
 def bandwidths(
-    sizes: GridSizes, node: int, inter: float, intra: float, innermost: str | None = None
+    sizes: GridSizes, node: int, inter: float, intra: float, rank_order: str | None = None
 ) -> dict[str, float]:
     """Return each axis's bandwidth (Eq. 10) in the unit of ``inter`` and ``intra``, on nodes of ``node`` devices."""
     return {
         axis: intra if inner * getattr(sizes, axis) <= node else inter / min(node, inner)
-        for axis, inner in strides(sizes, innermost).items()
+        for axis, inner in strides(sizes, rank_order).items()
     }
 
 
@@ -95,6 +95,6 @@ def communication(config: Config, description: Description, sizes: GridSizes, aw
     outer, inner = cluster.levels[0], cluster.levels[-1]
     inter = group_bandwidth(outer, 2)
     intra = group_bandwidth(inner, 2)
-    innermost = config.parallel.innermost
-    beta = bandwidths(sizes, node_size(cluster), inter, intra, innermost) if aware else dict.fromkeys(sent, inter)
+    rank_order = config.parallel.rank_order
+    beta = bandwidths(sizes, node_size(cluster), inter, intra, rank_order) if aware else dict.fromkeys(sent, inter)
     return {axis: nbytes / 1e9 / beta[axis] for axis, nbytes in sent.items()}

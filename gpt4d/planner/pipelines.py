@@ -188,7 +188,7 @@ class Search:
             pipeline = replace(pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         description = self.level.describe(sizes)
-        stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.innermost)
+        stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.rank_order)
         return PipelineEstimate(config, description, stages, microbatches, self._known[id(description)])
 
     def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:

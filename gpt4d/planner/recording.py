@@ -296,7 +296,7 @@ class _RecordingWeights(SymbolicWeights):
         context = Context(SymbolicGrid(device, settings.sizes), settings.dtype, overlap, **dict(settings.layers))
         super().__init__(context, description.parameters)
         layers = {0: description.layer_weights(context.recompute)}
-        self._uses = weight_order(single_stage(1), layers, description.chunk_terms(context.num_chunks))
+        self._uses = weight_order(single_stage(1), layers, description.chunk_contributions(context.num_chunks))
         self._position = -1
 
     @property
@@ -317,7 +317,7 @@ class _RecordingWeights(SymbolicWeights):
     def scatter(self, shard: SymbolicTensor, compute: ComputeGradient) -> None:
         self.device.scatter(self._name(shard), compute)
 
-    def add_term(self, name: str, gradient: SymbolicTensor) -> None:
+    def add_contribution(self, name: str, gradient: SymbolicTensor) -> None:
         self.device.term(name, gradient)
 
 

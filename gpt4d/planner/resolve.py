@@ -36,7 +36,7 @@ def resolve(config: Config, world_size: int) -> ParallelPlan:
         if problem := grid_problem(description.rules, config.train, config.parallel, grid):
             raise ConfigError(problem)
     microbatches = _microbatches(config, sizes)
-    stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.innermost)
+    stages = consecutive_stages(sizes, stage_parts(config, description), config.parallel.rank_order)
     config = _with_kept_weights(config, description, stages, microbatches)
     estimate = PipelineEstimate(config, description, stages, microbatches)
     costs = estimate.costs if len(stages) > 1 else None
@@ -103,6 +103,6 @@ def _mesh(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     if not (parallel.d1 and parallel.d2):
         train = replace(train, micro_batch_size=best.micro_batch or train.micro_batch_size)
     x, y, z, data = best.sizes
-    parallel = replace(parallel, mode="4d", d1=None, d2=None, gx=x, gy=y, gz=z, gdata=data, innermost=best.innermost)
+    parallel = replace(parallel, mode="4d", d1=None, d2=None, gx=x, gy=y, gz=z, gdata=data, rank_order=best.rank_order)
     lines = tuple(f"{plan} ({plan.t_comm_s:.3g} s of all-reduces per step)" for plan in possible[:_NUM_SHOWN])
     return replace(config, parallel=parallel, train=train), lines

@@ -244,10 +244,10 @@ def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
 
 
 def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
-    """Return the estimate for the faster order of ranks. If both are equally fast, x is innermost."""
+    """Return the estimate for the faster order of ranks. If both are equally fast, it is xy."""
     config, sizes = estimate.config, estimate.sizes
-    if config.parallel.innermost is None and sizes.x > 1 and sizes.y > 1:
-        choice = {**estimate.choice, "innermost": "y"}
+    if config.parallel.rank_order is None and sizes.x > 1 and sizes.y > 1:
+        choice = {**estimate.choice, "rank_order": "yx"}
         other = Estimate(config, sizes, estimate.description, choice, estimate.options)
         return min(estimate, other, key=lambda estimate: estimate.quick_s(micro_batch))
     return estimate
@@ -281,9 +281,9 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
     """Yield alternatives to try for a grid. Settings of the configuration are fixed."""
     parallel, sizes = config.parallel, plan.sizes
     samples = config.train.batch_size // sizes.batch_shards
-    if parallel.whole_layers == 0 and sizes.z > 1:
+    if parallel.replicated_layers == 0 and sizes.z > 1:
         counts = sorted({eighths * blocks // 8 for eighths in (1, 2, 3, 4)} - {0})
-        yield [{"whole_layers": count} for count in counts]
+        yield [{"replicated_layers": count} for count in counts]
     # Cached weights are gathered, and converted, less often.
     cached = {"cache_layers": parallel.cache_layers or "all"}
     if parallel.cache_layers != 0 and (sizes.z > 1 or converts_weights(config, sizes)):

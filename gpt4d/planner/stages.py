@@ -93,7 +93,7 @@ class PipelineEstimate:
     def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...]) -> Estimate:
         """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
-        whole = self.description.whole
+        whole = self.description.replicated
         layers = tuple((unit.kind, unit.part.begins, unit.part.ends, unit.name in whole) for unit in units)
         key = stage.sizes, layers, splits_backwards(self.config), self.devices
         if key not in self._known:

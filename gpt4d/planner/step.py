@@ -87,15 +87,15 @@ class StepWalk:
         )
         self._omitted = {place: _Omitted(self, place, more) for place, more in self.omitted.items()}
         expected = {name: count * microbatches for name, count in description.contributions.items()}
-        chunk_terms = description.chunk_terms(parallel.chunks)
-        added = {name: expected[name] * chunk_terms.get(name, 1) for name in self.cached_for_step}
+        chunk_contributions = description.chunk_contributions(parallel.chunks)
+        added = {name: expected[name] * chunk_contributions.get(name, 1) for name in self.cached_for_step}
         layers = {0: description.layer_weights(context.recompute)}
-        order = weight_order(single_stage(microbatches), layers, chunk_terms)
+        order = weight_order(single_stage(microbatches), layers, chunk_contributions)
         sums = weights.reduction.sums
         sums.begin(expected | dict.fromkeys(self.cached_for_step, 1))
         sums.start_row_gathers()  # rows that the previous step has updated
         earlier = self._continue() if continued else None
-        weights.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_terms, **added}, earlier)
+        weights.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_contributions, **added}, earlier)
         for _ in range(last or microbatches):
             self._microbatch()
             self.after_microbatch.append(device.totals())
@@ -161,7 +161,7 @@ class StepWalk:
             elif isinstance(event, Scatter):
                 schedule.scatter(self._name(event.weight, place), partial(self._gradient, place, phase, event))
             else:
-                self.weights.add_term(self._name(event.parameter, place), self._adopted(event))
+                self.weights.add_contribution(self._name(event.parameter, place), self._adopted(event))
 
     def _gradient(self, place: int, phase: str, event: Scatter, earlier: SymbolicTensor | None) -> SymbolicTensor:
         """Return the gradient of a weight, added to ``earlier`` if given."""

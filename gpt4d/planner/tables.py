@@ -25,7 +25,7 @@ def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence
     entries = [
         {
             "grid": plan.sizes._asdict(),
-            "innermost": plan.innermost,
+            "rank_order": plan.rank_order,
             "overrides": plan.overrides,
             "step_time_s": plan.step_time_s,
             "compute_s": plan.compute_s,
@@ -111,7 +111,7 @@ def meshes_as_json(plans: list[MeshPlan]) -> str:
     entries = [
         {
             "mesh": list(plan.mesh),
-            "innermost": "d1" if plan.innermost == "x" else "d2",
+            "rank_order": "d1-d2" if plan.rank_order == "xy" else "d2-d1",
             "overrides": plan.overrides,
             "t_comm_s": plan.t_comm_s,
             "step_time_s": plan.compute_s + plan.t_comm_s,

@@ -43,12 +43,12 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
     return max(1, min(span.size, devices // span.stride))
 
 
-def spans(sizes: GridSizes, innermost: str | None = None, world: int | None = None) -> dict[str, RankSpan]:
-    """Return the span of each axis, and of all devices as ``world``; x or ``innermost`` joins neighboring ranks.
+def spans(sizes: GridSizes, rank_order: str | None = None, world: int | None = None) -> dict[str, RankSpan]:
+    """Return the span of each axis, and of all devices as ``world``. The first axis of ``rank_order`` has neighbors.
 
     ``world``: the number of devices of all stages; None if the grid has all devices.
     """
-    by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, innermost).items()}
+    by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, rank_order).items()}
     return by_axis | {"world": RankSpan(1, world or sizes.devices)}
 
 

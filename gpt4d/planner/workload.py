@@ -36,7 +36,7 @@ class Descriptions:
     def of(self, config: Config, grids: Collection[GridSizes] = ()) -> Description:
         """Return ``registry.describe_run`` of these arguments: the same object for equal descriptions."""
         # The settings that describe_run reads.
-        key = repr(config.model.on_grids(grids)), config.parallel.whole_layers, config.train.loss_chunks
+        key = repr(config.model.on_grids(grids)), config.parallel.replicated_layers, config.train.loss_chunks
         if key not in self._known:
             self._known[key] = registry.describe_run(config, grids)
         return self._known[key]

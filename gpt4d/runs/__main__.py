@@ -26,7 +26,7 @@ from omegaconf import MISSING
 from gpt4d.config import (
     ConfigError,
     asks_for_help,
-    check_picture,
+    check_image_format,
     from_arguments,
     known_keys,
     setting,
@@ -88,7 +88,7 @@ def diff(paths: list[Path], config: DiffConfig) -> None:
 
 def plot(paths: list[Path], config: PlotConfig) -> None:
     """Plot the losses of runs to ``config.out``. Raises ConfigError for a run without a logged loss."""
-    check_picture("out", config.out)
+    check_image_format("out", config.out)
     if not paths:
         raise ConfigError("plot: no run; pass at least one")
     histories = {str(path): open_run(path).history for path in paths}

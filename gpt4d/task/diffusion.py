@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.config import Config, ConfigError, DataConfig, check_picture
+from gpt4d.config import Config, ConfigError, DataConfig, check_image_format
 from gpt4d.data.batch import Batch
-from gpt4d.data.pictures import PictureFiles, Pictures, picture_files
+from gpt4d.data.images import ImageFiles, ImageSamples, image_files
 from gpt4d.model.parts import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.diffusion_process import DiffusionProcess
+from gpt4d.task.image_generation import generated_images, save_images
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
-from gpt4d.task.pictures import generated_pictures, save_pictures
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
 from gpt4d.writing import optional_file, required_file
@@ -27,19 +27,19 @@ def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -
     """Write an image file and return a message (gpt4d.task.registry.TaskEntry)."""
     if config.out is None:
         raise ConfigError("out=…: missing; set it to the name of the image file to write")
-    check_picture("out", config.out)
-    pictures, out = generated_pictures(stage, config.images, config.steps, config.seed), Path(config.out)
+    check_image_format("out", config.out)
+    images, out = generated_images(stage, config.images, config.steps, config.seed), Path(config.out)
 
     def save() -> None:
         with required_file(out):
-            save_pictures(pictures, out)
+            save_images(images, out)
 
     run_on_rank0(save, "writing images")
     return f"{config.out}: {config.images} images"
 
 
 def _prepare(config: DataConfig, size: int, channels: int) -> tuple[str, dict]:
-    files = picture_files(config, size, channels)
+    files = image_files(config, size, channels)
     return str(files.directory), files.header
 
 
@@ -54,13 +54,13 @@ class Diffusion(ReadingTask):
         settings: Any = config.model  # any family with settings of images and of the diffusion
         self.settings, size, channels = settings, settings.image_size, settings.image_channels
         directory, header = run_on_rank0(lambda: _prepare(config.data, size, channels), "preparing the data")
-        self._files = PictureFiles(Path(directory), header)
+        self._files = ImageFiles(Path(directory), header)
         seed, data = config.train.seed, config.data
         training, held_out = run_on_all_ranks(
             lambda: [self._files.array(split) for split in ("train", "validation")], "opening the data"
         )
-        unseen = Pictures(held_out, seed, shuffle=False, flip=False) if len(held_out) else None
-        super().__init__(config, Pictures(training, seed, data.shuffle, data.flip), unseen)
+        unseen = ImageSamples(held_out, seed, shuffle=False, flip=False) if len(held_out) else None
+        super().__init__(config, ImageSamples(training, seed, data.shuffle, data.flip), unseen)
 
     def connect(self, stage: Stage, micro_batch_size: int) -> None:
         model, device = self.settings, stage.weights.device
@@ -94,15 +94,15 @@ class Diffusion(ReadingTask):
         if not logging.sample_images:
             return None
         with self._averages.applied():
-            pictures = generated_pictures(self._stage, logging.sample_images, logging.sample_steps)
+            images = generated_images(self._stage, logging.sample_images, logging.sample_steps)
         path = Path(self.config.run.dir) / "samples.png"
-        values: dict[str, Any] = {"picture": str(path)}
-        message = f"{len(pictures)} samples in {path}"
+        values: dict[str, Any] = {"image": str(path)}
+        message = f"{len(images)} samples in {path}"
         if self._stage.grid.world.index == 0:
             with optional_file(path):
-                save_pictures(pictures, path)
+                save_images(images, path)
             if self._held_out:
-                distances = self._distances(pictures)
+                distances = self._distances(images)
                 values |= distances
                 message += (
                     f"; Fréchet distance of patches to held-out images {distances['frechet']:.4f} (Gaussian noise of "
@@ -111,13 +111,13 @@ class Diffusion(ReadingTask):
                 )
         return Artifact(message, values)
 
-    def _distances(self, pictures: Any) -> dict[str, float]:
+    def _distances(self, images: Any) -> dict[str, float]:
         """Return Fréchet distances of patches (gpt4d.task.patch_statistics)."""
         real = patch_statistics(self._files.array("validation")[:_COMPARED])
         halves = [patch_statistics(self._files.array("train")[start : 2 * _COMPARED : 2]) for start in (0, 1)]
         return {
-            "frechet": frechet_distance(patch_statistics(pictures), real),
-            "frechet_of_noise": frechet_distance(real.of_noise(pictures.shape[-1]), real),
+            "frechet": frechet_distance(patch_statistics(images), real),
+            "frechet_of_noise": frechet_distance(real.of_noise(images.shape[-1]), real),
             "frechet_of_halves": frechet_distance(*halves),
         }
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
-from gpt4d.model.edges import edges, whole_batch
+from gpt4d.model.edges import edges, unsharded_batch
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.sequence import TokenIndex
@@ -122,7 +122,7 @@ def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:
         return None
     model: Any = stage.module
     description, dtype = registry.describe(model.spec.config), stage.weights.context.compute_dtype
-    return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, whole_batch))
+    return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, unsharded_batch))
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

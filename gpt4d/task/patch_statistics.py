@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PATCH = 4
-_PICTURES_AT_ONCE = 1024  # bounds the memory of the patches in float64
+_IMAGES_AT_ONCE = 1024  # bounds the memory of the patches in float64
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class PatchStatistics:
         return PatchStatistics(np.tile(means.mean(0), repeats), np.diag(np.tile(channel_variances, repeats)))
 
 
-def patch_statistics(pictures: np.ndarray) -> PatchStatistics:
+def patch_statistics(images: np.ndarray) -> PatchStatistics:
     """Return the statistics of all disjoint patches of uint8 images [n, height, width, channels].
 
     Rows and columns beyond a multiple of ``PATCH`` are left out. Sums of integers are exact, so the statistics do not
     depend on the order of the images.
     """
-    count, height, width, channels = pictures.shape
+    count, height, width, channels = images.shape
     rows, columns, size = height // PATCH, width // PATCH, PATCH * PATCH * channels
     total = count * rows * columns
-    assert pictures.dtype == np.uint8 and total
+    assert images.dtype == np.uint8 and total
     sums, products = np.zeros(size), np.zeros((size, size))
-    for start in range(0, count, _PICTURES_AT_ONCE):
-        part = pictures[start : start + _PICTURES_AT_ONCE, : rows * PATCH, : columns * PATCH]
+    for start in range(0, count, _IMAGES_AT_ONCE):
+        part = images[start : start + _IMAGES_AT_ONCE, : rows * PATCH, : columns * PATCH]
         patches = part.reshape(-1, rows, PATCH, columns, PATCH, channels).swapaxes(2, 3).reshape(-1, size)
         values = patches.astype(np.float64)
         sums += values.sum(0)

@@ -69,7 +69,7 @@ def _create_diffusion(config: Config) -> Task:
     return Diffusion(config)
 
 
-def _generate_pictures(config: GenerateConfig, files: Mapping[str, bytes], stage: "Stage") -> str:
+def _generate_images(config: GenerateConfig, files: Mapping[str, bytes], stage: "Stage") -> str:
     from gpt4d.task.diffusion import generate
 
     return generate(config, files, stage)
@@ -89,7 +89,7 @@ register(
         "diffusion",
         diffusion_config.check,
         _create_diffusion,
-        _generate_pictures,
+        _generate_images,
         "images: data=pictures data.path='…'",
     )
 )

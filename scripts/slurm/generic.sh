@@ -6,7 +6,7 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=04:00:00
-# Consecutive ranks share a node, so that x, the axis that communicates most, is innermost.
+# Consecutive ranks share a node, so that x, the axis that communicates most, has consecutive ranks.
 #SBATCH --distribution=block:block
 # Slurm signals the run 300 s before its time limit, which leaves time for a step and a save.
 #SBATCH --signal=B:USR1@300

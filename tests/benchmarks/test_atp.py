@@ -1,8 +1,8 @@
-"""Comparisons of meshes leave out those of which no turn counted."""
+"""Comparisons of meshes leave out meshes without a run that counts."""
 
 import pytest
 
-from benchmarks.atp import compare, gains_of_chunks
+from benchmarks.experiments.atp import compare, gains_of_chunks
 
 PREDICTED = {"8x1": 10.0, "4x2": 8.0, "2x4": 9.0}
 
@@ -13,7 +13,7 @@ def test_the_planners_mesh_and_its_gain_over_the_first():
     assert comparison["gain"] == pytest.approx(0.5) and comparison["predicted_gain"] == pytest.approx(10 / 9 - 1)
 
 
-def test_a_mesh_without_a_turn_that_counts_is_left_out():
+def test_a_mesh_without_a_run_that_counts_is_left_out():
     comparison = compare(list(PREDICTED), "8x1", {"4x2": 10.0}, PREDICTED)
     assert comparison == {"best": "4x2", "chosen": "4x2", "chosen_over_best": 1.0}
     assert compare(list(PREDICTED), "8x1", {}, PREDICTED) == {}

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.interleave import WorkerSpec, interleave, serve
-from benchmarks.virtual import VirtualDevice
+from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.worker import Contender, serve
+from gpt4d.testing.virtual_device import VirtualDevice
 
-# A worker without a framework: it logs each turn to a file and answers like a real one.
+# A worker without a framework: it logs each run to a file and answers like a real one.
 WORKER = """
 import json, sys, time
 group, rank, log = sys.argv[1], sys.argv[2], sys.argv[3]
@@ -20,13 +21,17 @@ send_answer = lambda answer: print(json.dumps(answer), flush=True) if rank == "0
 if group == "broken" and rank == "1":
     sys.exit("out of luck")
 send_answer({"contenders": [group + ".a", group + ".b"]})
-for turn, line in enumerate(sys.stdin):
+for run, line in enumerate(sys.stdin):
     with open(log, "a") as file:
         file.write(f"{line.strip()}/{rank} ")
-    while rank == "0" and open(log).read().count(group + ".") < 2 * (turn + 1):
+    while rank == "0" and open(log).read().count(group + ".") < 2 * (run + 1):
         time.sleep(0.001)  # stands for the barrier of a real worker
-    send_answer({"seconds": float(turn), "loss": 1.0})
+    send_answer({"seconds": float(run), "loss": 1.0})
 """
+
+
+def spec(family, module, needs="torch"):
+    return WorkerSpec(family, module, "contenders", needs, ())
 
 
 class TwoRanks:
@@ -34,7 +39,7 @@ class TwoRanks:
         self.log, self.processes = log, []
 
     def start(self, command, port, **pipes):
-        group = command[2]
+        group = command[3]
         commands = [[sys.executable, "-c", WORKER, group, str(rank), str(self.log)] for rank in range(2)]
         self.processes += (processes := [subprocess.Popen(worker, text=True, **pipes) for worker in commands])
         return processes
@@ -42,11 +47,11 @@ class TwoRanks:
 
 def test_contenders_alternate_across_groups_on_every_rank(tmp_path):
     cluster = TwoRanks(tmp_path / "log")
-    rows = interleave(cluster, [WorkerSpec("One", "one"), WorkerSpec("Two", "two")], repeats=3, warm_up=1)
-    turns = cluster.log.read_text().split()
-    rank_0_turns = [turn.removesuffix("/0") for turn in turns if turn.endswith("/0")]
-    assert rank_0_turns == ["one.a", "one.b", "two.a", "two.b"] * 4
-    assert sorted(t for t in turns if t.endswith("/1")) == sorted(f"{t}/1" for t in rank_0_turns)
+    rows = interleave(cluster, [spec("One", "one"), spec("Two", "two")], repeats=3, warm_up=1)
+    runs = cluster.log.read_text().split()
+    rank_0_runs = [run.removesuffix("/0") for run in runs if run.endswith("/0")]
+    assert rank_0_runs == ["one.a", "one.b", "two.a", "two.b"] * 4
+    assert sorted(r for r in runs if r.endswith("/1")) == sorted(f"{r}/1" for r in rank_0_runs)
     assert [(row["family"], row["name"]) for row in rows] == [
         ("One", "one.a"),
         ("One", "one.b"),
@@ -60,23 +65,23 @@ def test_contenders_alternate_across_groups_on_every_rank(tmp_path):
 def test_a_failed_rank_ends_the_run_with_its_error(tmp_path):
     cluster = TwoRanks(tmp_path / "log")
     with pytest.raises(RuntimeError, match=r"rank 1 of (?s:.*)out of luck"):
-        interleave(cluster, [WorkerSpec("Broken", "broken")], repeats=100)
+        interleave(cluster, [spec("Broken", "broken")], repeats=100)
     assert all(process.poll() is not None for process in cluster.processes)
 
 
 def test_a_spec_whose_package_is_missing_is_skipped_with_one_line(tmp_path, capsys):
-    specs = [WorkerSpec("Absent", "absent", needs="no_such_package"), WorkerSpec("One", "one")]
+    specs = [spec("Absent", "absent", needs="no_such_package"), spec("One", "one")]
     rows = interleave(TwoRanks(tmp_path / "log"), specs, repeats=1, warm_up=0)
     assert {row["family"] for row in rows} == {"One"}
     assert capsys.readouterr().out == "Absent: no_such_package is not installed; skipped\n"
 
 
-def serve_a_turn() -> list[dict]:
-    """Serve a turn of two steps on virtual devices, in which rank 1 computes longer and its host is late."""
+def serve_a_run() -> list[dict]:
+    """Serve a run of two steps on virtual devices, in which rank 1 computes longer and its host is late."""
     weight, answers = torch.ones(128, 128), io.StringIO()
     product_s = 0.01
 
-    def turn():
+    def run():
         for _ in range(2):
             time.sleep(0.05 * dist.get_rank())
             for _ in range(1 + dist.get_rank()):
@@ -84,23 +89,23 @@ def serve_a_turn() -> list[dict]:
         return lambda: {"steps": 2, "loss": 1.0, "exposed_s": {"x": 0.1}}
 
     device = VirtualDevice(flops=2 * 128**3 / product_s, memory_gb_s=1e6, launch_us=0)
-    with patch.object(sys, "stdin", io.StringIO("turn\n")):
-        serve({"turn": turn}, answers, device)
+    with patch.object(sys, "stdin", io.StringIO("name\n")):
+        serve({"name": Contender(run)}, answers, device)
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
-def test_a_turn_on_virtual_devices_is_timed_and_reported_for_all_ranks(ranks):
-    answers, of_rank_1 = ranks.run(2, serve_a_turn)
-    assert answers[0] == {"contenders": ["turn"]} and of_rank_1 == []
-    turn = answers[1]
-    assert turn.keys() == {"seconds", "busy_s", "host_late_share", "cpu_bound", "exposed_s"}  # values mean nothing
-    assert turn["busy_s"] == pytest.approx(0.02)  # of rank 1, per step
-    assert turn["seconds"] >= 0.05 and turn["cpu_bound"] is True and turn["exposed_s"] == {"x": 0.1}
+def test_a_run_on_virtual_devices_is_timed_and_reported_for_all_ranks(ranks):
+    answers, of_rank_1 = ranks.run(2, serve_a_run)
+    assert answers[0] == {"contenders": ["name"]} and of_rank_1 == []
+    answer = answers[1]
+    assert answer.keys() == {"seconds", "busy_s", "host_late_share", "cpu_bound", "exposed_s"}  # values mean nothing
+    assert answer["busy_s"] == pytest.approx(0.02)  # of rank 1, per step
+    assert answer["seconds"] >= 0.05 and answer["cpu_bound"] is True and answer["exposed_s"] == {"x": 0.1}
 
 
 def test_answers_are_separate_from_other_output():
     code = (
-        "from benchmarks.interleave import redirect_stdout_for_answers as redirect; answers = redirect(); "
+        "from benchmarks.worker import redirect_stdout_for_answers as redirect; answers = redirect(); "
         "print('chatter'); print('answer', file=answers)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

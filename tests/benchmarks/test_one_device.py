@@ -2,15 +2,14 @@
 
 import pytest
 
-from benchmarks.one_device import compare, parse_cases
-from benchmarks.workers.one_device import TrainerConfig, trainings
+from benchmarks.experiments.one_device import TrainerSettings, compare, parse_cases, trainings
 from gpt4d.config import ConfigError
 
 
 def losses(trainer):
-    config = TrainerConfig(layers=2, hidden=32, heads=2, vocabulary=128, length=8, batch=2, trainer=trainer)
+    config = TrainerSettings(layers=2, hidden=32, heads=2, vocabulary=128, length=8, batch=2, trainer=trainer)
     training = trainings(config)["eager"]
-    return [training.step().item() for _ in range(3)]
+    return [training.step()()["loss"] for _ in range(3)]
 
 
 def test_all_trainers_have_the_same_losses(ranks):

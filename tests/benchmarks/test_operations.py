@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.operations import count, main, planned
+from benchmarks.experiments.operations import planned, read_settings
 from gpt4d.config import ConfigError, compose
+from gpt4d.testing.kernel_counter import count
 
 SETTINGS = ["model.layers=2", "train.batch_size=4", "train.precision=bf16", "train.compile=false"]
 
@@ -58,6 +59,6 @@ def test_further_microbatches_add_to_gradients_by_the_products_themselves(settin
     assert more.total() < 0.01 * whole.seconds.total()
 
 
-def test_pictures_are_rejected():
+def test_a_unet_is_rejected():
     with pytest.raises(ConfigError, match="only steps of text models are counted"):
-        main(["model=unet_tiny"])
+        read_settings(["model=unet_tiny"])

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipeline import (
+from benchmarks.experiments.pipeline import (
     CopySeconds,
-    PipelineBenchmark,
+    Settings,
     add_predictions,
     compare,
     describe,
@@ -17,20 +17,20 @@ from benchmarks.pipeline import (
     transfers,
 )
 from benchmarks.settings import arguments_of
-from benchmarks.workers.stages import END, LAST, StagesConfig
+from benchmarks.workloads import END, LAST, StagesConfig
 from gpt4d.config import ConfigError, from_arguments
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
 from gpt4d.parallel.pipeline.stage_program import orders_of
 
-CASE = PipelineBenchmark(grid="2x1x1x2", microbatches=8)
-LINK_S = 4 * 128 * 1024 * 4 * 8 / 200e6  # of one microbatch's activations
+CASE = Settings(grid="2x1x1x2", microbatches=8)
+LINK_S = 4 * 128 * 1024 * 4 * 8 / 200e6  # seconds of one microbatch's activations
 TIED_S = 512 * 1024 * 4 * 8 / 200e6
 WHOLE = {"F0": 1.0, "F1": 1.0, "B0": 2.0, "B1": 2.0}
 ACTIONS = {**WHOLE, **{kind + LAST: seconds for kind, seconds in WHOLE.items()}, END: 0.5}
 
 
 def test_a_worker_reads_the_settings_of_the_benchmark():
-    config = PipelineBenchmark(hosts=2, hidden=512, repeats=7)
+    config = Settings(hosts=2, hidden=512, repeats=7)
     read = from_arguments(StagesConfig, [*arguments_of(config, StagesConfig, contenders="1f1b/signal")])
     assert (read.hidden, read.repeats, read.steps, read.flops) == (512, 7, None, config.flops)
     assert read.contenders == "1f1b/signal"
@@ -38,14 +38,11 @@ def test_a_worker_reads_the_settings_of_the_benchmark():
 
 def losses(module, name, settings):
     """On a rank: the losses of three steps of a contender."""
-    from benchmarks.workers import stages_ours, stages_torch
-    from benchmarks.workers.stages import LinkGroups
+    from benchmarks.adapters.gpt4d_stages import LinkGroups, StagedTraining
+    from benchmarks.adapters.torch_stages import TorchPipeline
 
     config = StagesConfig(hosts=2, layers=4, hidden=16, heads=4, length=8, samples=4, microbatches=4, **settings)
-    if module == "torch":
-        training = stages_torch.TorchPipeline(name, config)
-    else:
-        training = stages_ours.StagedTraining(name, config, LinkGroups(), None)
+    training = TorchPipeline(name, config) if module == "torch" else StagedTraining(name, config, LinkGroups(), None)
     seen = [training.step()()["loss"] for _ in range(3)]
     if module == "ours":
         training.stage.exchange.close()
@@ -65,8 +62,7 @@ def test_torchs_pipeline_trains_like_ours(ranks, name, other):
 
 def actions_on_virtual_devices():
     """On a rank: the seconds of the actions of a step over two stages."""
-    from benchmarks.workers.stages import LinkGroups
-    from benchmarks.workers.stages_ours import StagedTraining
+    from benchmarks.adapters.gpt4d_stages import LinkGroups, StagedTraining
 
     sizes = {"layers": 2, "hidden": 128, "heads": 4, "length": 32, "microbatches": 2}
     config = StagesConfig(hosts=2, ranks=1, grid="1x1x1x1", virtual=True, **sizes)
@@ -118,7 +114,7 @@ def row(family, name, seconds, **more):
     return {"family": family, "name": name, **times, **more}
 
 
-def test_rows_are_compared_with_signal_and_the_simulator(tmp_path):
+def test_rows_are_compared_with_signal_and_the_simulator():
     rows = [
         row("ours", "eager_1f1b/broadcast", 30.0),
         row("ours", "eager_1f1b/signal", 27.5, actions_s=ACTIONS),
@@ -131,9 +127,9 @@ def test_rows_are_compared_with_signal_and_the_simulator(tmp_path):
     assert rows[1]["prediction_error"] == pytest.approx(0.0)
     assert "predicted_s" not in rows[2]
     assert compare(rows)["torch Schedule1F1B"] == pytest.approx(1.2)
-    assert "91.7% of signal's throughput" in describe(rows[0]) and "no turn counts" in describe(rows[4])
-    plot([{"rows": rows, "stages": 2, "grid": "2x1x1x2", "microbatches": 8}], tmp_path / "picture")
-    assert (tmp_path / "picture.png").stat().st_size
+    assert "91.7% of signal's throughput" in describe(rows[0]) and "no run counts" in describe(rows[4])
+    figure = plot(CASE, {"cases": [{"rows": rows, "stages": 2, "grid": "2x1x1x2", "microbatches": 8}]})
+    assert len(figure.axes) == 1
 
 
 def test_cases_and_contenders_are_checked_and_every_schedule_has_its_bound():

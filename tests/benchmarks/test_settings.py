@@ -3,26 +3,24 @@ import math
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.one_device import OneDeviceBenchmark
-from benchmarks.overlap import OverlapBenchmark
-from benchmarks.peers import PeersBenchmark
-from benchmarks.planner import PlannerBenchmark, plain_rates, rank_grids, select_grids
-from benchmarks.settings import DeviceConfig, WorkerConfig, grid_name, parse_grid, read_arguments
+from benchmarks.experiments import one_device, overlap, peers, planner
+from benchmarks.experiments.planner import rank_grids, select_grids
+from benchmarks.settings import DeviceConfig, WorkerConfig, grid_name, parse_grid, plain_rates, read_settings
 from gpt4d.config import ConfigError, GridSizes, from_arguments, read_cluster
 from gpt4d.planner.device import Links
 
 
-@pytest.mark.parametrize("schema", [OverlapBenchmark, PeersBenchmark, PlannerBenchmark])
+@pytest.mark.parametrize("schema", [overlap.Settings, peers.Settings, planner.Settings])
 def test_virtual_devices_have_other_defaults_which_arguments_override(schema):
-    cores, virtual = read_arguments(schema, []), read_arguments(schema, ["virtual=true"])
+    cores, virtual = read_settings(schema, []), read_settings(schema, ["virtual=true"])
     assert (cores.mbit, cores.repeats, cores.out, cores.virtual_device()) == (400, 5, schema.out, None)
     assert (virtual.mbit, virtual.repeats, virtual.warm_up, virtual.out) == (200, 3, 1, f"{schema.out}_virtual")
-    chosen = read_arguments(schema, ["virtual=true", "mbit=1000", "repeats=1", "out=here"])
+    chosen = read_settings(schema, ["virtual=true", "mbit=1000", "repeats=1", "out=here"])
     assert (chosen.mbit, chosen.repeats, chosen.out) == (1000, 1, "here")
 
 
 def test_a_worker_reads_the_settings_of_its_benchmark():
-    config = read_arguments(PeersBenchmark, ["virtual=true", "flops=1e9", "launch_us=7", "ranks=2"])
+    config = read_settings(peers.Settings, ["virtual=true", "flops=1e9", "launch_us=7", "ranks=2"])
     worker = from_arguments(WorkerConfig, list(config.worker_arguments(["4x1x1x1", "1x1x1x4/sharded"])))
     assert worker.grids == "4x1x1x1,1x1x1x4/sharded"
     device, expected = worker.virtual_device(), config.virtual_device()
@@ -39,7 +37,7 @@ def test_ranks_send_inside_a_host_at_a_multiple_of_their_share_of_the_uplink():
 
 @pytest.mark.parametrize("ratio, inside", [(12, 75e6), (0, math.inf)])
 def test_the_planner_is_given_the_rates_of_links_and_devices(tmp_path, ratio, inside):
-    config = PlannerBenchmark(virtual=True, mbit=200, intra_host_ratio=ratio)
+    config = planner.Settings(virtual=True, mbit=200, intra_host_ratio=ratio)
     OmegaConf.save(plain_rates(config), path := tmp_path / "cluster.yaml")
     cluster = read_cluster(path)
     speeds = Links(cluster, GridSizes(4, 1, 2, 1)).speeds
@@ -57,7 +55,7 @@ def test_many_grids_are_represented_by_the_first_six_and_six_of_the_rest():
 
 
 def test_the_name_of_a_grid_says_all_its_settings():
-    for name in ("4x1x2x1", "4x1x2x1/whole=1", "2x4x1x1/chunks=4/tokens/y-innermost", "1x8x1x1/repeated-heads"):
+    for name in ("4x1x2x1", "4x1x2x1/replicated=1", "2x4x1x1/chunks=4/tokens/yx", "1x8x1x1/repeated-heads"):
         case = parse_grid(name)
         assert grid_name(case.sizes, case.parallel) == name
     assert parse_grid("1x1x1x8/sharded").sharded
@@ -65,4 +63,4 @@ def test_the_name_of_a_grid_says_all_its_settings():
 
 def test_an_empty_value_is_reported_before_the_benchmark_runs():
     with pytest.raises(ConfigError, match="out=: empty; give a value, or leave it out for benchmarks/results/one_d"):
-        from_arguments(OneDeviceBenchmark, ["out="])
+        from_arguments(one_device.Settings, ["out="])

@@ -1,19 +1,20 @@
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
-from benchmarks.workers.torch_gpt import build_torch_gpt
-from benchmarks.workers.train_ours import Gpt4dTraining
-from benchmarks.workers.train_torch import TorchTraining
-from benchmarks.workers.training import initial_weights, sequences
+from benchmarks.adapters.gpt4d import Training
+from benchmarks.adapters.torch import TorchTraining
+from benchmarks.adapters.torch_gpt import build_torch_gpt
+from benchmarks.workloads import Workload, initial_weights, sequences
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.testing.virtual_device import VirtualDevice
 
 CONFIG = GPT2Config("small", layers=2, hidden=16, heads=4, vocab_size=24, vocab_multiple=8, max_positions=8)
+WORK = Workload(CONFIG, batch=4, steps=1)
 
 
 def test_torch_gpt_trains_like_our_model():
-    ours = Gpt4dTraining("1x1x1x1", CONFIG, batch=4)
-    theirs = TorchTraining(build_torch_gpt(initial_weights(CONFIG), CONFIG), sequences(0, 1, CONFIG, batch=4))
+    ours = Training("1x1x1x1", WORK)
+    theirs = TorchTraining(build_torch_gpt(initial_weights(CONFIG), CONFIG), WORK.share(0, 1))
     for _ in range(3):
         ours.step()
         theirs.step()
@@ -31,9 +32,9 @@ def busy_s(build) -> float:
 
 def test_torch_gpt_computes_as_long_as_our_model_on_a_virtual_device():
     config = GPT2Config("small", layers=2, hidden=128, heads=4, vocab_size=256, max_positions=32)
-    ours = busy_s(lambda: Gpt4dTraining("1x1x1x1", config, batch=4))
-    batch = sequences(0, 1, config, batch=4)
-    theirs = busy_s(lambda: TorchTraining(build_torch_gpt(initial_weights(config), config), batch))
+    work = Workload(config, batch=4, steps=1)
+    ours = busy_s(lambda: Training("1x1x1x1", work))
+    theirs = busy_s(lambda: TorchTraining(build_torch_gpt(initial_weights(config), config), work.share(0, 1)))
     assert theirs == pytest.approx(ours, rel=0.02)
 
 

@@ -26,7 +26,7 @@ def build(sizes, shard=False, seed=7):
     """Build the model and its optimizer on a rank."""
     model = build_model(MODEL, sizes, torch.float32, seed=seed)
     parameters = dict(model.named_parameters())
-    shards = GradientReducer(model.context, parameters, shard=shard).optimizer_shards
+    shards = GradientReducer(model.weights, parameters, shard=shard).optimizer_shards
     optimizer = optim.build_optimizer(zip(parameters, shards, strict=True), OptimConfig())
     for parameter in shards:
         for k, factor in STATES.items():

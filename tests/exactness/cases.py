@@ -151,7 +151,7 @@ def _plan(draw: random.Random, plan: str, grids: list[GridSizes]) -> Settings:
         settings |= {"parallel.gx": first.x, "parallel.gy": first.y, "parallel.gz": first.z}
     else:
         settings["parallel.pipeline.stage_grids"] = f"[{','.join(map(str, grids))}]"
-    settings["parallel.innermost"] = draw.choice((None, "x", "y"))
+    settings["parallel.rank_order"] = draw.choice((None, "xy", "yx"))
     if plan == "stages":
         schedule = draw.choice(SCHEDULES)
         settings |= {
@@ -199,7 +199,7 @@ def _kept_weights(draw: random.Random, blocks: int) -> Settings:
     settings: Settings = {"parallel.cache_layers": cached}
     if cached:
         settings["parallel.cache_scope"] = draw.choice((None, "microbatch", "step"))
-    settings["parallel.whole_layers"] = draw.choice((0, 0, draw.randint(1, blocks)))
+    settings["parallel.replicated_layers"] = draw.choice((0, 0, draw.randint(1, blocks)))
     return settings
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
 from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.init import initialize
@@ -36,6 +35,7 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep
+from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
@@ -163,7 +163,7 @@ def build(config: Config, sizes: GridSizes) -> tuple[TrainStep, tuple]:
         {0: DESCRIPTION.layer_weights(False)},
         dict(DESCRIPTION.contributions),
         cached,
-        chunk_terms=DESCRIPTION.chunk_terms(parallel.chunks),
+        chunk_contributions=DESCRIPTION.chunk_contributions(parallel.chunks),
     )
     pictures, numbers = torch.zeros(samples, SIDE, SIDE, 3), torch.arange(samples)
     return TrainStep(stage, whole_model(token_loss), OptimConfig()), (pictures, numbers, numbers, pictures)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
@@ -20,6 +19,7 @@ from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
@@ -166,7 +166,7 @@ FULL = {"activation_checkpointing": "full"}
         ((2, 2, 1, 2), FULL, 0.1, {"sequence_parallel": True, "chunks": 2}),
         ((1, 4, 2, 1), FULL | {"micro_batch_size": 2}, 0.1, {"chunks": 2, "cache_layers": "all"}),
         ((2, 1, 4, 1), {"micro_batch_size": 2}, 0.0, {"cache_layers": "all", "cache_scope": "step", "chunks": 2}),
-        ((2, 2, 2, 1), {}, 0.1, {"scatter_heads": False, "whole_layers": 1, "chunks": 4}),
+        ((2, 2, 2, 1), {}, 0.1, {"scatter_heads": False, "replicated_layers": 1, "chunks": 4}),
         ((1, 8, 1, 1), {}, 0.0, {"overlap": OverlapConfig(all_reduce=False), "chunks": 2}),
         ((2, 2, 2, 1), {"loss_chunks": 4}, 0.0, {"chunks": 2}),
         ((4, 2, 1, 1), {"loss_chunks": 2, "activation_checkpointing": "selective"}, 0.0, {"sequence_parallel": True}),
@@ -190,7 +190,7 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes
         (SMALL_GROUPED, (4, 2, 1, 1), FULL, {"sequence_parallel": True, "chunks": 4}),
         (SMALL_NORMED, (8, 1, 1, 1), FULL, {}),
         (SMALL_GROUPED, (1, 4, 2, 1), {"micro_batch_size": 2}, {"chunks": 2, "cache_layers": "all"}),
-        (SMALL_NORMED, (1, 4, 1, 2), FULL, {"scatter_heads": False, "whole_layers": 1}),
+        (SMALL_NORMED, (1, 4, 1, 2), FULL, {"scatter_heads": False, "replicated_layers": 1}),
         (SMALL_GEMMA3, (2, 2, 2, 1), {"activation_checkpointing": "selective"}, {"chunks": 2}),
         (SMALL_GEMMA3, (4, 2, 1, 1), FULL, {"sequence_parallel": True, "chunks": 4}),
     ],

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
@@ -15,6 +14,7 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.grids import batch_part, token_loss
 from tests.model.recording import recorded_collectives

@@ -104,7 +104,7 @@ def test_planned_computation_takes_as_long_as_a_steps_operations(
 STEPS = [
     ((2, 2, 2, 1), {"activation_checkpointing": "selective"}, {"chunks": 2}),
     ((4, 2, 1, 1), FULL, {"sequence_parallel": True, "chunks": 4}),
-    ((3, 2, 1, 2), FULL, {"whole_layers": 1}),
+    ((3, 2, 1, 2), FULL, {"replicated_layers": 1}),
     ((1, 4, 2, 1), FULL | {"micro_batch_size": 2}, {"chunks": 2, "cache_layers": "all"}),
     ((1, 4, 1, 2), {}, {"scatter_heads": False}),
 ]

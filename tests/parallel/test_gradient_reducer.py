@@ -39,7 +39,7 @@ def more_terms_than_expected():
     grid = Grid(GridSizes(1, 1, 1, 2))
     stage = build_tiny_stage(grid)
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()), bucket_bytes=1)
-    reducer.begin(stage.terms)
+    reducer.begin(stage.contributions)
     for microbatch in range(2):
         stage.module.loss_sum(*tiny_batch(grid, microbatch)).backward()
     reducer.finish()

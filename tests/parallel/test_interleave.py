@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.parallel.comm import collectives
-from gpt4d.parallel.engine.interleave import Turn, run
+from gpt4d.parallel.engine.interleave import YieldPoint, run
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
@@ -71,7 +71,7 @@ STEP = {"cache_layers": "all", "cache_scope": "step"}
     [
         ((2, 2, 1, 1), True, 2, False, {"chunks": 4, "sequence_parallel": True}),
         ((2, 1, 2, 1), True, 1, True, {"sequence_parallel": True, **STEP}),
-        ((1, 2, 2, 1), False, 2, True, {"chunks": 2, "scatter_heads": False, "whole_layers": 1}),
+        ((1, 2, 2, 1), False, 2, True, {"chunks": 2, "scatter_heads": False, "replicated_layers": 1}),
         ((2, 2, 2, 1), True, 1, True, {"chunks": 2, **STEP}),
         full((2, 2, 1, 1), False, 1, True, {"chunks": 2}),
         full((4, 2, 1, 1), False, 1, False, {"sequence_parallel": True, "chunks": 2}),
@@ -79,7 +79,7 @@ STEP = {"cache_layers": "all", "cache_scope": "step"}
         full((1, 4, 1, 2), True, 1, False, {"chunks": 2}),
         full((2, 4, 1, 1), False, 2, True, {"chunks": 2, "sequence_parallel": True}),
         full((2, 2, 2, 2), True, 1, True, {"chunks": 2, "sequence_parallel": True, **STEP}),
-        full((2, 2, 2, 2), False, 1, False, {"chunks": 2, "whole_layers": 1}),
+        full((2, 2, 2, 2), False, 1, False, {"chunks": 2, "replicated_layers": 1}),
         full((4, 1, 2, 1), True, 2, False, {"chunks": 2, "sequence_parallel": True}),
     ],
     ids=str,
@@ -209,7 +209,7 @@ def test_coroutines_take_turns_in_one_order_and_return_their_results():
     async def chunk(name, turns):
         for turn in range(turns):
             order.append((name, turn))
-            await Turn()
+            await YieldPoint()
         return name
 
     assert run([chunk("a", 2), chunk("b", 3)]) == ["a", "b"]
@@ -221,13 +221,13 @@ def test_an_error_in_one_coroutine_closes_the_others():
 
     async def waiting():
         try:
-            await Turn()
-            await Turn()
+            await YieldPoint()
+            await YieldPoint()
         finally:
             closed.append(True)
 
     async def failing():
-        await Turn()
+        await YieldPoint()
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):

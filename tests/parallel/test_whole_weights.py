@@ -13,10 +13,10 @@ from tests.parallel.test_sharded_weights import GatherCounter, runtime_of
 LAYERS = TINY_MODEL.layers
 PLAIN = {"cache_layers": 0}
 SETTINGS = [
-    {"cache_layers": 1, "whole_layers": 1},
-    {"cache_layers": "all", "whole_layers": LAYERS},
+    {"cache_layers": 1, "replicated_layers": 1},
+    {"cache_layers": "all", "replicated_layers": LAYERS},
     {"cache_layers": "all", "cache_scope": "step"},
-    {"cache_layers": 1, "cache_scope": "step", "whole_layers": 1},
+    {"cache_layers": 1, "cache_scope": "step", "replicated_layers": 1},
 ]
 
 
@@ -74,6 +74,6 @@ def test_microbatches_share_one_gather_and_one_scatter_of_a_step(ranks, sizes):
 
 def test_weights_that_are_gathered_are_gathered_ahead_past_whole_ones(ranks):
     for microbatches, whole in itertools.product((1, 2), (1, LAYERS)):
-        parallel = {"whole_layers": whole, "cache_layers": "all"}
+        parallel = {"replicated_layers": whole, "cache_layers": "all"}
         for _, late, _ in ranks.run(2, communication_of_a_step, GridSizes(1, 1, 2, 1), microbatches, parallel):
             assert late == microbatches * (1 + 4 * whole)  # a replicated weight is available when it is needed

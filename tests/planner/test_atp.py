@@ -80,3 +80,28 @@ def test_one_layer_matrices_follow_the_closed_form(name):
     atp_1 = [sum(communication(model, cluster, AtpMesh(n, 1), 4, 2048, 2)) for n in (4, 16, 64, 256)]
     best_mesh = [sum(communication(model, cluster, best(cluster, n), 4, 2048, 2)) for n in (4, 16, 64, 256)]
     assert atp_1 == sorted(atp_1) and best_mesh == sorted(best_mesh, reverse=True)
+
+
+# TFLOP/s per GPU of M2, M3 and M4 on eight GPUs without chunks (Table 3).
+TABLE_3 = {"ic2": (42.82, 73.61, 96.83), "ic3": (97.45, 151.98, 178.19), "ic4": (15.31, 22.47, 32.52)}
+
+
+def layer_seconds(name: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of a layer of M2, M3 and M4 by Table 3, and the seconds of its all-reduces by Eq. 2."""
+    hidden = [4096, 8192, 12288]
+    flops = [72 * 4 * 2048 * size**2 * (1 + 2048 / (6 * size)) / 8 for size in hidden]
+    total_s = [count / tflops / 1e12 for count, tflops in zip(flops, TABLE_3[name], strict=True)]
+    cluster = paper_cluster(name)
+    sums_s = [sum(communication(model, cluster, best(cluster, 8, model), 4, 2048, 2)) for model in MODELS[1:]]
+    return total_s, sums_s
+
+
+@pytest.mark.parametrize(("name", "predicted", "factor"), [("ic2", (0, 2), 5.1), ("ic4", (2,), 5.6)])
+def test_equation_2_predicts_table_3_with_a_factor_from_one_model(name, predicted, factor):
+    """IC3 gives the time of each model's products. M3 gives a factor of Eq. 2's time on the other interconnects."""
+    compute_s = [total - sums for total, sums in zip(*layer_seconds("ic3"), strict=True)]
+    total_s, sums_s = layer_seconds(name)
+    slower = (total_s[1] - compute_s[1]) / sums_s[1]
+    assert slower == pytest.approx(factor, abs=0.1)
+    for model in predicted:
+        assert compute_s[model] + slower * sums_s[model] == pytest.approx(total_s[model], rel=0.02)

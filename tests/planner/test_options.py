@@ -67,13 +67,13 @@ def test_the_levels_of_a_search_share_equal_descriptions_only():
     choices, grid = levels(compose(SMALL), KEYS), [GridSizes(3)]
     assert len({id(level.description) for level in choices}) == 2, "only parts of the loss change the description"
     for level in choices:
-        for choice in ({}, {"whole_layers": 1}, {"whole_layers": 2}):
+        for choice in ({}, {"replicated_layers": 1}, {"replicated_layers": 2}):
             config = replace(level.config, parallel=replace(level.config.parallel, **choice))
             assert content(level.describe(grid, choice)) == content(registry.describe_run(config, grid))
 
 
 def test_a_plan_without_its_options_is_estimated_with_the_same_unsharded_blocks():
-    choices, sizes, choice = levels(compose(SMALL), KEYS), GridSizes(1, 1, 4, 1), {"whole_layers": 2}
+    choices, sizes, choice = levels(compose(SMALL), KEYS), GridSizes(1, 1, 4, 1), {"replicated_layers": 2}
     plan = with_fewer_options(Estimate(choices[-1].config, sizes, None, choice, choices[-1].options).plan(4), choices)
     assert plan.choice == choice and plan.options != choices[-1].options
     chosen = with_settings(choices[0].config, plan.options)

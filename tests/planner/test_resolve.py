@@ -19,22 +19,22 @@ from gpt4d.validation import validate
 PAIRS = ("cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
 
 
-@pytest.mark.parametrize("innermost", ["x", "y"])
-def test_each_rank_is_as_far_from_its_neighbors_as_the_planner_assumes(innermost):
+@pytest.mark.parametrize("rank_order", ["xy", "yx"])
+def test_each_rank_is_as_far_from_its_neighbors_as_the_planner_assumes(rank_order):
     sizes = GridSizes(2, 4, 3, 2)
-    ranks, planned, distance = ranks_in_grid_order(sizes, innermost), spans(sizes, innermost), 1
+    ranks, planned, distance = ranks_in_grid_order(sizes, rank_order), spans(sizes, rank_order), 1
     assert sorted(ranks) == list(range(sizes.devices))
     for axis, size in sizes._asdict().items():  # places count x first, then y, z and data
         for place, first in enumerate(ranks):
             if place // distance % size + 1 < size:
                 assert ranks[place + distance] - first == planned[axis].stride
         distance *= size
-    assert planned[innermost].stride == 1
+    assert planned[rank_order[0]].stride == 1
 
 
 def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
     pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[2x2x1x1,1x2x1x1]"]
-    plan = validate(compose([*PAIRS, *pipeline, "parallel.innermost=y"]), 6)
+    plan = validate(compose([*PAIRS, *pipeline, "parallel.rank_order=yx"]), 6)
     assert [stage.ranks for stage in plan.stages] == [(0, 2, 1, 3), (4, 5)]
     assert [plan.stage_of(member).index for member in range(6)] == [0, 0, 0, 0, 1, 1]
 
@@ -52,11 +52,14 @@ def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
 def test_mode_atp_trains_on_the_given_mesh_in_the_faster_order():
     plan = validate(compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]), 8)
     assert plan.sizes == GridSizes(4, 2) and plan.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
-    assert plan.candidates[0].startswith("DeviceMesh(4, 2) with d2 innermost (") and len(plan.candidates) == 1
-    given = validate(
-        compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2", "parallel.innermost=x"]), 8
+    assert (
+        plan.candidates[0].startswith("DeviceMesh(4, 2) with consecutive ranks along d2 (")
+        and len(plan.candidates) == 1
     )
-    assert given.stages[0].ranks == tuple(range(8)) and "d1 innermost" in given.candidates[0]
+    given = validate(
+        compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2", "parallel.rank_order=xy"]), 8
+    )
+    assert given.stages[0].ranks == tuple(range(8)) and "consecutive ranks along d1" in given.candidates[0]
 
 
 def test_mode_atp_chooses_the_mesh_with_the_least_communication():
@@ -122,7 +125,7 @@ def test_mode_atp_leaves_devices_to_z_and_data():
             ["parallel.mode=atp", "parallel.d1=8", "model.heads=4"],
             "where gx is d1 and gy is d2: parallel.gx=8: does not",
         ),
-        (["parallel.innermost=z"], "parallel.innermost=z: use one of x, y"),
+        (["parallel.rank_order=z"], "parallel.rank_order=z: use one of xy, yx"),
     ],
 )
 def test_impossible_meshes_are_rejected_in_one_line(words, message):
@@ -135,7 +138,7 @@ def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
     """A block sums 7h elements over y and 2h over x."""
     config = compose([*PAIRS, "model.layers=8", "model.hidden=256", "train.batch_size=8", "model.vocab_size=256"])
     plans = [plan for plan in rank(config, 8).plans if plan.sizes == GridSizes(4, 2)]
-    assert plans[0].choice == {"innermost": "y"} and plans[0].grid == "4x2x1x1 y innermost"
+    assert plans[0].choice == {"rank_order": "yx"} and plans[0].grid == "4x2x1x1 in rank order yx"
     chosen = validate(compose([*PAIRS, *plans[0].overrides]), 8)
     assert chosen.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
 

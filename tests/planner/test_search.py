@@ -137,20 +137,20 @@ SLOW_LINKS = (
 def test_the_planner_chooses_whole_layers_with_their_memory():
     config = compose([*SLOW_LINKS, "train.batch_size=16"])
     (best,) = rank(config, 8, top=1).plans
-    assert best.sizes.z > 1 and best.choice["whole_layers"] > 0
+    assert best.sizes.z > 1 and best.choice["replicated_layers"] > 0
     chosen = compose([*SLOW_LINKS, "train.batch_size=16", *best.overrides])
     assert Estimate(chosen, best.sizes).plan(best.micro_batch).step_time_s == pytest.approx(best.step_time_s)
-    split = replace(chosen, parallel=replace(chosen.parallel, whole_layers=0))
+    split = replace(chosen, parallel=replace(chosen.parallel, replicated_layers=0))
     assert Estimate(split, best.sizes).memory_gib(best.micro_batch) < best.memory_gib
     small = replace(config, cluster=replace(config.cluster, memory_gib=best.memory_gib * 0.99))
     (other,) = rank(small, 8, top=1).plans
     assert (other.sizes, other.choice) != (best.sizes, best.choice) and other.memory_gib < best.memory_gib
     validated = validate(replace(config, parallel=replace(config.parallel, mode="auto")), 8)
-    assert validated.config.parallel.whole_layers == best.choice["whole_layers"]
+    assert validated.config.parallel.replicated_layers == best.choice["replicated_layers"]
 
 
 def test_the_planner_gathers_once_per_step_where_there_are_microbatches():
-    config = compose([*SLOW_LINKS, "train.batch_size=64", "train.micro_batch_size=2", "parallel.whole_layers=1"])
+    config = compose([*SLOW_LINKS, "train.batch_size=64", "train.micro_batch_size=2", "parallel.replicated_layers=1"])
     for plan in rank(config, 8, top=2).plans:
         assert plan.sizes.z == 1 or plan.choice == {"cache_layers": "all", "cache_scope": "step"}
         assert validate(replace(compose([*SLOW_LINKS, "train.batch_size=64", *plan.overrides])), 8).sizes == plan.sizes
@@ -235,9 +235,9 @@ def test_without_a_world_size_the_fewest_devices_are_printed():
 
 def test_parallel_mode_atp_ranks_meshes():
     (best, *_) = json.loads(ask("world_size=8", "parallel.mode=atp", "cluster=ic1", "format=json"))
-    assert best["mesh"] == [2, 4] and best["innermost"] == "d2"
+    assert best["mesh"] == [2, 4] and best["rank_order"] == "d2-d1"
     mesh = ["parallel.d1=2", "parallel.d2=4"]
-    assert best["overrides"] == ["parallel.mode=atp", *mesh, "parallel.innermost=y"]
+    assert best["overrides"] == ["parallel.mode=atp", *mesh, "parallel.rank_order=yx"]
     assert best["step_time_s"] == pytest.approx(best["compute_s"] + best["t_comm_s"]) and best["memory_gib"] > 0
     assert "ATP-1    DeviceMesh(8, 1)" in ask("world_size=8", "parallel.mode=atp", "cluster=ic2").splitlines()[1]
 

@@ -204,7 +204,7 @@ def test_whole_layers_move_communication_from_the_forward_to_the_backward():
     machine, sizes = replace(LINKS, matmul_tflops=0.19), GridSizes(1, 1, 2, 1)
     large = "model.layers=12", "model.hidden=512", "train.precision=fp32"
     split, some, too_many = (
-        plan(machine, sizes, *large, "parallel.cache_layers=all", f"parallel.whole_layers={count}")
+        plan(machine, sizes, *large, "parallel.cache_layers=all", f"parallel.replicated_layers={count}")
         for count in (0, 3, 12)
     )
     assert some.comm["z"]["bytes"] == pytest.approx(split.comm["z"]["bytes"])  # a sum sends as much as both
@@ -218,7 +218,7 @@ def test_whole_layers_move_communication_from_the_forward_to_the_backward():
     [
         (),
         ("parallel.cache_layers=5", "train.activation_checkpointing=full"),
-        ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.whole_layers=4"),
+        ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.replicated_layers=4"),
     ],
     ids=str,
 )

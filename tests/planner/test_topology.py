@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.virtual import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
@@ -18,6 +17,7 @@ from gpt4d.parallel.layers import sharding
 from gpt4d.planner import paper_models
 from gpt4d.planner.device import KINDS, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, node_size, spans, speed
+from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.parallel.test_shared_memory import axis_across_hosts
 

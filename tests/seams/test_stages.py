@@ -15,8 +15,8 @@ from gpt4d.parallel.engine.prefetch import (
     LayerWeights,
     WeightUse,
     kept_after_use,
+    prefetch_plan,
     weight_order,
-    weights_ahead,
 )
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
@@ -198,7 +198,7 @@ def check_ahead(seed: int) -> None:
                 break
             expected.append(use.weight)
             previous = use
-        assert list(weights_ahead(order, count)[position]) == expected
+        assert list(prefetch_plan(order, count)[position]) == expected
 
 
 def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
@@ -206,11 +206,11 @@ def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
     blocks = [LayerWeights(tuple(f"{block}.{weight}" for weight in range(4))) for block in range(6)]
     order = weight_order([Action("F", 0)], {0: blocks})
     whole = {name for block in blocks[1::2] for name in block.forward}
-    ahead = weights_ahead(order, 2, whole)
+    ahead = prefetch_plan(order, 2, whole)
     assert ahead[0] == ("0.1", "0.2")
     assert ahead[2] == ("0.3", "2.0")
     assert ahead[3] == ("2.0", "2.1", "2.2", "2.3", "4.0", "4.1")  # behind the four uses of block 1
     assert ahead[7] == ("2.0", "2.1")
     assert ahead[19] == ()
-    assert all(names == () for names in weights_ahead(order, 0, whole))
-    assert all(names == () for names in weights_ahead(order, 2, {use.weight for use in order}))
+    assert all(names == () for names in prefetch_plan(order, 0, whole))
+    assert all(names == () for names in prefetch_plan(order, 2, {use.weight for use in order}))

@@ -18,7 +18,7 @@ from gpt4d.model.unet import scheduler
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.task.diffusion_process import DiffusionProcess
-from gpt4d.task.pictures import save_pictures
+from gpt4d.task.image_generation import save_images
 from gpt4d.validation import validate
 from tests.grids import build_model, bytes_planned, bytes_sent, full, metric_lines, on_grid, train_in_rank
 
@@ -89,7 +89,8 @@ def serial(ranks, photos, cache, tmp_path_factory):
         full(GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true")),
         (GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
         full(
-            GridSizes(2, 1, 2, 2), ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.whole_layers=2")
+            GridSizes(2, 1, 2, 2),
+            ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.replicated_layers=2"),
         ),
     ],
     ids=str,
@@ -178,7 +179,7 @@ def test_an_exported_pipeline_draws_the_samples_of_the_run(serial, tmp_path, mon
     pipeline = DDIMPipeline.from_pretrained(tmp_path / "exported")
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline(4, num_inference_steps=5, use_clipped_model_output=True, output_type="np").images
-    save_pictures((images * 255).round().astype(np.uint8), tmp_path / "theirs.png")
+    save_images((images * 255).round().astype(np.uint8), tmp_path / "theirs.png")
     ours, theirs = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("ours", "theirs"))
     assert np.abs(ours - theirs).max() <= 1 and ours.std() > 10
 

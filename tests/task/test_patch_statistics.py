@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpt4d.config import DataConfig
-from gpt4d.data.pictures import picture_files
+from gpt4d.data.images import image_files
 from gpt4d.task import patch_statistics as module
 from gpt4d.task.patch_statistics import PatchStatistics, frechet_distance, patch_statistics
 
@@ -24,7 +24,7 @@ def test_statistics_are_those_of_the_patches_one_by_one(monkeypatch):
     whole = patch_statistics(pictures)
     np.testing.assert_allclose(whole.mean, np.mean(patches, 0), atol=1e-12)
     np.testing.assert_allclose(whole.covariance, np.cov(np.transpose(patches), bias=True), atol=1e-12)
-    monkeypatch.setattr(module, "_PICTURES_AT_ONCE", 2)
+    monkeypatch.setattr(module, "_IMAGES_AT_ONCE", 2)
     in_parts = patch_statistics(pictures[::-1])
     assert np.array_equal(in_parts.mean, whole.mean) and np.array_equal(in_parts.covariance, whole.covariance)
 
@@ -60,7 +60,7 @@ def test_noise_has_the_mean_and_the_variance_of_every_channel():
 
 
 def test_halves_of_real_pictures_are_nearer_to_each_other_than_to_noise(tmp_path):
-    pictures = picture_files(DataConfig("earth", "blue_marble", cache_dir=str(tmp_path)), 32, 3).array("train")
+    pictures = image_files(DataConfig("earth", "blue_marble", cache_dir=str(tmp_path)), 32, 3).array("train")
     one, other = patch_statistics(pictures[::2]), patch_statistics(pictures[1::2])
     halves, noise = frechet_distance(one, other), frechet_distance(one, other.of_noise(3))
     print(f"distance of the halves {halves:.5f}, to noise {noise:.3f}")

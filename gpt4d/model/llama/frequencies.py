@@ -25,17 +25,17 @@ def scale(config: LlamaConfig) -> float:
 
 def _llama3_share(config: LlamaConfig, pair: int, frequency: float) -> float:
     """Return the share of the unscaled frequency, from 0 for slow pairs to 1 for fast pairs (Llama 3.1)."""
-    turns = config.rope_original_positions * frequency / (2 * math.pi)
+    rotations = config.rope_original_positions * frequency / (2 * math.pi)
     low, high = config.rope_low_frequency, config.rope_high_frequency
-    return min(1.0, max(0.0, (turns - low) / (high - low)))
+    return min(1.0, max(0.0, (rotations - low) / (high - low)))
 
 
 def _yarn_share(config: LlamaConfig, pair: int, frequency: float) -> float:
     """Return the share of the unscaled frequency, a ramp over the pairs of features (YaRN, §3.2)."""
 
-    def place(turns: float) -> float:
+    def place(rotations: float) -> float:
         """Return the index of the feature pair that completes this many rotations in the original maximum length."""
-        log = math.log(config.rope_original_positions / (turns * 2 * math.pi))
+        log = math.log(config.rope_original_positions / (rotations * 2 * math.pi))
         return config.head_size * log / (2 * math.log(config.rope_theta))
 
     first, last = place(config.rope_beta_fast), place(config.rope_beta_slow)

@@ -205,12 +205,12 @@ class UNetSpec(ModelSpec):
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
         size, channels = self.config.image_size, self.config.image_channels
-        pictures = (samples, size, size, channels)
+        images = (samples, size, size, channels)
         return (
-            tensor(pictures, "float32"),
+            tensor(images, "float32"),
             tensor((samples,), "int64"),
             tensor((samples,), "int64"),
-            tensor(pictures, "float32"),
+            tensor(images, "float32"),
         )
 
     def _graph(self, model: BoundLayer, part: Part) -> tuple[list[Node], list[str]]:

@@ -1,8 +1,8 @@
 """Interleaving of a microbatch's chunks with coroutines, and the execution of blocks (ATP paper, §4.1).
 
 Layers and blocks are coroutines. Between the start of a collective and the first use of its result, they await
-``Turn()``, which lets the remaining chunks compute. No torch here: the planner interleaves layers on symbolic tensors
-with the same code.
+``YieldPoint()``, which lets the remaining chunks compute. No torch here: the planner interleaves layers on symbolic
+tensors with the same code.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from gpt4d.parallel.symbolic.kernels import TorchFunction, planned_kernel
 Result = TypeVar("Result")
 
 
-class Turn:
-    """A yield point: ``await Turn()`` lets the remaining chunks run up to the same point."""
+class YieldPoint:
+    """A yield point: ``await YieldPoint()`` lets the remaining chunks run up to the same point."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield

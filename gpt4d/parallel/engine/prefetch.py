@@ -91,7 +91,7 @@ def kept_after_use(
     return kept
 
 
-def weights_ahead(
+def prefetch_plan(
     order: Sequence[WeightUse], count: int, never_gathered: Collection[str] = ()
 ) -> list[tuple[str, ...]]:
     """Return for each use the weights to prefetch during it: the weights of the next ``count`` uses.
@@ -165,7 +165,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self._scattering: deque[tuple[str, Pending]] = deque()
         self._accumulated: dict[str, Tensor] = {}  # partially accumulated gradients
         self._missing: dict[str, int] = {}  # number of contributions that these gradients lack
-        self._terms: Mapping[str, int] = {}  # number of contributions to each gradient
+        self._contributions: Mapping[str, int] = {}  # number of contributions to each gradient
         self.order: Sequence[WeightUse] = ()
         self.kept: Sequence[bool] = ()
         self._ahead: Sequence[tuple[str, ...]] = ()
@@ -176,7 +176,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         order: Sequence[WeightUse],
         cached: Collection[str] = (),
         cached_for_step: Collection[str] = (),
-        terms: Mapping[str, int] | None = None,
+        contributions: Mapping[str, int] | None = None,
         continued: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
@@ -185,15 +185,15 @@ class WeightSchedule(Generic[Tensor, Pending]):
             order: every use of a weight; without an order nothing is prefetched.
             cached: weights that stay gathered until their backward.
             cached_for_step: weights that stay gathered until their last use.
-            terms: number of contributions to a weight's gradient before its reduce-scatter over z; 1 by default.
+            contributions: number of contributions to a weight's gradient before its reduce-scatter; 1 by default.
             continued: weights that earlier microbatches of the step have gathered, and their accumulated gradients.
         """
         assert self.position == len(self.order) - 1, "the previous order is not finished"
         self.order, self.kept, self.position = order, kept_after_use(order, cached, cached_for_step), -1
         unsplit = {use.weight for use in order if not self.device.is_split(use.weight)}
         prefetch = self.overlap.prefetch if self.overlap.all_gather else 0
-        self._ahead = weights_ahead(order, prefetch, unsplit)
-        self._terms = terms or {}
+        self._ahead = prefetch_plan(order, prefetch, unsplit)
+        self._contributions = contributions or {}
         for name, (weight, gradient) in (continued or {}).items():
             self.ready[name], self._accumulated[name] = weight, gradient
 
@@ -247,7 +247,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         earlier = self.earlier_gradient(weight)
         self._accumulated.pop(weight, None)
         gradient = compute(earlier)
-        missing = self._missing.pop(weight, self._terms.get(weight, 1)) - 1
+        missing = self._missing.pop(weight, self._contributions.get(weight, 1)) - 1
         if missing:
             self._missing[weight], self._accumulated[weight] = missing, gradient
         elif not self.device.is_split(weight):
@@ -273,6 +273,6 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self.gathering.clear()
         self.ready.clear()
         assert not self._missing, "a gradient has fewer contributions than its description says"
-        remaining, self._terms = self.order[self.position + 1 :], {}
+        remaining, self._contributions = self.order[self.position + 1 :], {}
         self.order, self.kept, self._ahead, self.position = (), (), (), -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"

@@ -125,16 +125,16 @@ class GradientSums(Generic[Packed, Pending]):
         self._to_gather: list[Bucket] = []  # buckets whose updated rows other ranks lack, in reverse order of use
         self._arriving: dict[Bucket, Pending] = {}  # all-gathers of updated rows in flight
 
-    def begin(self, terms: Mapping[str, int], beside_backward: bool = True) -> None:
+    def begin(self, contributions: Mapping[str, int], overlaps_backward: bool = True) -> None:
         """Start a step. ``finish`` ends it.
 
-        ``terms``: number of contributions to each parameter's gradient. If ``beside_backward`` is false, all reductions
-        start in ``finish``.
+        ``contributions``: number of contributions to each parameter's gradient. If ``overlaps_backward`` is false, all
+        reductions start in ``finish``.
         """
-        self._overlaps_backward = self.overlap and beside_backward
-        self._missing = {bucket: sum(terms.get(name, 0) for name in bucket.names) for bucket in self.buckets}
+        self._overlaps_backward = self.overlap and overlaps_backward
+        self._missing = {bucket: sum(contributions.get(name, 0) for name in bucket.names) for bucket in self.buckets}
 
-    def note_term(self, name: str) -> None:
+    def note_contribution(self, name: str) -> None:
         """Count a contribution to a gradient, and start the bucket's reduction after the last contribution."""
         if bucket := self._bucket_of.get(name):
             self._missing[bucket] = self._missing.get(bucket, 0) - 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gpt4d.parallel.engine.interleave import Turn
+from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.attention import local_heads
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
@@ -130,7 +130,7 @@ async def gather_features(x: Any, axis: Any) -> Any:
     gathering = _Gathering(axis)
     shard = FeatureShardFunction.apply(x, gathering)
     pending = start_gather(shard.detach(), axis, FEATURES)
-    await Turn()
+    await YieldPoint()
     return GatheredFeaturesFunction.apply(shard, pending.wait(), gathering)
 
 

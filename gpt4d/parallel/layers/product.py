@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from gpt4d.parallel.engine.interleave import Turn
+from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 
@@ -311,16 +311,16 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
     x_BK = InputFunction.apply(x_BK, call)
     if call.input_split is not None:
         pending = start_gather(x_BK.detach(), context.produced, call.input_split, weight)
-        await Turn()
+        await YieldPoint()
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
     elif call.output_split is not None:
-        await Turn()  # the product's node follows at once, so all chunks must create their input nodes first
+        await YieldPoint()  # the product's node follows at once, so all chunks must create their input nodes first
     if context.weights.recomputation_ends:
-        await Turn()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
+        await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
     if call.output_split is None:
-        await Turn()
+        await YieldPoint()
         return ProductFunction.apply(x_BK, weight, bias, call)
     shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
-    await Turn()
+    await YieldPoint()
     return ScatteredOutputFunction.apply(shape_of_product, call)

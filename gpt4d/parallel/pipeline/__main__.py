@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt4d.config import ConfigError, asks_for_help, check_at_least, check_choice, check_picture, from_arguments
+from gpt4d.config import ConfigError, asks_for_help, check_at_least, check_choice, check_image_format, from_arguments
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
         return
     query = from_arguments(ScheduleQuery, arguments)
     check_choice("schedule", query.schedule, SCHEDULES)
-    check_picture("plot", query.plot)
+    check_image_format("plot", query.plot)
     for key in ("stages", "microbatches", "chunks_per_stage"):
         check_at_least(key, getattr(query, key), 1)
     work = query.stages * query.microbatches * query.chunks_per_stage

@@ -68,15 +68,15 @@ class StageRuntime:
         stage = self.stage
         program = stage.program(microbatches)
         actions = [step for step in program if isinstance(step, Action)]
-        terms = {name: count * microbatches for name, count in stage.terms.items()}
-        added = {name: terms[name] * stage.chunk_terms.get(name, 1) for name in stage.cached_for_step}
-        order = weight_order(actions, stage.layer_weights, stage.chunk_terms)
-        stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_terms, **added})
-        terms |= dict.fromkeys(stage.cached_for_step, 1)
+        contributions = {name: count * microbatches for name, count in stage.contributions.items()}
+        added = {name: contributions[name] * stage.chunk_contributions.get(name, 1) for name in stage.cached_for_step}
+        order = weight_order(actions, stage.layer_weights, stage.chunk_contributions)
+        stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_contributions, **added})
+        contributions |= dict.fromkeys(stage.cached_for_step, 1)
         for name in stage.exchange.owned if stage.exchange else ():
-            terms[name] += 1
+            contributions[name] += 1
         # The first stage finishes last. Reductions on other stages delay the gradient that it waits for.
-        self.reducer.begin(terms, beside_backward=stage.index == 0)
+        self.reducer.begin(contributions, overlaps_backward=stage.index == 0)
         stage.module.train()
         step = _Step(self, batches, divisor, stage.exchange)
         last = 1 + max((place for place, item in enumerate(program) if isinstance(item, StageTransfer)), default=-1)

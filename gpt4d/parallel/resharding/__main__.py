@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from gpt4d.config import ConfigError, asks_for_help, check_choice, check_picture, from_arguments
+from gpt4d.config import ConfigError, asks_for_help, check_choice, check_image_format, from_arguments
 from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import report
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     check_choice("strategy", query.strategy, STRATEGIES)
     check_choice("order", query.order, ORDERS)
     check_choice("format", query.format, ("table", "json"))
-    check_picture("plot", query.plot)
+    check_image_format("plot", query.plot)
     if query.effort < 1:
         raise ConfigError(f"effort={query.effort}: use a value of at least 1")
     shape = _parse_integers("shape", query.shape, ",", "1024,1024,512")

@@ -164,7 +164,7 @@ class SymbolicWeights(Weights):
             this = weakref.proxy(self)
 
             def add(gradient: SymbolicTensor) -> None:
-                this.add_term(name, gradient)
+                this.add_contribution(name, gradient)
 
             self._shards[name] = shard = tape.leaf(self.device, self._shapes[name], MASTER_DTYPE, add)
             self._names[shard] = name
@@ -180,13 +180,13 @@ class SymbolicWeights(Weights):
         """Return the number of elements of this device's shard of a parameter."""
         return self.shard(name).nbytes // MASTER_BYTES
 
-    def add_term(self, name: str, gradient: SymbolicTensor) -> None:
+    def add_contribution(self, name: str, gradient: SymbolicTensor) -> None:
         """Accumulate ``gradient`` in the gradient of a parameter."""
         if name in self.gradients:
             self.device.compute(moved=3 * gradient.nbytes)
         else:
             self.gradients[name] = gradient
-        self.reduction.sums.note_term(name)
+        self.reduction.sums.note_contribution(name)
 
 
 class _SymbolicWeightDevice:
@@ -216,10 +216,10 @@ class _SymbolicWeightDevice:
 
     def set_gradient(self, weight: str, gradient: SymbolicTensor) -> None:
         self.weights.gradients[weight] = gradient
-        self.weights.reduction.sums.note_term(weight)
+        self.weights.reduction.sums.note_contribution(weight)
 
     def add_gradient(self, weight: str, part: SymbolicTensor) -> None:
-        self.weights.add_term(weight, part)
+        self.weights.add_contribution(weight, part)
 
     def _axis(self, weight: str) -> SymbolicAxis:
         return self.weights.context.grid.axis("z" if self.is_split(weight) else None)

@@ -130,7 +130,7 @@ class GraphSpec(toy.ToySpec):
             tensors["classes"], tensors["mask"] = of_rows(rows_TF)
         for index in part.blocks:
             x_TH, block = joined(index, tensors.pop(STREAM), tensors), getattr(model.blocks, str(index))
-            tensors[STREAM] = run_blocks(model.context, [block], x_TH)
+            tensors[STREAM] = run_blocks(model.weights, [block], x_TH)
             if index == 1:
                 tensors["scales"] = TanhFunction.apply(tensors[STREAM])
         if part.ends:

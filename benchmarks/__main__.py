@@ -1,0 +1,20 @@
+"""python -m benchmarks NAME [key=value …]: run a benchmark and write its results and its plot."""
+
+import sys
+from pkgutil import iter_modules
+
+from benchmarks import driver, experiments
+from gpt4d.config import ConfigError
+from gpt4d.runtime.errors import one_line_errors
+
+
+def main(arguments: list[str]) -> None:
+    names = [module.name for module in iter_modules(experiments.__path__)]
+    if not arguments or arguments[0] not in names:
+        raise ConfigError(f"{' '.join(arguments[:1])}: not a benchmark; use one of {', '.join(names)}")
+    driver.run(*arguments)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,246 @@
+"""A virtual device: operations on large tensors take its time instead of the processor's, and collectives are real.
+
+Many ranks that share a few cores cannot show what overlap gains: while one rank computes, others wait for its core.
+
+    with VirtualDevice(flops=2e10, memory_gb_s=0.3, launch_us=20) as device:
+        step()                  # of any program written in torch: gpt4d, DDP, FSDP2, megatron-core, AxoNN
+        device.synchronize()
+    device.report()
+
+Values computed under the device are meaningless. Its model:
+
+- A device executes operations sequentially. Each takes ``max(FLOPs / rate, bytes / bandwidth)`` plus the time of a
+  launch. Its large results are views of one block of zeros, and large tensors that it should change stay as they are.
+- An operation whose tensors are all small (losses, counters, token ids) is computed by the processor and takes no time
+  of the device. Views and uninitialized tensors take no time either. The host waits for the device where a value is
+  read.
+- A collective, or a message to another rank, starts when the device has finished all work before it. It moves its
+  bytes concurrently with later work. Work after a wait starts when the wait has returned. A thread in which gpt4d
+  communicates is a stream of its own. It starts a task when the device has executed all operations launched before it.
+- With ``intra_host_mb_s``, a rank sends inside its host at this rate, through sockets or gpt4d's shared memory. A
+  result is not available before the rank has sent its bytes (``virtual_streams.intra_host_bytes``) at this rate, and
+  the transfers of a rank are sequential. They start when this rank does, so a rank waits for a peer that starts later,
+  but not for the peer's transfer. Links between hosts have the rate of the network.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt4d.parallel.comm.cpu import processor
+from gpt4d.parallel.comm.cpu.processor import Processor
+from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
+from gpt4d.testing.virtual_operations import Operations, has_kernel, host_reads, tensors_in
+from gpt4d.testing.virtual_streams import HostLinks, Stream
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_MAX_LATE_SHARE = 0.05  # maximum share of the elapsed time; beyond it the processor was the bottleneck
+
+
+class VirtualDevice:
+    """Context manager under which this process computes on a virtual device. It may be entered again.
+
+    Args:
+        flops: floating-point operations per second of matrix products, attention and convolutions.
+        memory_gb_s: rate in GB/s at which operations read and write.
+        launch_us: least time of an operation.
+        intra_host_mb_s: MB/s that a rank sends to other ranks of its host; None: the rate of the transport.
+        ranks_per_host: ranks of a host; hosts have consecutive ranks.
+        small: largest number of elements of a small tensor.
+        source: the functions of ``time`` that it uses: perf_counter, process_time and sleep.
+    """
+
+    def __init__(
+        self,
+        flops: float,
+        memory_gb_s: float,
+        launch_us: float,
+        intra_host_mb_s: float | None = None,
+        ranks_per_host: int = 1,
+        small: int = 8192,
+        source: Any = time,
+    ):
+        self.operations = Operations(flops, memory_gb_s, launch_us, small)
+        self.links = HostLinks(intra_host_mb_s, ranks_per_host)
+        self.source = source
+        self._thread = threading.local()  # a task may outlast the context that submitted it
+
+    def __enter__(self) -> "VirtualDevice":
+        self._entered, self._entered_cpu = self.source.perf_counter(), self.source.process_time()
+        self.stream = Stream(self.source, self._entered)
+        dispatch = self._thread.dispatch = Dispatch(self, self.stream)
+        self._context = ExitStack()
+        self._context.enter_context(patch.object(dist.Work, "wait", self._wait(dist.Work.wait)))
+        self._context.enter_context(patch.object(processor, "current", VirtualProcessor(self)))
+        self._context.enter_context(dispatch)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._context.__exit__(*error)
+        self.links.clear()
+
+    def synchronize(self) -> None:
+        """Return when the device has executed all operations."""
+        self.stream.synchronize()
+
+    def report(self) -> dict[str, float | bool]:
+        """Return what happened since the device was entered.
+
+        ``seconds``: elapsed. ``busy_s``: the device executed operations. ``host_cpu_s``: processor time of this
+        process, all threads. ``host_late_s``: the device was idle although no collective was waited for. ``cpu_bound``:
+        ``host_late_s`` exceeds 5 % of the time, so the seconds do not count.
+        """
+        seconds = self.source.perf_counter() - self._entered
+        return {
+            "seconds": seconds,
+            "busy_s": self.stream.busy_s,
+            "host_cpu_s": self.source.process_time() - self._entered_cpu,
+            "host_late_s": self.stream.late_s,
+            "cpu_bound": self.stream.late_s > _MAX_LATE_SHARE * seconds,
+        }
+
+    @property
+    def dispatch(self) -> "Dispatch":
+        """The dispatch of this thread."""
+        return self._thread.dispatch
+
+    def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that executes ``function`` on a stream of its own."""
+        stream = Stream(self.source, self.dispatch.stream.clock)
+
+        def run() -> Any:
+            stream.synchronize()
+            with Dispatch(self, stream) as self._thread.dispatch:
+                result = function()
+                stream.synchronize()
+            return result
+
+        return run
+
+    def _wait(self, original: Callable) -> Callable:
+        """Return the method ``wait`` of a torch.distributed.Work under the device."""
+
+        def wait(work: dist.Work, *timeout) -> bool:
+            if (in_flight := self.links.pop_work(work)) is None:
+                return original(work, *timeout)
+            with in_flight.stream.waiting():
+                result = original(work, *timeout)
+                in_flight.stream.sleep_until(in_flight.ready)
+            return result
+
+        return wait
+
+
+class VirtualProcessor(Processor):
+    """The processor of a rank that computes on a virtual device."""
+
+    def __init__(self, device: VirtualDevice):
+        self.device = device
+
+    def now(self) -> float:
+        # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
+        return max(self.device.source.perf_counter(), self.device.dispatch.stream.clock)
+
+    def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return self.device.on_thread(function)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        with self.device.dispatch.stream.waiting():
+            yield
+
+    @contextmanager
+    def posting(self) -> Iterator[float | None]:
+        self.device.dispatch.stream.synchronize()
+        started = self.device.source.perf_counter()
+        with self._copying():
+            yield started
+
+    @contextmanager
+    def receiving(self, collective: SharedMemoryCollective) -> Iterator[None]:
+        with self._copying():
+            yield
+            if collective.started is None:
+                return  # it was posted outside of this context
+            assert collective.result is not None
+            # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
+            nbytes, size = (collective.like.nbytes, collective.result.nbytes), collective.memory.size
+            passes = 2 if nbytes[0] == nbytes[1] else 1
+            ready = self.device.links.reserve(collective.started, passes * (size - 1) / size * max(nbytes))
+            self.device.dispatch.stream.sleep_until(ready)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Wait for other ranks. Copies and sums of shared memory take no time of the device, as ``links`` counts it."""
+        dispatch = self.device.dispatch
+        outer, dispatch.free = dispatch.free, True
+        with dispatch.stream.waiting():
+            yield
+        dispatch.free = outer
+
+
+class Dispatch(TorchDispatchMode):
+    """Executes a thread's operations on a stream of a device. ``free``: they take no time."""
+
+    def __init__(self, device: VirtualDevice, stream: Stream):
+        super().__init__()
+        self.operations, self.links, self.stream, self.free = device.operations, device.links, stream, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if FakeTensor in types:  # DTensor's, which computes shapes with them
+            return func(*args, **kwargs)
+        if not all(kind in _PLAIN for kind in types):  # a DTensor issues operations on plain tensors
+            return NotImplemented
+        if "c10d" in func.namespace:
+            return self._communicate(func, args, kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        if not has_kernel(func, tensors, kwargs):
+            return func(*args, **kwargs)
+        if host_reads(func, tensors):
+            self.stream.synchronize()
+            return func(*args, **kwargs)
+        cost = self.operations.cost(func, args, kwargs)
+        # A small part of a large result, such as a row, is not written either: zeros serve all results.
+        if not (cost.large or (func._schema.is_mutable and any(map(self.operations.in_zeros, tensors)))):
+            return func(*args, **kwargs)
+        self._wait_for_results(tensors)
+        if not self.free:
+            self.stream.launch(cost.seconds)
+        return self.operations.result(cost, tensors)
+
+    def _communicate(self, func, args: tuple, kwargs: dict):
+        name = func._schema.name.split("::")[1]
+        if name == "_wrap_tensor_autograd":
+            return func(*args, **kwargs)
+        if name == "wait_tensor":
+            with self.stream.waiting():
+                result = func(*args, **kwargs)
+                if in_flight := self.links.pop_result(result):
+                    self.stream.sleep_until(in_flight.ready)
+            return result
+        self.stream.synchronize()
+        started = self.stream.source.perf_counter()
+        result = func(*args, **kwargs)
+        names = (argument.name for argument in func._schema.arguments)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        reusable = [tensor for tensor in tensors_in(result) if not self.operations.in_zeros(tensor)]
+        self.links.track(self.stream, started, name, arguments, result, reusable)
+        return result
+
+    def _wait_for_results(self, tensors: list[torch.Tensor]) -> None:
+        """Delay the stream until the collectives that compute ``tensors`` are complete.
+
+        C++ code, such as DDP's, waits for them without a call that the device sees.
+        """
+        for tensor in tensors if self.links.has_results else ():
+            if in_flight := self.links.pop_result(tensor):
+                self.stream.advance_to(max(in_flight.ready, self.stream.source.perf_counter()))

@@ -1,0 +1,62 @@
+"""The JSON file of results, which is complete after each check."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gpt4d.metrics import without_nan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PASS, FAIL = "pass", "FAIL"
+
+
+class Results:
+    """Results of checks, by number. Earlier results of the same code, torch and devices remain unless ``fresh``."""
+
+    def __init__(self, path: Path, device_type: str, machine: dict[str, Any], fresh: bool):
+        self.path = path
+        self.document: dict[str, Any] = {
+            "command": "make gpu-check",
+            "device": device_type,
+            "machine": machine,
+            "fingerprint": _fingerprint(machine),
+            "checks": {},
+        }
+        if path.exists() and not fresh:
+            earlier = json.loads(path.read_text())
+            if earlier["fingerprint"] == self.document["fingerprint"]:
+                self.document = earlier
+
+    @property
+    def checks(self) -> dict[str, dict]:
+        return self.document["checks"]
+
+    def passed(self, number: int) -> bool:
+        return self.checks.get(str(number), {}).get("status") == PASS
+
+    def values(self) -> dict[int, dict[str, Any]]:
+        return {int(number): entry["values"] for number, entry in self.checks.items()}
+
+    def add(self, number: int, entry: dict[str, Any]) -> None:
+        self.checks[str(number)] = entry
+        self.document["checks"] = dict(sorted(self.checks.items(), key=lambda item: int(item[0])))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f"partial_{self.path.name}")
+        partial.write_text(json.dumps(without_nan(self.document), indent=1, allow_nan=False) + "\n")
+        partial.replace(self.path)
+
+
+def _fingerprint(machine: dict[str, Any]) -> str:
+    """Return a hash of the code and the machine. Results belong together if it is equal."""
+    code = hashlib.sha256()
+    for path in _code():
+        code.update(path.read_bytes())
+    facts = *(machine.get(key) for key in ("torch", "name", "devices", "nccl")), code.hexdigest()
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _code() -> Iterable[Path]:
+    python = [path for package in ("tests/gpu", "gpt4d") for path in (REPOSITORY / package).rglob("*.py")]
+    return sorted([*python, *(REPOSITORY / "configs").rglob("*.yaml")])

@@ -1,0 +1,138 @@
+"""Training runs of checks, through the configuration and the trainer, and their lines in metrics.jsonl."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from gpt4d.checkpoint.run import RunCheckpoints
+from gpt4d.config import compose
+from gpt4d.data.tokenizers import END_OF_TEXT
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
+from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
+from tests.gpu.check import Check, Unavailable
+from tests.gpu.processes import in_process
+
+# A model for rehearsals, which trains on sequences of 32 tokens.
+TINY_VOCABULARY = 300
+TINY_MODEL = [
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=4",
+    f"model.vocab_size={TINY_VOCABULARY}",
+    "model.max_positions=32",
+]
+_COMMON = [
+    "data=jsonl",
+    "data.processes=1",
+    "data.validation_fraction=0",
+    "train.validate_every=0",
+    "train.validation_batches=0",
+    "checkpoint.every=0",
+    "logging.sample_tokens=0",
+    "optim.warmup_steps=5",
+]
+_CORPUS_TOKENS = {"cuda": 400_000, "cpu": 20_000}
+Prepare = Callable[[Trainer], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to train, its microbatches, and the minimum MFU that passes."""
+
+    model: str
+    length: int
+    micro_batches: tuple[int, ...]
+    mfu: float
+    vocabulary: int = 50257
+
+    def overrides(self, rehearsal: bool) -> list[str]:
+        """Return the overrides that select the model and the length of its sequences."""
+        return TINY_MODEL if rehearsal else [f"model={self.model}", f"train.seq_len={self.length}"]
+
+    def write_corpus(self, check: Check) -> list[str]:
+        vocabulary = TINY_VOCABULARY if check.rehearsal else self.vocabulary
+        return write_corpus(check.directory, vocabulary, _CORPUS_TOKENS[check.device_type])
+
+
+GPT_1B3 = Workload("gpt_1b3", 2048, (4, 8, 16), 0.45)
+GPT_125M = Workload("gpt_125m", 1024, (16, 32, 64), 0.25)
+
+
+def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
+    """Write random documents and their tokenizer, and return the overrides that select them.
+
+    All ``vocabulary`` token ids occur alike, so that the embedding takes at least the time of real text.
+    """
+    words = [END_OF_TEXT, *(f"w{token}" for token in range(1, vocabulary))]
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "words.json"))
+    draw = random.Random(0)
+    with open(directory / "documents.jsonl", "w") as file:
+        while tokens > 0:
+            length = draw.randrange(10, 1000)
+            file.write(json.dumps({"text": " ".join(draw.choices(words[1:], k=length))}) + "\n")
+            tokens -= length
+    return [
+        *_COMMON,
+        f"data.path={directory / 'documents.jsonl'}",
+        f"data.tokenizer={directory / 'words.json'}",
+        f"data.cache_dir={directory / 'cache'}",
+    ]
+
+
+def train(overrides: list[str], device: torch.device, prepare: Prepare = lambda trainer: None) -> None:
+    """Train on ``device`` in a process of its own. ``prepare`` is called there before the first step."""
+    in_process(_train, overrides, device, prepare)
+
+
+def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> None:
+    config = compose(overrides)
+    with process_group(Launch(), device, deterministic=config.train.deterministic) as job:
+        trainer = Trainer(validate(config, 1), job.device)
+        prepare(trainer)
+        trainer.run()
+
+
+def save_only_at(step: int | None) -> None:
+    """Let runs in this process save after ``step`` alone, or never: the save at a run's end takes long."""
+    save = RunCheckpoints.save
+
+    def save_or_not(self: RunCheckpoints, train_step: Any, progress: Any) -> None:
+        if progress.step == step:
+            save(self, train_step, progress)
+
+    RunCheckpoints.save = save_or_not
+
+
+def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl: logged steps, and events, which have the key ``event``."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged_steps(run_dir: Path) -> list[dict[str, Any]]:
+    return [line for line in metric_lines(run_dir) if "event" not in line]
+
+
+def losses(run_dir: Path) -> dict[int, float | None]:
+    """Return the loss of each logged step; None if it was not finite."""
+    return {line["step"]: line["loss"] for line in logged_steps(run_dir)}
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [line for line in metric_lines(run_dir) if line.get("event") == name]
+
+
+def best_run(check: Check) -> dict[str, Any]:
+    """Return the fastest run of check 6. Raises Unavailable without a result of check 6."""
+    if "best" not in check.earlier.get(6, {}):
+        raise Unavailable("check 6 has no result; run --part=2 before")
+    return check.earlier[6]["best"]

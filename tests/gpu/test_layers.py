@@ -1,0 +1,298 @@
+"""Check 1: each layer in fp32 and bf16 against the same layer in float64 on the CPU, and equal random bits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from gpt4d.model import registry
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.init import initialize
+from gpt4d.parallel import random
+from gpt4d.parallel.context import Context
+from gpt4d.parallel.engine.interleave import run_alone
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.activations import DropoutSpec
+from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
+from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
+from gpt4d.parallel.layers.group_norm import GroupNormSpec
+from gpt4d.parallel.layers.heads import Rotary
+from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
+from gpt4d.parallel.layers.loss import cross_entropy_sum
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
+from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.sharded_weights import ShardedWeights
+from tests.gpu.check import Check
+from tests.gpu.timing import synchronize
+
+_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # norm of the error over the norm of the reference
+_DROP = 0.1
+_KEY = random.key(0, "gpu_check")
+
+
+class Sizes(NamedTuple):
+    batch: int
+    length: int
+    hidden: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def frequencies(self) -> list[float]:
+        """Angles per position of rotary embeddings, in radians."""
+        size = self.hidden // self.heads
+        return [1e4 ** (-2 * pair / size) for pair in range(size // 2)]
+
+    @property
+    def columns(self) -> int:
+        """The padded vocabulary."""
+        return self.vocabulary + 8
+
+
+SIZES = {"cuda": Sizes(4, 512, 1024, 16, 5000), "cpu": Sizes(2, 24, 32, 4, 50)}
+
+
+class Values:
+    """Random values that bf16 holds exactly, the same on every device and in every dtype; and the layer's stream."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device):
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.generator = torch.Generator().manual_seed(0)
+        master = torch.float64 if dtype == torch.float64 else torch.float32
+        self.weights = ShardedWeights(Context(Grid.single_device(), dtype), master, device)
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).bfloat16().to(self.device, self.dtype)
+
+    def input(self, *shape: int) -> torch.Tensor:
+        """Return values whose gradient is compared."""
+        return self.inputs.setdefault(f"input {len(self.inputs)}", self.normal(*shape).requires_grad_())
+
+    def images(self) -> torch.Tensor:
+        """Return images with ``sizes.hidden`` channels."""
+        return self.input(self.sizes.batch, 8, 8, self.sizes.hidden)
+
+    def ids(self, vocabulary: int) -> torch.Tensor:
+        shape = self.sizes.batch, self.sizes.length
+        return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
+
+    def tokens(self, with_documents: bool = False) -> TokenIndex:
+        """Return the tokens of a batch, perhaps with documents of different lengths in each sequence."""
+        samples = torch.arange(self.sizes.batch, device=self.device)
+        places = torch.arange(self.sizes.length, device=self.device)
+        lengths = samples[:, None] + self.sizes.length // 3
+        documents = Documents.ending_with(0, (places + 1) % lengths) if with_documents else None
+        return TokenIndex(samples + 7, self.sizes.length, self.weights.context.grid.axis(None), documents)
+
+
+Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
+"""Builds a layer, and a function that calls it."""
+
+
+def _linear(**options: Any) -> Case:
+    def case(values: Values):
+        s = values.sizes
+        layer = Layer(LinearSpec(s.hidden, 2 * s.hidden, **options), values.weights)
+        x = values.input(s.batch, s.length, s.hidden)
+        return layer, lambda: run_alone(layer(x))
+
+    return case
+
+
+def _embedding(values: Values):
+    layer = Layer(TokenEmbeddingSpec(values.sizes.columns, values.sizes.hidden), values.weights)
+    ids = values.ids(values.sizes.vocabulary)
+    return layer, lambda: layer(ids, values.tokens())
+
+
+def _positions(with_documents: bool) -> Case:
+    def case(values: Values):
+        s = values.sizes
+        layer = Layer(PositionEmbeddingSpec(s.length, s.hidden), values.weights)
+        x = values.input(s.batch * s.length, s.hidden)
+        return layer, lambda: layer(x, values.tokens(with_documents))
+
+    return case
+
+
+def _layer_norm(values: Values):
+    s = values.sizes
+    layer, x = Layer(LayerNormSpec(s.hidden), values.weights), values.input(s.batch, s.length, s.hidden)
+    return layer, lambda: sum(layer(x, x))
+
+
+def _rms_norm(values: Values):
+    s = values.sizes
+    layer, x = Layer(RMSNormSpec(s.hidden), values.weights), values.input(s.batch, s.length, s.hidden)
+    return layer, lambda: sum(layer(x, x))
+
+
+def _group_norm(values: Values):
+    layer, x = Layer(GroupNormSpec(8, (values.sizes.hidden,)), values.weights), values.images()
+    return layer, lambda: layer(x)
+
+
+def _convolution(**options: Any) -> Case:
+    def case(values: Values):
+        hidden = values.sizes.hidden
+        layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.images()
+        return layer, lambda: run_alone(layer(x))
+
+    return case
+
+
+def _head(values: Values):
+    s = values.sizes
+    embedding, head = (
+        Layer(TokenEmbeddingSpec(s.columns, s.hidden), values.weights),
+        Layer(TiedHeadSpec(), values.weights),
+    )
+    x = values.input(s.batch, s.length, s.hidden)
+    return embedding, lambda: run_alone(head(x, embedding.weight))
+
+
+def _cross_entropy(values: Values):
+    s = values.sizes
+    logits, targets = values.input(s.batch, s.length, s.columns), values.ids(s.vocabulary)
+    return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.context.grid.x)
+
+
+def _dropout(values: Values):
+    s = values.sizes
+    layer, x = Layer(DropoutSpec(_DROP), values.weights), values.input(s.batch * s.length, s.hidden)
+    layer.key = _KEY
+    return layer, lambda: layer(x, values.tokens())
+
+
+def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
+    def case(values: Values):
+        s = values.sizes
+        layer = Layer(FusedAttentionSpec(s.heads, drop), values.weights)
+        layer.key = _KEY
+        qkv = values.input(s.batch * s.length, 3, s.hidden)
+        return layer, lambda: layer(qkv, values.tokens(with_documents))
+
+    return case
+
+
+def _grouped_attention(with_documents: bool = False) -> Case:
+    """Rotated queries and keys, a quarter as many heads of keys and values as of queries."""
+
+    def case(values: Values):
+        s = values.sizes
+        layer, rotary = Layer(AttentionSpec(s.heads), values.weights), Rotary(s.frequencies)
+        q = values.input(s.batch, s.length, s.heads, s.hidden // s.heads)
+        k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
+
+        def call() -> torch.Tensor:
+            tokens = values.tokens(with_documents)
+            return layer(rotary(q, tokens), rotary(k, tokens), v, tokens)
+
+        return layer, call
+
+    return case
+
+
+CASES: dict[str, Case] = {
+    "linear": _linear(),
+    "linear transposed": _linear(transposed=True),
+    "linear fused": _linear(num_fused=3),
+    "embedding": _embedding,
+    "positions": _positions(with_documents=False),
+    "positions of documents": _positions(with_documents=True),
+    "layer norm": _layer_norm,
+    "RMS norm": _rms_norm,
+    "group norm": _group_norm,
+    "convolution": _convolution(),
+    "convolution with stride": _convolution(stride=2),
+    "convolution of enlarged images": _convolution(upsampling=2),
+    "head": _head,
+    "cross-entropy": _cross_entropy,
+    "dropout": _dropout,
+    "attention": _attention(),
+    "attention of documents": _attention(with_documents=True),
+    "grouped attention": _grouped_attention(),
+    "grouped attention of documents": _grouped_attention(with_documents=True),
+    "attention with dropout": _attention(_DROP),
+    "attention of documents with dropout": _attention(_DROP, with_documents=True),
+}
+
+
+def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the output of a layer and all gradients, by name, of two microbatches: the second adds to the first's."""
+    values = Values(sizes, dtype, device)
+    layer, call = case(values)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(values.normal(*parameter.shape))
+    for _ in range(2):
+        output = call()
+        output.backward(values.normal(*output.shape))
+    values.weights.finish()
+    gradients = {name: x.grad for name, x in (*values.inputs.items(), *layer.named_parameters())}
+    return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}
+
+
+@pytest.mark.gpu(number=1, part=1, limit_s=90)
+def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
+    device, cpu = check.device, torch.device("cpu")
+    sizes, errors = SIZES[check.device_type], check.values.setdefault("errors", {})
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    for name, case in CASES.items():
+        reference = compute(case, sizes, torch.float64, cpu)
+        for dtype, bound in _BOUNDS.items():
+            for tensor, value in compute(case, sizes, dtype, device).items():
+                exact = reference[tensor]
+                error = ((value.to(cpu, torch.float64) - exact).norm() / exact.norm()).item()
+                errors.setdefault(str(dtype).removeprefix("torch."), {})[f"{name}: {tensor}"] = error
+                # A negated comparison: NaN is a problem.
+                check.require(error < bound, f"{name} in {dtype}: {tensor} has a relative error of {error:.1e}")
+    largest = {dtype: max(of_dtype.values()) for dtype, of_dtype in errors.items()}
+    check.figure = "errors up to " + ", ".join(f"{error:.1e} in {dtype}" for dtype, error in largest.items())
+    _check_bits(check, device)
+    _check_kernels(check, sizes, device)
+
+
+def _check_bits(check: Check, device: torch.device) -> None:
+    """Require initial weights and dropout masks to have the same bits as on the CPU."""
+    config = GPT2Config(layers=2, hidden=64, heads=4, vocab_size=1000, max_positions=64)
+    streams = [
+        ShardedWeights(Context(Grid.single_device(), torch.float32), device=place)
+        for place in (torch.device("cpu"), device)
+    ]
+    models = [registry.build(config, weights) for weights in streams]
+    for model in models:
+        initialize(model, 1, model.context.grid)
+    for (name, expected), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        check.require(torch.equal(expected, actual.cpu()), f"the initial values of {name} differ from the CPU's")
+    rows = random.fold(_KEY, torch.arange(1000))
+    for columns, offset in ((256, 0), (101, 3)):
+        expected, actual = (random.keep_mask(rows.to(place), columns, offset, _DROP) for place in ("cpu", device))
+        check.require(torch.equal(expected, actual.cpu()), f"a dropout mask from column {offset} differs")
+
+
+def _check_kernels(check: Check, sizes: Sizes, device: torch.device) -> None:
+    """Require attention in bf16, causal and of documents, to use a fused kernel, for documents one without a mask."""
+    kernels = check.values["attention_kernels"] = {}
+    names_of_kernels = {"attention": ("flash", "cudnn", "attn_fwd")}
+    if torch.version.hip is None:
+        names_of_kernels["attention of documents"] = ("flash",)
+    for case, parts in names_of_kernels.items():
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device.type == "cuda")]
+        with profile(activities=activities) as profiler:
+            compute(CASES[case], sizes, torch.bfloat16, device)
+            synchronize(device)
+        events = profiler.events()
+        if device.type == "cuda":
+            events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        names = sorted({event.name for event in events})
+        fused = [name for name in names if any(part in name.lower() for part in parts)]
+        kernels[case] = fused
+        check.require(bool(fused), f"{case} in bf16 uses no {' or '.join(parts)} kernel, but {', '.join(names)}")
