@@ -356,7 +356,7 @@ def _copy() -> Iterator[Path]:
 
 def _failed_test(copy: Path, tests: list[str]) -> str | None:
     """Return the first test that fails in the copy, or None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "not full", "--tb=no", "-rfE", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", *tests]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
