@@ -369,12 +369,21 @@ def _failed_test(copy: Path, tests: list[str]) -> str | None:
 
 
 def catch(mutation: Mutation, only_listed: bool = False) -> str | None:
-    """Return the test that catches a mutation, or None if it survives."""
+    """Return the test that catches a mutation, or None if it survives.
+
+    Raises SystemExit if that test also fails without the mutation.
+    """
     with _copy() as copy:
         path = copy / "gpt4d" / mutation.file
-        path.write_text(path.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
+        original = path.read_text(encoding="utf-8")
+        path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
         failed = _failed_test(copy, mutation.tests.split())
-        return failed if failed or only_listed else _failed_test(copy, [])
+        if not failed and not only_listed:
+            failed = _failed_test(copy, [])
+        path.write_text(original, encoding="utf-8")
+        if failed and (copy / failed.partition("::")[0]).is_file() and _failed_test(copy, [failed]):
+            raise SystemExit(f"{failed} also fails without the mutation")
+    return failed
 
 
 def main(arguments: list[str]) -> int:
