@@ -15,7 +15,7 @@ from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.workload import training_state
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.testing.memory import allocated_peak
-from tests.grids import grid_name, token_loss
+from tests.grids import full, grid_name, token_loss
 
 U_NET = (
     "model=unet_tiny",
@@ -79,7 +79,7 @@ def peak_taken(config: Config, sizes: GridSizes) -> int:
 
 
 def memory_peak(run_step: Callable[[], None]) -> int:
-    """Return the most that torch's allocator has given out in the third step, over what was there before."""
+    """Return the peak of torch's allocator in the third step, minus the memory in use before."""
     for _ in range(2):
         run_step()
     return allocated_peak(run_step)
@@ -88,7 +88,7 @@ def memory_peak(run_step: Callable[[], None]) -> int:
 @pytest.mark.parametrize("sizes", [GridSizes(2, 1, 2, 1), GridSizes(1, 2, 1, 4)], ids=grid_name)
 @pytest.mark.parametrize("shard", [False, True])
 def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, shard):
-    # The whole gradients, before they are summed over data: without buckets that set off meanwhile.
+    # The full gradients, before their reduction over data: no bucket is reduced during the backward.
     config = compose([*MODEL, f"optim.shard_states={shard}", "train.batch_size=8", "parallel.overlap.data=false"])
     for taken in ranks.run(sizes.devices, state_taken, config, sizes):
         assert taken == training_state(registry.describe(config.model), sizes, shard)
@@ -98,35 +98,29 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
     ("sizes", "overrides"),
     [
         (GridSizes(), []),
-        pytest.param(GridSizes(1, 2, 1, 1), [], marks=pytest.mark.full),
-        pytest.param(GridSizes(2, 1, 2, 1), [], marks=pytest.mark.full),
+        full(GridSizes(1, 2, 1, 1), []),
+        full(GridSizes(2, 1, 2, 1), []),
         (GridSizes(1, 1, 2, 2), ["train.micro_batch_size=2"]),
         (GridSizes(1, 1, 1, 4), ["optim.shard_states=true", "train.activation_checkpointing=full"]),
-        pytest.param(GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=full"], marks=pytest.mark.full),
-        (GridSizes(1, 1, 4, 1), ["train.activation_checkpointing=full", "parallel.cache_layers=2"]),
-        (GridSizes(2, 1, 2, 1), ["train.precision=bf16", "train.activation_checkpointing=full"]),
-        pytest.param(
-            GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"], marks=pytest.mark.full
-        ),
+        full(GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=full"]),
+        full(GridSizes(1, 1, 4, 1), ["train.activation_checkpointing=full", "parallel.cache_layers=2"]),
+        full(GridSizes(2, 1, 2, 1), ["train.precision=bf16", "train.activation_checkpointing=full"]),
+        full(GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"]),
         (
             GridSizes(1, 1, 4, 1),
             ["parallel.cache_layers=all", "parallel.cache_scope=step", "train.micro_batch_size=1"],
         ),
         (GridSizes(1, 2, 2, 1), ["parallel.replicated_layers=2", "train.precision=bf16", "train.micro_batch_size=2"]),
-        (GridSizes(1, 1, 2, 2), ["parallel.replicated_layers=3", "optim.shard_states=true"]),
+        full(GridSizes(1, 1, 2, 2), ["parallel.replicated_layers=3", "optim.shard_states=true"]),
         (GridSizes(2, 2, 1, 1), ["parallel.chunks=2", "parallel.sequence_parallel=true"]),
-        (GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
+        full(GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
         (GridSizes(), ["train.activation_checkpointing=selective", "train.loss_chunks=4"]),
-        pytest.param(
-            GridSizes(2, 2, 1, 1), ["train.loss_chunks=2", "parallel.sequence_parallel=true"], marks=pytest.mark.full
-        ),
-        (GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=selective", "parallel.chunks=2"]),
+        full(GridSizes(2, 2, 1, 1), ["train.loss_chunks=2", "parallel.sequence_parallel=true"]),
+        full(GridSizes(2, 2, 1, 1), ["train.activation_checkpointing=selective", "parallel.chunks=2"]),
         (GridSizes(1, 2, 2, 1), ["parallel.chunks=4", "train.activation_checkpointing=full", "train.precision=bf16"]),
-        (GridSizes(1, 4, 1, 1), ["parallel.scatter_heads=false", "parallel.chunks=2"]),
-        *(
-            pytest.param(sizes, ["parallel.chunks=4", "train.activation_checkpointing=full"], marks=pytest.mark.full)
-            for sizes in (GridSizes(1, 4, 1, 1), GridSizes(2, 2, 1, 1))
-        ),
+        full(GridSizes(1, 4, 1, 1), ["parallel.scatter_heads=false", "parallel.chunks=2"]),
+        full(GridSizes(1, 4, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
+        full(GridSizes(2, 2, 1, 1), ["parallel.chunks=4", "train.activation_checkpointing=full"]),
     ],
     ids=str,
 )
@@ -138,15 +132,11 @@ def test_the_peak_of_a_step_is_predicted_within_10_percent(ranks, sizes, overrid
     ("sizes", "overrides"),
     [
         (GridSizes(), []),
-        (GridSizes(), ["train.activation_checkpointing=full", "train.precision=bf16"]),
         (GridSizes(2, 2, 1, 1), ["train.precision=bf16", "model.qk_norm=true"]),
-        (GridSizes(2, 1, 1, 1), ["train.activation_checkpointing=selective"]),
-        pytest.param(
-            GridSizes(4, 1, 1, 1),
-            ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"],
-            marks=pytest.mark.full,
-        ),
-        (GridSizes(1, 2, 2, 1), ["parallel.chunks=2", "model.tied=false"]),
+        full(GridSizes(), ["train.activation_checkpointing=full", "train.precision=bf16"]),
+        full(GridSizes(2, 1, 1, 1), ["train.activation_checkpointing=selective"]),
+        full(GridSizes(4, 1, 1, 1), ["parallel.sequence_parallel=true", "train.activation_checkpointing=full"]),
+        full(GridSizes(1, 2, 2, 1), ["parallel.chunks=2", "model.tied=false"]),
         (GridSizes(2, 1, 2, 1), ["parallel.scatter_heads=false", "model.qkv_bias=true"]),
     ],
     ids=str,
@@ -158,7 +148,7 @@ def test_the_peak_of_a_step_of_a_llama_is_predicted_within_10_percent(ranks, siz
 @pytest.mark.parametrize(
     ("sizes", "overrides"),
     [
-        pytest.param(GridSizes(1, 2, 1, 1), ["train.activation_checkpointing=full"], marks=pytest.mark.full),
+        full(GridSizes(1, 2, 1, 1), ["train.activation_checkpointing=full"]),
         (GridSizes(2, 1, 2, 1), ["parallel.chunks=2", "train.activation_checkpointing=selective"]),
     ],
     ids=str,
@@ -171,10 +161,10 @@ def test_the_peak_of_a_step_with_masks_of_a_window_is_predicted_within_10_percen
     ("sizes", "overrides"),
     [
         (GridSizes(), []),
-        (GridSizes(), ["train.activation_checkpointing=full"]),
-        (GridSizes(2, 2, 1, 1), ["train.micro_batch_size=4", "train.activation_checkpointing=selective"]),
         (GridSizes(2, 1, 2, 1), ["train.activation_checkpointing=full", "parallel.chunks=2"]),
-        (GridSizes(1, 2, 1, 2), ["train.precision=bf16"]),
+        full(GridSizes(), ["train.activation_checkpointing=full"]),
+        full(GridSizes(2, 2, 1, 1), ["train.micro_batch_size=4", "train.activation_checkpointing=selective"]),
+        full(GridSizes(1, 2, 1, 2), ["train.precision=bf16"]),
     ],
     ids=str,
 )
