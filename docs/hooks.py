@@ -45,6 +45,7 @@ def _targets(page: str) -> set[str]:
 
 
 def on_config(config):
+    """Add the pages of the API to the navigation."""
     api = [{"API": "api/index.md"}]
     for package, modules in _modules().items():
         api.append({package: [{module: f"api/{module}.md"} for module in modules]})
@@ -53,6 +54,7 @@ def on_config(config):
 
 
 def on_files(files, config):
+    """Add the pages of the API, and the files of the repository that pages link to."""
     waiting = [path.relative_to(_REPOSITORY).as_posix() for path in sorted(_REPOSITORY.glob("docs/**/*.md"))]
     seen = set(waiting)
     while waiting:
@@ -73,6 +75,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    """Return a page whose links to files of the repository lead to their copies."""
     source = page.file.src_uri
     if source.startswith("api/"):
         return markdown

@@ -35,7 +35,7 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> str:
-    """The glob of a small corpus: 40 documents of words that follow each other by a rule a model can learn."""
+    """Return the glob of a small corpus: 40 documents of words that follow each other by a rule a model can learn."""
     directory = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
@@ -50,7 +50,7 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.fixture
 def tiny(corpus, tmp_path_factory, tmp_path):
-    """A function from overrides to the configuration of a run that takes seconds, in a directory of the test's.
+    """Return a function from overrides to the configuration of a run that takes seconds, in a directory of the test's.
 
     It trains on the small corpus, unless an override chooses other ``data``.
     """

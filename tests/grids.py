@@ -95,7 +95,7 @@ def token_loss(module: torch.nn.Module, batch: tuple) -> torch.Tensor:
 
 
 def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch.Tensor:
-    """The global tensor without padding of which ``local`` is this rank's part. All ranks call it."""
+    """Return the global tensor without padding of which ``local`` is this rank's part. All ranks call it."""
     parts = [None] * grid.world.size
     shard = LocalShard(local.detach(), spec)
     dist.all_gather_object(parts, (shard.slices(grid), shard.stored(grid)))
@@ -106,7 +106,7 @@ def global_tensor(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch
 
 
 def unpadded(local: torch.Tensor, spec: ParameterSpec, grid: Grid) -> torch.Tensor:
-    """This rank's part of a parameter without padding."""
+    """Return this rank's part of a parameter without padding."""
     return LocalShard(local.detach(), spec).stored(grid)
 
 
@@ -118,14 +118,14 @@ def to_hf(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, to
 
 
 def hf_state(model: Model) -> dict[str, torch.Tensor]:
-    """A serial model's weights as a state dict of GPT2LMHeadModel."""
+    """Return a serial model's weights as a state dict of GPT2LMHeadModel."""
     grid = model.context.grid
     state = to_hf({n: unpadded(p, p.spec, grid).clone() for n, p in model.named_parameters()}, model.spec.config)
     return {**state, "lm_head.weight": state["transformer.wte.weight"]}
 
 
 def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copies this rank's part of every weight of a state dict of the family's Hugging Face model into ``model``."""
+    """Copy this rank's part of every weight of a state dict of the family's Hugging Face model into ``model``."""
     grid, adapter = model.context.grid, registry.of(model.spec.config).hugging_face()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -137,7 +137,7 @@ def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None
 
 
 def batch_part(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """This rank's share of a batch."""
+    """Return this rank's share of a batch."""
     return tensor.chunk(grid.sizes.batch_shards)[grid.batch_shard]
 
 
@@ -155,7 +155,7 @@ def on_grid(sizes: GridSizes) -> list[str]:
 
 
 def metric_lines(run_dir: str | Path) -> list[dict]:
-    """The logged steps of a run, without events."""
+    """Return the logged steps of a run, without events."""
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "event" not in line]
 

@@ -1,4 +1,6 @@
-"""Forty faults that ``make test`` must catch: python -m tests.mutations [NUMBER…] [--listed]
+"""Forty faults that ``make test`` must catch.
+
+    python -m tests.mutations [NUMBER…] [--listed]
 
 Each mutation replaces one line of gpt4d in a temporary copy of the repository. Its tests run on the copy, and a failure
 catches the mutation. Without numbers all mutations run sequentially, which takes about ten minutes. The exit code

@@ -56,7 +56,7 @@ def test_the_commands_are_found():
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A directory with the files that the documentation names."""
+    """Return a directory with the files that the documentation names."""
     directory = tmp_path_factory.mktemp("documented")
     tokenizer = re.search(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))
     for name in ("books/a.txt", "letters/a.txt", tokenizer[1]):

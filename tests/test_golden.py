@@ -56,7 +56,7 @@ def train(ranks, sizes: GridSizes, directory: Path) -> list[list]:
 
 
 def answer(query: str) -> list[dict]:
-    """The planner's three best grids."""
+    """Return the planner's three best grids."""
     world_size, *overrides = query.split()
     devices = int(world_size.partition("=")[2])
     return json.loads(tables.as_json(rank(compose(overrides), devices, top=3).plans))

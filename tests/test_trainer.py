@@ -38,7 +38,7 @@ def losses_and_norms(lines):
 
 @pytest.fixture(scope="module")
 def serial_run(ranks, corpus, tmp_path_factory):
-    """A function from ``tiny`` with overrides to the logged steps of a run on one device, which trains once."""
+    """Return a function from ``tiny`` with overrides to the logged steps of a run on one device, which trains once."""
     made = {}
 
     def lines(tiny, *overrides):

@@ -22,7 +22,7 @@ def test_torch_gpt_trains_like_our_model():
 
 
 def busy_s(build) -> float:
-    """The time for which a virtual device computes a step of a trainer that ``build`` returns."""
+    """Return the time for which a virtual device computes a step of a trainer that ``build`` returns."""
     with VirtualDevice(flops=1e12, memory_gb_s=1e6, launch_us=0) as device:
         training = build()
         before = device.stream.busy_s

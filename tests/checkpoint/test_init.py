@@ -16,7 +16,7 @@ from tests.rank_pool import RankFailure
 
 @pytest.fixture
 def source(ranks, tiny):
-    """The directory of a run with averaged weights."""
+    """Return the directory of a run with averaged weights."""
     config = tiny("train.steps=3", "optim.ema_decay=0.5")
     ranks.run(1, train_in_rank, config)
     return Path(config.run.dir).rename(Path(config.run.dir).with_name("source"))

@@ -29,7 +29,7 @@ def lines_of_json(key="text") -> bytes:
 
 
 def damaged_gz() -> bytes:
-    """A file whose first block has an invalid type."""
+    """Return a file whose first block has an invalid type."""
     content = gzip.compress(lines_of_json(), mtime=0)
     return content[:10] + b"\x07" + content[11:]
 
@@ -159,7 +159,7 @@ def test_an_invalid_file_of_a_hub_copy_is_reported_in_one_line(tmp_path, content
 
 
 def test_all_zst_frames_are_read_and_frames_without_text_skipped(tmp_path):
-    """pzstd writes one frame per piece of text, each after a frame that contains its length."""
+    """The tool pzstd writes one frame per piece of text, each after a frame that contains its length."""
     skippable = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"long"
     content = lines_of_json()
     frames = [skippable, zst(content[:20]), skippable, zst(b""), zst(content[20:])]

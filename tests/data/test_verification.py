@@ -17,7 +17,7 @@ from tests.rank_pool import RankFailure
 
 @pytest.fixture
 def files(corpus, tmp_path):
-    """The token files of the small corpus."""
+    """Return the token files of the small corpus."""
     return prepare.prepare(small_corpus(corpus, tmp_path), tmp_path / "tokens").entries()
 
 

@@ -1,4 +1,6 @@
-"""Compares random configurations with the same on one device: python -m tests.exactness FIRST:LAST [--verbose]
+"""Compare random configurations with the same configurations on one device.
+
+    python -m tests.exactness FIRST:LAST [--verbose]
 
 Each seed from FIRST up to, not including, LAST draws a configuration. ``--verbose`` prints all, otherwise failures.
 """

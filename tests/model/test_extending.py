@@ -28,7 +28,7 @@ GRID = GridSizes(2, 2, 2, 1)
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory) -> Path:
-    """The directory of the modules that the page shows."""
+    """Return the directory of the modules that the page shows."""
     directory = tmp_path_factory.mktemp("examples")
     page = PAGE.read_text(encoding="utf-8")
     for name, code in re.findall(r"\(`(\w+\.py)`\):\n\n```python\n(.*?)```", page, re.DOTALL):

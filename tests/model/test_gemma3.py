@@ -27,7 +27,7 @@ def exact_norm(module, x):
 
 
 def exact_rotation(module, x, position_ids, layer_type):
-    """The angles of transformers' formulas, computed in float64."""
+    """Return the angles of transformers' formulas, computed in float64."""
     frequencies = torch.tensor(rotary_frequencies(GEMMA3)[layer_type == "full_attention"], dtype=torch.float64)
     torch.testing.assert_close(getattr(module, f"{layer_type}_inv_freq").double(), frequencies, rtol=1e-6, atol=0)
     angles = (position_ids[..., None].double() * frequencies).repeat(1, 1, 2)
@@ -36,7 +36,7 @@ def exact_rotation(module, x, position_ids, layer_type):
 
 @functools.cache
 def oracle():
-    """The library's state dict, logits and gradients, in float64 without its casts to float32."""
+    """Return the library's state dict, logits and gradients, in float64 without its casts to float32."""
     from transformers import AutoModelForCausalLM
 
     settings = hf.hf_config(GEMMA3)

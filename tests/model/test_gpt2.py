@@ -107,7 +107,7 @@ def with_dropout(sizes, kinds):
 
 @pytest.fixture(scope="module")
 def serial_dropout(ranks):
-    """The gradients of one device with dropout."""
+    """Return the gradients of one device with dropout."""
     (((serial,), (_, plain, _)),) = ranks.run(1, with_and_without_dropout)
     assert any(relative(serial[name], plain[name]) > 0.1 for name in plain), "dropout did nothing"
     return serial

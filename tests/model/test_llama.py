@@ -72,7 +72,7 @@ def exact_norm(module, x):
 
 
 def exact_rotation(config):
-    """The angles of transformers' formulas, computed in float64."""
+    """Return the angles of transformers' formulas, computed in float64."""
 
     def rotation(module, x, position_ids):
         angles = position_ids[..., None].double() * torch.tensor(frequencies(config), dtype=torch.float64)
@@ -83,7 +83,7 @@ def exact_rotation(config):
 
 
 def library_model(config, settings=None):
-    """Transformers' model in float64, with its casts to float32 replaced and weights large enough to matter.
+    """Return transformers' model in float64, with its casts to float32 replaced and weights large enough to matter.
 
     ``settings``: transformers' configuration of another family's model with these rotary positions.
     """
@@ -110,12 +110,12 @@ def library_model(config, settings=None):
 
 @functools.cache
 def oracle(name):
-    """The library's state dict, logits and gradients for one of MODELS."""
+    """Return the library's state dict, logits and gradients for one of MODELS."""
     return results_of(library_model(MODELS[name]))
 
 
 def results_of(model):
-    """The state dict, logits and gradients of a model of the library."""
+    """Return the state dict, logits and gradients of a model of the library."""
     ids, targets, _ = inputs()
     logits = model(ids).logits
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()

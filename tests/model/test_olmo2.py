@@ -34,7 +34,7 @@ EQUAL_HEADS = replace(OLMO2, key_value_heads=12)
 
 @functools.cache
 def oracle(key_value_heads):
-    """The library's state dict, logits and gradients."""
+    """Return the library's state dict, logits and gradients."""
     config = replace(OLMO2, key_value_heads=key_value_heads)
     return results_of(library_model(config.llama, hf.hf_config(config)))
 

@@ -40,7 +40,7 @@ class Sinusoids(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def oracle():
-    """A UNet2DModel in float64 with random weights: its state dict, prediction, loss and gradients."""
+    """Return a UNet2DModel in float64 with random weights: its state dict, prediction, loss and gradients."""
     from diffusers import UNet2DModel
 
     model = UNet2DModel.from_config(adapter.hf_config(TINY)).double().eval()
@@ -58,7 +58,7 @@ def oracle():
 
 
 def settings(sizes=ONE, **changes):
-    """The configuration of a grid; ``changes``: stages, chunks, microbatch, recompute."""
+    """Return the configuration of a grid; ``changes``: stages, chunks, microbatch, recompute."""
     pipeline = PipelineConfig(**changes.pop("pipeline", {}))
     train = {key: changes.pop(key) for key in ("micro_batch_size", "activation_checkpointing") if key in changes}
     parallel = ParallelConfig(gx=sizes.x, gy=sizes.y, gz=sizes.z, pipeline=pipeline, **changes)
@@ -132,7 +132,7 @@ def step_with_dropout(config, world_size, state):
 
 @pytest.fixture(scope="module")
 def serial_dropout(ranks, oracle):
-    """The losses and gradients of one device with dropout."""
+    """Return the losses and gradients of one device with dropout."""
     ((losses, gradients),) = ranks.run(1, step_with_dropout, settings(), 1, oracle[0])
     assert losses[0] != losses[1], "no dropout in training"
     return losses, gradients

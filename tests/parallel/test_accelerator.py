@@ -34,7 +34,7 @@ SEQUENCES, LENGTH, MICROBATCHES = 2, 12, 2
 
 @pytest.fixture(scope="module")
 def process(ranks):
-    """A process that has a fake accelerator."""
+    """Return a process that has a fake accelerator."""
     with ProcessPoolExecutor(1, mp_context=ranks.context, initializer=fake_device.set_up) as executor:
         yield executor
 

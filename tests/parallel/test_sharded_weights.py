@@ -65,7 +65,7 @@ def test_no_overlap_changes_a_bit_of_a_gradient(ranks, recompute, precision, swi
 
 
 def settings_of_copies_that_change_bits():
-    """The settings that keep converted weights on a grid without z under which a gradient's bits differ."""
+    """Return the settings that keep converted weights on a grid without z under which a gradient's bits differ."""
     keep = [("all", "microbatch"), ("all", "step"), (1, "step")]
     plain, *others = (
         three_steps(Grid(), None, layers, False, "bf16", cache_scope=scope) for layers, scope in [(0, None), *keep]
@@ -111,8 +111,10 @@ def gathers_of_a_step(recompute, cache_layers, microbatches):
     [(False, 0, 2), (False, 1, 1), (False, LAYERS, 2), (True, 0, 1), (True, 1, 2), (True, LAYERS, 1)],
 )
 def test_each_weight_is_gathered_ahead_and_as_rarely_as_possible(ranks, recompute, cache_layers, microbatches):
-    """A block has four weights: gathered for its forward and, unless cached, once for its recomputation and backward
-    together. The table is gathered for the embedding, and for the head's forward and backward together."""
+    """Each weight of a block is gathered for the forward and, unless cached, once for recomputation and backward.
+
+    A block has four weights. The table is gathered for the embedding, and once for the head's forward and backward.
+    """
     per_microbatch = 2 + 4 * LAYERS + 4 * (LAYERS - cache_layers)
     for started, late in ranks.run(4, gathers_of_a_step, recompute, cache_layers, microbatches):
         assert started == microbatches * per_microbatch
@@ -233,7 +235,7 @@ def test_collectives_in_flight_do_not_disturb_each_other(ranks):
 
 
 def exchanged_in_messages(message_bytes):
-    """The messages of three collectives through the network, and their results: two sums and a gathered tensor."""
+    """Return the messages of three collectives through the network, and their results."""
     counts = Counter()
 
     def counted(kind, exchange):

@@ -21,7 +21,7 @@ SETTINGS = [
 
 
 def gradients_of_a_step(sizes, microbatches, parallel, recompute=False, shard=False):
-    """The global gradients of a step, whatever ranks hold their parts."""
+    """Return the global gradients of a step, whatever ranks hold their parts."""
     grid = Grid(sizes)
     stage = build_tiny_stage(grid, recompute=recompute, **parallel)
     runtime = runtime_of(stage, bucket_bytes=4000, shard=shard)

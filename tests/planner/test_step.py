@@ -45,8 +45,11 @@ def plan(cluster: ClusterConfig, sizes: GridSizes, *overrides: str):
 
 
 def test_one_device_computes_the_models_flops():
-    """The FLOPs of Narayanan et al., with two differences: attention's backward takes two and a half times its forward
-    instead of twice, and their formula has three quarters of the head's where nothing is recomputed."""
+    """The FLOPs equal the formula of Narayanan et al. with two differences.
+
+    The backward of attention takes 2.5 times its forward instead of twice. Without recomputation, their formula has
+    three quarters of the head's FLOPs.
+    """
     model = config(PRODUCTS).model
     found = plan(PRODUCTS, GridSizes())
     attention = 16 * 3 * 4 * 16 * 16 * 64  # one pass through the scores of all blocks
@@ -74,7 +77,7 @@ def test_y_computes_attention_on_each_of_its_devices_unless_it_splits_the_heads(
 
 
 def test_without_computation_nothing_hides():
-    """z and data use the same links sequentially, so their bytes limit the step."""
+    """The axes z and data use the same links sequentially, so their bytes limit the step."""
     found = plan(LINKS, GridSizes(1, 1, 2, 2))
     sent = sum(axis["bytes"] for axis in found.comm.values())
     assert found.step_time_s == pytest.approx(sent * 1e-9) and found.exposed_s == pytest.approx(found.step_time_s)

@@ -16,7 +16,7 @@ VARIABLES = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MIOPEN_USER_DB_PATH
 
 @pytest.fixture
 def private(tmp_path, monkeypatch) -> Path:
-    """The private directory of this user, which does not exist yet."""
+    """Return the private directory of this user, which does not exist yet."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"gpt4d-{os.getuid()}"
 

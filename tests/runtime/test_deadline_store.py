@@ -23,7 +23,7 @@ signal.pause()
 
 @pytest.fixture
 def server():
-    """A process that holds a store, and its port."""
+    """Return a process that holds a store, and its port."""
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as process:
         yield process, int(process.stdout.readline())
         process.kill()

@@ -99,7 +99,7 @@ def test_a_slow_save_that_makes_progress_is_not_a_hang(ranks, tiny, function):
 
 @pytest.fixture
 def watched():
-    """A track, its watch, and a function that waits until a heartbeat finds the expected state."""
+    """Return a track, its watch, and a function that waits until a heartbeat finds the expected state."""
     track = Track("main")
     watch = ActivityWatch(track)
 

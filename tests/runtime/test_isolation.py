@@ -44,7 +44,7 @@ def stop_at_step_3(released, port_s, rank):
 
 @pytest.fixture
 def start(ranks, tiny, tmp_path):
-    """A function that starts a job of two ranks, with the name of its run directory and its port (0: a free one)."""
+    """Return a function that starts a job of two ranks, given its run directory and its port (0: a free port)."""
 
     def start_job(name: str, port: int = 0, port_s: float = 60.0) -> LaunchedJob:
         config = tiny(*RUN, f"run.dir={tmp_path / name}")

@@ -40,6 +40,7 @@ def failures(monkeypatch, pauses: list[float], beats_until: float) -> list[str]:
     """Return the failures that rank 0 of two reports.
 
     Args:
+        monkeypatch: replaces the clock.
         pauses: seconds before each of its checks.
         beats_until: time in seconds until which rank 1 sends heartbeats.
     """
@@ -92,7 +93,7 @@ class GpuAxis:
 
 @pytest.fixture
 def detect(monkeypatch, tmp_path):
-    """A function from axes to their detector after startup, and the clock that it uses."""
+    """Return a function from axes to their detector after startup, and the clock that it uses."""
     clock = Clock([], None)
     monkeypatch.setattr(hangs, "time", clock)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])

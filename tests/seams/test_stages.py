@@ -31,7 +31,7 @@ FIRST = {"together": None, "lower half first": 0, "upper half first": 1}
 
 
 def tiny_stage(index: int, grid: Grid):
-    """The stage with this index. The stages differ in their weights and in the settings of their steps."""
+    """Return the stage with this index. The stages differ in their weights and in the settings of their steps."""
     checkpointing = ("full", "none")[index]
     train = TrainConfig(seq_len=12, seed=10 + index, activation_checkpointing=checkpointing)
     stage = build_stage(Config(model=TINY_MODEL, train=train), grid, torch.device("cpu"), torch.float64)
@@ -118,7 +118,7 @@ def random_layers(draw: random.Random) -> list[LayerWeights]:
 
 
 def random_schedule(draw: random.Random) -> list[Action]:
-    """A valid schedule: every backward comes after its forward, any number of microbatches in flight."""
+    """Return a valid schedule: every backward comes after its forward, any number of microbatches in flight."""
     microbatches, actions = draw.randint(1, 6), []
     waiting, in_flight = list(range(microbatches)), []
     while waiting or in_flight:
@@ -131,7 +131,7 @@ def random_schedule(draw: random.Random) -> list[Action]:
 
 
 def executed(actions: list[Action], layers: list[LayerWeights]) -> list[WeightUse]:
-    """The uses, action by action, as the module makes them."""
+    """Return the uses, action by action, as the module makes them."""
     uses = []
     for kind, microbatch, _ in actions:
         phases = [(FORWARD, layer.forward) for layer in layers]

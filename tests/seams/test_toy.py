@@ -87,7 +87,7 @@ class PlainToy(nn.Module):
         return self.output(x)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients under the names and in the shapes of the toy's parameters."""
+        """Return the gradients under the names and in the shapes of the toy's parameters."""
         result = {f"{name}.weight": self.get_submodule(name).weight.grad.T for name in ("input", "output")}
         for index, (gate, up, down) in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
             result[f"blocks.{index}.up.weight"] = torch.stack((gate.weight.grad.T, up.weight.grad.T), 1)
@@ -96,7 +96,7 @@ class PlainToy(nn.Module):
 
 
 def plain_toy(config: Config, dtype: torch.dtype) -> PlainToy:
-    """The plain model with the initial weights of a run of ``config``."""
+    """Return the plain model with the initial weights of a run of ``config``."""
     module = build_stage(config, Grid.single_device(), torch.device("cpu"), dtype).module
     return PlainToy(config.model, {name: p.detach() for name, p in module.named_parameters()})
 
@@ -130,7 +130,7 @@ def plain_run(config: Config) -> tuple[list[float], float, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def straight(ranks, tmp_path_factory) -> Config:
-    """The configuration of a finished run on GRID, with recomputation, a cache and two microbatches per step."""
+    """Return the configuration of a finished run on GRID, with recomputation, a cache and two microbatches per step."""
     config = configure(tmp_path_factory.mktemp("straight"), *on_grid(GRID), *RECOMPUTED)
     ranks.run(GRID.devices, train_in_rank, config)
     return config

@@ -27,7 +27,7 @@ SIZE = 8
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of 48 images, each with a gradient of a color of its own."""
+    """Return a folder of 48 images, each with a gradient of a color of its own."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
     ramp = np.linspace(0, 1, SIZE)[:, None, None] * np.linspace(0.5, 1, SIZE)[None, :, None]
@@ -44,7 +44,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def tiny(photos, cache, tmp_path):
-    """A function from overrides to the configuration of six steps of a tiny U-Net."""
+    """Return a function from overrides to the configuration of six steps of a tiny U-Net."""
     return lambda *overrides: settings(photos, cache, tmp_path / "run", *overrides)
 
 

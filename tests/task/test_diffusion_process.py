@@ -31,7 +31,7 @@ def pictures(count, seed=0):
 
 
 def model(x, timesteps):
-    """A fixed function of x and the timesteps in place of a model, not bounded."""
+    """Return a fixed function of x and the timesteps in place of a model, not bounded."""
     return 1.3 * x.roll(1, -1) + torch.sin(3 * x) - timesteps.view(-1, 1, 1, 1) / 40
 
 

@@ -31,7 +31,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def stage():
-    """A stage in float64 with weights so large that each token depends on all before it."""
+    """Return a stage in float64 with weights so large that each token depends on all before it."""
     stage = build_tiny_stage(Grid())
     with torch.no_grad():
         for name, parameter in stage.module.named_parameters():
@@ -99,7 +99,7 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, tempe
 
 
 def random_stage(model, sizes):
-    """A model in float64 with random weights so large that each token depends on all before it."""
+    """Return a model in float64 with random weights so large that each token depends on all before it."""
     config = Config(model=model, train=TrainConfig(seq_len=12, seed=3))
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
     with torch.no_grad():
@@ -148,7 +148,7 @@ MODELS = [TINY_MODEL, LLAMA, OLMO2, GEMMA3]
 
 @pytest.fixture(scope="module")
 def serial_texts(ranks, tokenizer):
-    """The continuations on one device."""
+    """Return the continuations on one device."""
     (texts,) = ranks.run(1, texts_on_grid, GridSizes(), tokenizer.to_str())
     assert all(len(set(" ".join(of_model).split())) > 5 for of_model in texts)
     return texts

@@ -39,7 +39,7 @@ def virtual_device(**options) -> VirtualDevice:
 
 
 def seconds(flops: float, *moved: int) -> float:
-    """The time of an operation that reads and writes float32 tensors with these numbers of elements."""
+    """Return the time of an operation that reads and writes float32 tensors with these numbers of elements."""
     return max(flops / FLOPS, 4 * sum(moved) / MEMORY_GB_S / 1e9) + LAUNCH_US / 1e6
 
 

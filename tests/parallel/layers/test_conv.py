@@ -33,7 +33,7 @@ GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
 
 
 def pixels(axis):
-    """The layout of an activation."""
+    """Return the layout of an activation."""
     return Layout(BATCH, (), (), (axis,) if axis else ())
 
 

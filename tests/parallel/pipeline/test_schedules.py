@@ -16,7 +16,7 @@ def words(order):
 
 
 def test_the_published_order_of_eager_1f1b():
-    """arXiv 2211.05322, §4: four stages, eight microbatches."""
+    """The example has four stages and eight microbatches (arXiv 2211.05322, §4)."""
     orders = schedule.eager_1f1b(4, 8)
     assert words(orders[0]) == "F0 F1 F2 F3 F4 F5 F6 B0 F7 B1 B2 B3 B4 B5 B6 B7"
     assert words(orders[1]) == "F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3 B4 B5 B6 B7"
