@@ -180,7 +180,7 @@ def test_an_interrupted_preparation_leaves_nothing_and_starts_over(tmp_path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(image_sources, "pictures", interrupted)
+        patch.setattr(image_sources, "images", interrupted)
         image_files(settings, SIZE, 3)
     (partial,) = (tmp_path / "cache").iterdir()
     assert partial.suffix == ".partial"
@@ -193,7 +193,7 @@ def test_the_cache_is_used_again_for_the_same_pictures_only(tmp_path, monkeypatc
     settings = as_folder(tmp_path)
     first = image_files(settings, SIZE, 3).directory
     with monkeypatch.context() as patch:
-        patch.setattr(image_sources, "pictures", lambda *_: pytest.fail("read again"))
+        patch.setattr(image_sources, "images", lambda *_: pytest.fail("read again"))
         assert image_files(replace(settings, shuffle=False, flip=False), SIZE, 3).directory == first
     seen = {first}
     seen.add(image_files(settings, SIZE - 1, 3).directory)

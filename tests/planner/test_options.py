@@ -47,7 +47,7 @@ def test_searched_options_make_a_step_faster_or_possible():
 
 
 def content(description) -> tuple:
-    return description.units, description.whole, description.loss_chunks, description.spec.config.padded_vocab_size
+    return description.units, description.replicated, description.loss_chunks, description.spec.config.padded_vocab_size
 
 
 def test_a_search_describes_the_model_once_for_each_padding_and_option(monkeypatch):
