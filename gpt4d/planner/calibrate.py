@@ -330,6 +330,7 @@ def _check_writable(out: Path) -> None:
 
 
 def write_cluster(cluster: ClusterConfig, out: Path) -> None:
+    """Write a cluster file that Hydra can select. Raises ConfigError if it cannot be written."""
     header = "# Measured by python -m gpt4d.planner.calibrate. Keys: ClusterConfig in gpt4d/config/schema.py.\n"
     with required_file(out):
         out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
