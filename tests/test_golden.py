@@ -16,7 +16,7 @@ from gpt4d.data.prepare import corpus
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.planner import tables
 from gpt4d.planner.search import rank
-from tests.grids import grid_name, metric_lines, on_grid, train_in_rank
+from tests.grids import full, grid_name, metric_lines, on_grid, train_in_rank
 from tests.rank_pool import RankPool
 
 FILES = Path(__file__).parent / "golden"
@@ -85,7 +85,7 @@ def test_gpt_tiny_computes_its_golden_losses_norms_and_bytes(ranks, sizes, direc
     assert_close(train(ranks, sizes, directory), json.loads((FILES / "gpt_tiny.json").read_text())[str(sizes)])
 
 
-@pytest.mark.parametrize("number", range(len(QUERIES)))
+@pytest.mark.parametrize("number", [0, 2, 5, *map(full, (1, 3, 4))])
 def test_the_planner_gives_its_golden_answers(number):
     assert_close(answer(QUERIES[number]), json.loads((FILES / "planner.json").read_text())[number])
 

@@ -119,7 +119,7 @@ def test_20_steps_of_a_qwen3_equal_its_serial_run_and_send_the_planned_bytes(ran
         ("train.activation_checkpointing=full", "train.micro_batch_size=2", "data.workers=0"),
         full(("train.deterministic=true",)),
         full(("optim.shard_states=true",)),
-        ("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1"),
+        full(("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1")),
         full(
             (
                 "parallel.replicated_layers=1",

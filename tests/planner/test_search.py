@@ -195,7 +195,7 @@ def test_json_and_picture_are_written_without_torch(tmp_path):
     picture = tmp_path / "plan.png"
     answer = json.loads(
         ask_without_torch(
-            "world_size=512",
+            "world_size=32",
             *PERLMUTTER[:2],
             "train.batch_size=4096",
             "train.activation_checkpointing=full",

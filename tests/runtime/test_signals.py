@@ -76,6 +76,12 @@ def test_a_signal_that_the_system_repeats_does_not_end_a_process_that_saves(numb
         assert process.wait(60) == 3 and process.stdout.read() == "received again"
 
 
+def take_terminal() -> None:
+    """Make standard input the terminal of this process, whose loss ends it: the tests may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def test_a_lost_terminal_saves_and_ends_with_exit_code_75(tmp_path):
     """The kernel sends SIGHUP when the terminal closes, and every print fails from then on."""
     body = f"""
@@ -92,7 +98,7 @@ def test_a_lost_terminal_saves_and_ends_with_exit_code_75(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(body)],
         stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )  # fmt: skip
     os.close(slave)
     output = b""

@@ -87,7 +87,7 @@ def serial(ranks, photos, cache, tmp_path_factory):
     [
         (GridSizes(2, 2, 2), ()),
         full(GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true")),
-        (GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
+        full(GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
         full(
             GridSizes(2, 1, 2, 2),
             ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.replicated_layers=2"),
