@@ -14,8 +14,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard
 
-from gpt4d.config import GridSizes, OverlapConfig
+from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.linear import Matmul
@@ -66,14 +67,13 @@ def _check(key: str, features: int, axis: Axis) -> None:
 class _Weights:
     """Replaces ``ShardedWeights`` in one call, for a weight that is not gathered."""
 
-    overlap = OverlapConfig()
     splits_tokens = recomputation_ends = False
 
-    def __init__(self, grid: Grid, compute_dtype: torch.dtype, dtype: torch.dtype):
-        self.grid, self.compute_dtype, self.dtype = grid, compute_dtype, dtype
+    def __init__(self, context: Context):
+        self.context = context
 
     def gather(self, weight: nn.Parameter) -> torch.Tensor:
-        return weight.detach().to(self.compute_dtype)
+        return weight.detach().to(self.context.compute_dtype)
 
     gather_for_backward = gather
 
@@ -131,7 +131,7 @@ class ATPLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         device, dtype = x.device.type, self.weight.dtype
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-        weights = _Weights(self.mesh, compute_dtype, dtype)
+        weights = _Weights(Context(self.mesh, compute_dtype))
         context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)
         return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context))
 

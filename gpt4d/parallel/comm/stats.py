@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,11 @@ class CommStats:
         yield
         if before is not None:
             self.wait_intervals.append((before, now(device)))
+
+    def record_run(self, started: Any, ended: Any) -> None:
+        """Record when a collective ran, in results of ``now``."""
+        if self.timed:
+            self.run_intervals.append((started, ended))
 
     def oldest_unfinished(self) -> StartedCollective | None:
         """Return the oldest collective that has not ended on the GPU, or else the one that the host waits for.
@@ -149,7 +155,9 @@ class InFlightCollective:
             self.end = traffic.record_end(work, device)
             traffic.watch(self.collective, self.end)
         elif self.started is not None:
-            work.on_end(self._record)
+            work.on_end(
+                partial(traffic.record_run, self.started)
+            )  # without self: a cycle keeps the tensors of ``work``
 
     def wait(self) -> None:
         traffic = self.traffic
@@ -160,11 +168,7 @@ class InFlightCollective:
         ):
             self.work.wait()
         if self.started is not None and self.end is not None:
-            self._record(self.end)
-
-    def _record(self, end: float | torch.cuda.Event) -> None:
-        if self.traffic.timed:
-            self.traffic.run_intervals.append((self.started, end))
+            traffic.record_run(self.started, self.end)
 
 
 def seconds_between(start, stop) -> float:

@@ -25,7 +25,7 @@ class CommFuture(Future):
 
     def on_end(self, record: Callable[[float], None]) -> None:
         """Arrange for ``record`` to be called with ``stopped``, on the worker's thread."""
-        self.add_done_callback(lambda task: record(self.stopped))
+        self.add_done_callback(lambda task: record(task.stopped))
 
 
 class CommThread:
