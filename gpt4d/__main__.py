@@ -8,7 +8,7 @@ from importlib import import_module
 
 from gpt4d.runtime.signals import end_on_signals
 
-_MODULES = {
+MODULES = {
     "train": "gpt4d.run",
     "plan": "gpt4d.planner.__main__",
     "prepare": "gpt4d.data.prepare",
@@ -30,10 +30,10 @@ def main() -> None:
     with one_line_errors():
         if asks_for_help([command]):
             print((__doc__ or "").strip())
-        elif command not in _MODULES:
-            raise ConfigError(f"gpt4d {command}: there is no such command; use one of {', '.join(_MODULES)}")
+        elif command not in MODULES:
+            raise ConfigError(f"gpt4d {command}: there is no such command; use one of {', '.join(MODULES)}")
         else:
-            import_module(_MODULES[command]).main(arguments)
+            import_module(MODULES[command]).main(arguments)
 
 
 if __name__ == "__main__":

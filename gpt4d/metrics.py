@@ -72,7 +72,7 @@ class RunLogger:
         left = (self.steps - values["step"]) * self.average_step_s
         self.line.show(
             f"step {values['step']}/{self.steps}  loss {values['loss']:.4f}  "
-            f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {duration(left)} left{_time_breakdown(values)}"
+            f"{values[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {duration(left)} left{time_breakdown(values)}"
         )
 
     def event(self, event: str, message: str, /, **values) -> None:
@@ -185,7 +185,7 @@ def _start_wandb(config: Config, run_dir: Path):
         ) from None
 
 
-def _time_breakdown(values: dict) -> str:
+def time_breakdown(values: dict) -> str:
     """Return a text with seconds of computation, hidden and exposed communication; empty on one device."""
     exposed = {axis: comm["exposed_s"] for axis, comm in values["comm"].items()}
     if not exposed:

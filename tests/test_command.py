@@ -22,10 +22,10 @@ def started(monkeypatch, *arguments):
     command.main()
 
 
-@pytest.mark.parametrize("name", command._MODULES)
+@pytest.mark.parametrize("name", command.MODULES)
 def test_a_command_passes_its_arguments_on(name, monkeypatch):
     received, listening = [], []
-    monkeypatch.setattr(importlib.import_module(command._MODULES[name]), "main", received.append)
+    monkeypatch.setattr(importlib.import_module(command.MODULES[name]), "main", received.append)
     monkeypatch.setattr(command, "end_on_signals", lambda: listening.append(name))
     started(monkeypatch, name, "a=1", "--help")
     assert received == [["a=1", "--help"]]
@@ -34,11 +34,11 @@ def test_a_command_passes_its_arguments_on(name, monkeypatch):
 
 def test_help_and_unknown_commands_name_the_commands(monkeypatch, capsys):
     started(monkeypatch)
-    assert ", ".join(command._MODULES) in capsys.readouterr().out
+    assert ", ".join(command.MODULES) in capsys.readouterr().out
     with pytest.raises(SystemExit):
         started(monkeypatch, "fly")
     assert capsys.readouterr().err == (
-        f"error: gpt4d fly: there is no such command; use one of {', '.join(command._MODULES)}\n"
+        f"error: gpt4d fly: there is no such command; use one of {', '.join(command.MODULES)}\n"
     )
 
 

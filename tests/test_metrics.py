@@ -17,11 +17,11 @@ def comm(exposed, hidden):
 
 def test_the_step_line_splits_time_into_compute_hidden_and_exposed():
     values = {"step_time_s": 2.0, "comm": {"x": comm(0.25, 0.5), "z": comm(0.5, 0.0)}}
-    assert metrics._time_breakdown(values) == ("  compute 1.25 s, hidden 0.50 s, exposed 0.75 s (x 0.25, z 0.50)")
+    assert metrics.time_breakdown(values) == ("  compute 1.25 s, hidden 0.50 s, exposed 0.75 s (x 0.25, z 0.50)")
 
 
 def test_one_device_prints_no_communication_times():
-    assert metrics._time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
+    assert metrics.time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
 
 
 def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_history(tmp_path, capsys):

@@ -110,7 +110,7 @@ def _two_digits(value: float) -> float:
 def read_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
     """Return the facts about this machine. Imports torch only where a driver of a GPU is loaded."""
     local_ranks, nodes = ranks_and_nodes(environment)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_control_group_limits()]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *control_group_limits()]
     facts = MachineFacts(min(limits) / 2**30, local_ranks, nodes)
     if any(map(os.path.exists, _GPU_DRIVERS)) and "" not in map(environment.get, _VISIBLE_GPUS):
         import torch
@@ -137,7 +137,7 @@ def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
     return None, 1
 
 
-def _control_group_limits(root: Path = _CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def control_group_limits(root: Path = _CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the memory limits in bytes of this process's control groups (version 1 or 2) and of their ancestors."""
     if sys.platform != "linux" or not own.exists():
         return []
@@ -156,7 +156,8 @@ def _control_group_limits(root: Path = _CONTROL_GROUPS, own: Path = Path("/proc/
 
 
 @cache
-def _this_machine() -> ClusterConfig:
+def this_machine() -> ClusterConfig:
+    """Return the description of the machine on which this process runs."""
     return describe(read_facts())
 
 
@@ -165,6 +166,6 @@ def register_resolver() -> None:
     from omegaconf import OmegaConf
 
     def value(key: str) -> Any:
-        return getattr(_this_machine(), key)
+        return getattr(this_machine(), key)
 
     OmegaConf.register_new_resolver("machine", value, replace=True)

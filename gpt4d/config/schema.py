@@ -115,7 +115,9 @@ class ParallelConfig:
     scatter_heads: bool = setting(True, "split the heads of attention over y too, where gx·gy divides them")
     sequence_parallel: bool = setting(False, "split tokens over x between the layers: norms, dropout, residual stream")
     rank_order: str | None = setting(
-        None, "first the axis of consecutive ranks; null: xy, or the planner's choice", choices=RANK_ORDERS
+        None,
+        "xy: ranks along x are consecutive; yx: ranks along y; null: xy, or the planner's choice",
+        choices=RANK_ORDERS,
     )
     overlap: OverlapConfig = setting(OverlapConfig, "overlap of communication and computation")
     timeout_s: float = setting(120.0, "timeout of a collective; longer in the first steps", at_least=1, at_most=1e6)

@@ -21,7 +21,7 @@ from gpt4d.data import tokenizers
 from gpt4d.data.documents import Document, is_held_out
 from gpt4d.runtime.parent import end_with_parent
 
-_BATCH_CHARACTERS = 1 << 18  # characters that one task encodes
+BATCH_CHARACTERS = 1 << 18  # characters that one task encodes
 
 Encoded = tuple[bool, np.ndarray]  # whether the document is held out; its ids, the end-of-text id last
 _process_state: "tuple[Tokenizer, Encoding]"  # set in each encoding process
@@ -73,12 +73,12 @@ def encode_documents(documents: Iterable[Document], encoding: Encoding, processe
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Group texts into batches of about ``_BATCH_CHARACTERS``."""
+    """Group texts into batches of about ``BATCH_CHARACTERS``."""
     batch, size = [], 0
     for document in documents:
         batch.append(document.text)
         size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -20,8 +20,8 @@ from gpt4d.data.tokens import TokenFiles
 from gpt4d.files import sync, write_file
 
 PROGRESS = "progress.json"
-_PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses
-_REPORT_INTERVAL_S = 2.0
+PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses
+REPORT_INTERVAL_S = 2.0
 
 
 def identity_of(config: DataConfig) -> str:
@@ -83,7 +83,7 @@ class Preparation:
                     count = sum(part[split]["tokens"] for part in all_parts for split in parts.SPLITS)
                     total = self.documents_done + writer.documents
                     self.on_progress(f"{total:,} documents, {count:,} tokens{pace}")
-                if writer.counts["train"]["tokens"] >= _PART_TOKENS:
+                if writer.counts["train"]["tokens"] >= PART_TOKENS:
                     break
         if not writer.documents:
             writer.remove()
@@ -167,7 +167,7 @@ class _Pace:
         self.size, self.read = size, 0
         self.read_before: int | None = None
         self.started = time.monotonic()
-        self.next_report = self.started + _REPORT_INTERVAL_S
+        self.next_report = self.started + REPORT_INTERVAL_S
 
     def track(self, remaining: Iterable[Document]) -> Iterator[Document]:
         for document in remaining:
@@ -180,7 +180,7 @@ class _Pace:
         """Return True once per report interval."""
         if time.monotonic() < self.next_report:
             return False
-        self.next_report += _REPORT_INTERVAL_S
+        self.next_report += REPORT_INTERVAL_S
         return True
 
     def __str__(self) -> str:

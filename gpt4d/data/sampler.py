@@ -11,7 +11,7 @@ from gpt4d.config import ConfigError
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
-_BLOCK = 4096  # number of samples whose positions are computed together
+BLOCK = 4096  # number of samples whose positions are computed together
 _MAX_PERIOD = 100_000  # maximum period of a blend, whose choices are in memory
 
 
@@ -59,7 +59,7 @@ class Order:
 
     def __init__(self, count: int, seed: int, shuffle: bool):
         self.count, self.seed, self.shuffle = count, seed, shuffle
-        self._block_size = min(_BLOCK, 4 * max(1, count))  # each epoch in a block costs a permutation
+        self._block_size = min(BLOCK, 4 * max(1, count))  # each epoch in a block costs a permutation
         self._block = lru_cache(maxsize=4)(self._positions_of_block)
 
     def positions(self, sample_ids: np.ndarray) -> np.ndarray:

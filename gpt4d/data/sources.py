@@ -13,7 +13,7 @@ from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import hub
 from gpt4d.files import checksum
 
-_COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
+COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
 _BLOCKS = 16
 
 
@@ -47,7 +47,7 @@ def facts(config: DataConfig, files: Callable[[DataConfig], list[Path]]) -> tupl
     if not paths:
         return (config.path, *names)
     folder = os.path.commonpath([path.parent for path in paths])
-    limit = _COMPARED_BYTES // len(paths)
+    limit = COMPARED_BYTES // len(paths)
     try:
         return (*names, [(os.path.relpath(path, folder), *_fingerprint(path, limit)) for path in paths])
     except OSError as error:

@@ -18,8 +18,8 @@ _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 # Numbers computed at once. On a CPU, intermediates fit in a core's cache; on other devices, the limit bounds memory.
-_CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
-_MASK_CHUNK = 1 << 20  # elements of a mask that are hashed at once
+CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
+MASK_CHUNK = 1 << 20  # elements of a mask that are hashed at once
 _INTERVALS = 1 << 16  # equally probable intervals, in which a uniform distribution approximates the normal distribution
 
 
@@ -80,7 +80,7 @@ def _normal_columns(keys: torch.Tensor, first: int, last: int) -> torch.Tensor:
     columns = last - first
     out = torch.empty(len(keys), columns, dtype=torch.float32, device=keys.device)
     centers, widths = _intervals(out.device)
-    chunk = _CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
+    chunk = CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // max(1, columns))
     for part, part_keys in zip(out.split(step), keys.split(step), strict=True):
         lanes = _lanes(part_keys, 2 * columns, 2 * first).unflatten(-1, (columns, 2))
@@ -116,11 +116,11 @@ def keep_mask(rows: torch.Tensor, columns: int, offset: int, drop: float) -> tor
     Probabilities are multiples of 2^-16.
     """
     minimum = round(drop * 2**16) - 2**15
-    if torch.compiler.is_compiling() or rows.numel() * columns <= _MASK_CHUNK:
+    if torch.compiler.is_compiling() or rows.numel() * columns <= MASK_CHUNK:
         return _lanes(rows, columns, offset) >= minimum
     # Hashes take twice the memory of the mask, so they are computed for a few rows at a time.
     mask = torch.empty(rows.numel(), columns, dtype=torch.bool, device=rows.device)
-    step = max(1, _MASK_CHUNK // columns)
+    step = max(1, MASK_CHUNK // columns)
     for part, keys in zip(mask.split(step), rows.flatten().split(step), strict=True):
         torch.ge(_lanes(keys, columns, offset), minimum, out=part)
     return mask.view(*rows.shape, columns)

@@ -51,16 +51,16 @@ from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.writing import required_file
 
-_MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
-_ROUNDS = 3  # number of measurements per median
-_MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
-_MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
-_COMPARISONS = 9  # number of comparisons of a computation with and without a concurrent collective
+MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
+ROUNDS = 3  # number of measurements per median
+MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
+MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
+COMPARISONS = 9  # number of comparisons of a computation with and without a concurrent collective
 _REPEATS = 5  # calls per comparison, because a single call is too short to be timed
 _LONG_MESSAGE_S = 0.2  # measurements end with the first message that takes this long
 _COVER = 2.0  # duration of the computation that hides a collective, in durations of the collective
 _SMALL_MODEL = GPT2Config("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
-_LARGE_MODEL = {
+LARGE_MODEL = {
     "cpu": GPT2Config("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128),
     "cuda": GPT2Config("large", layers=2, hidden=2048, heads=16, vocab_size=8192, max_positions=2048),
 }
@@ -114,10 +114,10 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call of ``work`` on the slowest rank, when all ranks repeat it."""
     work()
     times, measured = 1, list[float]()
-    while len(measured) < _ROUNDS:
+    while len(measured) < ROUNDS:
         seconds = _time(work, device, times)
-        if seconds < _MIN_MEASURED_S:
-            times = max(2 * times, int(1.2 * times * _MIN_MEASURED_S / max(seconds, 1e-6)))
+        if seconds < MIN_MEASURED_S:
+            times = max(2 * times, int(1.2 * times * MIN_MEASURED_S / max(seconds, 1e-6)))
         else:
             measured.append(seconds / times)
     return statistics.median(measured)
@@ -135,13 +135,13 @@ def _time(work: Callable[[], object], device: torch.device, times: int = 1) -> f
 
 
 def _matmul_flops(device: torch.device) -> float:
-    square = _square_matrix(device)
+    square = square_matrix(device)
     return 2 * len(square) ** 3 / _seconds(lambda: square @ square, device)
 
 
-def _square_matrix(device: torch.device) -> torch.Tensor:
+def square_matrix(device: torch.device) -> torch.Tensor:
     """Return a matrix of random numbers. GPUs are faster on constant numbers, which take less power."""
-    size = _MATRIX_SIZE[device.type]
+    size = MATRIX_SIZE[device.type]
     return torch.randn(size, size, dtype=compute_dtype("auto", device), device=device)
 
 
@@ -155,7 +155,7 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     large model, the bytes that they move also count.
     """
     rows, times = [], []
-    for model, sequences in ((_SMALL_MODEL, 1), (_LARGE_MODEL[device.type], 4)):
+    for model, sequences in ((_SMALL_MODEL, 1), (LARGE_MODEL[device.type], 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
         step_s = _seconds(_training_step(config, device), device)
         flops = _count_in_step(config, cluster, "matmul_tflops")
@@ -230,17 +230,17 @@ def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device)
 
     sent, seconds = [], []
     for halvings in (11, 6, 3, 2, 0):
-        tensor = message(_MAX_MESSAGE_BYTES[device.type] >> halvings)
+        tensor = message(MAX_MESSAGE_BYTES[device.type] >> halvings)
         sent.append(sent_bytes(group.kind, axis.size, tensor.nbytes))
         seconds.append(measure_seconds(tensor))
         if seconds[-1] > _LONG_MESSAGE_S and len(seconds) > 1:
             break
-    latency, s_per_byte = _fit_line(sent, seconds)
+    latency, s_per_byte = fit_line(sent, seconds)
     hidden = _measure_hidden_share(lambda: start(tensor, axis), seconds[-1], device)
     return replace(group, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=hidden)
 
 
-def _fit_line(x: list[float], y: list[float]) -> tuple[float, float]:
+def fit_line(x: list[float], y: list[float]) -> tuple[float, float]:
     """Return offset (at least 0) and slope (above 0) of a least-squares line that minimizes relative errors."""
     weights = [1 / value**2 for value in y]
     total = sum(weights)
@@ -257,7 +257,7 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
     node, world = launch.local_world_size, launch.world_size
     axis = Grid(GridSizes(node, 1, 1, world // node) if node > 1 else GridSizes(world), device.type).x
     axis.traffic.timed = False
-    square = _square_matrix(device)
+    square = square_matrix(device)
     small = torch.randn(axis.size, device=device)
     reduce, compute = partial(axis.all_reduce, small), partial(torch.matmul, square, square)
 
@@ -265,13 +265,13 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
         compute()
         reduce()
 
-    rounds = [[_time(work, device, _REPEATS) for work in (both, compute, reduce)] for _ in range(_COMPARISONS)]
+    rounds = [[_time(work, device, _REPEATS) for work in (both, compute, reduce)] for _ in range(COMPARISONS)]
     return max(0.0, statistics.median(a - b - c for a, b, c in rounds) / _REPEATS)
 
 
 def _measure_hidden_share(start: Callable[[], collectives.Pending], alone_s: float, device: torch.device) -> float:
     """Return the share of a collective's ``alone_s`` seconds that overlaps a computation without slowing it."""
-    square = _square_matrix(device)
+    square = square_matrix(device)
     product_s = _seconds(lambda: square @ square, device)
     times = max(1, round(_COVER * alone_s / product_s))  # the collective ends before the computation
 
@@ -285,7 +285,7 @@ def _measure_hidden_share(start: Callable[[], collectives.Pending], alone_s: flo
         pending.wait()
 
     # Measurements alternate, since the speed of the machine may drift.
-    pairs = [(_time(both, device), _time(compute, device)) for _ in range(_COMPARISONS)]
+    pairs = [(_time(both, device), _time(compute, device)) for _ in range(COMPARISONS)]
     slowdown_s = statistics.median(with_collective - without for with_collective, without in pairs)
     return min(1.0, max(0.0, 1 - slowdown_s / alone_s))
 
@@ -317,7 +317,7 @@ def main(arguments: list[str]) -> None:
     with process_group(launch) as job:
         run_on_rank0(lambda: _check_writable(out), "checking out")
         cluster = measure(launch, job.device, config.name or out.stem, job.watchdog)
-        run_on_rank0(lambda: _write(cluster, out), "writing out")
+        run_on_rank0(lambda: write_cluster(cluster, out), "writing out")
 
 
 def _check_writable(out: Path) -> None:
@@ -329,7 +329,8 @@ def _check_writable(out: Path) -> None:
         raise ConfigError(f"out={out}: cannot be written ({error.strerror}); use another path") from None
 
 
-def _write(cluster: ClusterConfig, out: Path) -> None:
+def write_cluster(cluster: ClusterConfig, out: Path) -> None:
+    """Write a cluster file that Hydra can select. Raises ConfigError if it cannot be written."""
     header = "# Measured by python -m gpt4d.planner.calibrate. Keys: ClusterConfig in gpt4d/config/schema.py.\n"
     with required_file(out):
         out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))

@@ -17,8 +17,8 @@ from gpt4d.planner.step import StepWalk
 from gpt4d.planner.workload import compute_bytes, splits_backwards, training_state, utilization
 
 GIB = 2**30
-_MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
-_BLOCKS_PER_KIND = 4  # simulated blocks; each further block costs as much as the last simulated one
+MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
+BLOCKS_PER_KIND = 4  # simulated blocks; each further block costs as much as the last simulated one
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Estimate:
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
         self.cached = self.description.cached_units(config.parallel.cache_layers)
-        self.few = self._first_of_each_kind(_BLOCKS_PER_KIND)
+        self.few = self._first_of_each_kind(BLOCKS_PER_KIND)
         self._known: dict[int, tuple[float, float]] = {}
         self._further: dict[int, tuple[float, ...]] = {}
         self._plans: dict[int, Plan] = {}
@@ -174,13 +174,13 @@ class Estimate:
             microbatches = self.share // micro_batch
             first = {self._kind(block): block.name for block in reversed(self.few)}
             omitted = {first[kind]: count for kind, count in self._omitted().items() if count}
-            step = self._walk(micro_batch, self.few, omitted)
+            step = self.walk(micro_batch, self.few, omitted)
             device = step.run(1, continued=microbatches > 1)
             seconds = device.now * microbatches
             if microbatches > 1 and self.config.parallel.cache_scope == "step":  # a gather and a scatter in a step
-                middle = self._walk(micro_batch, self.few)
+                middle = self.walk(micro_batch, self.few)
                 middle.run(2, continued=True)
-                seconds = self._walk(micro_batch, self.few).run(1).now + middle.after_microbatch[0][0] * (
+                seconds = self.walk(micro_batch, self.few).run(1).now + middle.after_microbatch[0][0] * (
                     microbatches - 1
                 )
             seconds *= len(self.description.blocks) / len(self.few)
@@ -197,12 +197,12 @@ class Estimate:
         config, cluster, state = self.config, self.config.cluster, self.state
         blocks = self.description.blocks
         microbatches = self.share // micro_batch
-        if len(blocks) * microbatches <= _MAX_WALKED:
-            totals = self._walk(micro_batch, blocks).run(microbatches).totals()
+        if len(blocks) * microbatches <= MAX_WALKED:
+            totals = self.walk(micro_batch, blocks).run(microbatches).totals()
         else:
             # The first microbatch accumulates no gradients, and accumulation in the last one overlaps reductions.
             walked = min(2, microbatches)
-            totals = self._walk(micro_batch, blocks).run(walked).totals()
+            totals = self.walk(micro_batch, blocks).run(walked).totals()
             totals = _sum(totals, self._further_microbatch(micro_batch)[4:], microbatches - walked)
         seconds, compute_s, *rest = totals
         comm = {
@@ -246,7 +246,7 @@ class Estimate:
             return self._further[micro_batch]
 
         def added(blocks: Collection[Unit]) -> tuple[float, ...]:
-            step = self._walk(micro_batch, blocks)
+            step = self.walk(micro_batch, blocks)
             # The first of three microbatches begins with idle links, and the last one reduces gradients.
             step.run(3, continued=True, last=2)
             first, second = step.after_microbatch
@@ -262,7 +262,7 @@ class Estimate:
         self._further[micro_batch] = total
         return total
 
-    def _walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:
+    def walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:
         return StepWalk(
             self.config,
             self.description,

@@ -326,10 +326,10 @@ def recording_of(description: Description, blocks: Collection[str], settings: Se
     reduced = description.with_blocks(blocks)
     few = description.with_blocks(few_blocks(reduced, description))
     places = {kinds: place for place, kinds in enumerate(surroundings(few))}
-    segments = _record(few, settings)
+    segments = recorded_segments(few, settings)
     if len(places) == len(few.blocks) and _have_segments(segments, len(places)):
         return MicrobatchRecording(segments, len(places), [places[kinds] for kinds in surroundings(reduced)])
-    return MicrobatchRecording(_record(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
+    return MicrobatchRecording(recorded_segments(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
 
 
 def _have_segments(segments: Sequence[Segment], count: int) -> bool:
@@ -339,7 +339,7 @@ def _have_segments(segments: Sequence[Segment], count: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _record(description: Description, settings: Settings) -> list[Segment]:
+def recorded_segments(description: Description, settings: Settings) -> list[Segment]:
     """Compute a microbatch."""
     recorder = _RecordingDevice(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
     weights = _RecordingWeights(recorder, description, settings)

@@ -22,8 +22,8 @@ from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch
 
 T = TypeVar("T")
-_PORT_S = 60.0  # timeout for another process to release the port, such as the previous start of a requeued job
-_ANSWER_S = 10.0  # timeout for a server to prove that it belongs to this job
+PORT_S = 60.0  # timeout for another process to release the port, such as the previous start of a requeued job
+ANSWER_S = 10.0  # timeout for a server to prove that it belongs to this job
 _RETRY_S = 0.2
 _BACKLOG = 4096  # all ranks connect at once
 _GREETING = "greeting"  # the key that rank 0 sets first
@@ -58,7 +58,7 @@ class Connector:
         secret is not rank 0's.
         """
         if self.launch.rank == 0 and not self.launcher_serves:
-            server = self._serve()
+            server = self.serve()
             first, address = self._greet(server), server.host
         else:
             first, address = self._find()
@@ -70,12 +70,12 @@ class Connector:
         connection.set(_START + start_name(self.launch), "")
         return store
 
-    def _serve(self) -> dist.TCPStore:
-        deadline = time.monotonic() + _PORT_S
+    def serve(self) -> dist.TCPStore:
+        deadline = time.monotonic() + PORT_S
         on_one_host = self.launch.local_world_size == self.launch.world_size
         while True:
             try:
-                return _serve(self.host, self.port, on_one_host, timedelta(seconds=self.timeout_s))
+                return serve(self.host, self.port, on_one_host, timedelta(seconds=self.timeout_s))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise ConfigError(
@@ -95,7 +95,7 @@ class Connector:
         while True:
             try:
                 # Use the first address that answers, in the order in which rank 0 tries to listen.
-                with socket.create_connection((self.host, self.port), _ANSWER_S) as probe:
+                with socket.create_connection((self.host, self.port), ANSWER_S) as probe:
                     address = probe.getpeername()[0]
                 return self._join(address), address
             except OSError as error:
@@ -108,7 +108,7 @@ class Connector:
             except _OtherServer:
                 other_since = other_since or time.monotonic()
                 # Rank 0 also waits for the port, so this rank waits longer than rank 0.
-                if time.monotonic() - other_since > _PORT_S + 2 * _ANSWER_S:
+                if time.monotonic() - other_since > PORT_S + 2 * ANSWER_S:
                     raise PortTaken(
                         f"MASTER_PORT={self.port}: another job uses this port of {self.host}; set MASTER_PORT to a "
                         "free port (or, if that job is this one, choose a run.dir that all nodes share)"
@@ -118,7 +118,7 @@ class Connector:
     def _join(self, address: str) -> JobStore:
         start = _START + start_name(self.launch)
         try:
-            connection = self._open(address, _ANSWER_S)
+            connection = self._open(address, ANSWER_S)
             store = JobStore(connection, self.key)
             if self.launch.rank == 0:
                 return self._greet(connection)
@@ -126,7 +126,7 @@ class Connector:
                 if self.launcher_serves:  # rank 0 may be late
                     connection.wait([start], timedelta(seconds=self.timeout_s))
                 else:
-                    store.wait([_GREETING], timedelta(seconds=_ANSWER_S))
+                    store.wait([_GREETING], timedelta(seconds=ANSWER_S))
             if store.check([_GREETING]):
                 return store
             same_start = bool(self.launch.start) and connection.check([start])
@@ -173,7 +173,7 @@ def _within(timeout_s: float, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _serve(host: str, port: int, on_one_host: bool, timeout: timedelta) -> dist.TCPStore:
+def serve(host: str, port: int, on_one_host: bool, timeout: timedelta) -> dist.TCPStore:
     """Start the server on the address of ``host``, and return a connection to it. Raises OSError."""
     listener = _listen(_own_addresses(host, port, on_one_host))
     if listener is None:

@@ -17,7 +17,7 @@ from gpt4d.activity import MAIN
 from gpt4d.config import ConfigError
 
 T = TypeVar("T")
-_KEEPALIVE_S = 60.0
+KEEPALIVE_S = 60.0
 
 
 def run_on_all_ranks(work: Callable[[], T], name: str) -> T:
@@ -96,7 +96,7 @@ def run_on_rank0(work: Callable[[], T], name: str) -> T:
                 except BaseException as raised:
                     outcome, failure = [None, _error_to_json(RuntimeError(f"rank 0 failed: {raised!r}"))], raised
         with activity.waiting():
-            while (received := _broadcast_from_rank0(outcome)) is None:
+            while (received := broadcast_from_rank0(outcome)) is None:
                 pass  # None is a keepalive
     if failure is not None:
         raise failure
@@ -106,7 +106,7 @@ def run_on_rank0(work: Callable[[], T], name: str) -> T:
     return result
 
 
-def _broadcast_from_rank0(value: Any) -> Any:
+def broadcast_from_rank0(value: Any) -> Any:
     """Return rank 0's ``value`` on every rank. Values of other ranks are ignored."""
     content = _encode(value)
     size = torch.tensor([len(content)])
@@ -145,8 +145,8 @@ def _keepalive_broadcasts() -> Iterator[None]:
     finished = threading.Event()
 
     def broadcast_until_finished() -> None:
-        while not finished.wait(_KEEPALIVE_S):
-            _broadcast_from_rank0(None)
+        while not finished.wait(KEEPALIVE_S):
+            broadcast_from_rank0(None)
 
     thread = threading.Thread(target=broadcast_until_finished, daemon=True)
     thread.start()

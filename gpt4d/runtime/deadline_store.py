@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_SLICE_S = 0.5  # a wait consists of short waits, so that time while the process is suspended does not count
+SLICE_S = 0.5  # a wait consists of short waits, so that time while the process is suspended does not count
 
 
 class StoreLost(RuntimeError):
@@ -61,9 +61,9 @@ class DeadlineStore:
                 raise StoreLost(**self._lost)
             answer: Future = Future()
             self._calls.put((answer, function))
-            for _ in range(max(1, round(self.deadline_s / _SLICE_S))):
+            for _ in range(max(1, round(self.deadline_s / SLICE_S))):
                 try:
-                    return answer.result(min(_SLICE_S, self.deadline_s))
+                    return answer.result(min(SLICE_S, self.deadline_s))
                 except FutureTimeout:
                     continue
                 except RuntimeError:

@@ -11,7 +11,7 @@ from gpt4d.runtime.output import allow_lost_output
 from gpt4d.runtime.signals import EXIT_CODE
 
 _INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
-_PRINT_GRACE_S = 30.0  # for rank 0 to find the same error
+PRINT_GRACE_S = 30.0  # for rank 0 to find the same error
 _SHORT_GRACE_S = 1.0  # for rank 0 to print an error that it has found
 
 
@@ -56,7 +56,7 @@ def one_line_errors() -> Iterator[None]:
         launch = Launch.from_environment()
         # The launcher of a sweep's job is the sweep, which does not end further ranks.
         if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
-            time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else _PRINT_GRACE_S)
+            time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else PRINT_GRACE_S)
         if not launch.local_rank:
             print_error(str(error))
         sys.exit(EXIT_CODE if isinstance(error, PortTaken) else 1)

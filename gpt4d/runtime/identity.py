@@ -12,7 +12,7 @@ from gpt4d.runtime.launch import Launch
 VARIABLE = "GPT4D_SECRET"
 _FILE = ".secret"
 _BYTES = 32
-_WRITTEN_S = 30.0  # timeout for the content of a file that another node has created to appear
+WRITTEN_S = 30.0  # timeout for the content of a file that another node has created to appear
 
 
 def job_key(launch: Launch, directory: Path | None = None) -> bytes:
@@ -66,7 +66,7 @@ def _create(path: Path) -> None:
 
 def _read(path: Path) -> str:
     """Return the secret. Wait if the rank that creates the file has not written it yet."""
-    deadline = time.monotonic() + _WRITTEN_S
+    deadline = time.monotonic() + WRITTEN_S
     while len(secret := path.read_text(encoding="ascii", errors="replace")) < 2 * _BYTES:
         if time.monotonic() > deadline:
             break

@@ -19,7 +19,7 @@ from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
 from gpt4d.writing import required_file
 
 _MARKER_NAME = ".these-ranks-meet-here"
-_MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
+MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
 _REPEATS = 3
 _ROUNDS = 3  # maximum; a node that is slow only in some rounds is busy, not slow
 _ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # approximate size of the square matrix of the test computation
@@ -55,10 +55,10 @@ def _describe_node(config: Config, device: torch.device, marker: str) -> NodeFac
         name = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_properties(device).uuid}"
     settings = hashlib.sha256(repr(asdict(config)).encode()).hexdigest()
     # Stop before waiting ranks report this rank as hung.
-    timeout_s = min(_MARKER_TIMEOUT_S, max(config.parallel.timeout_s, MIN_LIMIT_S) / 2)
-    seen = _read_marker(Path(config.run.dir) / _MARKER_NAME, marker, timeout_s)
+    timeout_s = min(MARKER_TIMEOUT_S, max(config.parallel.timeout_s, MIN_LIMIT_S) / 2)
+    seen = read_marker(Path(config.run.dir) / _MARKER_NAME, marker, timeout_s)
     host, python = socket.gethostname(), platform.python_version()
-    return NodeFacts(host, _code_hash(), repr(config.cluster), settings, torch.__version__, python, name, seen)
+    return NodeFacts(host, code_hash(), repr(config.cluster), settings, torch.__version__, python, name, seen)
 
 
 def compare(
@@ -80,7 +80,7 @@ def compare(
     if problem:
         raise ConfigError(problem)
     hosts = [node.host for node in nodes]
-    return hosts, _find_persistently_slow(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
+    return hosts, find_persistently_slow(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
 
 
 def find_difference(nodes: list[NodeFacts]) -> str | None:
@@ -122,11 +122,12 @@ def find_slow(seconds: list[dict[str, float]], hosts: list[str]) -> list[str]:
     return messages
 
 
-def _find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: list[str]) -> list[str]:
+def find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: list[str]) -> list[str]:
+    """Return a message for each workload in which a rank stays slower than the others, over several rounds."""
     seconds = dict.fromkeys(workloads, math.inf)
     messages = []
     for _ in range(_ROUNDS):
-        seconds = {name: min(seconds[name], _best_time(work)) for name, work in workloads.items()}
+        seconds = {name: min(seconds[name], best_time(work)) for name, work in workloads.items()}
         messages = find_slow(all_gather_json(seconds, "comparing the speeds of the ranks"), hosts)
         if not messages:
             break
@@ -145,7 +146,7 @@ def _remove_marker(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read_marker(path: Path, marker: str, timeout_s: float) -> str:
+def read_marker(path: Path, marker: str, timeout_s: float) -> str:
     """Return the file's content, which is ``marker`` if this node sees the file that rank 0 has written."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -155,12 +156,14 @@ def _read_marker(path: Path, marker: str, timeout_s: float) -> str:
         time.sleep(0.5)  # some network file systems show a new file late
 
 
-def _code_hash() -> str:
+def code_hash() -> str:
+    """Return a hash of gpt4d's source files, which all ranks must agree on."""
     package = Path(__file__).parents[1]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
 
 
-def _best_time(work: Callable[[], None]) -> float:
+def best_time(work: Callable[[], None]) -> float:
+    """Return the shortest of several times of ``work``, in seconds."""
     return min(_times(work))
 
 

@@ -24,11 +24,11 @@ from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.watchdog import Failure, Watchdog
 
-_CONNECT_S = 300.0  # timeout for all ranks to connect
+CONNECT_S = 300.0  # timeout for all ranks to connect
 _LEAVE_S = 60.0  # timeout for all ranks to finish
-_SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
+SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
 _RECORD_S = 3.0  # timeout for the run's files to be written
-_NOTICE_S = 3.0  # time for further ranks to read why the job ends
+NOTICE_S = 3.0  # time for further ranks to read why the job ends
 
 
 class Rendezvous:
@@ -44,9 +44,9 @@ class Rendezvous:
 
     def __init__(self, launch: Launch, timeout_s: float, directory: Path | None = None):
         self.launch = launch
-        connector = Connector(launch, job_key(launch, directory), _CONNECT_S)
+        connector = Connector(launch, job_key(launch, directory), CONNECT_S)
         self.store, watchdog_store = connector.connect()
-        _claim_rank(self.store, launch.rank)
+        claim_rank(self.store, launch.rank)
         self._exiting = threading.Lock()  # taken by the thread that ends this process
         self.watchdog = Watchdog(
             watchdog_store, launch.rank, launch.world_size, connector.host, self._on_failure, timeout_s
@@ -56,11 +56,11 @@ class Rendezvous:
 
     def wait_for_all_ranks(self) -> None:
         """Return when all ranks have connected. Raises ConfigError with the first missing rank after a timeout."""
-        if not self._barrier("here", _CONNECT_S):
+        if not self._barrier("here", CONNECT_S):
             size = self.launch.world_size
             missing = [rank for rank in range(size) if not self.store.check([f"host/{rank}"])]
             raise ConfigError(
-                f"{len(missing)} of {size} ranks did not connect within {_CONNECT_S:.0f} s, the first of them rank "
+                f"{len(missing)} of {size} ranks did not connect within {CONNECT_S:.0f} s, the first of them rank "
                 f"{missing[0]}; check its output and that its node has started"
             )
 
@@ -71,7 +71,7 @@ class Rendezvous:
             briefly: wait only as long as other ranks need to read why the job ends.
         """
         with MAIN.begin("the end of all ranks") as activity, activity.waiting():
-            self._barrier("left", _NOTICE_S if briefly else self._leave_s)
+            self._barrier("left", NOTICE_S if briefly else self._leave_s)
         self.watchdog.stop()
         self._keep_store_alive()
 
@@ -86,7 +86,7 @@ class Rendezvous:
 
         ``lost``: ranks that do not answer any more.
         """
-        deadline, remaining = time.monotonic() + _NOTICE_S, self.launch.world_size - len(lost)
+        deadline, remaining = time.monotonic() + NOTICE_S, self.launch.world_size - len(lost)
         with suppress(StoreLost):
             store = self.watchdog.store  # the main thread may be blocked on its own connection
             count = store.add("finished", 1)
@@ -124,11 +124,11 @@ class Rendezvous:
 
     def _print_and_exit(self, failure: Failure, is_first: bool) -> None:
         if not is_first:
-            threading.Event().wait(_LEAVE_S + _SAVE_S)  # the thread that holds the lock ends the process
+            threading.Event().wait(_LEAVE_S + SAVE_S)  # the thread that holds the lock ends the process
         try:
             self._print(failure)
             if self.watchdog.finish_save and failure.all_ranks_answer:
-                self.watchdog.finish_save(_SAVE_S)
+                self.watchdog.finish_save(SAVE_S)
             self._keep_store_alive(failure.lost)
         except Exception:
             traceback.print_exc()
@@ -161,7 +161,7 @@ class Rendezvous:
             thread.join(_RECORD_S)
 
 
-def _claim_rank(store: JobStore, rank: int) -> None:
+def claim_rank(store: JobStore, rank: int) -> None:
     """Reserve ``rank`` for this process. Raises ConfigError if another process has it: the job was started twice."""
     process = f"{secrets.token_hex()} {socket.gethostname()}"
     owner = store.compare_set(f"process/{rank}", "", process).decode()

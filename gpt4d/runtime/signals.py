@@ -15,7 +15,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL: the run is unfinished; the same command resumes i
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 # Kernel, shell and launcher each send a SIGHUP, and SIGXCPU comes every second. A second one is not a user's demand.
 _REPEATED = ("SIGHUP", "SIGXCPU")
-_DUPLICATE_S = 1.0  # a launcher forwards signals of the terminal: within this time, both count as one signal
+DUPLICATE_S = 1.0  # a launcher forwards signals of the terminal: within this time, both count as one signal
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -59,7 +59,7 @@ class StopRequest:
 
     def receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if self.signal and (name in _REPEATED or now - self._received_at <= _DUPLICATE_S):
+        if self.signal and (name in _REPEATED or now - self._received_at <= DUPLICATE_S):
             return
         if self.signal or not self._deferring:
             exit_immediately(f"{name}: stopped immediately" if self.announce else "")

@@ -19,11 +19,11 @@ from gpt4d.runtime import hangs
 from gpt4d.runtime.deadline_store import DeadlineStore, StoreLost
 from gpt4d.runtime.hangs import HangDetector, HangReport
 
-_HEARTBEAT_S = 1.0  # between two heartbeats
-_SILENT_S = 40.0  # a rank without a heartbeat, or a store without an answer, for this long is lost
-_MIN_SILENT_S = 10.0  # replaces _SILENT_S if parallel.timeout_s is shorter
+HEARTBEAT_S = 1.0  # between two heartbeats
+SILENT_S = 40.0  # a rank without a heartbeat, or a store without an answer, for this long is lost
+MIN_SILENT_S = 10.0  # replaces SILENT_S if parallel.timeout_s is shorter
 _SUSPENDED_S = 10.0  # a longer pause means that all processes were suspended (Ctrl-Z, laptop lid)
-_SILENT_AFTER_ERROR_S = 6.0  # replaces _SILENT_S once a collective has failed, probably because of a lost rank
+SILENT_AFTER_ERROR_S = 6.0  # replaces SILENT_S once a collective has failed, probably because of a lost rank
 _LOST = "no sign of life: killed, out of memory, or its node is gone"
 
 
@@ -69,7 +69,7 @@ class Watchdog:
         timeout_s: float = 120.0,
     ):
         self.rank, self.size, self.rank0_host, self.on_failure = rank, size, rank0_host, on_failure
-        self.silent_s = min(_SILENT_S, max(_MIN_SILENT_S, timeout_s))
+        self.silent_s = min(SILENT_S, max(MIN_SILENT_S, timeout_s))
         self.store = DeadlineStore(store, self.silent_s)
         self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
         self.end_job: Callable[[BaseException], None] | None = None  # ends all ranks with an error of this one
@@ -129,7 +129,7 @@ class Watchdog:
     def _described(self, failure: Failure) -> Failure:
         """Return ``failure``. If it is a hang, add the message that all ranks determine together."""
         if failure.waiting and self.hang_detector:
-            report = HangReport(self.store, self.rank, self._name, _HEARTBEAT_S)
+            report = HangReport(self.store, self.rank, self._name, HEARTBEAT_S)
             try:
                 if description := report.describe(failure.rank, failure.waiting, self.hang_detector):
                     failure.message, failure.lost = description
@@ -143,12 +143,12 @@ class Watchdog:
         if self.hang_detector:
             self.hang_detector.peer_lost = True
         for _ in range(2):
-            deadline = time.monotonic() + _SILENT_AFTER_ERROR_S
+            deadline = time.monotonic() + SILENT_AFTER_ERROR_S
             before = [self._heartbeats(rank) for rank in range(self.size)]
             while time.monotonic() < deadline:
                 if failure := self.first_failure():
                     return failure
-                self._stopped.wait(_HEARTBEAT_S / 10)
+                self._stopped.wait(HEARTBEAT_S / 10)
             if lost := self._silent_ranks(before):
                 return self._report(self._lost_ranks(*lost))
         return None
@@ -189,7 +189,7 @@ class Watchdog:
         next_rank = (self.rank + 1) % self.size
         last_count, last_change = 0, time.monotonic()
         last_check = last_change
-        while not self._stopped.wait(_HEARTBEAT_S):
+        while not self._stopped.wait(HEARTBEAT_S):
             self.store.add(f"alive/{self.rank}", 1)
             if failure := self.first_failure():
                 return failure

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PATCH = 4
-_IMAGES_AT_ONCE = 1024  # bounds the memory of the patches in float64
+IMAGES_AT_ONCE = 1024  # bounds the memory of the patches in float64
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def patch_statistics(images: np.ndarray) -> PatchStatistics:
     total = count * rows * columns
     assert images.dtype == np.uint8 and total
     sums, products = np.zeros(size), np.zeros((size, size))
-    for start in range(0, count, _IMAGES_AT_ONCE):
-        part = images[start : start + _IMAGES_AT_ONCE, : rows * PATCH, : columns * PATCH]
+    for start in range(0, count, IMAGES_AT_ONCE):
+        part = images[start : start + IMAGES_AT_ONCE, : rows * PATCH, : columns * PATCH]
         patches = part.reshape(-1, rows, PATCH, columns, PATCH, channels).swapaxes(2, 3).reshape(-1, size)
         values = patches.astype(np.float64)
         sums += values.sum(0)

@@ -200,7 +200,7 @@ def test_only_changed_content_gives_a_corpus_another_identity(tmp_path, kind):
 
 
 def test_a_large_corpus_is_identified_by_sizes_and_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_COMPARED_BYTES", 160)
+    monkeypatch.setattr(sources, "COMPARED_BYTES", 160)
     path = tmp_path / "large.txt"
     path.write_bytes(content := bytes(range(256)) * 4)
     config = DataConfig(source="text", path=str(path))

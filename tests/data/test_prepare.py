@@ -50,8 +50,8 @@ def test_the_two_splits_together_have_the_whole_text(config, tmp_path):
 
 def test_parts_processes_and_batches_do_not_change_the_tokens(config, tmp_path, monkeypatch):
     whole = prepare.prepare(config, tmp_path / "whole")
-    monkeypatch.setattr(preparation, "_PART_TOKENS", 900)
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 900)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
         files = prepare.prepare(replace(config, processes=processes), tmp_path / f"by{processes}")
         assert len(files.header["parts"]) > 5
@@ -62,7 +62,7 @@ def test_parts_processes_and_batches_do_not_change_the_tokens(config, tmp_path, 
 
 
 def test_the_index_has_the_ends_of_the_documents(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_PART_TOKENS", 900)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 900)
     files = prepare.prepare(config, tmp_path / "out")
     for split in ("train", "validation"):
         token_parts = files.tokens(split).parts
@@ -76,7 +76,7 @@ def test_the_index_has_the_ends_of_the_documents(config, tmp_path, monkeypatch):
 
 def prepare_until_killed(config, out, parts):
     """Prepare, in a process of its own, and kill the process after ``parts`` parts."""
-    preparation._PART_TOKENS = 900
+    preparation.PART_TOKENS = 900
     save_progress = preparation.Preparation._save_progress
 
     def save_and_kill(self):
@@ -89,7 +89,7 @@ def prepare_until_killed(config, out, parts):
 
 
 def test_a_killed_preparation_is_resumed(ranks, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_PART_TOKENS", 900)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 900)
     prepare.prepare(config, tmp_path / "straight")
     for count in (0, 2, 4):
         process = ranks.context.Process(target=prepare_until_killed, args=(config, tmp_path / "out", count))
@@ -120,7 +120,7 @@ def interrupt(config, out, documents=25):
 
 
 def test_files_of_the_interrupted_part_are_deleted(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_PART_TOKENS", 1200)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 1200)
     prepare.prepare(config, tmp_path / "straight")
     partial = interrupt(config, tmp_path / "out")
     progress = (partial / "progress.json").read_text()
@@ -152,7 +152,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_interrupted_preparation_starts_over(config, tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(preparation, "_PART_TOKENS", 1200)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 1200)
     prepare.prepare(config, tmp_path / "straight")
     DAMAGES[damage](interrupt(config, tmp_path / "out"))
     messages = []
@@ -208,7 +208,7 @@ def test_a_killed_encoding_process_is_reported(config, tmp_path, monkeypatch):
             if process not in others:
                 process.kill()
 
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(parts.TokenShardWriter, "add", killing)
     with pytest.raises(ConfigError, match=r"data\.processes=2: an encoding process was killed \(out of memory\?\)"):
         prepare.prepare(replace(config, processes=2), tmp_path / "out")
@@ -259,7 +259,7 @@ def test_an_output_that_cannot_be_written_is_reported_in_one_line(config, tmp_pa
 
 
 def test_progress_has_the_fraction_read_and_the_time_left(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(preparation, "REPORT_INTERVAL_S", 0.0)
     messages = []
     prepare.prepare(config, tmp_path / "out", messages.append)
     assert re.search(r"\d+ documents, [\d,]+ tokens, \d+% read, \d+:\d\d:\d\d left", messages[-1])
@@ -267,7 +267,7 @@ def test_progress_has_the_fraction_read_and_the_time_left(config, tmp_path, monk
 
 
 def test_an_interrupted_preparation_of_another_corpus_is_not_resumed(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_PART_TOKENS", 900)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 900)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(parts.TokenShardWriter, "to_dict", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare.prepare(replace(config, validation_fraction=0.4), tmp_path / "out")

@@ -56,7 +56,7 @@ def test_two_epochs_have_different_orders():
 @pytest.mark.parametrize("block", [1, 8, 100])
 def test_the_block_size_does_not_change_the_order(monkeypatch, block):
     expected = Sequences(in_parts(1000), length=7, seed=3, shuffle=True).rows(np.arange(300))
-    monkeypatch.setattr(sampler, "_BLOCK", block)
+    monkeypatch.setattr(sampler, "BLOCK", block)
     data = Sequences(in_parts(1000), length=7, seed=3, shuffle=True)
     for first in range(0, 300, 20):
         assert np.array_equal(data.rows(np.arange(first, first + 20)), expected[first : first + 20])

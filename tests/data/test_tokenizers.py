@@ -156,7 +156,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(config, tmp_path
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "short.json"))
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
         changes = {"tokenizer": str(tmp_path / "short.json"), "processes": processes}
         files = prepare.prepare(replace(config, **changes), tmp_path / f"by{processes}")

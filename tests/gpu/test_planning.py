@@ -17,10 +17,10 @@ from tests.gpu.runs import GPT_1B3, best_run
 _ERROR = 0.2
 # In a rehearsal the calibration only has to run.
 _SHORT = {
-    "_MIN_MEASURED_S": 0.0,
-    "_ROUNDS": 1,
-    "_MATRIX_SIZE": {"cpu": 64},
-    "_LARGE_MODEL": {"cpu": GPT2Config(layers=2, hidden=128, heads=4, vocab_size=128, max_positions=32)},
+    "MIN_MEASURED_S": 0.0,
+    "ROUNDS": 1,
+    "MATRIX_SIZE": {"cpu": 64},
+    "LARGE_MODEL": {"cpu": GPT2Config(layers=2, hidden=128, heads=4, vocab_size=128, max_positions=32)},
 }
 
 

@@ -105,8 +105,8 @@ def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None) ->
     if gpus == 1:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     # A lost rank is found sooner than in training, where ranks may be slow.
-    watchdog._HEARTBEAT_S, watchdog._SILENT_S, watchdog._SILENT_AFTER_ERROR_S = 0.2, 10.0, 2.0
-    rendezvous._NOTICE_S = 1.0
+    watchdog.HEARTBEAT_S, watchdog.SILENT_S, watchdog.SILENT_AFTER_ERROR_S = 0.2, 10.0, 2.0
+    rendezvous.NOTICE_S = 1.0
     device = torch.device("cuda", launch.rank % gpus) if gpus else torch.device("cpu")
     with process_group(launch, device) as job:
         return member(job)

@@ -142,7 +142,7 @@ def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]
     with recorded_collectives() as (started, planned):
         step(microbatches, len(microbatches), ids.numel(), 1e-3)
         estimate = Estimate(config, sizes)
-        estimate._walk(size, estimate.description.blocks).run(len(microbatches))
+        estimate.walk(size, estimate.description.blocks).run(len(microbatches))
     return started, planned
 
 

@@ -75,7 +75,7 @@ def train_and_evaluate(sizes: GridSizes, options: set[str]) -> Counter[str]:
         stage = build_stage(Config(model=model, train=train, parallel=parallel), grid, device)
         step = TrainStep(stage, whole_model(token_loss), optim, before_update=lambda: check_gradients(step))
         batches = [batch(device, "documents" in options) for _ in range(MICROBATCHES)]
-        takes_documents = patch.object(attention_kernels, "_takes_documents", lambda q: q.dtype == torch.bfloat16)
+        takes_documents = patch.object(attention_kernels, "takes_documents", lambda q: q.dtype == torch.bfloat16)
         with takes_documents, fake_device.DeviceRules(device, stage.weights.context.compute_dtype) as rules:
             for _ in range(2):
                 result = step(batches, MICROBATCHES, units=sizes.batch_shards * SEQUENCES * LENGTH, lr=1e-3)

@@ -40,7 +40,7 @@ def test_the_chunk_size_does_not_change_a_normal_tensor(monkeypatch):
     shape, key = (50, 20), random.key(0, "w")
     whole = random.normal(key, shape, whole_of(shape))
     for chunk in (1, 60):
-        monkeypatch.setattr(random, "_CPU_CHUNK", chunk)
+        monkeypatch.setattr(random, "CPU_CHUNK", chunk)
         assert torch.equal(random.normal(key, shape, whole_of(shape)), whole)
 
 
@@ -54,7 +54,7 @@ def test_rows_of_normal_numbers_depend_on_their_keys_only(monkeypatch):
     rows = random.normal_rows(keys, 21)
     assert torch.equal(rows, random.normal(random.key(0, "w"), (50, 21), whole_of((50, 21))))
     some = torch.tensor([7, 49, 7, 0])
-    monkeypatch.setattr(random, "_CPU_CHUNK", 30)
+    monkeypatch.setattr(random, "CPU_CHUNK", 30)
     assert torch.equal(random.normal_rows(keys[some], 21), rows[some])
     assert torch.equal(random.normal_rows(keys, 5), rows[:, :5])
 
@@ -148,7 +148,7 @@ def test_initial_weights_are_bit_equal_on_every_grid(ranks, sizes):
 def test_a_mask_has_the_same_bits_in_one_kernel_and_in_parts(offset, monkeypatch):
     rows = random.fold(5, torch.arange(6)).view(2, 3)
     mask = random.keep_mask(rows, 13, offset, 0.3)
-    monkeypatch.setattr(random, "_MASK_CHUNK", 20)
+    monkeypatch.setattr(random, "MASK_CHUNK", 20)
     assert torch.equal(random.keep_mask(rows, 13, offset, 0.3), mask)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(random.keep_mask(rows, 13, offset, 0.3), mask)

@@ -243,7 +243,7 @@ def exchanged_in_messages(message_bytes):
 
     with (
         patch.object(hosts, "connect", gloo.GlooTransport),
-        patch.object(message_size, "_YIELDING_PIECE_BYTES", message_bytes),
+        patch.object(message_size, "YIELDING_PIECE_BYTES", message_bytes),
         patch.object(dist, "all_to_all_single", counted("reduce_scatter", dist.all_to_all_single)),
         patch.object(dist, "all_reduce", counted("all_reduce", dist.all_reduce)),
         patch.object(gloo, "all_gather", counted("all_gather", gloo.all_gather)),
@@ -263,12 +263,12 @@ def test_short_messages_make_the_same_result(ranks, message_bytes, messages):
 
 
 def products_of_a_step():
-    from gpt4d.parallel.layers.product import _Call
+    from gpt4d.parallel.layers.product import ProductCall
 
     grid = Grid()
     stage = build_tiny_stage(grid, recompute=True)
-    products, start = [], _Call.start_product
-    with patch.object(_Call, "start_product", lambda *args: products.append(1) or start(*args)):
+    products, start = [], ProductCall.start_product
+    with patch.object(ProductCall, "start_product", lambda *args: products.append(1) or start(*args)):
         stage.module.loss_sum(*tiny_batch(grid)).backward()
     return len(products)
 

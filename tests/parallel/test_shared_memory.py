@@ -83,17 +83,17 @@ def test_a_result_is_not_overwritten_by_later_collectives(ranks):
 
 def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
     """Return a grid as if each rank were on the host that the list names."""
-    listen = hosts_module._listen
+    listen = hosts_module.listen
 
     def listen_on_fake_host(backlog):
         listener, (host, address) = listen(backlog)
         return listener, [f"{host} {hosts[dist.get_rank()]}", address]
 
-    hosts_module._listen = listen_on_fake_host
+    hosts_module.listen = listen_on_fake_host
     try:
         return Grid(sizes)
     finally:
-        hosts_module._listen = listen
+        hosts_module.listen = listen
 
 
 def axis_across_hosts(hosts: list[int]) -> Axis:
@@ -121,7 +121,7 @@ def reduce_across_hosts(hosts, piece_bytes):
     axis, rank = axis_across_hosts(hosts), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
-    with patch.object(message_size, "_PIECE_BYTES", piece_bytes):
+    with patch.object(message_size, "PIECE_BYTES", piece_bytes):
         pending = [collectives.start_all_reduce(t.clone(), axis) for t in tensors]
     sums = [p.wait() for p in pending]
     for tensor in tensors:
@@ -155,7 +155,7 @@ def scatter_and_gather_across_hosts(hosts, piece_bytes):
     size = len(hosts)
     tensors = [torch.randn(size * n, 3, dtype=torch.float64, generator=generator) for n in (1, 2, 5)]
     with (
-        patch.object(message_size, "_PIECE_BYTES", piece_bytes),
+        patch.object(message_size, "PIECE_BYTES", piece_bytes),
         patch.object(dist, "all_to_all_single", count_exchange),
         patch.object(two_level, "all_gather", count_gather),
     ):
@@ -198,7 +198,7 @@ def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ra
 
 
 def scatter_more_than_the_memory_holds():
-    with patch.object(shared_memory, "SLOT_BYTES", 512), patch.object(message_size, "_PIECE_BYTES", 64):
+    with patch.object(shared_memory, "SLOT_BYTES", 512), patch.object(message_size, "PIECE_BYTES", 64):
         axis = axis_across_hosts([0, 0, 1, 1])
         full = torch.arange(4 * 100.0).view(4, 100)  # 1600 bytes, in pieces of 4 · 64
         scattered = collectives.start_reduce_scatter(full.clone(), axis).wait()

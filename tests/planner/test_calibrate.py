@@ -25,11 +25,11 @@ def measure_in_rank(path):
             grids.append(self)
 
     replaced = {
-        "_MIN_MEASURED_S": 0.0,
-        "_MAX_MESSAGE_BYTES": {"cpu": 1 << 14},
-        "_MATRIX_SIZE": {"cpu": 32},
-        "_COMPARISONS": 1,
-        "_ROUNDS": 1,
+        "MIN_MEASURED_S": 0.0,
+        "MAX_MESSAGE_BYTES": {"cpu": 1 << 14},
+        "MATRIX_SIZE": {"cpu": 32},
+        "COMPARISONS": 1,
+        "ROUNDS": 1,
         "Grid": RecordedGrid,
     }
     originals = {name: getattr(calibrate, name) for name in replaced}
@@ -38,7 +38,7 @@ def measure_in_rank(path):
         rank, size = dist.get_rank(), dist.get_world_size()
         cluster = calibrate.measure(Launch(rank, size, rank, size), torch.device("cpu"), "here")
         if not rank:
-            calibrate._write(cluster, Path(path))
+            calibrate.write_cluster(cluster, Path(path))
     finally:
         vars(calibrate).update(originals)
     used = [axis.traffic for grid in grids for axis in grid if axis.traffic.num_started]
@@ -65,15 +65,15 @@ def test_no_intervals_are_held_after_a_measurement(ranks, tmp_path):
 def test_products_are_measured_on_random_matrices():
     import torch
 
-    from gpt4d.planner.calibrate import _square_matrix
+    from gpt4d.planner.calibrate import square_matrix
 
-    square = _square_matrix(torch.device("cpu")).float()
+    square = square_matrix(torch.device("cpu")).float()
     assert abs(square.mean()) < 0.02 and abs(square.std() - 1) < 0.02
 
 
 def test_fitted_line_passes_through_points_of_very_different_size():
-    from gpt4d.planner.calibrate import _fit_line
+    from gpt4d.planner.calibrate import fit_line
 
     sent = [1e4, 1e5, 1e6, 1e7]
-    latency, slope = _fit_line(sent, [1e-3 + 2e-9 * nbytes for nbytes in sent])
+    latency, slope = fit_line(sent, [1e-3 + 2e-9 * nbytes for nbytes in sent])
     assert abs(latency - 1e-3) < 1e-9 and abs(slope - 2e-9) < 1e-15

@@ -75,16 +75,16 @@ def test_the_smallest_limit_of_the_control_groups_counts(tmp_path):
     own.write_text("0::/slurm/job_7/step_0\n")
     (group / "memory.max").write_text("max\n")
     (group.parent / "memory.max").write_text("4294967296\n")
-    assert machine._control_group_limits(tmp_path / "fs", own) == [4294967296]
+    assert machine.control_group_limits(tmp_path / "fs", own) == [4294967296]
     own.write_text("5:cpu,memory:/job_7\n0::/\n")
     (tmp_path / "fs/memory/job_7").mkdir(parents=True)
     (tmp_path / "fs/memory/job_7/memory.limit_in_bytes").write_text("1073741824\n")
     (tmp_path / "fs/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert machine._control_group_limits(tmp_path / "fs", own) == [1073741824]
+    assert machine.control_group_limits(tmp_path / "fs", own) == [1073741824]
 
 
 def test_the_machine_is_detected_unless_set(monkeypatch):
-    monkeypatch.setattr(machine, "_this_machine", lambda: describe(H100))
+    monkeypatch.setattr(machine, "this_machine", lambda: describe(H100))
     assert compose([]).cluster == describe(H100)
     changed = compose(["cluster.memory_gib=40", "cluster.levels=[{ranks: 2}]"]).cluster
     assert (changed.memory_gib, changed.device, changed.levels) == (40, "cuda", [LevelConfig(2)])

@@ -55,7 +55,7 @@ def test_three_of_many_equal_blocks_are_recorded():
 
 def test_grids_that_differ_in_z_and_data_share_a_recording():
     config = compose(["model=gpt_tiny"])
-    description, before = registry.describe_run(config), recording._record.cache_info().misses
+    description, before = registry.describe_run(config), recording.recorded_segments.cache_info().misses
     for sizes in (GridSizes(2, 2), GridSizes(2, 2, 4, 1), GridSizes(2, 2, 1, 8)):
         recording_of(description, ["blocks.0", "blocks.1"], Settings.of(config, sizes, micro_batch=1))
-    assert recording._record.cache_info().misses == before + 1
+    assert recording.recorded_segments.cache_info().misses == before + 1

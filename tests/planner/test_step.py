@@ -179,8 +179,8 @@ def test_the_memory_of_many_blocks_is_extrapolated_from_few(monkeypatch, cache_l
     machine = compose(["cluster=perlmutter"]).cluster
     words = "model.layers=20", "train.activation_checkpointing=full", f"parallel.cache_layers={cache_layers}"
     found = []
-    for blocks in (estimate._BLOCKS_PER_KIND, 1000):
-        monkeypatch.setattr(estimate, "_BLOCKS_PER_KIND", blocks)
+    for blocks in (estimate.BLOCKS_PER_KIND, 1000):
+        monkeypatch.setattr(estimate, "BLOCKS_PER_KIND", blocks)
         found.append(Estimate(config(machine, *words), GridSizes(1, 1, 4, 2)).memory_gib(2) - machine.reserved_gib)
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
@@ -231,7 +231,7 @@ def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrid
     model = "model.layers=12", "model.hidden=512", "model.heads=8"
     words = (*model, "train.micro_batch_size=1", "train.batch_size=64", *overrides)
     drawn = plan(machine, sizes, *words)
-    monkeypatch.setattr(estimate, "_MAX_WALKED", 1 << 30)
+    monkeypatch.setattr(estimate, "MAX_WALKED", 1 << 30)
     walked = plan(machine, sizes, *words)
     assert {a: c["bytes"] for a, c in drawn.comm.items()} == pytest.approx(
         {a: c["bytes"] for a, c in walked.comm.items()}

@@ -37,9 +37,9 @@ def test_a_config_error_on_rank_0_is_raised_on_every_rank(ranks):
 
 def work_slowly_on_rank_0(answer):
     """On a rank: rank 0 works until it has broadcast several keepalives."""
-    consensus._KEEPALIVE_S = 0.01
+    consensus.KEEPALIVE_S = 0.01
     enough, sent = threading.Event(), []
-    broadcast = consensus._broadcast_from_rank0
+    broadcast = consensus.broadcast_from_rank0
 
     def count_keepalives(value):
         sent.append(value)
@@ -53,11 +53,11 @@ def work_slowly_on_rank_0(answer):
             raise answer
         return answer
 
-    consensus._broadcast_from_rank0 = count_keepalives
+    consensus.broadcast_from_rank0 = count_keepalives
     try:
         return consensus.run_on_rank0(work, "work")
     finally:
-        consensus._broadcast_from_rank0, consensus._KEEPALIVE_S = broadcast, 60.0
+        consensus.broadcast_from_rank0, consensus.KEEPALIVE_S = broadcast, 60.0
 
 
 def test_keepalives_reach_other_ranks_while_rank_0_works(ranks):

@@ -82,5 +82,5 @@ def test_time_in_which_the_process_was_suspended_does_not_count(monkeypatch):
             return super().result(timeout)
 
     monkeypatch.setattr(deadline_store, "Future", Suspended)
-    monkeypatch.setattr(deadline_store, "_SLICE_S", 0.1)
+    monkeypatch.setattr(deadline_store, "SLICE_S", 0.1)
     assert DeadlineStore(store, 0.5).add("count", 3) == 3

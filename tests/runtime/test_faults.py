@@ -36,8 +36,8 @@ def shorten_timeouts():
     """Make the watchdog faster."""
     from gpt4d.runtime import activity_watch, rendezvous, watchdog
 
-    watchdog._HEARTBEAT_S, watchdog._SILENT_AFTER_ERROR_S, rendezvous._NOTICE_S = 0.1, 0.6, 1.0
-    watchdog._MIN_SILENT_S, activity_watch.MIN_LIMIT_S = 5.0, 6.0
+    watchdog.HEARTBEAT_S, watchdog.SILENT_AFTER_ERROR_S, rendezvous.NOTICE_S = 0.1, 0.6, 1.0
+    watchdog.MIN_SILENT_S, activity_watch.MIN_LIMIT_S = 5.0, 6.0
 
 
 def losses(config) -> list[float]:
@@ -165,7 +165,7 @@ def fail_during_a_save(ends, run_dir, rank):
     from gpt4d.runtime import rendezvous
 
     shorten_timeouts()
-    rendezvous._SAVE_S = 30.0 if ends else 1.0
+    rendezvous.SAVE_S = 30.0 if ends else 1.0
     write, log = Writer.write_data, pathlib.Path(run_dir, "metrics.jsonl")
 
     def write_slowly(self, plan, planner):
@@ -358,7 +358,7 @@ def test_a_node_with_too_few_gpus_ends_the_job_at_once(ranks, tiny):
 def stay_away(rank):
     from gpt4d.runtime import rendezvous
 
-    rendezvous._CONNECT_S = 1.0
+    rendezvous.CONNECT_S = 1.0
     shorten_timeouts()
     if rank:
         os._exit(3)
@@ -377,7 +377,7 @@ def fill_disk(rank):
     def full(self, plan, planner):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    errors._PRINT_GRACE_S = 1000.0  # for errors that rank 0 may not have found yet
+    errors.PRINT_GRACE_S = 1000.0  # for errors that rank 0 may not have found yet
     if rank == 1:
         Writer.write_data = full
 

@@ -38,7 +38,7 @@ def wait_for_file(path) -> None:
 def stop_at_step_3(released, port_s, rank):
     """On a rank: wait in step 3 for the file ``released``, and for the port ``port_s`` seconds."""
     shorten_timeouts()
-    connection._PORT_S, connection._ANSWER_S, errors._PRINT_GRACE_S = port_s, 1.0, 0.0
+    connection.PORT_S, connection.ANSWER_S, errors.PRINT_GRACE_S = port_s, 1.0, 0.0
     at_step(3, lambda _: wait_for_file(released))
 
 
@@ -169,10 +169,10 @@ def test_a_forged_failure_does_not_end_a_job():
 
 def test_a_rank_that_is_started_twice_ends():
     store = JobStore(dist.HashStore(), b"key")
-    rendezvous._claim_rank(store, 1)
-    rendezvous._claim_rank(store, 0)
+    rendezvous.claim_rank(store, 1)
+    rendezvous.claim_rank(store, 0)
     with pytest.raises(ConfigError, match=f"rank 1 of this job runs already, on {socket.gethostname()}; wait until"):
-        rendezvous._claim_rank(store, 1)
+        rendezvous.claim_rank(store, 1)
 
 
 def test_the_key_belongs_to_one_start_of_one_job(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_a_secret_that_cannot_be_used_is_reported_with_its_path_and_the_remedy(t
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/\.secret: .*; make the directory writable, or set GPT4D_SECRET"):
         job_key(Launch(), tmp_path / "file")
-    monkeypatch.setattr(identity, "_WRITTEN_S", 0.0)
+    monkeypatch.setattr(identity, "WRITTEN_S", 0.0)
     (tmp_path / ".secret").write_text("abc")
     with pytest.raises(ConfigError, match=r"\.secret: incomplete; remove it"):
         job_key(Launch(), tmp_path)
@@ -212,11 +212,11 @@ def accepts(address: str, port: int) -> bool:
 
 def test_the_store_listens_on_the_jobs_address_only(capfd, monkeypatch):
     port = free_port()
-    server = connection._serve("127.0.0.1", port, False, timedelta(seconds=10))
+    server = connection.serve("127.0.0.1", port, False, timedelta(seconds=10))
     assert accepts("127.0.0.1", port) and not accepts("127.0.0.2", port)
     assert server.add("a", 1) == 1 and capfd.readouterr().err == ""
     with pytest.raises(OSError, match="in use"):
-        connection._serve("127.0.0.1", port, False, timedelta(seconds=10))
+        connection.serve("127.0.0.1", port, False, timedelta(seconds=10))
 
 
 @pytest.mark.parametrize(
@@ -236,14 +236,14 @@ def test_the_store_listens_everywhere_only_if_the_jobs_address_is_unknown(
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, *a, **k: resolved if host == "n1" else resolve(host, *a, **k)
     )
-    server = connection._serve("n1", port, on_one_host, timedelta(seconds=10))
+    server = connection.serve("n1", port, on_one_host, timedelta(seconds=10))
     assert server.add("a", 1) == 1 and accepts("127.0.0.2", port) == listens_everywhere
     assert ("rank 0 listens on all of its interfaces" in capfd.readouterr().err) == listens_everywhere
 
 
 def test_a_port_whose_process_never_answers_is_reported_in_time(capfd, monkeypatch):
-    monkeypatch.setattr(connection, "_PORT_S", 0.1)
-    monkeypatch.setattr(connection, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(connection, "PORT_S", 0.1)
+    monkeypatch.setattr(connection, "ANSWER_S", 0.1)
     with socket.create_server(("localhost", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(PortTaken, match=f"MASTER_PORT={port}: another job uses this port of localhost; set"):
@@ -261,7 +261,7 @@ def test_a_rank_with_another_secret_of_the_same_start_says_so(monkeypatch, launc
     if launcher_serves:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         serving = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(connection, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(connection, "ANSWER_S", 1.0)
     ranks = [Launch(rank, 2, 0, 1, f"localhost:{port}", start="71.0.0") for rank in range(2)]
     first, _ = Connector(ranks[0], b"one", 60.0).connect()
     assert Connector(ranks[1], b"one", 60.0).connect()[0].check(["greeting"])

@@ -47,11 +47,11 @@ def _measure(seconds):
 
     last = dist.get_rank() == dist.get_world_size() - 1
     durations = iter(seconds if last else [1.0] * len(seconds))
-    preflight._best_time, best_time = (lambda _: next(durations)), preflight._best_time
+    preflight.best_time, best_time = (lambda _: next(durations)), preflight.best_time
     try:
-        return preflight._find_persistently_slow({"computation": None}, ["a", "b", "c"])
+        return preflight.find_persistently_slow({"computation": None}, ["a", "b", "c"])
     finally:
-        preflight._best_time = best_time
+        preflight.best_time = best_time
 
 
 def test_only_what_is_slow_in_every_round_is_reported(ranks):
@@ -65,11 +65,11 @@ def test_only_what_is_slow_in_every_round_is_reported(ranks):
 def train_with_other_code(config):
     import torch.distributed as dist
 
-    preflight._code_hash, code_hash = (lambda: f"edited on {dist.get_rank() // 2}"), preflight._code_hash
+    preflight.code_hash, code_hash = (lambda: f"edited on {dist.get_rank() // 2}"), preflight.code_hash
     try:
         train_in_rank(config)
     finally:
-        preflight._code_hash = code_hash
+        preflight.code_hash = code_hash
 
 
 def test_a_run_does_not_start_if_nodes_have_different_code(ranks, tiny):
@@ -88,11 +88,11 @@ def _train_with_unshared_directory(config, other):
     """On a rank: the path of the run directory leads to a different directory on rank 1, as on a local disk."""
     import torch.distributed as dist
 
-    read_marker = preflight._read_marker
-    preflight._MARKER_TIMEOUT_S = 0.0
+    read_marker = preflight.read_marker
+    preflight.MARKER_TIMEOUT_S = 0.0
     if dist.get_rank():
-        preflight._read_marker = lambda path, *rest: read_marker(path.parent.parent / "other" / path.name, *rest)
+        preflight.read_marker = lambda path, *rest: read_marker(path.parent.parent / "other" / path.name, *rest)
     try:
         train_in_rank(config)
     finally:
-        preflight._read_marker, preflight._MARKER_TIMEOUT_S = read_marker, 30.0
+        preflight.read_marker, preflight.MARKER_TIMEOUT_S = read_marker, 30.0

@@ -62,7 +62,7 @@ def test_the_first_deferred_signal_is_recorded_and_a_later_one_ends_it():
 def test_a_signal_that_the_system_repeats_does_not_end_a_process_that_saves(number):
     body = f"""
     stop.announce = False
-    import gpt4d.runtime.signals; gpt4d.runtime.signals._DUPLICATE_S = 0.0
+    import gpt4d.runtime.signals; gpt4d.runtime.signals.DUPLICATE_S = 0.0
     with stop.deferred():
         os.kill(os.getpid(), {int(number)})
         while not stop.signal: time.sleep(0.001)

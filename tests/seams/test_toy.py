@@ -274,6 +274,6 @@ def test_equal_toy_blocks_are_grouped_and_extrapolated(tmp_path):
     estimate = Estimate(config, GRID)
     first, second, *others = [block.kind for block in estimate.description.blocks]
     assert first != second and others == [first, second, first, second, first, second, first]
-    walked = estimate._walk(1, estimate.description.blocks).run(8)
+    walked = estimate.walk(1, estimate.description.blocks).run(8)
     for axis, used in estimate.plan(1).comm.items():
         assert used["bytes"] == pytest.approx(walked.bytes[axis]), axis

@@ -24,7 +24,7 @@ def test_statistics_are_those_of_the_patches_one_by_one(monkeypatch):
     whole = patch_statistics(pictures)
     np.testing.assert_allclose(whole.mean, np.mean(patches, 0), atol=1e-12)
     np.testing.assert_allclose(whole.covariance, np.cov(np.transpose(patches), bias=True), atol=1e-12)
-    monkeypatch.setattr(module, "_IMAGES_AT_ONCE", 2)
+    monkeypatch.setattr(module, "IMAGES_AT_ONCE", 2)
     in_parts = patch_statistics(pictures[::-1])
     assert np.array_equal(in_parts.mean, whole.mean) and np.array_equal(in_parts.covariance, whole.covariance)
 

@@ -27,7 +27,7 @@ def attention(
 ):
     """Return scaled dot-product attention of [B, S, h, s] as [tokens, h·s]."""
     if documents is not None:
-        if _takes_documents(q):
+        if takes_documents(q):
             return _attention_of_documents(q, k, v, documents.starts, window, scale).flatten(1)
         mask = documents.mask if mask is None else mask
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -37,7 +37,7 @@ def attention(
 
 def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, window: int):
     """Return the additive mask of a sliding window; None if variable-length attention applies the window."""
-    if documents is not None and _takes_documents(q):
+    if documents is not None and takes_documents(q):
         return None
     allowed = None if documents is None else documents.mask
     places = torch.arange(q.shape[1], device=q.device)[:, None]
@@ -48,7 +48,7 @@ def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, win
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
 
 
-def _takes_documents(q: torch.Tensor) -> bool:
+def takes_documents(q: torch.Tensor) -> bool:
     """Return whether torch's variable-length flash attention supports queries with the dtype and size of ``q``."""
     if q.device.type != "cuda" or torch.version.hip or q.dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -97,7 +97,7 @@ def parts_last(x):
 
 @kernel(free=True)
 def placeholder(like, shape: tuple[int, ...]):
-    """Return a tensor without memory that stands for a tensor that a ``_Call`` has in flight."""
+    """Return a tensor without memory that stands for a tensor that a ``ProductCall`` has in flight."""
     return like.like(shape)
 
 
@@ -138,7 +138,7 @@ class ProductContext(NamedTuple):
 
 
 @dataclass
-class _Call:
+class ProductCall:
     """One call of a layer: the collectives that one node starts and another node waits for."""
 
     context: ProductContext
@@ -202,7 +202,7 @@ class InputFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, call: _Call):
+    def forward(ctx, x, call: ProductCall):
         if call.input_split is None and call.input_again is None:
             ctx.save_for_backward(x)
         ctx.call = call
@@ -236,7 +236,7 @@ class ProductFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x_BK, weight, bias, call: _Call):
+    def forward(ctx, x_BK, weight, bias, call: ProductCall):
         ctx.keeper = x_BK.grad_fn
         if ctx.keeper is None and call.input_again is None:
             ctx.save_for_backward(x_BK)
@@ -283,7 +283,7 @@ class ScatteredOutputFunction(Function):
     """Waits for the reduce-scattered output. Its backward starts the all-gather of the output's gradient."""
 
     @staticmethod
-    def forward(ctx, shape_of_product, call: _Call):
+    def forward(ctx, shape_of_product, call: ProductCall):
         ctx.call = call
         out = call.take("output")
         return out if (bias := call.local_bias(out)) is None else add_bias(out, bias)
@@ -307,7 +307,7 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
     splits = context.splits()
     # A gathered input is saved, because its recomputation needs a second all-gather.
-    call = _Call(context, weight, bias, *splits, again if splits[0] is None else None)
+    call = ProductCall(context, weight, bias, *splits, again if splits[0] is None else None)
     x_BK = InputFunction.apply(x_BK, call)
     if call.input_split is not None:
         pending = start_gather(x_BK.detach(), context.produced, call.input_split, weight)

@@ -18,8 +18,8 @@ from gpt4d.parallel.resharding.strategies import (
 )
 
 # Choices examined with effort 1; each takes a few microseconds.
-_GREEDY_CHOICES = 100_000
-_DFS_CHOICES = 60_000
+GREEDY_CHOICES = 100_000
+DFS_CHOICES = 60_000
 _SET_ATTEMPTS = 8  # orders tried for each set of jobs that start together; all orders except the first are random
 
 
@@ -49,7 +49,7 @@ def greedy(jobs: list[SendJob], seed: int, effort: int = 1) -> JobSequence:
     choices are used up.
     """
     rng, bound = random.Random(seed), lower_bound(jobs)
-    best, best_makespan, budget = None, 0, effort * _GREEDY_CHOICES
+    best, best_makespan, budget = None, 0, effort * GREEDY_CHOICES
     while best is None or (budget > 0 and best_makespan > bound):
         run = _GreedyRun(jobs, rng)
         sequence = run.sequence()
@@ -145,7 +145,7 @@ def dfs(jobs: list[SendJob], effort: int = 1, initial: JobSequence | None = None
     """
     simple = [naive(jobs), load_balance(jobs)]
     initial = min(simple if initial is None else [initial, *simple], key=lambda sequence: makespan(jobs, sequence))
-    search = _DepthFirstSearch(jobs, initial, effort * _DFS_CHOICES)
+    search = _DepthFirstSearch(jobs, initial, effort * DFS_CHOICES)
     optimal = search.run()
     return search.best, optimal
 

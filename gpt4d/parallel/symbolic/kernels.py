@@ -18,7 +18,7 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
-_BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which fit in the cache of a GPU
+BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which fit in the cache of a GPU
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
 
@@ -79,7 +79,7 @@ def _torch_function(function: type[Function]) -> Any:
 
 def block_rows(columns: int) -> int:
     """Return the number of rows of a matrix with ``columns`` columns that a kernel converts to float32 at a time."""
-    return max(1, _BLOCK_ELEMENTS // columns)
+    return max(1, BLOCK_ELEMENTS // columns)
 
 
 class Kernel:

@@ -88,7 +88,7 @@ def test_attention_by_lengths_is_attention_by_mask(kv_heads, options):
         for by_lengths in (False, True):
             leaves = [x.clone().requires_grad_() for x in inputs]
             tokens = TokenIndex(torch.arange(SEQUENCES), LENGTH, grid.axis(None), documents)
-            with patch.object(attention_kernels, "_takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
+            with patch.object(attention_kernels, "takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
                 out = core(*leaves, tokens)
             out.backward(normal(*out.shape, seed=9))
             results.append([out, *(leaf.grad for leaf in leaves)])
@@ -97,4 +97,4 @@ def test_attention_by_lengths_is_attention_by_mask(kv_heads, options):
 
 
 def test_a_cpu_uses_the_mask():
-    assert not attention_kernels._takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))
+    assert not attention_kernels.takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))

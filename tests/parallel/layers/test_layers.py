@@ -206,7 +206,7 @@ def cross_entropy(sizes, columns, vocabulary, scale):
     logits[..., vocabulary:] = 1e4  # padding, which must not take part: it exceeds everything else
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
-    with patch.object(kernels, "_BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
+    with patch.object(kernels, "BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
         ours = cross_entropy_sum(mine, targets, vocabulary, weights.context.grid.x)
         (3 * ours).backward()
     logits.requires_grad_()
@@ -240,7 +240,7 @@ def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
     expected = logits.detach().float().requires_grad_()
     theirs = F.cross_entropy(expected[:, :37], targets, reduction="sum")
     theirs.backward()
-    with patch.object(kernels, "_BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
+    with patch.object(kernels, "BLOCK_ELEMENTS", 10 * 40), LargestResult() as largest:
         ours = cross_entropy_sum(logits, targets, 37, Grid.single_device().x)
         ours.backward()
     assert largest.nbytes <= logits.nbytes

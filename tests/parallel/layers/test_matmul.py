@@ -41,7 +41,7 @@ def test_blocks_of_a_bfloat16_matrix_give_the_whole_product(monkeypatch, added):
     x, d = torch.randn(6, 7).bfloat16(), torch.randn(6, 4).bfloat16()
     earlier = torch.randn(7, 4) if added else None
     expected = x.double().t() @ d.double() + (earlier if added else 0)
-    monkeypatch.setattr(kernels, "_BLOCK_ELEMENTS", 3 * 6)  # the last of three blocks has one row
+    monkeypatch.setattr(kernels, "BLOCK_ELEMENTS", 3 * 6)  # the last of three blocks has one row
     torch.testing.assert_close(product(x.t(), d, torch.float32, earlier).double(), expected, rtol=0, atol=1e-5)
 
 

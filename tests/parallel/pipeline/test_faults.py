@@ -73,7 +73,7 @@ def test_an_exception_on_the_thread_of_a_link_ends_all_stages_before_they_hang(r
 def kill_the_last_stage(rank):
     """In step 5, kill rank 2. Rank 0 counts as hung what rank 1 does not send, before rank 1 has found out why."""
     shorten_timeouts()
-    watchdog._SILENT_AFTER_ERROR_S = 10.0
+    watchdog.SILENT_AFTER_ERROR_S = 10.0
     if rank == 2:
         at_step(5, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 

@@ -185,8 +185,8 @@ def test_equal_arguments_give_equal_plans_in_every_process():
 
 def test_search_stops_by_count_where_no_order_reaches_the_bound(monkeypatch):
     """The clock does not matter, and a plan from an incomplete search has a bound below its makespan."""
-    monkeypatch.setattr(search, "_DFS_CHOICES", 50)
-    monkeypatch.setattr(search, "_GREEDY_CHOICES", 50)
+    monkeypatch.setattr(search, "DFS_CHOICES", 50)
+    monkeypatch.setattr(search, "GREEDY_CHOICES", 50)
     rng = random.Random(0)
     outcomes = []
     for _ in range(5):
@@ -234,7 +234,7 @@ def test_lower_bound_is_the_load_of_the_busiest_links():
 
 def test_first_sequence_needs_no_search(monkeypatch):
     """The longest jobs come last: depth-first search alone takes them first and backtracks 2^n times."""
-    monkeypatch.setattr(search, "_DFS_CHOICES", 1000)
+    monkeypatch.setattr(search, "DFS_CHOICES", 1000)
     jobs = [SendJob(number, (number,), (100 + number,), (), number + 1) for number in range(40)]
     assert strategies.makespan(jobs, search.dfs(jobs)[0]) == 40
 

@@ -38,7 +38,7 @@ def connect(group: dist.ProcessGroup, yielding: bool) -> Transport:
 
 def _connect_hosts(group: dist.ProcessGroup, gloo: GlooTransport) -> Transport:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    listener, own_location = _listen(2 * size)
+    listener, own_location = listen(2 * size)
     locations = gather_in_group(own_location, group)
     with listener or nullcontext():
         if listener is None or own_location is None or None in locations:
@@ -76,7 +76,7 @@ def _connect(addresses: list[str], listener: socket.socket, index: int, count: i
     return connections
 
 
-def _listen(backlog: int) -> tuple[socket.socket | None, list[str] | None]:
+def listen(backlog: int) -> tuple[socket.socket | None, list[str] | None]:
     """Open a socket for peers on this host and return it with its location [host, address], or Nones without memfd."""
     if not hasattr(os, "memfd_create"):
         return None, None
