@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ class CommFuture(Future):
 
     def on_end(self, record: Callable[[float], None]) -> None:
         """Arrange for ``record`` to be called with ``stopped``, on the worker's thread."""
-        self.add_done_callback(lambda task: record(task.stopped))
+        self.add_done_callback(lambda task: record(cast(CommFuture, task).stopped))
 
 
 class CommThread:
