@@ -78,8 +78,11 @@ class OneRankForTwo(ProcessGroupTransport):
 
     def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
         shard = full.new_empty((len(full) // 2, *full.shape[1:]))
+        if not full.is_cuda:  # gloo's reduce-scatter has no future
+            work = dist.all_to_all_single(shard, full[: len(shard)], group=self.group, async_op=True)
+            return Pending(shard, Works([work]), source=full)
         work = reduce_scatter(shard, full[: len(shard)], group=self.group, async_op=True)
-        return Pending(shard, work if full.is_cuda else Works([work]), source=full)
+        return Pending(shard, work, source=full)
 
 
 def _pattern(device: torch.device, salt: int, elements: int | None = None) -> torch.Tensor:

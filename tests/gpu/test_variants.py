@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -47,7 +48,7 @@ def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
         "weight gradients in bf16": lambda: patch.object(linear_kernels, "product", _rounded_product),
         "norm gradients in bf16": lambda: patch.object(LayerNormSpec, "forward", _norm_with_rounded_gradients),
         "full activation checkpointing": lambda: _recompute(stage, recomputed),
-        "selective activation checkpointing": lambda: patch.object(stage.weights, "recompute_inputs", True),
+        "selective activation checkpointing": lambda: _changed(stage, recompute_inputs=True),
         "no compiled functions": lambda: _without_compiled_functions(device),
     }
     seconds = _alternate(variants, lambda: step([batch], 1, ids.numel(), 1e-5), device)
@@ -104,7 +105,12 @@ def _without_compiled_functions(device: torch.device) -> Iterator[None]:
         compile.enable(None, device)
 
 
+def _changed(stage: Stage, **settings: bool) -> AbstractContextManager:
+    """Change settings of the stage's context."""
+    return patch.object(stage.weights, "context", replace(stage.weights.context, **settings))
+
+
 @contextmanager
 def _recompute(stage: Stage, layer_weights: Any) -> Iterator[None]:
-    with patch.object(stage.weights, "recompute", True), patch.object(stage, "layer_weights", layer_weights):
+    with _changed(stage, recompute=True), patch.object(stage, "layer_weights", layer_weights):
         yield
