@@ -83,7 +83,7 @@ def _layer(traceback: TracebackType | None, stage: Stage | None) -> str | None:
         traceback = traceback.tb_next
     if found:
         return found
-    weight = stage.weights.last_used
+    weight = stage.weights.schedule.last_used
     return weight.rpartition(".")[0] if weight else None
 
 

@@ -64,7 +64,7 @@ class DeviceRules(TorchDispatchMode):
     as ``item``, ``nonzero`` and selection by a mask. Any exception that is raised only in a recomputation ends the
     process without a message.
 
-    ``compute_dtype`` is that of the operands of products and norms. ``collectives`` counts the collectives by name.
+    ``compute_dtype`` is the dtype of the operands of products and norms. ``collectives`` counts collectives by name.
     """
 
     def __init__(self, device: torch.device, compute_dtype: torch.dtype):

@@ -32,7 +32,7 @@ from gpt4d.validation import validate
 from tests.grids import full
 
 SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
-_FIRST = {model.partition("_")[0]: model for model in reversed(SHIPPED_MODELS)}.values()  # of each family
+_FIRST = {model.partition("_")[0]: model for model in reversed(SHIPPED_MODELS)}.values()  # one model of each family
 ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHIPPED_MODELS]
 
 

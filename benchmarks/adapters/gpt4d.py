@@ -157,7 +157,7 @@ class Blocks:
         self.tokens = TokenIndex(torch.arange(len(self.inputs)), work.model.max_positions, grid.axis(None))
 
     def step(self) -> Callable[[], dict]:
-        self.weights.begin(self.order, self.cached)
+        self.weights.schedule.begin(self.order, self.cached)
         x = run_blocks(self.weights, [*self.blocks.values()], self.inputs.flatten(0, 1), self.tokens)
         x.backward(self.upstream.flatten(0, 1))
         self.weights.finish()

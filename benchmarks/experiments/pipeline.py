@@ -9,8 +9,8 @@ strategy signal. torch's and megatron-core's pipelines with the same cuts altern
 without). ``channels=128`` trains a U-Transformer instead of a GPT, whose skips go straight to the stages that use them.
 
 The simulator of schedules (``gpt4d.parallel.pipeline.simulation``) predicts each step of gpt4d. Its inputs are
-the seconds of each action on the virtual devices with the strategy signal, the seconds after the last action, and the
-planned seconds of each edge's resharding at the rate of the uplinks.
+the seconds of each action with the strategy signal, the seconds after the last action, and the planned seconds of each
+edge's resharding.
 """
 
 import math

@@ -43,12 +43,13 @@ def explain(words: Sequence[str]) -> str:
 
     Raises ConfigError if there is no such key.
     """
-    found = [each for each in settings() if [each.key] == [*words]]
+    known = list(settings())
+    found = [each for each in known if [each.key] == [*words]]
     if not found:
-        found = [each for each in settings() if all(word.lower() in _explanation(each).lower() for word in words)]
+        found = [each for each in known if all(word.lower() in _explanation(each).lower() for word in words)]
     if not found:
         meant = meant_key(" ".join(words))
-        found = [each for each in settings() if each.key == meant]
+        found = [each for each in known if each.key == meant]
     if not found:
         raise unknown_key(" ".join(words))
     families: dict[str, list[str]] = {}  # model families, by the explanation of their common setting

@@ -7,7 +7,7 @@ gpt4d.parallel.engine.prefetch decides when to communicate (§IV):
 - OAG: while a layer computes, the weights of the next layers are gathered (gpt4d.parallel.engine.prefetch).
 - ORS: a gradient's reduce-scatter is waited for once the backward is over, or when too many are in flight.
 - the cache: weights of chosen blocks stay gathered from the forward until the backward no longer needs them, or for
-  the entire step, in which case their gradients are added up before one reduce-scatter over z.
+  the entire step. Then their gradients are accumulated before one reduce-scatter over z.
 
 Weights that are replicated over z need no communication here.
 """

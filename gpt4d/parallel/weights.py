@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -97,24 +97,6 @@ class Weights(ABC):
 
     # --------------------------------------------------------------------------------------------- weights
 
-    def begin(
-        self,
-        order: Sequence[WeightUse],
-        cached: Collection[str] = (),
-        cached_for_step: Collection[str] = (),
-        contributions: Mapping[str, int] | None = None,
-    ) -> None:
-        """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
-
-        Arguments as for ``WeightSchedule.begin``.
-        """
-        self.schedule.begin(order, cached, cached_for_step, contributions)
-
-    @property
-    def last_used(self) -> str | None:
-        """Return the name of the weight that a layer has used last in this step, for reports."""
-        return self.schedule.last_used
-
     def gather(self, shard: Any) -> Any:
         """Return the weight of this rank's (x, y) place for a forward, gathered over z, in the compute dtype."""
         return self.schedule.gather(self._name(shard), RECOMPUTATION if self.recomputing else FORWARD)
@@ -168,6 +150,9 @@ class Weights(ABC):
         self.schedule.scatter(self._name(shard), compute)
 
     def finish(self) -> None:
-        """End a step or an evaluation: every gradient is in place, and no gathered weight outlives the next update."""
+        """End a step or an evaluation, which ``schedule.begin`` has started.
+
+        Every gradient is in place, and no gathered weight outlives the next update.
+        """
         assert not self._delayed, "the program has no action for some weight gradients"
         self.schedule.finish()

@@ -123,7 +123,7 @@ def find_slow(seconds: list[dict[str, float]], hosts: list[str]) -> list[str]:
 
 
 def find_persistently_slow(workloads: dict[str, Callable[[], None]], hosts: list[str]) -> list[str]:
-    """Return a message for each workload in which a rank stays slower than the others, over several rounds."""
+    """Return a message for each workload that one rank computes slowly even in its best round."""
     seconds = dict.fromkeys(workloads, math.inf)
     messages = []
     for _ in range(_ROUNDS):

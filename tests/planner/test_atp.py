@@ -98,7 +98,7 @@ def layer_seconds(name: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(("name", "predicted", "factor"), [("ic2", (0, 2), 5.1), ("ic4", (2,), 5.6)])
 def test_equation_2_predicts_table_3_with_a_factor_from_one_model(name, predicted, factor):
-    """IC3 gives the time of each model's products. M3 gives a factor of Eq. 2's time on the other interconnects."""
+    """IC3 gives the time of each model's products. M3 gives a factor of Eq. 2's time on IC2 and IC4."""
     compute_s = [total - sums for total, sums in zip(*layer_seconds("ic3"), strict=True)]
     total_s, sums_s = layer_seconds(name)
     slower = (total_s[1] - compute_s[1]) / sums_s[1]

@@ -49,7 +49,7 @@ class Run:
         name: the name of the plan, or ``elastic``.
         directory: the run directory.
         plan: the plan of the next start.
-        step: that of the newest checkpoint.
+        step: the step of the newest checkpoint.
     """
 
     name: str

@@ -71,7 +71,7 @@ class StageRuntime:
         contributions = {name: count * microbatches for name, count in stage.contributions.items()}
         added = {name: contributions[name] * stage.chunk_contributions.get(name, 1) for name in stage.cached_for_step}
         order = weight_order(actions, stage.layer_weights, stage.chunk_contributions)
-        stage.weights.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_contributions, **added})
+        stage.weights.schedule.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_contributions, **added})
         contributions |= dict.fromkeys(stage.cached_for_step, 1)
         for name in stage.exchange.owned if stage.exchange else ():
             contributions[name] += 1
@@ -121,7 +121,7 @@ class StageRuntime:
         stage = self.stage
         program = stage.evaluation(microbatches)
         actions = [step for step in program if isinstance(step, Action)]
-        stage.weights.begin(weight_order(actions, stage.layer_weights))
+        stage.weights.schedule.begin(weight_order(actions, stage.layer_weights))
         stage.module.eval()
         with torch.no_grad():
             step = _Step(self, batches, 1.0, stage.evaluation_exchange)
