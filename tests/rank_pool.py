@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
@@ -103,8 +102,7 @@ class RankPool:
     def close(self) -> None:
         for process, connection in self.ranks:
             connection.close()
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # a process that has ended by itself is no error
             process.join()
         self.ranks.clear()
 

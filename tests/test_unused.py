@@ -1,5 +1,6 @@
 """Settings that a run does not read are errors. The files under configs/ contain no such settings."""
 
+import functools
 import itertools
 import re
 import shlex
@@ -63,13 +64,19 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
 ]  # fmt: skip
 
 
+@functools.cache
+def unused(*overrides: str) -> dict[str, str]:
+    """Return the unused keys of a run, with their reasons."""
+    return unused_keys(compose(overrides))
+
+
 def keys_of(overrides):
     return [override.partition("=")[0] for override in overrides]
 
 
 @pytest.mark.parametrize(("overrides", "reason", "added"), CASES, ids=lambda value: value[-1] if value else "")
 def test_a_key_that_nothing_reads_is_reported_until_something_does(overrides, reason, added):
-    found = unused_keys(compose(overrides))
+    found = unused(*overrides)
     (key,) = found
     assert key in keys_of(overrides)
     assert reason in f"{key}={overrides[-1].partition('=')[2]}: {found[key]}"
@@ -77,7 +84,7 @@ def test_a_key_that_nothing_reads_is_reported_until_something_does(overrides, re
 
 
 def test_the_cases_have_every_key_that_only_some_runs_read():
-    tried = {key for overrides, _, _ in CASES for key in unused_keys(compose(overrides))}
+    tried = {key for overrides, _, _ in CASES for key in unused(*overrides)}
     assert tried == set(conditional_keys())
     assert tried <= set(known_keys())
 

@@ -1,8 +1,8 @@
 """Time of saving and loading, compared with a plain write, torch.save and torch.distributed.checkpoint.
 
-    python -m benchmarks checkpoint [mib=2048] [where=.] [repeats=5] [out=benchmarks/results/checkpoint]
+    python -m benchmarks checkpoint [mib=2048] [ranks=4] [where=.] [repeats=5] [out=benchmarks/results/checkpoint]
 
-Four ranks on this machine hold ``mib`` MiB of matrices, split by rows. The operations alternate in one run. The time
+The ranks, all on this machine, hold ``mib`` MiB of matrices, split by rows. The operations alternate in one run. The time
 of ``save in the background`` is the time for which training waits. A load verifies all checksums first and reads from
 the page cache. ``where`` is a directory on the disk to measure.
 """
@@ -36,7 +36,6 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout, ParameterSpec
 
 PACKAGES = ("torch",)
-RANKS = 4
 ROWS, COLUMNS = Layout(("z",), ()), Layout((), ("x",))
 
 
@@ -49,6 +48,7 @@ class SavingSettings(WorkerSettings):
 
 @dataclass
 class Settings(SavingSettings):
+    ranks: int = 4
     repeats: int = 5
     out: str = "benchmarks/results/checkpoint"
 
@@ -57,7 +57,7 @@ def run(settings: Settings) -> Iterator[dict]:
     with tempfile.TemporaryDirectory(dir=settings.where, prefix="benchmark-") as directory:
         arguments = arguments_of(settings, SavingSettings, where=directory)
         rows = interleave(
-            LocalHost(RANKS), [WorkerSpec("ours", __name__, "saving", "torch", arguments)], settings.repeats
+            LocalHost(settings.ranks), [WorkerSpec("ours", __name__, "saving", "torch", arguments)], settings.repeats
         )
     seconds = {row["name"]: row["median_s"] for row in rows}
     for row in rows:
@@ -77,7 +77,7 @@ def run(settings: Settings) -> Iterator[dict]:
 
 
 def plot(settings: Settings, results: dict) -> Any:
-    return report.bars(results["rows"], f"{settings.mib} MiB on {RANKS} ranks, float32 matrices split by rows")
+    return report.bars(results["rows"], f"{settings.mib} MiB on {settings.ranks} ranks, float32 matrices split by rows")
 
 
 def random_shards(config: SavingSettings, layout: Layout, grid: Grid) -> dict[str, LocalShard]:
@@ -92,10 +92,11 @@ class Saving:
     """The operations to time. Each returns a function that removes its files and returns the rest of the answer."""
 
     def __init__(self, config: SavingSettings):
-        self.rows_grid, self.columns_grid = Grid(GridSizes(z=RANKS)), Grid(GridSizes(x=RANKS))
+        self.ranks = dist.get_world_size()
+        self.rows_grid, self.columns_grid = Grid(GridSizes(z=self.ranks)), Grid(GridSizes(x=self.ranks))
         self.rows = random_shards(config, ROWS, self.rows_grid)
         self.columns = random_shards(config, COLUMNS, self.columns_grid)
-        mesh = init_device_mesh("cpu", (RANKS,))
+        mesh = init_device_mesh("cpu", (self.ranks,))
         self.dtensors = {name: DTensor.from_local(shard.local, mesh, [Shard(0)]) for name, shard in self.rows.items()}
         self.rank = self.rows_grid.world.index
         self.directory = Path(config.where)
@@ -175,7 +176,7 @@ class Saving:
 
     def verify_and_fill(self, shards: dict[str, LocalShard], grid: Grid) -> Callable[[], dict]:
         checkpoint = checkpoint_dir.Checkpoint(self.source)
-        storage.verify_files(checkpoint, self.rank, RANKS)
+        storage.verify_files(checkpoint, self.rank, self.ranks)
         dist.barrier()  # Loading starts once every rank has verified its share.
         storage.fill(shards, checkpoint.files, grid)
         return dict

@@ -15,11 +15,12 @@ COMMAND = "python -m benchmarks "
 
 @pytest.mark.slow
 def test_a_benchmark_writes_its_command_and_a_row_per_contender(tmp_path, capsys):
-    arguments = ["checkpoint", "mib=64", "side=1024", "repeats=1", f"where={tmp_path}", f"out={tmp_path / 'results'}"]
+    sizes = ["ranks=1", "mib=16", "side=1024", "repeats=1"]
+    arguments = ["checkpoint", *sizes, f"where={tmp_path}", f"out={tmp_path / 'results'}"]
     main(arguments)
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["command"] == " ".join(["python -m benchmarks", *arguments])
-    assert "torch" in document["machine"]["versions"] and document["mib"] == 64
+    assert "torch" in document["machine"]["versions"] and document["mib"] == 16
     assert {row["family"] for row in document["rows"]} == {"ours", "torch", "plain"}
     assert all(row["seconds"] == [row["median_s"]] for row in document["rows"])
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
