@@ -4,26 +4,33 @@ PYTHON ?= python3
 VENV := .venv
 DOCS_VENV := .venv-docs
 
-.PHONY: train test test-fast test-full lint soak gpu-check docs format clean
+# Processes of pytest. Each runs the tests of one file at a time.
+WORKERS ?= 3
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: train test test-fast test-full lint style soak gpu-check docs format clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
 
-test: lint
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: style
+	$(PYTEST) $(ARGS)
 
 # Tests that start neither ranks nor other processes.
 test-fast: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -m "not ranks and not slow and not full and not gpu" $(ARGS)
 
 # All tests, with the full products of options that `make test` samples.
-test-full: lint
-	$(VENV)/bin/python -m pytest -m "" $(ARGS)
+test-full: style
+	$(PYTEST) -m "" $(ARGS)
 
-lint: $(VENV)/installed
+lint: style
+	$(VENV)/bin/python -m mypy
+
+# `make lint` without the type checker, which is among the tests.
+style: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
-	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m codespell_lib
 	$(VENV)/bin/shellcheck -x scripts/slurm/*.sh .ci/run
 

@@ -126,6 +126,7 @@ def _serve(connection: Connection) -> None:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_TIMEOUT_S)
             )
+            dist.barrier()  # a rank that ends while its peers still connect would make them fail
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())

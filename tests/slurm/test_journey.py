@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from gpt4d.checkpoint import __main__ as commands
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.runtime.launch import Launch
+from tests.grids import full
 from tests.runtime.test_launch import SLURM_STEP
 from tests.slurm.cluster import ROOT
 from tests.test_cli import overrides
@@ -55,8 +56,30 @@ def node_is_clear(cluster, node: str, run: Path) -> bool:
     return bool(state) and "COMPLETING" not in state and not ranks
 
 
-def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, cluster, tiny, tmp_path):
-    """The run is warned, preempted, loses a node and is canceled."""
+def warn(job, cluster, directory: Path) -> None:
+    """Send the warning that precedes the time limit."""
+    job.signal_batch("USR1")
+
+
+def preempt(job, cluster, directory: Path) -> None:
+    """Run an urgent job on the nodes of ``job``."""
+    urgent = ["--partition=urgent", "--nodelist=node1,node2", "--exclusive", "--wrap=true"]
+    cluster.sbatch(*urgent, log=directory / "urgent").wait_for_state("COMPLETED")
+
+
+def lose_a_node(job, cluster, directory: Path) -> None:
+    """Take a node down, and bring it back once Slurm has requeued ``job``."""
+    restarts = int(job.show()["Restarts"]) + 1
+    cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    job.wait_until(lambda: job.show().get("Restarts") == str(restarts), f"{restarts} restarts")
+    # Slurm may still be ending the lost step, and the next start has the same number.
+    job.wait_until(lambda: node_is_clear(cluster, "node2", directory / "run"), "node2 is clear of the lost step")
+    cluster.query("scontrol", "update", "NodeName=node2", "State=RESUME")  # rejected if the node has returned by itself
+
+
+@pytest.mark.parametrize("interruptions", [(warn, lose_a_node), full((warn, preempt, lose_a_node))], ids=len)
+def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, cluster, tiny, tmp_path, interruptions):
+    """The run is interrupted several times, and then canceled."""
     run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     # More steps than the run will take: the test ends it. The schedule does not depend on the number of steps.
     settings = tiny("train.steps=1000000", "optim.schedule_steps=300", "checkpoint.every=50", "checkpoint.keep=2")
@@ -80,28 +103,16 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     wait_for_training(0)
     written = OmegaConf.load(run / "config.yaml")
     assert (written.logging.sample_prompt, written.parallel.gz) == (PROMPT, 2)
-    job.signal_batch("USR1")
-    job.wait_for_restart(1)
-
-    wait_for_training(1)
-    urgent = ["--partition=urgent", "--nodelist=node1,node2", "--exclusive", "--wrap=true"]
-    cluster.sbatch(*urgent, log=tmp_path / "urgent").wait_for_state("COMPLETED")
-    job.wait_for_restart(2)
-
-    wait_for_training(2)
-    cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
-    job.wait_until(lambda: job.show().get("Restarts") == "3", "3 restarts")
-    # Slurm may still be ending the lost step, and the next start has the same number.
-    job.wait_until(lambda: node_is_clear(cluster, "node2", run), "node2 is clear of the lost step")
-    cluster.query("scontrol", "update", "NodeName=node2", "State=RESUME")  # rejected if the node has returned by itself
-    job.wait_for_restart(3)
-
-    wait_for_training(3)
+    for restart, interrupt in enumerate(interruptions, start=1):
+        interrupt(job, cluster, tmp_path)
+        job.wait_for_restart(restart)
+        wait_for_training(restart)
     job.cancel()
-    assert job.wait_for_state("CANCELLED")["Restarts"] == "3"
+    assert job.wait_for_state("CANCELLED")["Restarts"] == str(len(interruptions))
 
     events = [line for line in metric_lines(run) if "event" in line]
-    assert [line["signal"] for line in events if line["event"] == "signal"][:2] == ["SIGUSR1", "SIGTERM"]
+    signals = [line["signal"] for line in events if line["event"] == "signal"]
+    assert signals[:2] == ["SIGUSR1", "SIGTERM"], "the second signal is the preemption's or the cancellation's"
     assert "USR1: saved and requeued" in job.output() and "ended from outside" in job.output()
     newest = checkpoint_dir.committed(run)[-1]
     commands.main(["verify", f"checkpoint={newest}"])
