@@ -2,9 +2,9 @@
 
     python -m benchmarks checkpoint [mib=2048] [ranks=4] [where=.] [repeats=5] [out=benchmarks/results/checkpoint]
 
-The ranks, all on this machine, hold ``mib`` MiB of matrices, split by rows. The operations alternate in one run. The time
-of ``save in the background`` is the time for which training waits. A load verifies all checksums first and reads from
-the page cache. ``where`` is a directory on the disk to measure.
+The ranks, all on this machine, hold ``mib`` MiB of matrices, split by rows. The operations alternate in one run. The
+time of ``save in the background`` is the time for which training waits. A load verifies all checksums first and reads
+from the page cache. ``where`` is a directory on the disk to measure.
 """
 
 import os
