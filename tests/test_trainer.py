@@ -100,6 +100,7 @@ def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_
     assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
 
 
+@pytest.mark.full
 def test_20_steps_of_a_qwen3_equal_its_serial_run_and_send_the_planned_bytes(ranks, tiny, tmp_path):
     model = "model=llama_tiny", "model.key_value_heads=2", "model.head_size=16", "model.inner=40", "model.qk_norm=true"
     sizes = GridSizes(4, 1, 2, 1)  # more ranks of x than heads of keys and values
@@ -157,7 +158,7 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1"),
+        full(("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1")),
         full(
             (
                 "parallel.cache_layers=all",

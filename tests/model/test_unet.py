@@ -97,7 +97,7 @@ def test_loss_and_gradients_equal_diffusers_unet(ranks, oracle, sizes):
     ("sizes", "changes"),
     [
         (GridSizes(2, 2, 2), {"activation_checkpointing": "full"}),
-        (GridSizes(2, 2, 1, 2), {"chunks": 2, "micro_batch_size": 4}),
+        full(GridSizes(2, 2, 1, 2), {"chunks": 2, "micro_batch_size": 4}),
         (GridSizes(2, 1, 2), {"replicated_layers": 2, "scatter_heads": False}),
         full(GridSizes(2, 2), {"chunks": 4, "activation_checkpointing": "full", "cache_layers": 3}),
         full(GridSizes(1, 2, 2), {"cache_layers": "all", "cache_scope": "step", "micro_batch_size": 2}),

@@ -105,7 +105,7 @@ def test_a_run_on_a_grid_equals_the_serial_run_and_sends_the_planned_bytes(ranks
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("devices", [full(2), 6])
+@pytest.mark.parametrize("devices", [full(2), full(6)])
 def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, devices):
     grids = ["parallel.pipeline.stage_grids=[2x1x1x2,1x2x1x1]"] if devices == 6 else []
     config = tiny("parallel.pipeline.stages=2", *grids)
