@@ -10,7 +10,6 @@ from gpt4d.parallel.layout import spec_of
 def library_model(model: ModelConfig, ours: nn.Module) -> nn.Module:
     """Return the library's model of the same family with the weights of ``ours``, which is not sharded."""
     family = registry.of(model)
-    assert family.hugging_face is not None
     adapter, state = family.hugging_face(), {}
     for name, parameter in ours.named_parameters():
         unpadded = parameter.detach()[tuple(map(slice, spec_of(parameter).stored_shape))]

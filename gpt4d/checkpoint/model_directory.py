@@ -13,7 +13,7 @@ from gpt4d.writing import file_error
 
 def adapter_of(family: Family) -> HuggingFaceAdapter:
     """Return the family's adapter. Raises ConfigError if the family has no adapter."""
-    if family.hugging_face is None:
+    if family.adapter is None:
         raise ConfigError(
             f"model family {family.name}: transformers and diffusers have no such models; train with gpt4d itself"
         )

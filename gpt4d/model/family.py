@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gpt4d.config import Config, ModelConfig
 from gpt4d.model.description import Description
@@ -74,8 +75,7 @@ class Family:
         unit: the unit of progress: tokens, or images.
         check: raises ConfigError for settings that are impossible on any grid.
         describe: returns the torch-free description for given settings.
-        hugging_face: returns the adapter to transformers or diffusers, and may import that library; None for a family
-            without adapter.
+        adapter: the module that is the adapter to transformers or diffusers; None for a family without adapter.
         hf_model_types: kinds of models that the adapter reads: ``model_type`` of transformers, ``_class_name`` of
             diffusers.
     """
@@ -87,8 +87,13 @@ class Family:
     unit: str
     check: Callable[[Config], None]
     describe: Callable[[Any], Description]
-    hugging_face: Callable[[], HuggingFaceAdapter] | None = None
+    adapter: str | None = None
     hf_model_types: tuple[str, ...] = ()
+
+    def hugging_face(self) -> HuggingFaceAdapter:
+        """Return the adapter, which imports torch and may import a library of Hugging Face."""
+        assert self.adapter, f"{self.name} has no adapter"
+        return cast(HuggingFaceAdapter, import_module(self.adapter))
 
     def units_per_sample(self, config: Config) -> int:
         """Return the number of units in a sample of a run."""

@@ -14,12 +14,6 @@ def _check(config: Config) -> None:
     LLAMA.check(replace(config, model=config.model.llama))
 
 
-def _hugging_face():
-    from gpt4d.model.gemma3 import hugging_face  # imports torch
-
-    return hugging_face
-
-
 FAMILY = Family(
     name="gemma3",
     config=Gemma3Config,
@@ -28,6 +22,6 @@ FAMILY = Family(
     unit="tokens",
     check=_check,
     describe=describe,
-    hugging_face=_hugging_face,
+    adapter="gpt4d.model.gemma3.hugging_face",
     hf_model_types=("gemma3_text",),
 )

@@ -18,12 +18,6 @@ def _check(config: Config) -> None:
     check_length(config)
 
 
-def _hugging_face():
-    from gpt4d.model.gpt2 import hugging_face  # imports torch
-
-    return hugging_face
-
-
 FAMILY = Family(
     name="gpt2",
     config=GPT2Config,
@@ -32,6 +26,6 @@ FAMILY = Family(
     unit="tokens",
     check=_check,
     describe=describe,
-    hugging_face=_hugging_face,
+    adapter="gpt4d.model.gpt2.hugging_face",
     hf_model_types=("gpt2",),
 )

@@ -52,12 +52,6 @@ def _check_rope(model: LlamaConfig) -> None:
         raise ConfigError(f"model.rope_{low}={slow}: use a value below model.rope_{high}={fast}")
 
 
-def _hugging_face():
-    from gpt4d.model.llama import hugging_face  # imports torch
-
-    return hugging_face
-
-
 FAMILY = Family(
     name="llama",
     config=LlamaConfig,
@@ -66,6 +60,6 @@ FAMILY = Family(
     unit="tokens",
     check=_check,
     describe=describe,
-    hugging_face=_hugging_face,
+    adapter="gpt4d.model.llama.hugging_face",
     hf_model_types=("llama", "qwen2", "qwen3"),
 )

@@ -56,12 +56,6 @@ def _check_channels(model: UNetConfig) -> None:
             )
 
 
-def _hugging_face():
-    from gpt4d.model.unet import hugging_face  # imports torch
-
-    return hugging_face
-
-
 FAMILY = Family(
     name="unet",
     config=UNetConfig,
@@ -83,6 +77,6 @@ FAMILY = Family(
     unit="images",
     check=_check,
     describe=describe,
-    hugging_face=_hugging_face,
+    adapter="gpt4d.model.unet.hugging_face",
     hf_model_types=("UNet2DModel",),
 )
