@@ -18,7 +18,8 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
-BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which fit in the cache of a GPU
+BLOCK_ELEMENTS = 1 << 22  # of a CPU: 16 MiB of float32
+GPU_BLOCK_ELEMENTS = 1 << 28  # few blocks, because the host starts several kernels for each
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
 
@@ -78,8 +79,19 @@ def _torch_function(function: type[Function]) -> Any:
 
 
 def block_rows(columns: int) -> int:
-    """Return the number of rows of a matrix with ``columns`` columns that a kernel converts to float32 at a time."""
+    """Return the number of rows of a matrix with ``columns`` columns that a CPU converts to float32 at a time."""
     return max(1, BLOCK_ELEMENTS // columns)
+
+
+def num_blocks(matrix: Any, compiled: bool) -> int:
+    """Return the number of equal blocks of rows in which an elementwise kernel converts a matrix to float32.
+
+    Blocks limit the memory of the converted values, which a ``compiled`` kernel on a GPU does not store.
+    """
+    rows, columns = matrix.shape
+    if matrix.is_cpu:
+        return -(-rows // block_rows(columns))
+    return 1 if compiled else -(-rows // max(1, GPU_BLOCK_ELEMENTS // columns))
 
 
 class Kernel:
