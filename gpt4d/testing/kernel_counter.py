@@ -106,7 +106,7 @@ def _kind(func, frame: FrameType | None) -> str:
     return next(found, "other")
 
 
-def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None) -> torch.Tensor:
+def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
     """Attention by the operation that torch chooses on a GPU."""
     assert attn_mask is None, "documents are not counted"
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]

@@ -61,7 +61,7 @@ def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
 
 def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL, loss_chunks=1, **parallel):
     rates = {"matmul_tflops": FLOPS / 1e12, "memory_gb_s": memory_gb_s, "operation_us": LAUNCH_US}
-    cluster = ClusterConfig(device="cuda", **rates)
+    cluster = ClusterConfig(device="cpu", **rates)  # a virtual device executes the kernels of a CPU
     train = TrainConfig(
         compile=False,
         seq_len=model.max_positions,

@@ -36,7 +36,7 @@ SEQUENCES, LENGTH, MICROBATCHES = 2, 12, 2
 RECOMPUTED = {"recomputation": "full", "selective": "selective"}
 GPT2 = replace(TINY_MODEL, layers=1)
 LLAMA = LlamaConfig(
-    layers=1, hidden=24, heads=4, key_value_heads=2, head_size=6, inner=32, vocab_size=50, vocab_multiple=16,
+    layers=1, hidden=24, heads=4, key_value_heads=2, head_size=8, inner=32, vocab_size=50, vocab_multiple=16,
     max_positions=16,
 )  # fmt: skip
 # With x = 2, a rank's three query heads share two key-value heads unevenly.

@@ -1,6 +1,9 @@
 """The kernels of attention, in torch."""
 
+import functools
 import math
+from collections.abc import Callable
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +29,20 @@ def attention(
     scale: float | None = None,
 ):
     """Return scaled dot-product attention of [B, S, h, s] as [tokens, h·s]."""
-    if documents is not None:
+    if documents is not None and mask is None:
         if takes_documents(q):
             return _attention_of_documents(q, k, v, documents.starts, window, scale).flatten(1)
-        mask = documents.mask if mask is None else mask
+        mask, k, v = documents.mask, _with_heads(k, q.shape[2]), _with_heads(v, q.shape[2])
+    grouped = k.shape[2] != q.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
+    causal = causal and mask is None
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _with_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return [B, S, heads, s] with each head of ``x`` repeated for the query heads that it serves."""
+    return x if x.shape[2] == heads else repeated(x, heads // x.shape[2])
 
 
 def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, window: int):
@@ -66,10 +76,19 @@ def _attention_of_documents(
     from torch.nn.attention.varlen import varlen_attn  # its import takes two seconds
 
     longest, limits = q.shape[1], (-1 if window is None else window - 1, 0)  # limits: keys before and after the query
+    options = {"enable_gqa": True} if _groups_heads(varlen_attn) else {}
+    if not options:
+        k, v = _with_heads(k, q.shape[2]), _with_heads(v, q.shape[2])
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=limits)
+    attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=limits, **options)
     assert isinstance(attended, torch.Tensor)  # a tuple is returned only with return_aux
     return attended
+
+
+@functools.cache
+def _groups_heads(varlen_attn: Callable) -> bool:
+    """Return whether variable-length attention takes fewer heads of keys and values: since torch 2.12."""
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def scores(q, k, mask, causal: bool, scale: float | None = None):

@@ -81,6 +81,10 @@ class SymbolicTensor:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
     def is_cpu(self) -> bool:
         return self.device.is_cpu
 
