@@ -3,14 +3,38 @@
 import functools
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from inspect import signature
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 
+from gpt4d.config import ConfigError
 from gpt4d.parallel import random
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
+
+_FLASH_ATTENTION_3 = "flash_attn_interface"  # its package
+
+
+def use_installed_kernels(device: torch.device) -> None:
+    """Replace torch's FlashAttention 2 on a Hopper GPU by FlashAttention 3 if it is installed.
+
+    Variable-length attention uses it, and all attention where cuDNN is older than 9.15.1. torch does not choose these
+    versions of cuDNN because of their errors. Raises ConfigError if the package does not fit torch.
+    """
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+        return
+    if torch.nn.attention.current_flash_attention_impl() == "FA3" or find_spec(_FLASH_ATTENTION_3) is None:
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"{_FLASH_ATTENTION_3}: does not work with torch {torch.__version__} ({error}); install the package for "
+            "this version of torch, or uninstall it"
+        ) from None
 
 
 def repeated(x, times: int):
