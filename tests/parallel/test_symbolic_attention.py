@@ -141,6 +141,25 @@ def test_heads_of_keys_and_values(key_value_heads):
         assert device.held == 0
 
 
+@pytest.mark.parametrize(("masked", "causal", "share"), [(False, True, 0.5), (False, False, 1), (True, True, 1)])
+def test_kernels_of_attention_execute_half_of_the_products_with_a_causal_mask_and_all_with_another(
+    masked, causal, share
+):
+    executed = []
+
+    class Device(CountingDevice):
+        def compute(self, flops=0.0, moved=0.0, operations=1, attention=None):
+            executed.append((flops, attention))
+
+    def function(q, k, v):
+        mask = attention.window_mask(q, None, None, 2) if masked else None
+        return attention.AttentionFunction.apply(q, k, v, None, mask, causal, 2 if masked else None)
+
+    in_symbols(Device(), function, [HEADS] * 3, torch.float32)
+    product = 2 * B * H * S * S * SIZE
+    assert [pair for pair in executed if pair[1]] == [(n * product, share * n * product) for n in (2, 5)]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_fused_queries_keys_and_values(causal, dropout):

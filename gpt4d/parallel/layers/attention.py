@@ -86,15 +86,17 @@ class RepeatedHeadsFunction(TorchFunction):
 
 
 def _attention_flops(q, k, *_: Any) -> int:
-    """Return the FLOPs of the two products of attention without a mask.
-
-    A causal mask halves the FLOPs, but the remaining half runs at about half the speed of a large product.
-    """
+    """Return the FLOPs of the two products of attention to all keys."""
     return 4 * math.prod(q.shape) * k.shape[1]
 
 
-@planned_kernel(flops=_attention_flops)
-def fused_attention(q, k, v, mask):
+def _executed_flops(q, k, mask, causal: bool) -> float:
+    """Return the FLOPs that torch's kernels execute: half of them for causal attention, all with another mask."""
+    return _attention_flops(q, k) / (2 if causal and mask is None else 1)
+
+
+@planned_kernel(flops=_attention_flops, attention=lambda q, k, v, mask, causal: _executed_flops(q, k, mask, causal))
+def fused_attention(q, k, v, mask, causal: bool):
     """Return the output [B, S, h, s] and a statistic of each row of scores, [B, h, S]."""
     batch, length, heads, _ = q.shape
     return q.like(), q.like((batch, heads, length), wide_dtype(q))
@@ -105,8 +107,12 @@ def _expanded_bytes(d_out, q, k, *_: Any) -> int:
     return 0 if k.shape[2] == q.shape[2] else 2 * k.nbytes * q.shape[2] // k.shape[2]
 
 
-@planned_kernel(flops=lambda d_out, *inputs: 2.5 * _attention_flops(*inputs), temporary=_expanded_bytes)
-def fused_attention_gradients(d_out, q, k, v, out, statistics, *masks):
+@planned_kernel(
+    flops=lambda d_out, *inputs: 2.5 * _attention_flops(*inputs),
+    attention=lambda d_out, q, k, v, out, statistics, mask, causal: 2.5 * _executed_flops(q, k, mask, causal),
+    temporary=_expanded_bytes,
+)
+def fused_attention_gradients(d_out, q, k, v, out, statistics, mask, causal: bool):
     """Return the gradients of queries, keys and values. The kernel recomputes the scores."""
     return q.like(), k.like(), v.like()
 
@@ -124,13 +130,15 @@ class AttentionFunction(TorchFunction):
 
     @staticmethod
     def forward(ctx, q, k, v, documents, mask, causal: bool, window: int | None = None, scale: float | None = None):
-        out, statistics = fused_attention(q, k, v, mask)
+        out, statistics = fused_attention(q, k, v, mask, causal)
         ctx.save_for_backward(q, k, v, out, statistics, *(() if mask is None else (mask,)))
+        ctx.causal = causal
         return out.flatten(0, 1).flatten(1)
 
     @staticmethod
     def backward(ctx, d_out):
-        return *fused_attention_gradients(d_out, *ctx.saved_tensors), *[None] * 5
+        *saved, mask = (*ctx.saved_tensors, None)[:6]
+        return *fused_attention_gradients(d_out, *saved, mask, ctx.causal), *[None] * 5
 
 
 # ----------------------------------------------------------------------------------------------- with dropout

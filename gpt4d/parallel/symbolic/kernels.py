@@ -107,6 +107,7 @@ class Kernel:
         blocks: maps the arguments to the number of blocks that the kernel processes. torch.compile fuses each block
             into one operation.
         flops: maps the arguments to the floating-point operations of a product.
+        attention: maps the arguments of attention to the floating-point operations without masked products.
         moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
         unread: names of the arguments of which the kernel uses only the shape or the dtype.
         temporary: maps the arguments to the bytes of temporary tensors, for a kernel that is not in ``EAGER_COSTS``.
@@ -120,13 +121,15 @@ class Kernel:
         fused: bool = False,
         blocks: Callable[..., int] | None = None,
         flops: Callable[..., float] | None = None,
+        attention: Callable[..., float] | None = None,
         moved: Callable[..., float] | None = None,
         unread: Collection[str] = (),
         temporary: Callable[..., float] | None = None,
         converts: bool = False,
         free: bool = False,
     ):
-        self.shapes, self.fused, self.blocks, self.flops = shapes, fused, blocks, flops
+        self.shapes, self.fused, self.blocks = shapes, fused, blocks
+        self.flops, self.attention = flops, attention
         self.moved, self.temporary, self.converts, self.free = moved, temporary, converts, free
         self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
         self._unread = [index for index, name in enumerate(signature(shapes).parameters) if name in unread]
@@ -162,7 +165,7 @@ class Kernel:
         ]
         if temporary:
             device.scratch(temporary)
-        device.compute(flops, moved, operations)
+        device.compute(flops, moved, operations, self.attention and self.attention(*args))
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def minimum_bytes(self, *args: Any) -> float:
