@@ -20,8 +20,8 @@ class GradientReducer:
     """Reduces gradients over the axes that split the batch but not the parameter.
 
     ``ShardedWeights`` has reduce-scattered the gradients of weights that z splits. The gradient of any other parameter
-    covers this rank's samples only. Along x and y a parameter's replicas act on the same samples and need no
-    all-reduce, unless these axes split the tokens or heads that the parameter acts on (``Context.batch_axes``).
+    covers this rank's samples only. Along x and y, replicas that act on the same tokens and heads have equal gradients
+    and need no all-reduce. ``Context.batch_axes`` returns the axes that split samples, tokens or heads.
 
     Parameters fill buckets in reverse order, which is about the order of the backward. ``GradientSums`` decides when
     the reduction of a bucket starts. A bucket always has the same gradients, so the bits of a result do not depend on

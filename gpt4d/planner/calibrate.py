@@ -147,10 +147,10 @@ def _attention_flops(device: torch.device) -> float:
     attention_kernels.use_installed_kernels(device)
     sequences, length, heads, size = shape = ATTENTION_SHAPE[device.type]
     q, k, v, d_out = torch.randn(4, *shape, dtype=compute_dtype("auto", device), device=device)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def work() -> None:
-        out = attention_kernels.attention(*inputs, documents=None, mask=None, causal=True)
+        out = attention_kernels.attention(*inputs, None, None, causal=True)
         torch.autograd.grad(out, inputs, d_out.view_as(out))
 
     # Two products in the forward and five in the backward, each of half of the keys.
@@ -193,7 +193,7 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
 
 
 def _step_s(config: Config, cluster: ClusterConfig, **rates: Any) -> float:
-    """Return the seconds of a step on one device with these rates; what has no rate takes no time.
+    """Return the seconds of a step on one device with these rates. Work without a rate takes no time.
 
     At rates of one per second, the result is a number of operations, of bytes moved or of FLOPs. A product takes the
     maximum of the times of its bytes and of its FLOPs.

@@ -216,7 +216,7 @@ def test_planned_collectives_of_grouped_queries_are_those_of_a_step(rank_0, mode
     ids=["qwen3", "olmo2"],
 )
 def test_a_step_reduces_the_gradients_of_all_norms_of_heads_at_once(rank_0, model, elements):
-    """The backward of a norm of heads starts no collective of its own, which each rank would wait for."""
+    """The backward of a norm of heads starts no collective."""
     sizes = GridSizes(2, 2, 1, 1)
     rank_0(sizes.devices)
     train = TrainConfig(seq_len=16, batch_size=4, micro_batch_size=2, precision="fp32")

@@ -44,7 +44,7 @@ def gradient_buckets(
     """Yield the buckets in the order in which the backward completes them, about the reverse of ``parameters``.
 
     Gradients of z-sharded weights have already been reduce-scattered over z. ``batch_axes`` returns the axes that split
-    the samples, tokens or heads that a parameter acts on. Along the other axes, its replicas have equal gradients and
+    the samples, tokens or heads that a parameter acts on. Along any other axis, its replicas have equal gradients and
     need no all-reduce. A bucket is closed when it has ``max_bytes``.
     """
 

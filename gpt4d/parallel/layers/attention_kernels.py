@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -100,7 +101,7 @@ def _attention_of_documents(
     from torch.nn.attention.varlen import varlen_attn  # its import takes two seconds
 
     longest, limits = q.shape[1], (-1 if window is None else window - 1, 0)  # limits: keys before and after the query
-    options = {"enable_gqa": True} if _groups_heads(varlen_attn) else {}
+    options: dict[str, Any] = {"enable_gqa": True} if _groups_heads(varlen_attn) else {}
     if not options:
         k, v = _with_heads(k, q.shape[2]), _with_heads(v, q.shape[2])
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))

@@ -141,5 +141,5 @@ def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = F
 
 
 def among_zeros(d_weight, index: int, count: int):
-    """Return ``d_weight`` as shard ``index`` of ``count`` equal shards; the other shards are zero."""
+    """Return ``d_weight`` as shard ``index`` of ``count`` equal shards, between zeros."""
     return F.pad(d_weight, (index * len(d_weight), (count - 1 - index) * len(d_weight)))

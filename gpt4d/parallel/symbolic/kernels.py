@@ -18,7 +18,7 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
-BLOCK_ELEMENTS = 1 << 22  # of a CPU: 16 MiB of float32
+BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, for a CPU
 GPU_BLOCK_ELEMENTS = 1 << 28  # few blocks, because the host starts several kernels for each
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
