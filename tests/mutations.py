@@ -137,9 +137,9 @@ MUTATIONS = [
         "tests/parallel/layers/test_layers.py",
     ),
     Mutation(
-        "parallel/layers/norm.py",
-        "for axis in ctx.summed:",
-        "for axis in ctx.summed[1:]:",
+        "parallel/context.py",
+        'return (*reversed(self.head_axes(spec.head_parts)), "z", "data")',
+        'return ("z", "data")',
         "the gradient of a norm of heads is all-reduced over the axes that split the heads",
         "tests/model/test_llama.py",
     ),

@@ -22,6 +22,7 @@ class GpuModel(NamedTuple):
 
     peak_tflops: float | None  # dense bf16
     matmul_tflops: float  # reached by a large product
+    attention_tflops: float | None  # in causal attention without masked products; None: unknown
     memory_gb_s: float
     link_gb_s: float  # to further GPUs of its node, in each direction
     network_gb_s: float  # a GPU's share of its node's links to other nodes
@@ -29,25 +30,25 @@ class GpuModel(NamedTuple):
 
 # Keys are parts of torch's device names. The first matching key counts.
 _GPUS = {
-    "B200": GpuModel(2250, 1500, 6000, 900, 50),
-    "GH200": GpuModel(989, 650, 3200, 100, 25),
-    "H200": GpuModel(989, 680, 4000, 450, 50),
-    "H100 PCIe": GpuModel(756, 450, 1700, 50, 25),
-    "H100": GpuModel(989, 650, 2800, 450, 50),
-    "A100 80GB PCIe": GpuModel(312, 220, 1600, 25, 12.5),
-    "A100-PCIE": GpuModel(312, 220, 1300, 25, 12.5),
-    "A100-SXM4-40GB": GpuModel(312, 240, 1300, 300, 25),
-    "A100": GpuModel(312, 240, 1700, 300, 25),
-    "L40S": GpuModel(362, 200, 700, 25, 12.5),
-    "RTX 6000 Ada": GpuModel(364, 200, 800, 25, 12.5),
-    "RTX A6000": GpuModel(155, 100, 650, 25, 12.5),
-    "RTX 5090": GpuModel(209, 170, 1500, 25, 1.25),
-    "RTX 4090": GpuModel(165, 140, 850, 20, 1.25),
-    "RTX 3090": GpuModel(71, 60, 800, 20, 1.25),
-    "MI300X": GpuModel(1307, 600, 3500, 300, 50),
-    "MI250X": GpuModel(191.5, 110, 1200, 150, 12.5),
+    "B200": GpuModel(2250, 1500, None, 6000, 900, 50),
+    "GH200": GpuModel(989, 650, 400, 3200, 100, 25),
+    "H200": GpuModel(989, 680, 400, 4000, 450, 50),
+    "H100 PCIe": GpuModel(756, 450, 260, 1700, 50, 25),
+    "H100": GpuModel(989, 650, 400, 2800, 450, 50),
+    "A100 80GB PCIe": GpuModel(312, 220, 140, 1600, 25, 12.5),
+    "A100-PCIE": GpuModel(312, 220, 140, 1300, 25, 12.5),
+    "A100-SXM4-40GB": GpuModel(312, 240, 150, 1300, 300, 25),
+    "A100": GpuModel(312, 240, 150, 1700, 300, 25),
+    "L40S": GpuModel(362, 200, None, 700, 25, 12.5),
+    "RTX 6000 Ada": GpuModel(364, 200, None, 800, 25, 12.5),
+    "RTX A6000": GpuModel(155, 100, None, 650, 25, 12.5),
+    "RTX 5090": GpuModel(209, 170, None, 1500, 25, 1.25),
+    "RTX 4090": GpuModel(165, 140, None, 850, 20, 1.25),
+    "RTX 3090": GpuModel(71, 60, None, 800, 20, 1.25),
+    "MI300X": GpuModel(1307, 600, None, 3500, 300, 50),
+    "MI250X": GpuModel(191.5, 110, None, 1200, 150, 12.5),
 }
-_UNKNOWN_GPU = GpuModel(None, 50, 500, 20, 1.25)
+_UNKNOWN_GPU = GpuModel(None, 50, None, 500, 20, 1.25)
 _RESERVED_GIB = 1.0  # context of CUDA, cuBLAS, cuDNN
 # On 4 A100 with NVLink, NCCL took 544 MB per group of two, and 688 MB per larger group (NVIDIA/nccl issue 964).
 COMMUNICATOR_GIB = 0.65
@@ -98,6 +99,7 @@ def describe(facts: MachineFacts) -> ClusterConfig:
         communicator_gib=COMMUNICATOR_GIB,
         peak_tflops=model.peak_tflops,
         matmul_tflops=model.matmul_tflops,
+        attention_tflops=model.attention_tflops,
         memory_gb_s=model.memory_gb_s,
         operation_us=4,
         skew_us=20,

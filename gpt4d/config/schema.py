@@ -169,6 +169,9 @@ class ClusterConfig:
     )
     peak_tflops: float | None = setting(None, "the vendor's peak throughput, the base of MFU and HFU", at_least=0)
     matmul_tflops: float = setting(0.05, "throughput of a device in a large product", above=0)
+    attention_tflops: float | None = setting(
+        None, "throughput in attention without masked products; null: all its products at matmul_tflops", above=0
+    )
     memory_gb_s: float = setting(5.0, "rate at which elementwise operations read and write", above=0)
     operation_us: float = setting(20.0, "minimum time of an operation", at_least=0)
     hidden: float = setting(

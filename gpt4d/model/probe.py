@@ -110,7 +110,9 @@ class _Counter:
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
 
-    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
+    def compute(
+        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+    ) -> None:
         self.flops += flops
 
     def hold(self, nbytes: int) -> None: ...

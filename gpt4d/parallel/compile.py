@@ -41,6 +41,11 @@ def enable(choice: bool | None, device: torch.device) -> None:
         compile_cache.set_environment()
 
 
+def is_enabled() -> bool:
+    """Return whether functions are compiled."""
+    return _enabled
+
+
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return ``function``, compiled if enabled. It is compiled at its first call for each set of dtypes and ranks."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpt4d.config import Config, OverlapConfig
 from gpt4d.parallel.layers import sharding
+from gpt4d.parallel.layout import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Context:
         if stream is None:
             return ()
         return sharding.head_axes(heads, self.grid.x.size, self.grid.y.size, self.scatter_heads, stream)
+
+    def batch_axes(self, spec: ParameterSpec) -> tuple[str, ...]:
+        """Return the axes that split the samples, tokens or heads that a parameter acts on, innermost first."""
+        if spec.head_parts:
+            return (*reversed(self.head_axes(spec.head_parts)), "z", "data")
+        return ("x", "z", "data") if self.sequence_parallel and spec.between_layers else ("z", "data")
 
 
 def layer_settings(config: Config) -> dict[str, Any]:

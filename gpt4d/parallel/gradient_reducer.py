@@ -20,8 +20,8 @@ class GradientReducer:
     """Reduces gradients over the axes that split the batch but not the parameter.
 
     ``ShardedWeights`` has reduce-scattered the gradients of weights that z splits. The gradient of any other parameter
-    covers this rank's samples only. Along x and y a parameter's replicas act on the same samples and need no
-    all-reduce, unless x splits the tokens that the parameter acts on (``ParameterSpec.batch_axes``).
+    covers this rank's samples only. Along x and y, replicas that act on the same tokens and heads have equal gradients
+    and need no all-reduce. ``Context.batch_axes`` returns the axes that split samples, tokens or heads.
 
     Parameters fill buckets in reverse order, which is about the order of the backward. ``GradientSums`` decides when
     the reduction of a bucket starts. A bucket always has the same gradients, so the bits of a result do not depend on
@@ -54,9 +54,7 @@ class GradientReducer:
             bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
         context, element_bytes = weights.context, torch.finfo(weights.dtype).bits // 8
-        buckets = gradient_buckets(
-            specs, context.grid.sizes, shard, bucket_bytes, element_bytes, context.sequence_parallel
-        )
+        buckets = gradient_buckets(specs, context.batch_axes, context.grid.sizes, shard, bucket_bytes, element_bytes)
         # Weak, because the garbage collector does not see hooks: a strong reference makes a cycle that is never freed.
         this = weakref.proxy(self)
         self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, list(buckets), overlap)

@@ -70,6 +70,7 @@ class ParameterSpec:
     decay: bool = False  # weight decay applies, as to all matrices
     streamed: bool = False  # the sharded weights gather it over z before each use
     between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
+    head_parts: int = 0  # it acts on heads of attention, which can be split into this many parts; 0: not on heads
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -85,10 +86,6 @@ class ParameterSpec:
         tile = self.layout.tile(self.shape, sizes, indices)
         limits = zip(tile, self.stored_shape, strict=True)
         return tuple((min(start, extent), min(stop, extent)) for (start, stop), extent in limits)
-
-    def batch_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
-        """Return the axes that split the samples or tokens that the parameter acts on, innermost first."""
-        return ("x", "z", "data") if sequence_parallel and self.between_layers else ("z", "data")
 
     def replicated(self) -> "ParameterSpec":
         """Return the spec with the parameter replicated over z, which then acts like the data axis."""

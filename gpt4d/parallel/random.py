@@ -19,7 +19,7 @@ _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 # Numbers computed at once. On a CPU, intermediates fit in a core's cache; on other devices, the limit bounds memory.
 CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
-MASK_CHUNK = 1 << 20  # elements of a mask that are hashed at once
+MASK_CHUNK, _DEVICE_MASK_CHUNK = 1 << 20, 1 << 28  # elements of a mask that are hashed at once
 _INTERVALS = 1 << 16  # equally probable intervals, in which a uniform distribution approximates the normal distribution
 
 
@@ -116,11 +116,12 @@ def keep_mask(rows: torch.Tensor, columns: int, offset: int, drop: float) -> tor
     Probabilities are multiples of 2^-16.
     """
     minimum = round(drop * 2**16) - 2**15
-    if torch.compiler.is_compiling() or rows.numel() * columns <= MASK_CHUNK:
+    chunk = MASK_CHUNK if rows.is_cpu else _DEVICE_MASK_CHUNK
+    if torch.compiler.is_compiling() or rows.numel() * columns <= chunk:
         return _lanes(rows, columns, offset) >= minimum
     # Hashes take twice the memory of the mask, so they are computed for a few rows at a time.
     mask = torch.empty(rows.numel(), columns, dtype=torch.bool, device=rows.device)
-    step = max(1, MASK_CHUNK // columns)
+    step = max(1, chunk // columns)
     for part, keys in zip(mask.split(step), rows.flatten().split(step), strict=True):
         torch.ge(_lanes(keys, columns, offset), minimum, out=part)
     return mask.view(*rows.shape, columns)

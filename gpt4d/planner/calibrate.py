@@ -39,6 +39,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import attention_kernels
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
@@ -56,6 +57,7 @@ MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of t
 ROUNDS = 3  # number of measurements per median
 MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
 MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
+ATTENTION_SHAPE = {"cpu": (2, 256, 8, 64), "cuda": (8, 2048, 16, 128)}  # sequences, positions, heads, features
 COMPARISONS = 9  # number of comparisons of a computation with and without a concurrent collective
 _REPEATS = 5  # calls per comparison, because a single call is too short to be timed
 _LONG_MESSAGE_S = 0.2  # measurements end with the first message that takes this long
@@ -83,6 +85,7 @@ def measure(launch: Launch, device: torch.device, name: str, watchdog: Watchdog 
     limit = watchdog.limit if watchdog else nullcontext
     cluster = replace(_read_system(launch, device), name=name)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
+    cluster.attention_tflops = _attention_flops(device) / 1e12
     cluster.operation_us, cluster.memory_gb_s = _measure_operations(cluster, device)
     if launch.world_size > 1:
         cluster.measured = _measure_links(cluster, launch.world_size, device, limit)
@@ -151,6 +154,21 @@ def _matmul_flops(device: torch.device) -> float:
     return 2 * len(square) ** 3 / _seconds(lambda: square @ square, device)
 
 
+def _attention_flops(device: torch.device) -> float:
+    """Return the rate of causal attention, forward and backward, without masked products."""
+    attention_kernels.use_installed_kernels(device)
+    sequences, length, heads, size = shape = ATTENTION_SHAPE[device.type]
+    q, k, v, d_out = torch.randn(4, *shape, dtype=compute_dtype("auto", device), device=device)
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+    def work() -> None:
+        out = attention_kernels.attention(*inputs, None, None, causal=True)
+        torch.autograd.grad(out, inputs, d_out.view_as(out))
+
+    # Two products in the forward and five in the backward, each of half of the keys.
+    return 7 * sequences * heads * length**2 * size / _seconds(work, device)
+
+
 def square_matrix(device: torch.device) -> torch.Tensor:
     """Return a matrix of random numbers. GPUs are faster on constant numbers, which take less power."""
     size = MATRIX_SIZE[device.type]
@@ -170,11 +188,13 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     for model, sequences in ((_SMALL_MODEL, 1), (LARGE_MODEL[device.type], 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
         step_s = _seconds(_training_step(config, device), device)
-        flops = _count_in_step(config, cluster, "matmul_tflops")
+        rates = {"matmul_tflops": cluster.matmul_tflops, "attention_tflops": cluster.attention_tflops}
+        products_s = _step_s(config, cluster, **rates)
         # Products read and write while they multiply, so only the bytes of elementwise operations count.
-        moved = _count_in_step(config, cluster, "matmul_tflops", "memory_gb_s") - flops
-        rows.append((_count_in_step(config, cluster, "operation_us"), moved))
-        times.append(max(step_s - flops * 1e-12 / cluster.matmul_tflops, 0.05 * step_s))
+        units = {"matmul_tflops": 1e-12, "attention_tflops": 1e-12}
+        moved = _step_s(config, cluster, **units, memory_gb_s=1e-9) - _step_s(config, cluster, **units)
+        rows.append((_step_s(config, cluster, operation_us=1e6), moved))
+        times.append(max(step_s - products_s, 0.05 * step_s))
     (a, b), (c, d) = rows
     determinant = a * d - b * c
     operation_s = (times[0] * d - b * times[1]) / determinant
@@ -184,14 +204,14 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     return max(operation_s, 1e-7) * 1e6, 1e-9 / s_per_byte
 
 
-def _count_in_step(config: Config, cluster: ClusterConfig, *keys: str) -> float:
-    """Return the sum of a step's operations, bytes moved and FLOPs on one device, each if ``keys`` has its rate.
+def _step_s(config: Config, cluster: ClusterConfig, **rates: Any) -> float:
+    """Return the seconds of a step on one device with these rates. Work without a rate takes no time.
 
-    A product counts the maximum of its bytes and its FLOPs, which is the number of FLOPs.
+    At rates of one per second, the result is a number of operations, of bytes moved or of FLOPs. A product takes the
+    maximum of the times of its bytes and of its FLOPs.
     """
-    unit = {"operation_us": 1e6, "memory_gb_s": 1e-9, "matmul_tflops": 1e-12}
-    free: dict[str, Any] = {"operation_us": 0.0, "memory_gb_s": float("inf"), "matmul_tflops": float("inf")}
-    config = replace(config, cluster=replace(cluster, **(free | {key: unit[key] for key in keys})))
+    free = dict.fromkeys(("memory_gb_s", "matmul_tflops", "attention_tflops"), float("inf")) | {"operation_us": 0.0}
+    config = replace(config, cluster=replace(cluster, **(free | rates)))
     sizes, train = GridSizes(), config.train
     description = registry.describe(config.model)
     return StepWalk(config, description, sizes, Links(config.cluster, sizes), train.batch_size).run(1).compute_s
@@ -347,6 +367,8 @@ def write_cluster(cluster: ClusterConfig, out: Path) -> None:
     with required_file(out):
         out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
     print(f"{out}: matrix products reach {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")
+    if cluster.attention_tflops:
+        print(f"causal attention reaches {cluster.attention_tflops:.3g} TFLOP/s without masked products")
     print(f"an operation takes at least {cluster.operation_us:.0f} us, the last rank is {cluster.skew_us:.0f} us late")
     for entry in cluster.measured:
         print(

@@ -70,17 +70,24 @@ class Rates(NamedTuple):
     s_per_flop: float
     s_per_byte: float
     operation_s: float
+    s_per_attention_flop: float | None = None  # None: attention takes the time of its products with all keys
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> "Rates":
-        return cls(1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s, cluster.operation_us / 1e6)
+        attention = cluster.attention_tflops and 1e-12 / cluster.attention_tflops
+        return cls(1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s, cluster.operation_us / 1e6, attention)
 
-    def seconds(self, flops: float, moved: float, operations: int) -> float:
+    def seconds(self, flops: float, moved: float, operations: int, attention: float | None = None) -> float:
         """Return the seconds of a product of ``flops``, or of elementwise ``operations``.
 
         A product takes the maximum of two times, since it reads and writes ``moved`` bytes while it multiplies.
+        ``attention``: FLOPs without masked products, if the product is attention.
         """
-        return max(flops * self.s_per_flop, moved * self.s_per_byte) + operations * self.operation_s
+        if attention is None or self.s_per_attention_flop is None:
+            product_s = flops * self.s_per_flop
+        else:
+            product_s = attention * self.s_per_attention_flop
+        return max(product_s, moved * self.s_per_byte) + operations * self.operation_s
 
 
 class PendingCollective(NamedTuple):
@@ -117,9 +124,11 @@ class Device:
             totals += self.bytes[axis], self.time_s[axis], self.exposed_s[axis]
         return tuple(totals)
 
-    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Run a product of ``flops``, or elementwise ``operations``, that read and write ``moved`` bytes in total."""
-        self.work(self.rates.seconds(flops, moved, operations))
+    def compute(
+        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+    ) -> None:
+        """Run a product or elementwise operations. Arguments as for ``Rates.seconds``."""
+        self.work(self.rates.seconds(flops, moved, operations, attention))
 
     def work(self, seconds: float, held: int = 0, peak: float = 0) -> None:
         """Compute for some time, with a peak of ``peak`` bytes, and change the memory in use by ``held`` bytes."""

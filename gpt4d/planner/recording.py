@@ -150,8 +150,10 @@ class _RecordingDevice:
         self._counts: dict[tuple[str, int], int] = {}  # number of keys in each earlier segment
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
-    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        self._seconds += self.rates.seconds(flops, moved, operations)
+    def compute(
+        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+    ) -> None:
+        self._seconds += self.rates.seconds(flops, moved, operations, attention)
 
     def hold(self, nbytes: int) -> None:
         self._held += nbytes

@@ -51,8 +51,13 @@ def step_flops(config: Config, description: Description) -> float:
 
 
 def compute_s(config: Config, description: Description, devices: int) -> float:
-    """Return the minimum seconds of computation of a step, on ``devices`` devices at the rate of a large product."""
-    return step_flops(config, description) / devices / config.cluster.matmul_tflops / 1e12
+    """Return a lower bound of the seconds of computation of a step on ``devices`` devices.
+
+    A causal mask hides half of the products of attention, which ``step_flops`` counts.
+    """
+    cluster = config.cluster
+    tflops = max(cluster.matmul_tflops, 2 * (cluster.attention_tflops or 0))
+    return step_flops(config, description) / devices / tflops / 1e12
 
 
 def utilization(

@@ -50,12 +50,19 @@ _KINDS = {
 
 
 class KernelCounter(TorchDispatchMode):
-    """Adds up the seconds and the number of kernels by kind. ``flops`` and ``bytes_s`` are a device's rates."""
+    """Adds up the seconds and the number of kernels by kind.
 
-    def __init__(self, flops: float, bytes_s: float):
+    Args:
+        flops: rate of products.
+        attention: rate of causal attention without masked products.
+        bytes_s: rate of memory.
+    """
+
+    def __init__(self, flops: float, attention: float, bytes_s: float):
         super().__init__()
         self.bytes_s = bytes_s
         self.operations = Operations(flops, bytes_s / 1e9, launch_us=0, small=0)
+        self.attention = Operations(2 * attention, bytes_s / 1e9, launch_us=0, small=0)  # it counts masked products
         self.seconds: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
         self._inside_compiled = False
@@ -65,7 +72,8 @@ class KernelCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         on_device = any(tensor.is_meta for tensor in tensors_in((args, kwargs, result)))
         if on_device and computes(func) and not self._inside_compiled:
-            self._add(_kind(func, sys._getframe(1)), self.operations.cost(func, args, kwargs).seconds)
+            operations = self.attention if func.overloadpacket in _ATTENTION else self.operations
+            self._add(_kind(func, sys._getframe(1)), operations.cost(func, args, kwargs).seconds)
         return result
 
     def compiled(self, function: Callable) -> Callable:
@@ -106,7 +114,7 @@ def _kind(func, frame: FrameType | None) -> str:
     return next(found, "other")
 
 
-def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None) -> torch.Tensor:
+def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
     """Attention by the operation that torch chooses on a GPU."""
     assert attn_mask is None, "documents are not counted"
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
@@ -119,7 +127,9 @@ def _loss_sum(module: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def count(config: Config, compiled: bool) -> KernelCounter:
     """Return the kernels of a step of ``config`` on one device."""
     train, cluster, device = config.train, config.cluster, torch.device("meta")
-    counter = KernelCounter(cluster.matmul_tflops * 1e12, cluster.memory_gb_s * 1e9)
+    flops = cluster.matmul_tflops * 1e12
+    attention = flops / 2 if cluster.attention_tflops is None else cluster.attention_tflops * 1e12
+    counter = KernelCounter(flops, attention, cluster.memory_gb_s * 1e9)
     stage = build_stage(config, Grid.single_device(), device)
     step = TrainStep(stage, whole_model(_loss_sum), config.optim)
     size = train.micro_batch_size or train.batch_size

@@ -1,12 +1,16 @@
 """The count of FLOPs and bytes of a step's operations."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
 from benchmarks.experiments.operations import planned, read_settings
 from gpt4d.config import ConfigError, compose
+from gpt4d.parallel.layers import loss, loss_kernels
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.testing.kernel_counter import count
+from tests.parallel.counting_device import CountingDevice
 
 SETTINGS = ["model.layers=2", "train.batch_size=4", "train.precision=bf16", "train.compile=false"]
 
@@ -28,6 +32,18 @@ def test_compiled_functions_read_their_arguments_and_write_their_results_once():
     changed = {"norms", "loss", "activations", "queries, keys and values"}
     assert {kind for kind in eager.seconds if compiled.seconds[kind] < eager.seconds[kind]} == changed
     assert all(compiled.seconds[kind] == eager.seconds[kind] for kind in eager.seconds.keys() - changed)
+
+
+@pytest.mark.parametrize(("compiled", "blocks"), [(True, 1), (False, 7)], ids=["compiled", "eager"])
+def test_a_gpu_computes_the_loss_of_gpt_125m_in_one_block_compiled_and_in_few_blocks_eager(compiled, blocks):
+    config = compose([*SETTINGS, "model=gpt_125m", "train.batch_size=32"])
+    for name, kernel in (("_sum_of_exponentials", loss.sums_of_exponentials), ("_write_softmax", loss.softmax_)):
+        with patch.object(loss_kernels, name, wraps=getattr(loss_kernels, name)) as calls:
+            count(config, compiled)
+        device = CountingDevice()
+        device.compiled = compiled
+        planned = kernel.blocks(SymbolicTensor(device, (32 * 1024, config.model.padded_vocab_size), "bfloat16"))
+        assert calls.call_count == planned == blocks
 
 
 @pytest.mark.parametrize("model", ["gpt_1b3", "llama_1b"])

@@ -15,6 +15,7 @@ from gpt4d.parallel import random
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import attention_kernels
 from gpt4d.parallel.layers.activations import DropoutSpec
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
@@ -245,6 +246,7 @@ def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     device, cpu = check.device, torch.device("cpu")
     sizes, errors = SIZES[check.device_type], check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32
+    attention_kernels.use_installed_kernels(device)
     for name, case in CASES.items():
         reference = compute(case, sizes, torch.float64, cpu)
         for dtype, bound in _BOUNDS.items():
@@ -295,4 +297,10 @@ def _check_kernels(check: Check, sizes: Sizes, device: torch.device) -> None:
         names = sorted({event.name for event in events})
         fused = [name for name in names if any(part in name.lower() for part in parts)]
         kernels[case] = fused
+        check.figure += f"; {case} by {fused[0][:60] if fused else 'no fused kernel'}"
         check.require(bool(fused), f"{case} in bf16 uses no {' or '.join(parts)} kernel, but {', '.join(names)}")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        check.require(
+            any("sm90" in name.lower() for name in kernels["attention"]),
+            "attention in bf16 uses no kernel for Hopper; install cuDNN 9.15.1 or newer, or flash_attn_interface",
+        )

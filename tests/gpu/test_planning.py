@@ -20,6 +20,7 @@ _SHORT = {
     "MIN_MEASURED_S": 0.0,
     "ROUNDS": 1,
     "MATRIX_SIZE": {"cpu": 64},
+    "ATTENTION_SHAPE": {"cpu": (1, 16, 2, 8)},
     "LARGE_MODEL": {"cpu": GPT2Config(layers=2, hidden=128, heads=4, vocab_size=128, max_positions=32)},
 }
 

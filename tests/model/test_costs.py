@@ -13,6 +13,7 @@ from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.device import Links
@@ -60,7 +61,7 @@ def planned_and_busy_s(config: Config, sizes: GridSizes) -> tuple[float, float]:
 
 def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL, loss_chunks=1, **parallel):
     rates = {"matmul_tflops": FLOPS / 1e12, "memory_gb_s": memory_gb_s, "operation_us": LAUNCH_US}
-    cluster = ClusterConfig(device="cuda", **rates)
+    cluster = ClusterConfig(device="cpu", **rates)  # a virtual device executes the kernels of a CPU
     train = TrainConfig(
         compile=False,
         seq_len=model.max_positions,
@@ -154,6 +155,10 @@ SMALL_NORMED = replace(SMALL_GROUPED, tied=False, qk_norm=True)
 SMALL_GEMMA3 = replace(
     GEMMA3, layers=3, hidden=32, head_size=8, inner=48, vocab_size=64, vocab_multiple=8, max_positions=16, window=4
 )
+SMALL_OLMO2 = Olmo2Config(
+    layers=3, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=64, vocab_multiple=8,
+    max_positions=16,
+)  # fmt: skip
 FULL = {"activation_checkpointing": "full"}
 
 
@@ -203,3 +208,21 @@ def test_planned_collectives_of_grouped_queries_are_those_of_a_step(rank_0, mode
     config = Config(model=model, train=train, parallel=ParallelConfig(**parallel))
     started, planned = collectives_of_a_step(config, sizes)
     assert started == planned
+
+
+@pytest.mark.parametrize(
+    ("model", "elements"),
+    [(SMALL_NORMED, 3 * 2 * 8), (SMALL_OLMO2, 3 * (32 + 16))],
+    ids=["qwen3", "olmo2"],
+)
+def test_a_step_reduces_the_gradients_of_all_norms_of_heads_at_once(rank_0, model, elements):
+    """The backward of a norm of heads starts no collective."""
+    sizes = GridSizes(2, 2, 1, 1)
+    rank_0(sizes.devices)
+    train = TrainConfig(seq_len=16, batch_size=4, micro_batch_size=2, precision="fp32")
+    started, planned = collectives_of_a_step(Config(model=model, train=train), sizes)
+    assert started == planned
+    bytes_of_statistics = 4 * 2 * 16  # a number for each token of a microbatch
+    assert not [call for call in started if call[1] in ("x", "y") and call[2] < bytes_of_statistics]
+    reduced = [call for call in started if call[2] == 4 * elements]
+    assert reduced == [("all_reduce", axis, 4 * elements) for axis in "yx"]

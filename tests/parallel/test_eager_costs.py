@@ -167,6 +167,7 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (conv.add_gradient_, (channels.clone(), channels)),
         (group_norm.widened, (image.bfloat16(),)),
         (group_norm.variance_of, (row, 3)),
+        (norm.among_zeros, (row, 1, 4)),
         (loss.one_like, (torch.ones(()),)),
         (loss.total, (torch.ones(()), torch.ones(()))),
         (loss.scale_, (x.clone(), torch.ones(()))),

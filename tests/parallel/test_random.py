@@ -8,6 +8,7 @@ import torch
 from gpt4d.config import GridSizes
 from gpt4d.parallel import random
 from tests.grids import TINY_MODEL, build_model, full, global_tensor
+from tests.parallel.layers.test_matmul import Operations
 
 
 def whole_of(shape):
@@ -142,6 +143,13 @@ def test_initial_weights_are_bit_equal_on_every_grid(ranks, sizes):
             assert torch.equal(weights[name], value), name
     assert serial["blocks.0.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert serial["blocks.0.mlp.down.weight"].std().item() == pytest.approx(0.01, rel=0.1)  # 0.02/sqrt(2·2 layers)
+
+
+def test_a_gpu_hashes_the_mask_of_gpt_125m_at_once():
+    """A device without values stands for the GPU."""
+    with Operations() as operations:
+        random.keep_mask(torch.empty(32 * 1024, dtype=torch.int64, device="meta"), 768, 0, 0.1)
+    assert operations.kernels.count("ge") == 1
 
 
 @pytest.mark.parametrize("offset", [0, 3, 8])

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention, heads
-from gpt4d.parallel.layers.attention import FusedAttentionSpec
+from gpt4d.parallel.layers import attention, attention_kernels, heads
+from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.heads import KeyValueHeadsSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.sequence import TokenIndex
@@ -140,6 +141,25 @@ def test_heads_of_keys_and_values(key_value_heads):
         assert device.held == 0
 
 
+@pytest.mark.parametrize(("masked", "causal", "share"), [(False, True, 0.5), (False, False, 1), (True, True, 1)])
+def test_kernels_of_attention_execute_half_of_the_products_with_a_causal_mask_and_all_with_another(
+    masked, causal, share
+):
+    executed = []
+
+    class Device(CountingDevice):
+        def compute(self, flops=0.0, moved=0.0, operations=1, attention=None):
+            executed.append((flops, attention))
+
+    def function(q, k, v):
+        mask = attention.window_mask(q, None, None, 2) if masked else None
+        return attention.AttentionFunction.apply(q, k, v, None, mask, causal, 2 if masked else None)
+
+    in_symbols(Device(), function, [HEADS] * 3, torch.float32)
+    product = 2 * B * H * S * S * SIZE
+    assert [pair for pair in executed if pair[1]] == [(n * product, share * n * product) for n in (2, 5)]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_fused_queries_keys_and_values(causal, dropout):
@@ -151,6 +171,38 @@ def test_attention_of_fused_queries_keys_and_values(causal, dropout):
     product = 2 * B * S * S * H * SIZE
     assert device.flops == (6 if dropout else 7) * product
     assert device.held == 0
+
+
+class FlashAttention:
+    """A stand-in for the kernel that torch chooses on a GPU, for tensors without values."""
+
+    @staticmethod
+    def scaled_dot_product_attention(q, k, v, mask, is_causal, scale, enable_gqa):
+        assert mask is None and enable_gqa == (k.shape[1] < q.shape[1])
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, 0.0, is_causal, scale=scale)[0]
+
+
+def test_a_gpu_saves_keys_and_values_once_for_all_queries_that_they_serve():
+    weights = ShardedWeights(Context(Grid.single_device(), torch.bfloat16), device="meta")
+    layer, axis = Layer(AttentionSpec(H), weights), Grid.single_device().axis(None)
+    device, shapes = CountingDevice(), [HEADS, (B, S, 1, SIZE), (B, S, 1, SIZE)]
+    ids, symbolic_ids = torch.arange(B, device="meta"), SymbolicTensor(device, (B,), "int64")
+    with patch.object(attention_kernels, "F", FlashAttention), torch.device("meta"):
+        expected = in_torch(lambda *x: layer(*x, TokenIndex(ids, S, axis)), shapes, torch.bfloat16)
+    found = in_symbols(device, lambda *x: layer(*x, TokenIndex(symbolic_ids, S, axis)), shapes, torch.bfloat16)
+    assert found[:2] == expected[:2]
+    size = math.prod(shapes[1])
+    assert found[2][size, "bfloat16"] == expected[2][size, "bfloat16"] == 2
+    assert found[2][4 * size, "bfloat16"] == expected[2][4 * size, "bfloat16"] == 2  # queries and output
+    assert device.held == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "mask"), [("float32", SIZE, None), ("bfloat16", 12, None), ("bfloat16", SIZE, "mask")], ids=str
+)
+def test_a_gpu_repeats_heads_for_kernels_that_need_as_many(dtype, size, mask):
+    assert not attention.groups_heads(SymbolicTensor(CountingDevice(), (B, S, H, size), dtype), mask)
 
 
 def test_tokens():

@@ -15,7 +15,7 @@ def test_a_known_gpu_has_its_rates_and_the_memory_that_torch_reports():
     cluster = describe(H100)
     check_cluster(cluster)
     assert (cluster.name, cluster.device, cluster.memory_gib) == ("this machine's NVIDIA H100 80GB HBM3", "cuda", 79.1)
-    assert cluster.peak_tflops == 989 and cluster.host_gib is None
+    assert (cluster.peak_tflops, cluster.attention_tflops) == (989, 400) and cluster.host_gib is None
     assert [(level.ranks, level.group_gb_s) for level in cluster.levels] == [(None, 400), (8, 450)]
 
 
@@ -37,7 +37,7 @@ def test_gpus_whose_names_contain_each_other_are_told_apart(name, memory_gb_s):
 def test_an_unknown_gpu_has_no_peak_and_its_node_the_gpus_it_sees():
     cluster = describe(MachineFacts(64, None, 1, "Somebody's GPU", 15.9, 2))
     check_cluster(cluster)
-    assert cluster.peak_tflops is None and node_size(cluster) == 2
+    assert cluster.peak_tflops is cluster.attention_tflops is None and node_size(cluster) == 2
 
 
 def test_processes_on_cpus_share_the_memory_of_their_node():

@@ -10,7 +10,7 @@ from gpt4d.parallel.comm import message_size
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.workload import grids
+from gpt4d.planner.workload import compute_s, grids
 from tests.grids import sampled
 
 NOWHERE = float("inf")
@@ -62,6 +62,21 @@ def test_one_device_computes_the_models_flops():
     # The last product of a block is not computed again, and the head never is.
     expected = description.hardware_flops(16, 16) + 0.5 * attention - 3 * (2 * 256 * 4 * 64 * 64)
     assert again.step_time_s == pytest.approx(expected * 1e-12)
+
+
+def test_attention_has_its_own_rate_without_masked_products():
+    """A causal mask hides half of them. The backward of attention has 2.5 times the products of its forward."""
+    attention = 3.5 * 16 * 3 * 4 * 16 * 16 * 64 / 2
+    alone = plan(replace(PRODUCTS, matmul_tflops=NOWHERE, attention_tflops=1.0), GridSizes())
+    assert alone.compute_s == pytest.approx(attention * 1e-12)
+    slow = plan(replace(PRODUCTS, attention_tflops=0.5), GridSizes())
+    assert slow.compute_s == pytest.approx(plan(PRODUCTS, GridSizes()).compute_s)
+
+
+@pytest.mark.parametrize("attention_tflops", [None, 0.1, 10.0])
+def test_no_step_is_faster_than_the_bound_by_which_the_search_omits_options(attention_tflops):
+    made = config(replace(PRODUCTS, attention_tflops=attention_tflops))
+    assert compute_s(made, registry.describe(made.model), 1) < plan(made.cluster, GridSizes()).compute_s
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(2, 1, 1, 1), GridSizes(1, 1, 2, 2), GridSizes(2, 1, 2, 2)], ids=str)

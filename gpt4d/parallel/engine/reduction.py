@@ -4,7 +4,7 @@ The gradient reducer (gpt4d.parallel.gradient_reducer) and the planner build the
 execute the decisions of ``GradientSums``, each on its own device.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -35,25 +35,21 @@ def default_bucket_bytes(gradient_bytes: int) -> int:
 
 def gradient_buckets(
     parameters: Mapping[str, ParameterSpec],
+    batch_axes: Callable[[ParameterSpec], Sequence[str]],
     sizes: GridSizes,
     shard_states: bool,
     max_bytes: int,
     element_bytes: int = 4,
-    sequence_parallel: bool = False,
 ) -> Iterator[Bucket]:
     """Yield the buckets in the order in which the backward completes them, about the reverse of ``parameters``.
 
-    Gradients of z-sharded weights have already been reduce-scattered over z. Along an axis that does not split the
-    samples or tokens that a parameter acts on, its replicas have equal gradients and need no all-reduce. A bucket is
-    closed when it has ``max_bytes``.
+    Gradients of z-sharded weights have already been reduce-scattered over z. ``batch_axes`` returns the axes that split
+    the samples, tokens or heads that a parameter acts on. Along any other axis, its replicas have equal gradients and
+    need no all-reduce. A bucket is closed when it has ``max_bytes``.
     """
 
     def kind(spec: ParameterSpec) -> tuple[int, tuple[str, ...], bool]:
-        axes = tuple(
-            axis
-            for axis in spec.batch_axes(sequence_parallel)
-            if axis not in spec.layout.axes and getattr(sizes, axis) > 1
-        )
+        axes = tuple(axis for axis in batch_axes(spec) if axis not in spec.layout.axes and getattr(sizes, axis) > 1)
         elements = spec.local_elements(sizes)
         return elements, axes, spec.optimized_elements(sizes, shard_states) < elements
 

@@ -46,6 +46,15 @@ def window_mask(q, documents, cache, window: int):
 # ------------------------------------------------------------------------------------------- keys and values
 
 
+def groups_heads(q, mask) -> bool:
+    """Return whether torch's kernel for queries ``q`` takes fewer heads of keys and values than of queries.
+
+    FlashAttention and cuDNN do, but they require a GPU and bfloat16. Torch's further kernels, which support masks and
+    float32, need as many heads. Some GPUs do not support the backward for larger heads.
+    """
+    return mask is None and not q.is_cpu and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 192
+
+
 @planned_kernel
 def repeated_heads(x, times: int):
     """Return [B, S, heads, s] with each head repeated ``times`` times."""
@@ -77,22 +86,33 @@ class RepeatedHeadsFunction(TorchFunction):
 
 
 def _attention_flops(q, k, *_: Any) -> int:
-    """Return the FLOPs of the two products of attention without a mask.
-
-    A causal mask halves the FLOPs, but the remaining half runs at about half the speed of a large product.
-    """
+    """Return the FLOPs of the two products of attention to all keys."""
     return 4 * math.prod(q.shape) * k.shape[1]
 
 
-@planned_kernel(flops=_attention_flops)
-def fused_attention(q, k, v, mask):
+def _executed_flops(q, k, mask, causal: bool) -> float:
+    """Return the FLOPs that torch's kernels execute: half of them for causal attention, all with another mask."""
+    return _attention_flops(q, k) / (2 if causal and mask is None else 1)
+
+
+@planned_kernel(flops=_attention_flops, attention=lambda q, k, v, mask, causal: _executed_flops(q, k, mask, causal))
+def fused_attention(q, k, v, mask, causal: bool):
     """Return the output [B, S, h, s] and a statistic of each row of scores, [B, h, S]."""
     batch, length, heads, _ = q.shape
     return q.like(), q.like((batch, heads, length), wide_dtype(q))
 
 
-@planned_kernel(flops=lambda d_out, *inputs: 2.5 * _attention_flops(*inputs))
-def fused_attention_gradients(d_out, q, k, v, out, statistics, *masks):
+def _expanded_bytes(d_out, q, k, *_: Any) -> int:
+    """Return the bytes of the gradients of repeated keys and values, which torch's kernel computes and adds up."""
+    return 0 if k.shape[2] == q.shape[2] else 2 * k.nbytes * q.shape[2] // k.shape[2]
+
+
+@planned_kernel(
+    flops=lambda d_out, *inputs: 2.5 * _attention_flops(*inputs),
+    attention=lambda d_out, q, k, v, out, statistics, mask, causal: 2.5 * _executed_flops(q, k, mask, causal),
+    temporary=_expanded_bytes,
+)
+def fused_attention_gradients(d_out, q, k, v, out, statistics, mask, causal: bool):
     """Return the gradients of queries, keys and values. The kernel recomputes the scores."""
     return q.like(), k.like(), v.like()
 
@@ -100,23 +120,25 @@ def fused_attention_gradients(d_out, q, k, v, out, statistics, *masks):
 class AttentionFunction(TorchFunction):
     """The output [T, h·s] of attention on queries, keys and values [B, S, h, s], from torch's fused kernels.
 
-    ``documents`` restrict the attention. On an NVIDIA GPU, variable-length attention takes their lengths and skips keys
-    of other documents. ``mask``: the keys that each query attends to; None: the keys up to its own token if ``causal``,
-    else all keys. ``window`` applies to variable-length attention; in other cases the mask contains it. ``scale``: as
-    for ``AttentionSpec``. The planner has no documents.
+    Keys and values may have fewer heads (``groups_heads``). ``documents`` restrict the attention. On an NVIDIA GPU,
+    variable-length attention takes their lengths and skips keys of other documents. ``mask``: the keys that each query
+    attends to; None: the keys up to its own token if ``causal``, else all keys. ``window`` applies to variable-length
+    attention; in other cases the mask contains it. ``scale``: as for ``AttentionSpec``. The planner has no documents.
     """
 
     torch_name = "attention"
 
     @staticmethod
     def forward(ctx, q, k, v, documents, mask, causal: bool, window: int | None = None, scale: float | None = None):
-        out, statistics = fused_attention(q, k, v, mask)
+        out, statistics = fused_attention(q, k, v, mask, causal)
         ctx.save_for_backward(q, k, v, out, statistics, *(() if mask is None else (mask,)))
+        ctx.causal = causal
         return out.flatten(0, 1).flatten(1)
 
     @staticmethod
     def backward(ctx, d_out):
-        return *fused_attention_gradients(d_out, *ctx.saved_tensors), *[None] * 5
+        *saved, mask = (*ctx.saved_tensors, None)[:6]
+        return *fused_attention_gradients(d_out, *saved, mask, ctx.causal), *[None] * 5
 
 
 # ----------------------------------------------------------------------------------------------- with dropout
@@ -295,10 +317,11 @@ class AttentionSpec(LayerSpec):
             (k, v), mask = tokens.cache.extend(layer, k, v), tokens.cache.mask
         if self.window is not None and self.window < k.shape[1]:
             mask = self._window_mask(q, tokens, self.window)
-        if k.shape[2] != layer.heads:
+        drops = layer.training and self.dropout > 0
+        if k.shape[2] != layer.heads and (drops or not groups_heads(q, mask)):
             times = layer.heads // k.shape[2]
             k, v = RepeatedHeadsFunction.apply(k, times), RepeatedHeadsFunction.apply(v, times)
-        if not layer.training or self.dropout == 0:
+        if not drops:
             return AttentionFunction.apply(q, k, v, documents, mask, self.causal, self.window, self.scale)
         if documents is not None:
             mask = documents.mask

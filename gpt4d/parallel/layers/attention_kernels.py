@@ -1,13 +1,41 @@
 """The kernels of attention, in torch."""
 
+import functools
 import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 
+from gpt4d.config import ConfigError
 from gpt4d.parallel import random
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
+
+_FLASH_ATTENTION_3 = "flash_attn_interface"  # its package
+
+
+def use_installed_kernels(device: torch.device) -> None:
+    """Replace torch's FlashAttention 2 on a Hopper GPU by FlashAttention 3 if it is installed.
+
+    Variable-length attention uses it, and all attention where cuDNN is older than 9.15.1. torch does not choose these
+    versions of cuDNN because of their errors. Raises ConfigError if the package does not fit torch.
+    """
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+        return
+    if torch.nn.attention.current_flash_attention_impl() == "FA3" or find_spec(_FLASH_ATTENTION_3) is None:
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"{_FLASH_ATTENTION_3}: does not work with torch {torch.__version__} ({error}); install the package for "
+            "this version of torch, or uninstall it"
+        ) from None
 
 
 def repeated(x, times: int):
@@ -26,13 +54,20 @@ def attention(
     scale: float | None = None,
 ):
     """Return scaled dot-product attention of [B, S, h, s] as [tokens, h·s]."""
-    if documents is not None:
+    if documents is not None and mask is None:
         if takes_documents(q):
             return _attention_of_documents(q, k, v, documents.starts, window, scale).flatten(1)
-        mask = documents.mask if mask is None else mask
+        mask, k, v = documents.mask, _with_heads(k, q.shape[2]), _with_heads(v, q.shape[2])
+    grouped = k.shape[2] != q.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
+    causal = causal and mask is None
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _with_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return [B, S, heads, s] with each head of ``x`` repeated for the query heads that it serves."""
+    return x if x.shape[2] == heads else repeated(x, heads // x.shape[2])
 
 
 def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, window: int):
@@ -66,10 +101,19 @@ def _attention_of_documents(
     from torch.nn.attention.varlen import varlen_attn  # its import takes two seconds
 
     longest, limits = q.shape[1], (-1 if window is None else window - 1, 0)  # limits: keys before and after the query
+    options: dict[str, Any] = {"enable_gqa": True} if _groups_heads(varlen_attn) else {}
+    if not options:
+        k, v = _with_heads(k, q.shape[2]), _with_heads(v, q.shape[2])
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=limits)
+    attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=limits, **options)
     assert isinstance(attended, torch.Tensor)  # a tuple is returned only with return_aux
     return attended
+
+
+@functools.cache
+def _groups_heads(varlen_attn: Callable) -> bool:
+    """Return whether variable-length attention takes fewer heads of keys and values: since torch 2.12."""
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def scores(q, k, mask, causal: bool, scale: float | None = None):

@@ -50,9 +50,13 @@ class Documents:
 
     @cached_property
     def starts(self) -> torch.Tensor:
-        """[documents + 1], int32: offset of each document in the flattened sequences, and the total length."""
+        """[documents + 1 or more], int32: offset of each document in the flattened sequences, and the total length.
+
+        The total length repeats until the number of elements is a power of two. So microbatches have few shapes, for
+        each of which a library of a GPU may prepare kernels. Empty documents take no time.
+        """
         document_numbers = self._begins.flatten().cumsum(0)  # each token's document, counted from 1
-        numbers = torch.arange(1, sum(self.counts) + 2, device=document_numbers.device)
+        numbers = torch.arange(1, 1 + (1 << sum(self.counts).bit_length()), device=document_numbers.device)
         return torch.searchsorted(document_numbers, numbers, out_int32=True)
 
     @cached_property

@@ -26,9 +26,9 @@ def stacked_columns(k, v):
     return k.like((2, *k.shape))
 
 
-@planned_kernel(unread=("heads",))
+@planned_kernel(free=True)
 def head_indices(heads, numbers: tuple[int, ...]):
-    """Return the indices of heads as a tensor."""
+    """Return the indices of heads as a tensor, which is copied to the device once."""
     return heads.like((len(numbers),), "int64")
 
 
@@ -188,7 +188,7 @@ def rotated(x, cos, sin, direction: int):
 
 
 @kernel(unread=("like",))
-def rotations(positions, like, frequencies: Sequence[float], scale: float):
+def rotations(positions, like, frequencies: tuple[float, ...], scale: float):
     """Return the scaled cosines and sines of the angles, [batch, sequence, 1, pairs], in float32 or float64."""
     shape = (*positions.shape, 1, len(frequencies))
     return tuple(positions.like(shape, "float64" if like.dtype == "float64" else "float32") for _ in range(2))

@@ -1,8 +1,14 @@
 """The kernels of grouped heads and of rotary position embedding."""
 
-from collections.abc import Sequence
+import functools
 
 import torch
+
+
+@functools.cache
+def _constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of ``values``. It is copied to the device once, because the host waits for each copy."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def stacked(k, v):
@@ -15,9 +21,9 @@ def consecutive(heads, first: int, stop: int):
     return heads[..., first:stop, :]
 
 
-def selected(heads, numbers: Sequence[int]):
+def selected(heads, numbers: tuple[int, ...]):
     """Return copies of the heads with these ``numbers``, [..., numbers, size]."""
-    return heads[..., list(numbers), :]
+    return heads[..., _constant(numbers, torch.int64, heads.device), :]
 
 
 def rotated(x, cos, sin, direction: int):
@@ -36,5 +42,5 @@ def rotated(x, cos, sin, direction: int):
 def rotations(positions, like, frequencies, scale: float):
     """Return ``scale`` times cosine and sine of ``positions · frequencies``, [..., 1, pairs]."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    angles = positions[..., None, None] * torch.tensor(frequencies, dtype=dtype, device=like.device)
+    angles = positions[..., None, None] * _constant(frequencies, dtype, like.device)
     return angles.cos() * scale, angles.sin() * scale

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel.engine.interleave import join
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
-from gpt4d.parallel.symbolic import kernels
-from gpt4d.parallel.symbolic.kernels import MAX, Function, TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.symbolic.kernels import MAX, Function, TorchFunction, kernel, num_blocks, planned_kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
@@ -29,7 +28,7 @@ class SavedLoss(NamedTuple):
 
 
 def _num_blocks(logits, *_: Any) -> int:
-    return -(-logits.shape[0] // kernels.block_rows(logits.shape[1]))
+    return num_blocks(logits, logits.device.compiled)
 
 
 @kernel

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
+from gpt4d.parallel import compile
 from gpt4d.parallel.compile import fused
-from gpt4d.parallel.symbolic import kernels
+from gpt4d.parallel.symbolic.kernels import num_blocks
 
 
 def largest_logits(logits, columns: int):
@@ -80,8 +81,8 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of consecutive rows of ``logits``, each of at most ``kernels.block_rows`` rows."""
-    rows = kernels.block_rows(logits.shape[-1])
+    """Yield slices of consecutive rows of ``logits``, as many as ``num_blocks`` returns."""
+    rows = -(-len(logits) // num_blocks(logits, compile.is_enabled()))
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
 

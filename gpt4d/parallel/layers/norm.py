@@ -122,6 +122,12 @@ def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = F
     return x.like(), weight.like()
 
 
+@kernel
+def among_zeros(d_weight, index: int, count: int):
+    """Return the gradient of ``count`` equal shards of a weight: ``d_weight`` for shard ``index``, and zeros."""
+    return d_weight.like((count * d_weight.shape[0],))
+
+
 class LayerNormFunction(Function):
     """``x + branch`` and its LayerNorm over the last dim, which ``axis`` splits equally.
 
@@ -163,15 +169,14 @@ class RMSNormFunction(Function):
     If ``branch`` is None, the first result is ``x``. The second result must have a gradient. If the weight is
     ``zero_centered``, the factor is ``1 + weight``.
 
-    ``weight`` belongs to this rank's features, or to all features and is replicated. ``axes`` are outermost first.
-    ``summed`` are the axes whose ranks have different rows of the same samples; the weight's gradient is all-reduced
-    over them.
+    ``weight`` belongs to this rank's features, or to all features and is replicated. ``axes`` are outermost first. The
+    gradient of a replicated weight is zero outside of this rank's features.
     """
 
     @staticmethod
-    def forward(ctx, x, branch, weight, axes, summed, epsilon: float, zero_centered: bool = False):
+    def forward(ctx, x, branch, weight, axes, epsilon: float, zero_centered: bool = False):
         ctx.zero_centered = zero_centered
-        ctx.axes, ctx.summed, ctx.adds = [axis for axis in axes if axis.size > 1], summed, branch is not None
+        ctx.axes, ctx.adds = [axis for axis in axes if axis.size > 1], branch is not None
         ctx.parameter, ctx.cuts = weight, weight.shape[0] != x.shape[-1]
         if ctx.cuts:
             for axis in ctx.axes:
@@ -199,10 +204,8 @@ class RMSNormFunction(Function):
             d_x, d_weight = split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, ctx.zero_centered)
         if ctx.cuts:
             for axis in reversed(ctx.axes):
-                d_weight = axis.all_gather(d_weight, parameter=ctx.parameter)
-        for axis in ctx.summed:
-            d_weight = axis.all_reduce(d_weight, parameter=ctx.parameter)
-        return d_x, d_x if ctx.adds else None, d_weight, None, None, None, None
+                d_weight = among_zeros(d_weight, axis.index, axis.size)
+        return d_x, d_x if ctx.adds else None, d_weight, None, None, None
 
 
 def _summed(sums, x, ctx) -> tuple[Any, int]:
@@ -279,7 +282,7 @@ class RMSNormSpec(NormSpec):
 
     def apply(self, layer, x, branch):
         axes = (layer.context.grid.y,)
-        return RMSNormFunction.apply(x, branch, layer.weight, axes, (), self.epsilon, self.zero_centered)
+        return RMSNormFunction.apply(x, branch, layer.weight, axes, self.epsilon, self.zero_centered)
 
     def recompute(self, layer, x, node):
         _, weight, rstd = node.saved_tensors
@@ -311,15 +314,11 @@ class HeadNormSpec(LayerSpec):
     zero_centered: bool = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        return {"weight": ParameterSpec((self.size,), Layout(()), mean=0.0 if self.zero_centered else 1.0)}
+        mean = 0.0 if self.zero_centered else 1.0
+        return {"weight": ParameterSpec((self.size,), Layout(()), mean=mean, head_parts=self.heads)}
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:
-        summed = self._axes(layer)
-        return RMSNormFunction.apply(x, None, layer.weight, (), summed, self.epsilon, self.zero_centered)[1]
-
-    def _axes(self, layer: BoundLayer) -> tuple[Any, ...]:
-        """Return the axes that split the heads, outermost first."""
-        return tuple(layer.context.grid[axis] for axis in layer.context.head_axes(self.heads))
+        return RMSNormFunction.apply(x, None, layer.weight, (), self.epsilon, self.zero_centered)[1]
 
 
 @dataclass(frozen=True)
@@ -330,5 +329,5 @@ class AllHeadsNormSpec(HeadNormSpec):
     """
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:
-        axes = self._axes(layer)
-        return RMSNormFunction.apply(x, None, layer.weight, axes, (), self.epsilon, self.zero_centered)[1]
+        axes = tuple(layer.context.grid[axis] for axis in layer.context.head_axes(self.heads))
+        return RMSNormFunction.apply(x, None, layer.weight, axes, self.epsilon, self.zero_centered)[1]

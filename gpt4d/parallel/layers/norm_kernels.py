@@ -7,6 +7,7 @@ for float64 inputs.
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def layer_norm(x, branch, weight, bias, epsilon: float):
@@ -137,3 +138,8 @@ def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = F
     """Return the gradients of input and weight where no axis splits the features."""
     sums = mean_of(sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered), x.shape[-1])
     return split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered)
+
+
+def among_zeros(d_weight, index: int, count: int):
+    """Return ``d_weight`` as shard ``index`` of ``count`` equal shards, between zeros."""
+    return F.pad(d_weight, (index * len(d_weight), (count - 1 - index) * len(d_weight)))

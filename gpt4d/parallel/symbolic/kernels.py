@@ -18,7 +18,8 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
-BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, which fit in the cache of a GPU
+BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, for a CPU
+GPU_BLOCK_ELEMENTS = 1 << 28  # few blocks, because the host starts several kernels for each
 EAGER_COSTS = Path(__file__).with_name("eager.json")  # costs of kernels that are not compiled
 
 
@@ -78,8 +79,19 @@ def _torch_function(function: type[Function]) -> Any:
 
 
 def block_rows(columns: int) -> int:
-    """Return the number of rows of a matrix with ``columns`` columns that a kernel converts to float32 at a time."""
+    """Return the number of rows of a matrix with ``columns`` columns that a CPU converts to float32 at a time."""
     return max(1, BLOCK_ELEMENTS // columns)
+
+
+def num_blocks(matrix: Any, compiled: bool) -> int:
+    """Return the number of equal blocks of rows in which an elementwise kernel converts a matrix to float32.
+
+    Blocks limit the memory of the converted values, which a ``compiled`` kernel on a GPU does not store.
+    """
+    rows, columns = matrix.shape
+    if matrix.is_cpu:
+        return -(-rows // block_rows(columns))
+    return 1 if compiled else -(-rows // max(1, GPU_BLOCK_ELEMENTS // columns))
 
 
 class Kernel:
@@ -95,6 +107,7 @@ class Kernel:
         blocks: maps the arguments to the number of blocks that the kernel processes. torch.compile fuses each block
             into one operation.
         flops: maps the arguments to the floating-point operations of a product.
+        attention: maps the arguments of attention to the floating-point operations without masked products.
         moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
         unread: names of the arguments of which the kernel uses only the shape or the dtype.
         temporary: maps the arguments to the bytes of temporary tensors, for a kernel that is not in ``EAGER_COSTS``.
@@ -108,13 +121,15 @@ class Kernel:
         fused: bool = False,
         blocks: Callable[..., int] | None = None,
         flops: Callable[..., float] | None = None,
+        attention: Callable[..., float] | None = None,
         moved: Callable[..., float] | None = None,
         unread: Collection[str] = (),
         temporary: Callable[..., float] | None = None,
         converts: bool = False,
         free: bool = False,
     ):
-        self.shapes, self.fused, self.blocks, self.flops = shapes, fused, blocks, flops
+        self.shapes, self.fused, self.blocks = shapes, fused, blocks
+        self.flops, self.attention = flops, attention
         self.moved, self.temporary, self.converts, self.free = moved, temporary, converts, free
         self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
         self._unread = [index for index, name in enumerate(signature(shapes).parameters) if name in unread]
@@ -150,7 +165,7 @@ class Kernel:
         ]
         if temporary:
             device.scratch(temporary)
-        device.compute(flops, moved, operations)
+        device.compute(flops, moved, operations, self.attention and self.attention(*args))
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def minimum_bytes(self, *args: Any) -> float:

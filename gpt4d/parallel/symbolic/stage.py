@@ -241,9 +241,7 @@ class SymbolicReduction:
         specs = weights.parameters
         optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
         self.optimized = sum(optimized[id(spec)] for spec in specs.values())
-        buckets = list(
-            gradient_buckets(specs, sizes, shard_states, max_bytes, sequence_parallel=context.sequence_parallel)
-        )
+        buckets = list(gradient_buckets(specs, context.batch_axes, sizes, shard_states, max_bytes))
         local = {id(spec): spec.local_elements(sizes) for spec in specs.values()}
         # The buckets in flight at the end of a step with all blocks, even if the context has fewer blocks.
         summed = sum(bucket.elements for bucket in buckets) / sum(local[id(spec)] for spec in specs.values())

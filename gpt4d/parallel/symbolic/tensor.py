@@ -24,8 +24,13 @@ class SymbolicDevice(Protocol):
     records: bool  # calls are recorded for a backward
     recomputation: Any  # replaces saved tensors within blocks that are recomputed
 
-    def compute(self, flops: float = 0.0, moved: float = 0.0, operations: int = 1) -> None:
-        """Account for a product of ``flops``, or elementwise ``operations``, with ``moved`` bytes read and written."""
+    def compute(
+        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+    ) -> None:
+        """Account for a product of ``flops``, or elementwise ``operations``, with ``moved`` bytes read and written.
+
+        ``attention``: FLOPs without masked products, if the product is attention.
+        """
 
     def hold(self, nbytes: int) -> None:
         """Allocate memory."""
@@ -79,6 +84,10 @@ class SymbolicTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
 
     @property
     def is_cpu(self) -> bool:

@@ -40,7 +40,8 @@ def spans() -> list[tuple[int, int]]:
 @pytest.mark.parametrize("on_host", [None, IDS.to(torch.uint16)], ids=["ids", "ids on the host"])
 def test_starts_positions_and_mask_are_those_of_each_document(on_host):
     documents = Documents.ending_with(END, IDS, on_host)
-    assert documents.starts.tolist() == [start for start, _ in spans()] + [IDS.numel()]
+    padding = 16 - len(spans())  # at least one element, the total length
+    assert documents.starts.tolist() == [start for start, _ in spans()] + [IDS.numel()] * padding
     assert documents.starts.dtype == torch.int32
     assert documents.positions.flatten().tolist() == [i for start, stop in spans() for i in range(stop - start)]
     mask = torch.zeros(IDS.numel(), IDS.numel(), dtype=torch.bool)
@@ -57,8 +58,26 @@ def test_parts_of_the_sequences_have_their_own_documents():
         assert list(part.counts) == alone.counts and torch.equal(part.starts, alone.starts)
 
 
-def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size):
+@pytest.mark.parametrize("ends", [[], [3], [1, 3, 4], [0, 1, 2, 3, 4, 5, 6]], ids=len)
+def test_the_number_of_starts_is_a_power_of_two(ends):
+    """So microbatches with different numbers of documents have few shapes."""
+    ids = torch.ones(2, LENGTH, dtype=torch.int64)
+    ids[:, ends] = END
+    starts = Documents.ending_with(END, ids).starts
+    assert len(starts) == {0: 4, 1: 8, 3: 16, 7: 32}[len(ends)]
+    assert starts[2 * len(ends) + 2 :].tolist() == [ids.numel()] * (len(starts) - 2 * len(ends) - 2)
+
+
+def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size, enable_gqa):
+    """Attention as torch.nn.attention.varlen describes it, whose keys and values may have fewer heads."""
+    assert enable_gqa
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return kernel_of_torch_2_11(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size)
+
+
+def kernel_of_torch_2_11(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size):
     """Attention as torch.nn.attention.varlen describes it: here each token attends to itself and those before it."""
+    assert q.shape == k.shape == v.shape
     before, behind = window_size
     assert behind == 0 and longest_q == longest_k == LENGTH
     edges = q_starts.tolist()
@@ -78,13 +97,15 @@ def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size
 
 @pytest.mark.parametrize("options", [{}, {"window": 2, "scale": 0.3}], ids=["whole", "window"])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2], ids=["as many", "fewer"])
-def test_attention_by_lengths_is_attention_by_mask(kv_heads, options):
+@pytest.mark.parametrize("stand_in", [kernel, kernel_of_torch_2_11])
+def test_attention_by_lengths_is_attention_by_mask(kv_heads, options, stand_in):
     """A GPU's kernel takes the lengths of documents. On a CPU, a loop over them stands in for it."""
     grid, documents = Grid.single_device(), Documents.ending_with(END, IDS)
     core = Layer(AttentionSpec(HEADS, **options), ShardedWeights(Context(grid, torch.float32)))
     inputs = [normal(SEQUENCES, LENGTH, heads, SIZE, seed=i) for i, heads in enumerate((HEADS, kv_heads, kv_heads))]
     results = []
-    with patch("torch.nn.attention.varlen.varlen_attn", kernel):
+    on_gpu = patch("gpt4d.parallel.layers.attention.groups_heads", lambda q, mask: mask is None)
+    with patch("torch.nn.attention.varlen.varlen_attn", stand_in), on_gpu:
         for by_lengths in (False, True):
             leaves = [x.clone().requires_grad_() for x in inputs]
             tokens = TokenIndex(torch.arange(SEQUENCES), LENGTH, grid.axis(None), documents)

@@ -129,7 +129,10 @@ def norm_of_all_heads(sizes, scatter):
     theirs.backward(upstream)
     close(ours, part(theirs, weights, layout))
     close(mine.grad, part(x.grad, weights, layout))
-    close(layer.weight.grad, weight.grad)
+    gradient = layer.weight.grad
+    for axis in weights.context.batch_axes(layer.weight.spec):  # as the gradient reducer does
+        gradient = weights.context.grid[axis].all_reduce(gradient)
+    close(gradient, weight.grad)
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(3), GridSizes(2, 2), GridSizes(2, 3)], ids=grid_name)
