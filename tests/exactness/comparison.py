@@ -68,7 +68,7 @@ def _batch(config: Config, step: int) -> Batch:
     return Batch({"ids": ids[:, :-1]}, ids[:, 1:], samples)
 
 
-def _microbatches(plan: ParallelPlan, stage: Stage, step: int) -> Iterator[Batch]:
+def microbatches(plan: ParallelPlan, stage: Stage, step: int) -> Iterator[Batch]:
     """Yield this rank's parts of a step's batch, as gpt4d.data.loader.Loader cuts it."""
     config = plan.config
     inputs, targets, samples = _batch(config, step)
@@ -82,13 +82,13 @@ def _microbatches(plan: ParallelPlan, stage: Stage, step: int) -> Iterator[Batch
         yield Batch(batch, targets[own], samples[own])
 
 
-def _train(plan: ParallelPlan, stage: Stage) -> Outcome:
+def train(plan: ParallelPlan, stage: Stage) -> Outcome:
     """Train two steps, evaluate, and train a third one on this rank's stage."""
     config = plan.config
     is_text = registry.of(config.model).task == "language_modeling"
     compute = partial((LanguageModeling if is_text else Diffusion).compute, None)  # they do not use their task
     train_step = TrainStep(stage, compute, config.optim, config.parallel.overlap.data)
-    batches = partial(_microbatches, plan, stage)
+    batches = partial(microbatches, plan, stage)
     units = config.train.batch_size * (config.train.seq_len if is_text else 1)
     values: dict[str, float] = {}
     for step in range(3):
@@ -111,12 +111,12 @@ def _train(plan: ParallelPlan, stage: Stage) -> Outcome:
 def _train_case(case: Case) -> tuple[Outcome, Outcome | None]:
     """On a rank: train a case and, on the first rank, the same configuration on one device."""
     plan, stage = own_stage(case.config, case.world_size)
-    outcome = _train(plan, stage)
+    outcome = train(plan, stage)
     if dist.get_rank():
         return outcome, None
     plan = validate(case.on_one_device, 1)
     stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), torch.float64)
-    return outcome, _train(plan, stage)
+    return outcome, train(plan, stage)
 
 
 def _differences(outcomes: Sequence[Outcome], alone: Outcome) -> dict[str, float]:

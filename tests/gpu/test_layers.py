@@ -136,8 +136,9 @@ def _rms_norm(values: Values):
 
 
 def _group_norm(values: Values):
-    layer, x = Layer(GroupNormSpec(8, (values.sizes.hidden,)), values.weights), values.images()
-    return layer, lambda: layer(x)
+    layer, x = Layer(GroupNormSpec(8, (values.sizes.hidden,), activates=True), values.weights), values.images()
+    scale_and_shift = values.input(2, len(x), values.sizes.hidden)
+    return layer, lambda: layer(x, *scale_and_shift)
 
 
 def _convolution(**options: Any) -> Case:

@@ -18,7 +18,6 @@ from gpt4d.model.parts import Part
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.activations import silu
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.embedding import ScaleShiftSpec, TimeEmbeddingSpec
@@ -51,15 +50,16 @@ class LowerSpec(LayerSpec):
 
     def layers(self):
         return {
-            "norm": GroupNormSpec(CUT, (C,)),
+            "norm": GroupNormSpec(CUT, (C,), activates=True),
             "widen": Conv2dSpec(C, 2 * C, 3, NORMAL, padding=1),
+            "inner": GroupNormSpec(2 * CUT, (2 * C,), "x", activates=True),
             "scale": ScaleShiftSpec(T, 2 * C, "x"),
             "narrow": Conv2dSpec(2 * C, C, 1, Axes("x", None), scatter_output=True),
             "lower": Conv2dSpec(C, C, 3, TRANSPOSED, stride=2, padding=1),
         }
 
     async def forward(self, layer, x, embedding, samples):
-        x = await layer.scale(await layer.widen(silu(layer.norm(x))), embedding)
+        x = layer.inner(await layer.widen(layer.norm(x)), *await layer.scale(embedding))
         return await layer.lower(await layer.narrow(x))
 
 
@@ -210,10 +210,13 @@ def test_planned_collectives_of_pictures_are_those_of_a_step_in_the_same_order(r
     assert device.held >= 0
 
 
-@pytest.mark.parametrize(("memory_gb_s", "within"), [(1000, 0.02), (0.3, 0.1)])
+@pytest.mark.parametrize(("memory_gb_s", "within"), [(1000, 0.03), (0.3, 0.1)])
 @pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(2, 2, 2, 1), GridSizes(1, 4, 1, 1)], ids=grid_name)
 def test_planned_computation_of_pictures_takes_as_long_as_a_steps_operations(rank_0, sizes, memory_gb_s, within):
-    """The virtual device counts an operand that the kernel of an input's gradient does not read."""
+    """The virtual device counts an operand that the kernel of an input's gradient does not read.
+
+    It does not count operations on small tensors, such as the statistics of a norm.
+    """
     rank_0(sizes.devices)
     config = config_of()
     config.cluster.memory_gb_s = memory_gb_s

@@ -2,15 +2,30 @@
 
 import importlib
 import shutil
+import sysconfig
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from gpt4d.config import ConfigError, GridSizes
+from gpt4d.config.composing import compose
 from gpt4d.parallel import compile
-from gpt4d.parallel.layers import activations, heads, norm
-from tests.grids import TINY_MODEL, build_model
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import activations, conv_kernels, group_norm, heads, norm
+from gpt4d.runtime import compile_cache
+from gpt4d.step import TrainStep, build_stage
+from gpt4d.task.diffusion import Diffusion
+from gpt4d.task.language import LanguageModeling
+from gpt4d.validation import validate
+from tests.exactness.cases import FAMILIES
+from tests.exactness.comparison import microbatches
+from tests.grids import TINY_MODEL, build_model, full
 
 
 def eager(kernel):
@@ -19,6 +34,11 @@ def eager(kernel):
 
 
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def no_private_directory(monkeypatch):
+    monkeypatch.setattr(compile_cache, "set_environment", lambda: None)
 
 
 @pytest.fixture
@@ -105,7 +125,143 @@ def test_compiled_activations_and_rotation_equal_eager_ones(compiled, dtype):
         torch.testing.assert_close(function(*arguments), eager(function)(*arguments), msg=function.__name__)
 
 
+@compiler
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_group_norms_equal_eager_ones(compiled, dtype, scaled):
+    x, d_out = torch.randn(2, 3, 4, 4, 8).to(dtype)
+    index = group_norm.group_index(x, group_norm.Groups((0, 0, 0, 1, 1, 1, 1, 0), 2))
+    mean, rstd, weight, bias = torch.randn(3, 8), torch.rand(3, 8), torch.randn(8), torch.randn(8)
+    affine = (weight, bias, *(torch.randn(2, 3, 8).to(dtype) if scaled else (None, None)))
+    moments, sums = group_norm.group_moments(x, index[1]), (torch.randn(2, 3, 8), torch.randn(2, 3, 2))
+    calls = [
+        (group_norm.group_moments, (x, index[1])),
+        (group_norm.normalized, (x, moments, index[0], *affine, 4, 1e-5, True)),
+        (group_norm.group_norm, (x, *index, *affine, 4, 1e-5, True)),
+        (group_norm.group_norm, (x, *index, *affine, 4, 1e-5, False)),
+        (group_norm.normalized_again, (x, mean, rstd, *affine, True)),
+        (group_norm.gradient_sums, (d_out, x, mean, rstd, *affine, index[1], True)),
+        (group_norm.split_group_norm_gradients, (d_out, x, mean, rstd, *affine, *sums, index[0], 64, True)),
+        (group_norm.group_norm_gradients, (d_out, x, mean, rstd, *affine, *index, 64, True)),
+        (group_norm.group_norm_gradients, (d_out, x, mean, rstd, *affine, *index, 64, False)),
+    ]
+    for function, arguments in calls:
+        torch.testing.assert_close(function(*arguments), eager(function)(*arguments), msg=function.__name__)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Trace functions into graphs as torch.compile does, and execute the graphs without compiling them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    compile.enable(False, torch.device("cpu"))
+
+
+FAMILY_SETTINGS = {
+    "gpt": ["model.dropout=0.1"],
+    "llama": ["model.qk_norm=true", "data.reset_attention=true", "train.activation_checkpointing=selective"],
+    "olmo2": [],
+    "gemma3": ["train.loss_chunks=2"],
+    "unet": ["model.dropout=0.1", "model.attention_at=[16]", "train.activation_checkpointing=selective"],
+    "utransformer": [],
+}
+
+
+@pytest.mark.parametrize("family", ["gpt", "unet", *map(full, ("llama", "olmo2", "gemma3", "utransformer"))])
+def test_no_function_is_compiled_again_after_the_second_step(traced, family):
+    is_text = family not in ("unet", "utransformer")
+    settings = ["train.batch_size=4", "train.micro_batch_size=2", "train.precision=bf16", "train.compile=true"]
+    settings += ["model.layers=2", "train.seq_len=16"] if is_text else []
+    config = compose([f"model={FAMILIES[family]}", *settings, *FAMILY_SETTINGS[family]])
+    plan = validate(config, 1)
+    stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"))
+    compute = (LanguageModeling if is_text else Diffusion).compute
+    train = TrainStep(stage, partial(compute, None), config.optim)
+    graphs = []
+    for step in range(4):
+        train(microbatches(plan, stage, step), plan.microbatches, 1, 1e-3)
+        train.evaluate(microbatches(plan, stage, step), plan.microbatches)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 10
+    assert graphs[1:] == graphs[1:2] * 3
+    assert not counters["graph_break"]
+
+
+def failing(*_, **__):
+    raise RuntimeError("cc1plus:\n  no such file\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+
 def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"train.compile=true: needs a C\+\+ compiler; install g\+\+"):
         compile.enable(True, torch.device("cpu"))
+
+
+def test_a_compiler_that_fails_is_reported_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: failing)
+    error = r"^train.compile=true: a test function cannot be compiled \(cc1plus: no such file\); repair the .+false$"
+    with pytest.raises(ConfigError, match=error):
+        compile.enable(True, torch.device("cpu"))
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^train.compile=true: needs Python.h; install .+false$"):
+        compile.enable(True, torch.device("cpu"))
+
+
+def test_training_continues_without_compiled_functions_if_the_compiler_of_a_gpu_fails(monkeypatch, capsys):
+    """There is no GPU here, so the compiler of a GPU fails."""
+    monkeypatch.setattr(compile, "_missing_compiler", lambda device: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: failing)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
+    compile.enable(None, torch.device("cuda"))
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: train.compile=null: a test function cannot be compiled (cc1plus: no such file)")
+    assert warning.count("\n") == 1
+    gate_and_up = torch.randn(2, 2, 4)
+    assert torch.equal(activations.swiglu(gate_and_up), eager(activations.swiglu)(gate_and_up))
+
+
+def enable_where_rank_1_fails():
+    """On a rank: the error of ``enable``."""
+    fails = dist.get_rank() == 1
+    compiler = patch.object(torch, "compile", lambda function, **_: failing if fails else function)
+    found = patch.object(compile, "_missing_compiler", lambda device: None)
+    with compiler, found, pytest.raises(ConfigError) as error:
+        compile.enable(True, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_all_ranks_report_a_compiler_that_fails_on_one_rank(ranks):
+    errors = ranks.run(2, enable_where_rank_1_fails)
+    assert errors[0] == errors[1] and errors[0].startswith("train.compile=true: rank 1: a test function cannot")
+
+
+def test_ranks_with_equal_inputs_compile_a_reduction_in_the_same_way(monkeypatch):
+    options = []
+    monkeypatch.setattr(torch, "compile", lambda function, **given: options.append(given) or function)
+    gate_and_up = torch.randn(2, 2, 4)
+    for replicates in (True, False):
+        compile.enable(True, torch.device("cpu"), replicates)
+        activations.swiglu(gate_and_up)
+    compile.enable(False, torch.device("cpu"))
+    test_function, function = options[::2], options[1::2]
+    assert test_function == [{"fullgraph": True}] * 2
+    assert [given["options"].get("deterministic") for given in function] == [True, None]
+    assert all(given["fullgraph"] for given in function)
+
+
+@pytest.mark.parametrize(
+    ("replicates", "deterministic", "expected"),
+    [(False, False, (True, False)), (True, False, (False, True)), (False, True, (False, False))],
+)
+def test_cudnn_measures_algorithms_unless_results_must_not_depend_on_it(
+    monkeypatch, replicates, deterministic, expected
+):
+    cudnn = torch.backends.cudnn
+    for name in ("benchmark", "deterministic"):
+        monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    conv_kernels.choose_algorithms(torch.device("cuda"), replicates)
+    assert (cudnn.benchmark, cudnn.deterministic) == expected

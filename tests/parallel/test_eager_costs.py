@@ -114,21 +114,29 @@ def examples_of_targets(logits: torch.Tensor) -> list[tuple[Kernel, tuple]]:
 def examples_of_pictures(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
     samples, side, channels, count = 8, 16, 64, 16
     image, d_out = torch.randn(2, samples, side, side, channels).to(dtype)
-    wide = image.float()
-    groups, weight = group_norm.Groups(tuple(index // 4 for index in range(channels)), count), torch.rand(channels)
-    of_groups, of_channels = torch.rand(samples, count), torch.rand(samples, channels)
-    sums = torch.rand(2, samples, channels)
+    groups, (weight, bias) = group_norm.Groups(tuple(index // 4 for index in range(channels)), count), torch.rand(2, 64)
+    of_channel, members = group_norm.group_index(image, groups)
+    mean, rstd = torch.rand(2, samples, channels)
+    sums, moments = (torch.rand(2, samples, channels), torch.rand(2, samples, count)), torch.rand(2, 3, samples, count)
+    found: list[tuple[Kernel, tuple]] = [(group_norm.group_moments, (image, members))]
+    for changes in ((None, None), torch.rand(2, samples, channels).to(dtype).unbind()):
+        affine, statistics = (weight, bias, *changes), (image, mean, rstd)
+        found += [
+            (group_norm.normalized, (image, moments, of_channel, *affine, 4, 1e-5, True)),
+            (group_norm.group_norm, (image, of_channel, members, *affine, 4, 1e-5, True)),
+            (group_norm.normalized_again, (*statistics, *affine, True)),
+            (group_norm.gradient_sums, (d_out, *statistics, *affine, members, True)),
+            (
+                group_norm.split_group_norm_gradients,
+                (d_out, *statistics, *affine, *sums, of_channel, 4 * side**2, True),
+            ),
+            (
+                group_norm.group_norm_gradients,
+                (d_out, *statistics, *affine, of_channel, members, 4 * side**2, True),
+            ),
+        ]
     return [
-        (group_norm.moments, (wide, groups)),
-        (group_norm.with_counts, (of_groups, of_groups, groups)),
-        (group_norm.combined_moments, (torch.rand(4, 3, samples, count), 4, side * side)),
-        (group_norm.normalized_groups, (image, wide, of_groups, of_groups, weight, weight, groups, 1e-5)),
-        (group_norm.sums_of_channels, (d_out, image, of_channels, of_channels)),
-        (group_norm.sums_of_groups, (sums, weight, groups)),
-        (
-            group_norm.group_norm_gradients,
-            (image, d_out.float(), wide, weight, of_channels, sums, sums[..., :count].clone(), groups, side * side),
-        ),
+        *found,
         (conv.enlarged, (image, 2)),
         (conv.sums_of_repeated, (d_out, 2)),
         (embedding.sinusoids, (torch.arange(ROWS), 128)),
@@ -165,8 +173,7 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (conv.convolution_weight_gradient, (halved, image, channels, in_first)),
         (conv.as_stored, (channels.bfloat16(), channels)),
         (conv.add_gradient_, (channels.clone(), channels)),
-        (group_norm.widened, (image.bfloat16(),)),
-        (group_norm.variance_of, (row, 3)),
+        (group_norm.group_index, (image, group_norm.Groups((0, 0, 1), 2))),
         (norm.among_zeros, (row, 1, 4)),
         (loss.one_like, (torch.ones(()),)),
         (loss.total, (torch.ones(()), torch.ones(()))),

@@ -10,7 +10,7 @@ from gpt4d.parallel.engine.interleave import join, run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import silu
 from gpt4d.parallel.layers.conv import Conv2dSpec
-from gpt4d.parallel.layers.embedding import ScaleShiftFunction, ScaleShiftSpec, TimeEmbeddingSpec
+from gpt4d.parallel.layers.embedding import ScaleShiftSpec, TimeEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec, concatenate, separate
 from gpt4d.parallel.layers.loss import head_loss
 from gpt4d.parallel.layers.module import Layer
@@ -44,7 +44,6 @@ IMAGE = (B, SIDE, SIDE, C)
 FUNCTIONS = {
     "silu": (silu, [IMAGE]),
     "join": (join, [(2, C), (3, C)]),
-    "scale and shift": (ScaleShiftFunction.apply, [IMAGE, (B, C), (B, C)]),
     "concatenation": (lambda *parts: concatenate(parts, (C, 8), 4), [IMAGE, (*IMAGE[:3], 8)]),
     "concatenation of one piece each": (lambda *parts: concatenate(parts, (C, 8), 1), [IMAGE, (*IMAGE[:3], 8)]),
     "separation": (lambda whole: tuple(separate(whole, (12, 6, 6), 3)), [IMAGE]),
@@ -108,7 +107,7 @@ LAYERS = {
     "convolution": (Conv2dSpec(C, 8, 3, padding=1), [IMAGE], 3 * 2 * B * SIDE**2 * C * 8 * 9),
     "enlarged": (Conv2dSpec(C, 8, 3, padding=1, upsampling=2), [IMAGE], 3 * 2 * B * 4 * SIDE**2 * C * 8 * 9),
     "halved": (Conv2dSpec(C, 8, 3, padding=1, stride=2), [IMAGE], 3 * 2 * B * SIDE**2 // 4 * C * 8 * 9),
-    "scale and shift": (ScaleShiftSpec(8, C, "x"), [IMAGE, (B, 8)], 3 * 2 * B * 8 * 2 * C),
+    "scale and shift": (ScaleShiftSpec(8, C, "x"), [(B, 8)], 3 * 2 * B * 8 * 2 * C),
 }
 
 

@@ -18,7 +18,7 @@ from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, embedding_size, other_axis
 from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
-from gpt4d.parallel.layers.activations import DropoutSpec, silu
+from gpt4d.parallel.layers.activations import DropoutSpec
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.embedding import ScaleShiftSpec, TimeEmbeddingSpec
@@ -26,7 +26,7 @@ from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec, concatenate
 from gpt4d.parallel.layers.loss import squared_error
-from gpt4d.parallel.layers.product import cast_to, recomputable
+from gpt4d.parallel.layers.product import cast_to, mapped
 from gpt4d.parallel.layers.sequence import TokenIndex, tokens_of
 from gpt4d.parallel.layers.sharding import Axes, interleaved_pieces
 from gpt4d.parallel.layout import Layout
@@ -50,7 +50,7 @@ class PixelAttentionSpec(LayerSpec):
         }
 
     async def forward(self, layer: BoundLayer, x_BSSC: Any, pixels: TokenIndex) -> Any:
-        normal_TC = layer.norm(x_BSSC).flatten(0, 2)
+        normal_TC = mapped(layer.norm(x_BSSC), lambda normal_BSSC: normal_BSSC.flatten(0, 2))
         attended_TC = await layer.output(layer.core(await layer.qkv(normal_TC), pixels))
         return x_BSSC + attended_TC.view_as(x_BSSC)
 
@@ -69,9 +69,9 @@ class ResidualBlockSpec(LayerSpec):
         if wide != channels:
             layers["shortcut"] = Conv2dSpec(wide, channels, 1, Axes(outer, None), scatter_output=True)
         layers |= {
-            "first_norm": norm(config, block.in_channels, outer),
+            "first_norm": norm(config, block.in_channels, outer, activates=True),
             "first": Conv2dSpec(wide, channels, 3, Axes(outer, inner), padding=1),
-            "second_norm": norm(config, (channels,), inner),
+            "second_norm": norm(config, (channels,), inner, activates=True),
             "time": ScaleShiftSpec(embedding_size(config), channels, inner),
             "dropout": DropoutSpec(config.dropout, inner),
             "second": Conv2dSpec(channels, channels, 3, Axes(inner, outer), padding=1, std=0.0),
@@ -89,15 +89,15 @@ class ResidualBlockSpec(LayerSpec):
             x_BSSC = concatenate([x_BSSC, *skip], block.in_channels)
         changes = sum(block.in_channels) != block.output.channels
         shortcut_BSSC = await layer.shortcut(x_BSSC) if changes else x_BSSC
-        h_BSSC = await layer.first(recomputable(layer.weights, silu, layer.first_norm(x_BSSC)))
-        h_BSSC = await layer.time(layer.second_norm(h_BSSC), embedding_BE)
-        activated = partial(_activated, layer, pixels)
-        x_BSSC = shortcut_BSSC + await layer.second(recomputable(layer.weights, activated, h_BSSC))
+        h_BSSC = await layer.first(layer.first_norm(x_BSSC))
+        normal_BSSC = layer.second_norm(h_BSSC, *await layer.time(embedding_BE))
+        h_BSSC = mapped(normal_BSSC, partial(_dropped, layer, pixels))
+        x_BSSC = shortcut_BSSC + await layer.second(h_BSSC)
         return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
 
-def _activated(layer: BoundLayer, pixels: TokenIndex, h_BSSC: Any) -> Any:
-    return layer.dropout(silu(h_BSSC).flatten(0, 2), pixels).view_as(h_BSSC)
+def _dropped(layer: BoundLayer, pixels: TokenIndex, h_BSSC: Any) -> Any:
+    return layer.dropout(h_BSSC.flatten(0, 2), pixels).view_as(h_BSSC)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class LevelChangeSpec(LayerSpec):
         return await layer.conv(x_BSSC)
 
 
-def norm(config: UNetConfig, channels: tuple[int, ...], axis: str) -> GroupNormSpec:
+def norm(config: UNetConfig, channels: tuple[int, ...], axis: str, activates: bool = False) -> GroupNormSpec:
     """Return the norm over the channels of one or several activations, which ``axis`` splits."""
-    return GroupNormSpec(config.groups, channels, axis, config.norm_epsilon)
+    return GroupNormSpec(config.groups, channels, axis, config.norm_epsilon, activates)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class UNetSpec(ModelSpec):
             layers["input"] = Conv2dSpec(config.image_channels, first.channels, 3, Axes(None, first.axis), padding=1)
         layers["blocks"] = LayersSpec({str(i): self.block(i) for part in self.parts for i in part.blocks})
         if any(part.ends for part in self.parts):
-            layers["norm"] = norm(config, (last.channels,), last.axis)
+            layers["norm"] = norm(config, (last.channels,), last.axis, activates=True)
             axes = Axes(last.axis, None)
             layers["output"] = Conv2dSpec(last.channels, config.image_channels, 3, axes, padding=1, std=0.0)
         return layers
@@ -198,7 +198,7 @@ class UNetSpec(ModelSpec):
         del tensors
         (x_BSSC,) = produced.values()
         del produced
-        prediction = run_alone(model.output(silu(model.norm(x_BSSC))))
+        prediction = run_alone(model.output(model.norm(x_BSSC)))
         if targets_BSSC is None:
             return {"prediction": prediction}
         return {"loss": squared_error(prediction, targets_BSSC)}

@@ -4,6 +4,19 @@ import torch
 import torch.nn.functional as F
 
 
+def choose_algorithms(device: torch.device, replicates: bool) -> None:
+    """Determine how cuDNN and MIOpen choose the algorithms of convolutions on a GPU.
+
+    cuDNN measures which algorithm is the fastest, unless results must not depend on it: if ranks compute equal values
+    from equal inputs (``replicates``), or torch uses deterministic algorithms. MIOpen takes minutes to measure.
+    """
+    if device.type != "cuda":
+        return
+    reproducible = replicates or torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.deterministic = replicates
+    torch.backends.cudnn.benchmark = not reproducible and torch.version.hip is None
+
+
 def enlarged(x, factor: int):
     """Upsample [B, H, W, C] by an integer factor with nearest-neighbor interpolation."""
     b, h, w, c = x.shape

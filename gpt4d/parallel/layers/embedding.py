@@ -15,7 +15,7 @@ from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
@@ -219,55 +219,6 @@ def sinusoids(timesteps, channels: int):
     return timesteps.like((*timesteps.shape, channels), wide_dtype(timesteps))
 
 
-@planned_kernel
-def one_plus(scale):
-    """Return ``1 + scale``."""
-    return scale.like()
-
-
-@planned_kernel
-def times_and_plus(x, factor, shift):
-    """Return ``x · factor + shift`` of an activation [B, height, width, channels] and two tensors [B, channels]."""
-    return x.like()
-
-
-@planned_kernel
-def times_one(x):
-    """Return a copy of ``x``: the backward of torch.addcmul multiplies both factors by ``value``, which is 1."""
-    return x.like()
-
-
-@planned_kernel
-def products(d_out, factor):
-    """Return ``d_out`` times an activation or a tensor [B, channels]."""
-    return d_out.like()
-
-
-@planned_kernel
-def sums_of_pixels(x):
-    """Return the sums of an activation over its pixels, [B, channels]."""
-    return x.like((x.shape[0], x.shape[-1]))
-
-
-class ScaleShiftFunction(TorchFunction):
-    """``x · (1 + scale) + shift`` of an activation [B, height, width, channels], with two tensors [B, channels]."""
-
-    torch_name = "scaled_and_shifted"
-
-    @staticmethod
-    def forward(ctx, x, scale, shift):
-        factor = one_plus(scale)
-        ctx.save_for_backward(x, factor)
-        return times_and_plus(x, factor, shift)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        x, factor = ctx.saved_tensors
-        d_x = products(d_out, times_one(factor))
-        d_factor = products(d_out, times_one(x))
-        return d_x, sums_of_pixels(d_factor), sums_of_pixels(d_out)
-
-
 @dataclass(frozen=True)
 class TimeEmbeddingSpec(LayerSpec):
     """Timesteps [B] → [B, hidden], replicated over x and y.
@@ -295,7 +246,7 @@ class TimeEmbeddingSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class ScaleShiftSpec(LayerSpec):
-    """``x · (1 + scale) + shift`` of [B, height, width, channels over ``axis``], both linear in the embedding.
+    """Scale and shift [B, channels over ``axis``] of an activation, both linear in the embedding.
 
     Attributes:
         hidden: number of features of the embedding.
@@ -313,6 +264,5 @@ class ScaleShiftSpec(LayerSpec):
         axes = Axes(None, self.axis)
         return {"linear": LinearSpec(self.hidden, self.channels, axes=axes, num_fused=2, std=self.std)}
 
-    async def forward(self, layer: BoundLayer, x_BHWC: Any, embedding: Any) -> Any:
-        scale, shift = (await layer.linear(silu(embedding))).unbind(1)
-        return ScaleShiftFunction.apply(x_BHWC, scale, shift)
+    async def forward(self, layer: BoundLayer, embedding: Any) -> Any:
+        return (await layer.linear(silu(embedding))).unbind(1)

@@ -66,8 +66,3 @@ def sinusoids(timesteps, channels: int):
     exponents = torch.arange(channels // 2, dtype=dtype, device=timesteps.device) / (channels // 2)
     angles = timesteps[:, None].to(dtype) * torch.exp(-math.log(_MAX_PERIOD) * exponents)
     return torch.cat((angles.cos(), angles.sin()), -1)
-
-
-def scaled_and_shifted(x, scale, shift):
-    """Return ``x · (1 + scale) + shift`` of [B, H, W, C] and two tensors [B, C]."""
-    return torch.addcmul(shift[:, None, None], x, (1 + scale)[:, None, None])

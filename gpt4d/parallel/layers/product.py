@@ -44,6 +44,13 @@ def recomputable(weights: Any, function: Callable[[Any], Any], x: Any) -> Any:
     return Recomputable(out, partial(function, x.detach())) if weights.recomputes_inputs else out
 
 
+def mapped(given: Any, function: Callable[[Any], Any]) -> Any:
+    """Return ``function`` of a tensor, or of a recomputable tensor, which stays recomputable."""
+    if not isinstance(given, Recomputable):
+        return function(given)
+    return Recomputable(function(given.value), lambda: function(given.again()))
+
+
 TOKENS, FEATURES = 0, -1  # the dims of an activation that an axis may split
 
 

@@ -94,31 +94,41 @@ def test_a_convolution_is_algorithm_1(ranks, sizes):
     ranks.run(sizes.devices, check_cases, conv, sizes, list(CONVOLUTIONS.values()))
 
 
-def group_norm(sizes, channels, groups, axis, offset):
-    """On a rank: a norm of a concatenation, of which every rank has its channels of each part."""
+def group_norm(sizes, channels, groups, axis, offset, activates=False):
+    """On a rank: a norm of a concatenation, of which every rank has its channels of each part.
+
+    With ``activates`` it is scaled, shifted and activated.
+    """
     weights = weights_on(sizes)
-    layer = Layer(GroupNormSpec(groups, channels, axis), weights)
+    layer = Layer(GroupNormSpec(groups, channels, axis, activates=activates), weights)
     order = sharding.interleaved_order(channels)
     count = sum(channels)
     parts = [normal(4, 3, 5, size, seed=seed) + offset for seed, size in enumerate(channels)]
     weight, bias, upstream = normal(count, seed=11), normal(count, seed=12), normal(4, 3, 5, count, seed=13)
     fill(layer.weight, weight[order], weights)
     fill(layer.bias, bias[order], weights)
-    layout = Layout((), (), (), (axis,))
+    layout, of_channels = Layout((), (), (), (axis,)), Layout((), (axis,))
     mine = [part(whole, weights, layout).requires_grad_() for whole in parts]
-    ours = layer(concatenate(mine, channels))
+    changes = [normal(4, count, seed=seed) for seed in (14, 15)] if activates else []  # scale and shift
+    mine_changes = [part(change[..., order], weights, of_channels).requires_grad_() for change in changes]
+    ours = layer(concatenate(mine, channels), *mine_changes)
     ours.backward(part(upstream[..., order], weights, layout))
 
     whole = [t.requires_grad_() for t in (*parts, weight, bias)]
+    changes = [change.requires_grad_() for change in changes]
     # Not F.group_norm, whose gradients lose digits to an offset.
     grouped = first_channels(torch.cat(parts, -1)).unflatten(1, (groups, -1))
     normalized = F.layer_norm(grouped, grouped.shape[2:], eps=1e-5)
     theirs = last_channels(normalized.flatten(1, 2)) * weight + bias
+    if activates:
+        scale, shift = (change[:, None, None] for change in changes)
+        theirs = F.silu(theirs * (1 + scale) + shift)
     theirs.backward(upstream)
     bound = 1e-13 * (1 + offset)
-    found = [ours, *(t.grad for t in mine), layer.weight.grad, layer.bias.grad]
-    expected = [theirs[..., order], *(t.grad for t in whole[:-2]), weight.grad[order], bias.grad[order]]
-    layouts = [layout] * (1 + len(channels)) + [Layout((axis,))] * 2
+    found = [ours, *(t.grad for t in mine), layer.weight.grad, layer.bias.grad, *(t.grad for t in mine_changes)]
+    expected = [theirs[..., order], *(t.grad for t in whole[:-2])]
+    expected += [t.grad[..., order] for t in (weight, bias, *changes)]
+    layouts = [layout] * (1 + len(channels)) + [Layout((axis,))] * 2 + [of_channels] * len(changes)
     for one, other, where in zip(found, expected, layouts, strict=True):
         other = part(other, weights, where)
         assert (one - other).norm() <= bound * other.norm()
@@ -144,8 +154,8 @@ NORMS = [
 def test_groups_are_those_of_all_channels_wherever_ranks_cut_them(ranks, parts):
     """Only statistics are sent, and only if a group is cut. An offset must not cost digits."""
     norms = [norm for norm in NORMS if norm[2] == parts]
-    for offset in (0.0, 1000.0):
-        cases = [(channels, groups, "y", offset) for channels, groups, *_ in norms]
+    for offset, activates in ((0.0, False), (0.0, True), (1000.0, False)):
+        cases = [(channels, groups, "y", offset, activates) for channels, groups, *_ in norms]
         sent = ranks.run(parts, check_cases, group_norm, GridSizes(1, parts), cases)
         statistics = [4 * groups * 8 * cut for _, groups, _, cut in norms]
         assert sent == [[((parts - 1) * 3 + 2 * (parts - 1) / parts * 2) * size for size in statistics]] * parts
@@ -211,7 +221,7 @@ def test_pixels_attend_to_all_pixels_on_a_stream_that_either_axis_splits(ranks, 
 
 
 def time_embedding(sizes, axis):
-    """On a rank: the embedding of timesteps and the scales and shifts of one block."""
+    """On a rank: the embedding of timesteps, and the scale and shift of one block."""
     weights = weights_on(sizes)
     time, block = Layer(TimeEmbeddingSpec(8, 16), weights), Layer(ScaleShiftSpec(16, 8, axis), weights)
     layers = torch.nn.ModuleDict({"time": time, "block": block})
@@ -220,29 +230,27 @@ def time_embedding(sizes, axis):
     whole = {name: normal(*p.spec.shape, seed=i) for i, (name, p) in enumerate(parameters.items())}
     for name, parameter in parameters.items():
         fill(parameter, whole[name], weights)
-    steps, inputs, upstream = torch.arange(8.0).double() * 100, normal(8, 2, 3, 8, seed=7), normal(8, 2, 3, 8, seed=8)
-    layout = pixels(axis)
-    mine = part(inputs, weights, layout).requires_grad_()
+    steps, upstream = torch.arange(8.0).double() * 100, [normal(8, 8, seed=seed) for seed in (7, 8)]
+    layout = Layout(BATCH, (axis,))
 
-    async def ours_of(x):
-        return await layers["block"](x, await layers["time"](part(steps, weights, Layout(BATCH))))
+    async def scale_and_shift():
+        return await layers["block"](await layers["time"](part(steps, weights, Layout(BATCH))))
 
-    ours = run_alone(ours_of(mine))
-    ours.backward(part(upstream, weights, layout))
+    ours = run_alone(scale_and_shift())
+    torch.autograd.backward(ours, [part(gradient, weights, layout) for gradient in upstream])
     total.finish()
-    for tensor in (inputs, *whole.values()):
+    for tensor in whole.values():
         tensor.requires_grad_()
     angles = steps[:, None] * 10000.0 ** -(torch.arange(4).double() / 4)
     embedding = torch.cat((angles.cos(), angles.sin()), -1)
     embedding = F.silu(embedding @ whole["time.up.weight"] + whole["time.up.bias"])
     embedding = F.silu(embedding @ whole["time.down.weight"] + whole["time.down.bias"])
     values = embedding @ whole["block.linear.weight"].flatten(1) + whole["block.linear.bias"].flatten()
-    scale, shift = values[:, None, None].chunk(2, -1)
-    theirs = inputs * (1 + scale) + shift
-    theirs.backward(upstream)
-    for one, other in [(ours, part(theirs, weights, layout)), (mine.grad, part(inputs.grad, weights, layout))] + [
-        (p.grad, part(whole[name].grad, weights, p.spec.layout)) for name, p in parameters.items()
-    ]:
+    theirs = values.chunk(2, -1)
+    torch.autograd.backward(theirs, upstream)
+    found = [(one, part(other, weights, layout)) for one, other in zip(ours, theirs, strict=True)]
+    found += [(p.grad, part(whole[name].grad, weights, p.spec.layout)) for name, p in parameters.items()]
+    for one, other in found:
         assert (one - other).norm() <= 1e-12 * other.norm()
 
 
@@ -263,16 +271,16 @@ class Residual(torch.nn.Module):
 
     def __init__(self, weights):
         super().__init__()
-        self.norm = Layer(GroupNormSpec(1, (8,)), weights)
+        self.norm = Layer(GroupNormSpec(1, (8,), activates=True), weights)
         self.widen = Layer(Conv2dSpec(8, 16, 3, NORMAL, padding=1), weights)
-        self.inner = Layer(GroupNormSpec(4, (16,), "x"), weights)
+        self.inner = Layer(GroupNormSpec(4, (16,), "x", activates=True), weights)
         self.scale = Layer(ScaleShiftSpec(16, 16, "x"), weights)
         self.narrow = Layer(Conv2dSpec(16, 8, 3, TRANSPOSED, padding=1), weights)
         self.shortcut = Layer(Conv2dSpec(8, 8, 1, Axes("y", None), scatter_output=True), weights)
 
     async def forward(self, x, embedding):
-        inner = await self.widen(F.silu(self.norm(x)))
-        inner = F.silu(await self.scale(self.inner(inner), embedding))
+        inner = await self.widen(self.norm(x))
+        inner = self.inner(inner, *await self.scale(embedding))
         return await self.shortcut(x) + await self.narrow(inner)
 
 

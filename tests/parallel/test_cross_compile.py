@@ -1,0 +1,192 @@
+"""The kernels of compiled functions for GPUs that this machine does not have: number, registers, spills and values."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from gpt4d.parallel.compile import options_of
+from gpt4d.parallel.layers import activations, group_norm, heads, loss, loss_kernels, norm
+from gpt4d.parallel.symbolic.kernels import Kernel
+from tests import cross_compiler
+from tests.grids import full
+from tests.parallel.test_eager_costs import function_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="only Triton compiles for a GPU without one"),
+]
+
+ROWS, FEATURES, HEADS = 5120, 1024, 16  # so large that both reductions of a norm's backward are in one kernel
+IMAGES, SIDE, CHANNELS, GROUPS = 16, 32, 256, 32
+
+
+class Case(NamedTuple):
+    """A compiled function with arguments, and the number of kernels that it becomes."""
+
+    function: Callable
+    arguments: tuple
+    kernels: int
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Return each compiled function with arguments in bf16, statistics and parameters in float32."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    wide = torch.float32
+    x, branch, d_out, d_stream = normal(4, ROWS, FEATURES).unbind()
+    weight, bias = normal(2, FEATURES, dtype=wide).unbind()
+    mean, rstd = normal(ROWS, 1, dtype=wide), normal(ROWS, 1, dtype=wide).exp()
+    sums = normal(2, ROWS, 1, dtype=wide)
+    pair, x_heads = normal(ROWS, 2, FEATURES), normal(1, ROWS, HEADS, FEATURES // HEADS)
+    angles = normal(2, 1, ROWS, 1, FEATURES // HEADS // 2, dtype=wide).unbind()
+    largest, scale = normal(ROWS, dtype=wide) + 5, normal(ROWS, dtype=wide).exp()
+    found = {
+        norm.layer_norm: ((x, branch, weight, bias, 1e-5), 1),
+        norm.layer_norm_gradients: ((d_out, d_stream, x, weight, bias, mean, rstd), 1),
+        norm.mean_and_variance: ((x, branch), 1),
+        norm.normalized: ((x, mean, rstd, weight, bias), 1),
+        norm.sums_of_gradient: ((d_out, x, mean, rstd, weight), 1),
+        norm.split_layer_norm_gradients: ((d_out, d_stream, x, mean, rstd, weight, sums), 2),
+        norm.sum_of_squares: ((x, branch), 1),
+        norm.scaled: ((x, rstd, weight), 1),
+        norm.rms_norm: ((x, branch, weight, 1e-5), 1),
+        norm.sum_of_rms_gradient: ((d_out, x, rstd, weight), 1),
+        norm.split_rms_norm_gradients: ((d_out, d_stream, x, rstd, weight, sums[0]), 2),
+        norm.rms_norm_gradients: ((d_out, d_stream, x, rstd, weight), 1),
+        activations.gelu_gradients: ((d_out, x, bias), 2),
+        activations.swiglu: ((pair,), 1),
+        activations.swiglu_gradient: ((d_out, pair), 1),
+        activations.geglu: ((pair,), 1),
+        activations.geglu_gradient: ((d_out, pair), 1),
+        activations.dropped: ((x, torch.arange(ROWS) << 32, 8, 0.25), 1),
+        heads.rotated: ((x_heads, *angles, -1), 1),
+        **image_cases(normal),
+    }
+    named = {kernel.name: Case(function_of(kernel), *case) for kernel, case in found.items()}
+    return named | {
+        "sum of exponentials": Case(loss_kernels._sum_of_exponentials.__wrapped__, (x, largest), 1),
+        "softmax": Case(loss_kernels._write_softmax.__wrapped__, (x.clone(), largest, scale), 1),
+    }
+
+
+def image_cases(normal: Callable[..., torch.Tensor]) -> dict[Kernel, tuple[tuple, int]]:
+    wide, count = torch.float32, CHANNELS // GROUPS * SIDE**2
+    x, d_out = normal(2, IMAGES, SIDE, SIDE, CHANNELS).unbind()
+    mean, rstd = normal(IMAGES, CHANNELS, dtype=wide), normal(IMAGES, CHANNELS, dtype=wide).exp()
+    weight, bias = normal(2, CHANNELS, dtype=wide).unbind()
+    affine = (weight, bias, *normal(2, IMAGES, CHANNELS).unbind())
+    groups = group_norm.Groups(tuple(channel * GROUPS // CHANNELS for channel in range(CHANNELS)), GROUPS)
+    of_channel, members = group_norm.group_index(x, groups)
+    numbers = members.sum(-1).expand(2, IMAGES, GROUPS)
+    moments = torch.stack((numbers, normal(2, IMAGES, GROUPS, dtype=wide), numbers * SIDE**2), 1)
+    sums = normal(2, IMAGES, CHANNELS, dtype=wide), normal(2, IMAGES, GROUPS, dtype=wide)
+    size = CHANNELS // GROUPS
+    return {
+        group_norm.group_moments: ((x, members), 0),
+        group_norm.normalized: ((x, moments, of_channel, *affine, 2 * size, 1e-5, True), 0),
+        group_norm.group_norm: ((x, of_channel, members, *affine, size, 1e-5, True), 0),
+        group_norm.normalized_again: ((x, mean, rstd, *affine, True), 1),
+        group_norm.gradient_sums: ((d_out, x, mean, rstd, *affine, members, True), 0),
+        group_norm.split_group_norm_gradients: (
+            (d_out, x, mean, rstd, *affine, *sums, of_channel, 2 * count, True),
+            0,
+        ),
+        group_norm.group_norm_gradients: ((d_out, x, mean, rstd, *affine, of_channel, members, count, True), 0),
+    }
+
+
+@pytest.fixture(scope="module")
+def run_for():
+    """Return a function that calls another one in a process that compiles for a target, or interprets its kernels."""
+    processes: dict[tuple, ProcessPoolExecutor] = {}
+
+    def run(target: str, function: Callable, *args, interprets: bool = False):
+        key = target, interprets
+        if key not in processes:
+            context = multiprocessing.get_context("spawn")  # a process that has not imported Triton
+            processes[key] = ProcessPoolExecutor(1, context, cross_compiler.set_up, key)
+        return processes[key].submit(function, *args).result()
+
+    yield run
+    for process in processes.values():
+        process.shutdown()
+
+
+def kernels_of(names: list[str], replicates: bool) -> dict[str, list[cross_compiler.KernelCode]]:
+    """Return the kernels of functions, all if ``names`` is empty."""
+    chosen = {name: case for name, case in cases().items() if name in names or not names}
+    options = options_of(replicates)
+    return {name: cross_compiler.kernels(case.function, case.arguments, **options) for name, case in chosen.items()}
+
+
+def errors_of(names: list[str]) -> dict[str, list[tuple[torch.dtype, float]]]:
+    """Return the dtypes of the results and their relative errors against the same functions in float64."""
+    found = {}
+    for name, (function, arguments, _) in cases().items():
+        if name in names or not names:
+            wide = [value.double() if is_float(value) else value for value in arguments]
+            exact, results = (
+                function(*wide),
+                cross_compiler.interpreted(function, arguments, **options_of(replicates=True)),
+            )
+            if exact is None:  # the function overwrites the first argument
+                exact, results = wide[0], arguments[0]
+            found[name] = [
+                (one.dtype, ((one - other).norm() / other.norm()).item())
+                for one, other in zip(as_tuple(results), as_tuple(exact), strict=True)
+            ]
+    return found
+
+
+def is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def as_tuple(results: torch.Tensor | tuple) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+SAMPLE = ["norm.rms_norm_gradients", "group_norm.normalized_again"]
+
+
+def test_every_compiled_kernel_has_a_case():
+    modules = activations, group_norm, heads, loss, norm
+    declared = {
+        one.name for module in modules for one in vars(module).values() if isinstance(one, Kernel) and one.fused
+    }
+    assert declared <= cases().keys()
+
+
+@pytest.mark.parametrize(("target", "names"), [("sm_90", SAMPLE), full("sm_90", []), full("gfx90a", [])])
+def test_a_function_becomes_few_kernels_that_fit_in_registers(run_for, target, names):
+    found = run_for(target, kernels_of, names, False)
+    numbers = {name: len({kernel.name for kernel in kernels}) for name, kernels in found.items()}
+    assert numbers == {name: case.kernels for name, case in cases().items() if name in found}
+    spilling = {name: kernel for name, kernels in found.items() for kernel in kernels if kernel.spills}
+    assert not spilling
+
+
+@pytest.mark.parametrize("names", [["activations.gelu_gradients"], full([])])
+def test_a_reduction_is_compiled_in_one_way_if_ranks_have_equal_inputs(run_for, names):
+    found = run_for("sm_90", kernels_of, names, True)
+    for name, kernels in found.items():
+        reductions = [kernel.name for kernel in kernels if not kernel.name.startswith("triton_poi")]
+        assert len(reductions) == len(set(reductions)), name
+
+
+@pytest.mark.parametrize("names", [["norm.rms_norm"], full([])])
+def test_kernels_compute_the_values_of_float64(run_for, names):
+    found = run_for("sm_90", errors_of, names, interprets=True)
+    assert found
+    for name, errors in found.items():
+        assert all(error < (4e-3 if dtype == torch.bfloat16 else 1e-5) for dtype, error in errors), (name, errors)
