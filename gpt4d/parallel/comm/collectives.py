@@ -40,13 +40,13 @@ class Axis:
     traffic: CommStats = field(default_factory=CommStats)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> Pending:
-        return start_all_reduce(tensor, self, op, parameter=parameter)
+        return Pending(tensor) if self.size == 1 else start_all_reduce(tensor, self, op, parameter=parameter)
 
     def start_all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
-        return start_all_gather(shard, self, parameter=parameter)
+        return Pending(shard) if self.size == 1 else start_all_gather(shard, self, parameter=parameter)
 
     def start_reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
-        return start_reduce_scatter(full, self, parameter=parameter)
+        return Pending(full) if self.size == 1 else start_reduce_scatter(full, self, parameter=parameter)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_all_reduce(tensor, op, parameter).wait()
