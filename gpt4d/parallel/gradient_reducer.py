@@ -166,12 +166,13 @@ def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:
     return all(index == 0 for name, index in grid.indices.items() if name not in spec_of(parameter).layout.axes)
 
 
-def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
+def squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's contribution to the squared norm of the global gradient, a float64 scalar.
 
-    The sum over all ranks of the job counts every element of every parameter once.
+    ``parameters``: the parameters or shards that this rank counts (``counted_once``). The sum over all ranks of the job
+    counts every element of every parameter once.
     """
-    gradients = [_gradient(p) for p in parameters if counted_once(p, grid)]
+    gradients = [_gradient(p) for p in parameters]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()

@@ -61,7 +61,8 @@ def run_own_stage(first: int | None) -> tuple:
     gradients = {
         name: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for name, p in stage.module.named_parameters()
     }
-    squared_norm = gradient_sums.squared_norm(list(stage.module.parameters()), grid, torch.device("cpu"))
+    counted = [p for p in stage.module.parameters() if gradient_sums.counted_once(p, grid)]
+    squared_norm = gradient_sums.squared_norm(counted, torch.device("cpu"))
     norm = grid.world.all_reduce(squared_norm).sqrt().item()
     sums = [int(axis.all_reduce(torch.tensor([2**rank]))) for axis in (grid.stage, grid.world)]
     return loss, norm, gradients, sums, list(grid.active_axes)

@@ -129,6 +129,7 @@ class WeightPlan(NamedTuple):
 
 _MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds an unsharded gradient in memory
 
+_NO_WEIGHTS: tuple[str, ...] = ()
 Tensor = TypeVar("Tensor")  # a gathered weight or its gradient
 Pending = TypeVar("Pending")  # a collective in flight
 
@@ -228,7 +229,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
 
         ``phase``: the phase of the use, which is checked against the order; None: no check.
         """
-        kept, ahead = phase == RECOMPUTATION, tuple[str, ...]()
+        kept, ahead = phase == RECOMPUTATION, _NO_WEIGHTS
         if self.order:
             expected, self.position = self.next_use, self.position + 1
             assert expected and expected.weight == weight and phase in (None, expected.phase), (

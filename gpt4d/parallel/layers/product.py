@@ -333,7 +333,7 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
     elif call.output_split is not None:
         await YieldPoint()  # the product's node follows at once, so all chunks must create their input nodes first
-    if weights.recomputation_ends:
+    if separate_input and weights.recomputation_ends:
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
     if call.output_split is None:
