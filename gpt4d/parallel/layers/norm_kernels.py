@@ -24,7 +24,9 @@ def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
     given, w, b = _as_kernels_take(x, weight, bias)
     wide = given.dtype == weight.dtype
     backward = torch.ops.aten.native_layer_norm_backward
-    d_x, d_weight, d_bias = backward(cast_to(d_out, given.dtype), given, weight.shape, mean, rstd, w, b, [True, wide, wide])
+    d_x, d_weight, d_bias = backward(
+        cast_to(d_out, given.dtype), given, weight.shape, mean, rstd, w, b, [True, wide, wide]
+    )
     if not wide:  # the kernel rounds sums over all tokens to the narrow dtype
         d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
         d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)

@@ -76,9 +76,7 @@ def _load(function: type[Function]) -> Callable[..., Any]:
         return (differentiable if torch.is_grad_enabled() else once)(ctx, *gradients)
 
     methods = {"forward": staticmethod(function.forward), "backward": staticmethod(backward)}
-    torch_function: Any = type(
-        function.__name__, (torch.autograd.Function,), {**methods, "__doc__": function.__doc__}
-    )
+    torch_function: Any = type(function.__name__, (torch.autograd.Function,), {**methods, "__doc__": function.__doc__})
     # torch.autograd.Function.apply first unwraps the tensors of functorch's transforms, which no layer supports. The
     # base class raises an error within such a transform.
     _in_torch[function] = apply = super(torch.autograd.Function, torch_function).apply
