@@ -250,7 +250,7 @@ class GatheredInputFunction(Function):
 class ProductFunction(Function):
     """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` started.
 
-    W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
+    If the call starts no collective, the product is computed here. W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
     requires a gradient, that node has saved it. If the output is scattered, the result is a placeholder, and
     ScatteredOutputFunction waits for the output.
     """
@@ -261,6 +261,8 @@ class ProductFunction(Function):
         if ctx.keeper is None and call.input_again is None:
             ctx.save_for_backward(x_BK)
         ctx.call = call
+        if call.output is None:
+            call.start_product(x_BK)
         if call.output_split is not None:
             return placeholder(x_BK, call.shape)
         out = call.take_output()
@@ -333,6 +335,10 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
     elif call.output_split is not None:
         await YieldPoint()  # the product's node follows at once, so all chunks must create their input nodes first
+    elif not separate_input and context.contracted.size == 1:
+        out = ProductFunction.apply(x_BK, weight, bias, call)  # no collective overlaps with other chunks
+        await YieldPoint()
+        return out
     if separate_input and weights.recomputation_ends:
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
