@@ -42,17 +42,23 @@ class Axis:
     def start_all_reduce(
         self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None, overlaps: bool = True
     ) -> Pending:
-        return Pending(tensor) if self.size == 1 else start_all_reduce(tensor, self, op, parameter, overlaps)
+        if self.size == 1:
+            return Pending(tensor)
+        return start_all_reduce(tensor, self, op, parameter=parameter, overlaps=overlaps)
 
     def start_all_gather(
         self, shard: torch.Tensor, parameter: nn.Parameter | None = None, overlaps: bool = True
     ) -> Pending:
-        return Pending(shard) if self.size == 1 else start_all_gather(shard, self, parameter, overlaps)
+        if self.size == 1:
+            return Pending(shard)
+        return start_all_gather(shard, self, parameter=parameter, overlaps=overlaps)
 
     def start_reduce_scatter(
         self, full: torch.Tensor, parameter: nn.Parameter | None = None, overlaps: bool = True
     ) -> Pending:
-        return Pending(full) if self.size == 1 else start_reduce_scatter(full, self, parameter, overlaps)
+        if self.size == 1:
+            return Pending(full)
+        return start_reduce_scatter(full, self, parameter=parameter, overlaps=overlaps)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_all_reduce(tensor, op, parameter, overlaps=False).wait()

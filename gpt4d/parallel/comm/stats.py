@@ -170,8 +170,6 @@ class InFlightCollective:
             ends where the wait ends.
     """
 
-    __slots__ = ("collective", "device", "end", "overlaps", "started", "traffic", "work")
-
     def __init__(self, traffic: CommStats, work: Any, device: torch.device, sent_bytes: float, overlaps: bool = True):
         assert traffic.current_wait
         self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
