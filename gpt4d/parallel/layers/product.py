@@ -250,7 +250,9 @@ class GatheredInputFunction(Function):
 class ProductFunction(Function):
     """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` started.
 
-    If the call starts no collective, the product is computed here. W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
+    If no collective overlaps with other chunks, the product starts here.
+
+    W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
     requires a gradient, that node has saved it. If the output is scattered, the result is a placeholder, and
     ScatteredOutputFunction waits for the output.
     """
@@ -327,22 +329,22 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         again = None  # a gathered input is saved, because its recomputation needs a second all-gather
     separate_input = context.produced.size > 1 or weights.recomputes
     call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input)
+    if not separate_input and context.contracted.size == 1:
+        out = ProductFunction.apply(x_BK, weight, bias, call)
+        await YieldPoint()  # all chunks use the weight before any chunk uses the next weight
+        return out
     if separate_input:
         x_BK = InputFunction.apply(x_BK, call)
-    if call.input_split is not None:
-        pending = start_gather(x_BK.detach(), context.produced, call.input_split, weight)
+    if input_split is not None:
+        pending = start_gather(x_BK.detach(), context.produced, input_split, weight)
         await YieldPoint()
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
-    elif call.output_split is not None:
+    elif output_split is not None:
         await YieldPoint()  # the product's node follows at once, so all chunks must create their input nodes first
-    elif not separate_input and context.contracted.size == 1:
-        out = ProductFunction.apply(x_BK, weight, bias, call)  # no collective overlaps with other chunks
-        await YieldPoint()
-        return out
-    if separate_input and weights.recomputation_ends:
+    if weights.recomputation_ends:
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
-    if call.output_split is None:
+    if output_split is None:
         await YieldPoint()
         return ProductFunction.apply(x_BK, weight, bias, call)
     shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
