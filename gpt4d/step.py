@@ -154,6 +154,7 @@ class TrainStep:
         parameters = {name: p for name, p in stage.module.named_parameters() if name not in stage.copies}
         self.reducer = GradientReducer(stage.weights, parameters, overlap_data, shard=config.shard_states)
         self.shards: Sequence[nn.Parameter] = self.reducer.optimizer_shards
+        self._counted = [shard for shard in self.shards if gradient_reducer.counted_once(shard, stage.grid)]
         self.optimizer = optim.build_optimizer(zip(parameters, self.shards, strict=True), config)
         self.runtime = StageRuntime(stage, self.reducer, compute)
 
@@ -173,7 +174,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self.runtime.forward_backward(batches, microbatches, units)
-        squared_norm = gradient_reducer.squared_norm(self.shards, grid, device)
+        squared_norm = gradient_reducer.squared_norm(self._counted, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
         totals = grid.world.all_reduce(totals)

@@ -148,16 +148,17 @@ class Blocks:
             parallel=ParallelConfig(overlap=OverlapConfig(all_reduce, reduce_scatter, all_gather), cache_layers=cached),
         )
         stage = build_stage(config, grid, torch.device("cpu"))
-        self.weights, self.blocks, self.cached = stage.weights, stage.module.blocks, stage.cached
+        self.weights, self.blocks = stage.weights, stage.module.blocks
         # Embedding and head are not run, so the order of uses has the weights of the blocks only.
         model = registry.describe(work.model)
         layer_weights = replace(model, parts=(model.blocks,)).layer_weights(recompute=True)
-        self.order = weight_order(single_stage(microbatches=1), {0: layer_weights})
+        order = weight_order(single_stage(microbatches=1), {0: layer_weights})
+        self.plan = self.weights.schedule.plan(order, stage.cached)
         self.inputs, self.upstream = inputs_and_upstream(work, grid.sizes, grid.z.index, grid.y.index)
         self.tokens = TokenIndex(torch.arange(len(self.inputs)), work.model.max_positions, grid.axis(None))
 
     def step(self) -> Callable[[], dict]:
-        self.weights.schedule.begin(self.order, self.cached)
+        self.weights.schedule.begin(self.plan)
         x = run_blocks(self.weights, [*self.blocks.values()], self.inputs.flatten(0, 1), self.tokens)
         x.backward(self.upstream.flatten(0, 1))
         self.weights.finish()

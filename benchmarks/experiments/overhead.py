@@ -49,7 +49,7 @@ def run(settings: Settings) -> Iterator[dict]:
 class UncountedCollective:
     """A replacement for ``traffic.InFlightCollective`` that counts nothing."""
 
-    def __init__(self, traffic, work: dist.Work, device: torch.device, sent_bytes: float):
+    def __init__(self, traffic, work: dist.Work, device: torch.device, sent_bytes: float, overlaps: bool):
         self.work = work
 
     def wait(self) -> None:

@@ -68,6 +68,7 @@ class _Weights:
     """Replaces ``ShardedWeights`` in one call, for a weight that is not gathered."""
 
     splits_tokens = recomputation_ends = False
+    recomputes = True  # the model may use activation checkpointing
 
     def __init__(self, context: Context):
         self.context = context

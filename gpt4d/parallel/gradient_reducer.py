@@ -54,24 +54,28 @@ class GradientReducer:
             bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
         context, element_bytes = weights.context, torch.finfo(weights.dtype).bits // 8
-        buckets = gradient_buckets(specs, context.batch_axes, context.grid.sizes, shard, bucket_bytes, element_bytes)
+        buckets = list(
+            gradient_buckets(specs, context.batch_axes, context.grid.sizes, shard, bucket_bytes, element_bytes)
+        )
         # Weak, because the garbage collector does not see hooks: a strong reference makes a cycle that is never freed.
         this = weakref.proxy(self)
-        self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, list(buckets), overlap)
+        self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, buckets, overlap)
         self._names = {parameter: name for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
+        for name in {name for bucket in buckets for name in bucket.names}:
             if not specs[name].streamed:  # sharded weights report the gradients of weights that they gather
-                parameter.register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
+                parameters[name].register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
         weights.on_gradient = lambda p: this._on_gradient(p)
-        weights.pre_gather_hook = lambda p: this._wait_param(p)
+        if shard:
+            weights.pre_gather_hook = lambda p: this._wait_param(p)
 
     def begin(self, contributions: Mapping[str, int], overlaps_backward: bool = True) -> None:
         """Start a step, which ``finish`` ends. Arguments as for ``GradientSums.begin``."""
         self.sums.begin(contributions, overlaps_backward)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter in self._names:  # a copy of another stage's weight has no name
-            self.sums.note_contribution(self._names[parameter])
+        name = self._names.get(parameter)
+        if name is not None:  # a copy of another stage's weight has no name
+            self.sums.note_contribution(name)
 
     def finish(self) -> None:
         """End a step's backward: wait until ``grad`` of each optimizer shard is complete."""
@@ -162,12 +166,13 @@ def counted_once(parameter: nn.Parameter, grid: Grid) -> bool:
     return all(index == 0 for name, index in grid.indices.items() if name not in spec_of(parameter).layout.axes)
 
 
-def squared_norm(parameters: Sequence[nn.Parameter], grid: Grid, device: torch.device) -> torch.Tensor:
+def squared_norm(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's contribution to the squared norm of the global gradient, a float64 scalar.
 
-    The sum over all ranks of the job counts every element of every parameter once.
+    ``parameters``: the parameters or shards that this rank counts (``counted_once``). The sum over all ranks of the job
+    counts every element of every parameter once.
     """
-    gradients = [_gradient(p) for p in parameters if counted_once(p, grid)]
+    gradients = [_gradient(p) for p in parameters]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()

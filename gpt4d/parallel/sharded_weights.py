@@ -42,7 +42,8 @@ class ShardedWeights(Weights):
     """
 
     def __init__(self, context: Context, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
-        super().__init__(context, _TorchWeightDevice(self))
+        self._device = _TorchWeightDevice(self)
+        super().__init__(context, self._device)
         self.dtype, self.device = dtype, torch.device(device)
         # Called after each addition to a gradient, and before a gather, to make sure that the shard is up to date.
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
@@ -62,6 +63,7 @@ class ShardedWeights(Weights):
         """Set the global names of the parameters, which the order of uses refers to."""
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
+        self._device.forget_axes()
 
     def replicate(self, names: Iterable[str]) -> None:
         """Store these weights unsharded on every rank of z. Call it before they have values."""
@@ -70,6 +72,7 @@ class ShardedWeights(Weights):
             parameter.spec = spec_of(parameter).replicated()
             shape = self.context.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
             parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._device.forget_axes()
 
     @property
     def records_gradients(self) -> bool:
@@ -84,10 +87,11 @@ class ShardedWeights(Weights):
 
     def _name(self, shard: nn.Parameter) -> str:
         """Return a weight's name. A weight that ``bind`` has not named gets a name, which no order contains."""
-        if shard not in self._names:
+        name = self._names.get(shard)
+        if name is None:
             name = f"unnamed {len(self._names)}"
             self._names[shard], self._parameters[name] = name, shard
-        return self._names[shard]
+        return name
 
     def compute_delayed_gradients(self) -> None:
         with torch.no_grad():
@@ -104,20 +108,24 @@ class _TorchWeightDevice:
 
     def __init__(self, weights: ShardedWeights):
         self._weights = weakref.proxy(weights)  # in a reference cycle, tensors live until the garbage collector runs
+        self._axes: dict[str, Axis] = {}  # the axes that weights are gathered over
+
+    def forget_axes(self) -> None:
+        """Forget the axes of all weights, because layouts or names have changed."""
+        self._axes.clear()
 
     def is_split(self, weight: str) -> bool:
-        return self._axis(self._shard(weight)).size > 1
+        return self._axis(weight).size > 1
 
     def start_gather(self, weight: str) -> Pending:
         """Cast before gathering: a bf16 weight has half the bytes of its master."""
-        shard = self._shard(weight)
-        self._weights.pre_gather_hook(shard)
-        local = cast_to(shard.detach(), self._weights.context.compute_dtype)
-        return self._axis(shard).start_all_gather(local, parameter=shard)
+        shard, weights = self._shard(weight), self._weights
+        weights.pre_gather_hook(shard)
+        local = cast_to(shard.detach(), weights.context.compute_dtype)
+        return self._axis(weight).start_all_gather(local, parameter=shard)
 
     def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
-        shard = self._shard(weight)
-        return self._axis(shard).start_reduce_scatter(gradient, parameter=shard)
+        return self._axis(weight).start_reduce_scatter(gradient, parameter=self._shard(weight))
 
     def wait(self, pending: Pending) -> torch.Tensor:
         return pending.wait()
@@ -138,13 +146,15 @@ class _TorchWeightDevice:
     def _shard(self, weight: str) -> nn.Parameter:
         return self._weights._parameters[weight]
 
-    def _axis(self, shard: nn.Parameter) -> Axis:
+    def _axis(self, weight: str) -> Axis:
         """Return the axis to gather a weight over."""
-        layout = spec_of(shard).layout
-        if "z" not in layout.axes:
-            return _ALONE
-        assert layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec_of(shard)}, innermost"
-        return self._weights.context.grid.z
+        axis = self._axes.get(weight)
+        if axis is None:
+            spec = spec_of(self._shard(weight))
+            split = "z" in spec.layout.axes
+            assert not split or spec.layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec}, innermost"
+            axis = self._axes[weight] = self._weights.context.grid.z if split else _ALONE
+        return axis
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -74,8 +74,10 @@ class Weights(ABC):
     @property
     def recomputation_ends(self) -> bool:
         """Return whether a recomputation is in progress that uses no further weight."""
+        if not self.recomputing:
+            return False
         following = self.next_use
-        return self.recomputing and following is not None and following.phase != RECOMPUTATION
+        return following is not None and following.phase != RECOMPUTATION
 
     def checkpointed(self, function: Callable, *inputs: Any) -> Any:
         """Call a function of blocks; to recompute blocks, keep only its inputs and call it again in the backward."""

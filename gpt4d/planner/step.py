@@ -95,7 +95,8 @@ class StepWalk:
         sums.begin(expected | dict.fromkeys(self.cached_for_step, 1))
         sums.start_row_gathers()  # rows that the previous step has updated
         earlier = self._continue() if continued else None
-        weights.schedule.begin(order, self.cached, self.cached_for_step, {**chunk_contributions, **added}, earlier)
+        plan = weights.schedule.plan(order, self.cached, self.cached_for_step)
+        weights.schedule.begin(plan, {**chunk_contributions, **added}, earlier)
         for _ in range(last or microbatches):
             self._microbatch()
             self.after_microbatch.append(device.totals())

@@ -63,7 +63,8 @@ def forward_and_backward(sizes, state, checkpointing, microbatches, config=TINY_
     for ids, targets, numbers in zip(*parts, strict=True):
         (model.loss_sum(ids, targets, numbers) / (BATCH * LENGTH)).backward()
     total.finish()
-    norm = gradient_reducer.squared_norm(list(model.parameters()), grid, torch.device("cpu"))
+    counted = [p for p in model.parameters() if gradient_reducer.counted_once(p, grid)]
+    norm = gradient_reducer.squared_norm(counted, torch.device("cpu"))
     grads = to_hf({n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}, config)
     own = (grid.batch_shard, grid.x.index, torch.cat(logits))
     return own, (grads if grid.world.index == 0 else None), norm

@@ -68,9 +68,9 @@ def gpu(monkeypatch):
     return clock
 
 
-def start(traffic, gpu, end, name="all_gather z") -> InFlightCollective:
+def start(traffic, gpu, end, name="all_gather z", overlaps=True) -> InFlightCollective:
     with traffic.track_wait(traffic.start(name)):
-        return InFlightCollective(traffic, Work(gpu, end), GPU, 8.0)
+        return InFlightCollective(traffic, Work(gpu, end), GPU, 8.0, overlaps)
 
 
 def test_a_collective_is_hidden_beside_computation_and_exposed_after_it(gpu):
@@ -88,6 +88,17 @@ def test_a_long_collective_of_one_axis_does_not_lengthen_a_short_one_of_another(
     for collective in waits:
         collective.wait()
     assert short.read()["hidden_s"] == 1.0 and long.read()["hidden_s"] == 10.0
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_collective_that_does_not_overlap_is_exposed_and_needs_no_further_stream(gpu, monkeypatch, timed):
+    monkeypatch.setattr(torch.cuda, "Stream", None)
+    traffic = CommStats(timed=timed)
+    start(traffic, gpu, end=3.0, overlaps=False).wait()
+    assert traffic.oldest_unfinished().number == 1
+    gpu.now = 3.0
+    assert traffic.oldest_unfinished() is None
+    assert traffic.read() == {"bytes": 8.0, "exposed_s": 3.0 * timed, "hidden_s": 0.0}
 
 
 def test_a_collective_that_is_not_timed_counts_its_bytes_and_records_no_time(gpu):

@@ -135,8 +135,8 @@ def collectives_of_a_step(sizes, recompute, parallel):
     def recorded(kind):
         start = getattr(collectives, f"start_{kind}")
 
-        def record(tensor, axis, *rest, parameter=None):
-            pending, begun = start(tensor, axis, *rest, parameter=parameter), computed[0]
+        def record(tensor, axis, *rest, parameter=None, **options):
+            pending, begun = start(tensor, axis, *rest, parameter=parameter, **options), computed[0]
             name = names.get(parameter, "")
             if pending.run and axis.name in ("x", "y") and name.startswith("blocks") and "norm" not in name:
                 wait = pending.run.wait
@@ -155,7 +155,7 @@ def collectives_of_a_step(sizes, recompute, parallel):
         recorded("all_reduce"),
         recorded("all_gather"),
         recorded("reduce_scatter"),
-        patch.object(torch.Tensor, "__matmul__", counted(torch.Tensor.__matmul__)),
+        patch.object(torch, "mm", counted(torch.mm)),
         patch.object(F, "scaled_dot_product_attention", counted(F.scaled_dot_product_attention)),
     ):
         runtime.forward_backward([microbatch(runtime.stage.grid, 0)], 1, 1.0)
@@ -182,13 +182,13 @@ def gathers_of_a_step(chunks):
     names = {p: name for name, p in runtime.stage.module.named_parameters()}
     gather, scatter = collectives.start_all_gather, collectives.start_reduce_scatter
 
-    def count_gather(shard, axis, parameter=None):
+    def count_gather(shard, axis, parameter=None, **options):
         gathers[names[parameter]] += 1
-        return gather(shard, axis, parameter=parameter)
+        return gather(shard, axis, parameter=parameter, **options)
 
-    def count_scatter(full, axis, parameter=None):
+    def count_scatter(full, axis, parameter=None, **options):
         scatters[names[parameter]] += 1
-        return scatter(full, axis, parameter=parameter)
+        return scatter(full, axis, parameter=parameter, **options)
 
     with (
         patch.object(collectives, "start_all_gather", count_gather),

@@ -121,6 +121,12 @@ def test_each_weight_is_gathered_ahead_and_as_rarely_as_possible(ranks, recomput
         assert late == microbatches  # the first gather of a microbatch has nothing to hide behind
 
 
+def begin(stage, actions):
+    """Start a step of these actions."""
+    schedule = stage.weights.schedule
+    schedule.begin(schedule.plan(weight_order(actions, stage.layer_weights), stage.cached))
+
+
 # Two and three microbatches in flight, as stages of a pipeline have them.
 IN_FLIGHT = ["F0 F1 B0 B1", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0"]
 
@@ -131,7 +137,7 @@ def gradients_in_flight(text, recompute, cache_layers):
     stage = build_tiny_stage(grid, None, cache_layers, recompute)
     actions = [Action(word[0], int(word[1:])) for word in text.split()]
     counter = GatherCounter(stage.weights)
-    stage.weights.schedule.begin(weight_order(actions, stage.layer_weights), stage.cached)
+    begin(stage, actions)
     losses = {}
     for kind, microbatch, _ in actions:
         if kind == "F":
@@ -169,7 +175,7 @@ def logits_after_an_update():
     """Logits of two forwards after an order that was cut short and an update: a stale weight shows in the first."""
     grid = Grid(GRID)
     stage = build_tiny_stage(grid, cache_layers=LAYERS)
-    stage.weights.schedule.begin(weight_order(single_stage(1), stage.layer_weights), stage.cached)
+    begin(stage, single_stage(1))
     stage.module(*tiny_batch(grid)[::2])  # a forward alone: the cache waits for a backward
     with pytest.raises(AssertionError, match="did not use"):
         stage.weights.finish()
@@ -187,7 +193,8 @@ def test_no_gathered_weight_outlives_a_step(ranks):
 def use_in_another_order():
     grid = Grid(GRID)
     stage = build_tiny_stage(grid)
-    stage.weights.schedule.begin(weight_order(single_stage(1), {0: stage.layer_weights[0][::-1]}))
+    schedule = stage.weights.schedule
+    schedule.begin(schedule.plan(weight_order(single_stage(1), {0: stage.layer_weights[0][::-1]})))
     stage.module(*tiny_batch(grid)[::2])
 
 
@@ -201,7 +208,7 @@ def test_a_use_that_the_order_does_not_have_is_an_error(ranks):
 def bytes_over_z(recompute, cache_layers):
     grid = Grid(GRID)
     stage = build_tiny_stage(grid, None, cache_layers, recompute, torch.float32)
-    stage.weights.schedule.begin(weight_order(single_stage(1), stage.layer_weights), stage.cached)
+    begin(stage, single_stage(1))
     stage.module.loss_sum(*tiny_batch(grid)).backward()
     stage.weights.finish()
     sizes = [p.numel() * 4 for p in stage.module.parameters() if "z" in p.spec.layout.axes]

@@ -63,7 +63,8 @@ def run_own_stage(first: int | None) -> tuple:
     gradients = {
         name: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for name, p in stage.module.named_parameters()
     }
-    squared_norm = gradient_sums.squared_norm(list(stage.module.parameters()), grid, torch.device("cpu"))
+    counted = [p for p in stage.module.parameters() if gradient_sums.counted_once(p, grid)]
+    squared_norm = gradient_sums.squared_norm(counted, torch.device("cpu"))
     norm = grid.world.all_reduce(squared_norm).sqrt().item()
     ranks_of_job = int(grid.world.all_reduce(torch.tensor([2**rank])))
     return loss, norm, gradients, ranks_of_job, grid.index, list(grid.active_axes)

@@ -2,11 +2,11 @@
 
 A ``start_`` function returns a handle whose ``wait`` returns the result. ``Axis`` has methods that start and wait. All
 ranks of an axis start the same collectives in the same order. On an axis of one device, each collective returns its
-input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer.
+input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer. A collective that
+``overlaps`` may continue while the computation does not wait for it.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,23 +39,35 @@ class Axis:
     transport: Transport | None = None
     traffic: CommStats = field(default_factory=CommStats)
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> Pending:
-        return start_all_reduce(tensor, self, op, parameter=parameter)
+    def start_all_reduce(
+        self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None, overlaps: bool = True
+    ) -> Pending:
+        if self.size == 1:
+            return Pending(tensor)
+        return start_all_reduce(tensor, self, op, parameter=parameter, overlaps=overlaps)
 
-    def start_all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
-        return start_all_gather(shard, self, parameter=parameter)
+    def start_all_gather(
+        self, shard: torch.Tensor, parameter: nn.Parameter | None = None, overlaps: bool = True
+    ) -> Pending:
+        if self.size == 1:
+            return Pending(shard)
+        return start_all_gather(shard, self, parameter=parameter, overlaps=overlaps)
 
-    def start_reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
-        return start_reduce_scatter(full, self, parameter=parameter)
+    def start_reduce_scatter(
+        self, full: torch.Tensor, parameter: nn.Parameter | None = None, overlaps: bool = True
+    ) -> Pending:
+        if self.size == 1:
+            return Pending(full)
+        return start_reduce_scatter(full, self, parameter=parameter, overlaps=overlaps)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
-        return self.start_all_reduce(tensor, op, parameter).wait()
+        return self.start_all_reduce(tensor, op, parameter, overlaps=False).wait()
 
     def all_gather(self, shard: torch.Tensor, parameter: nn.Parameter | None = None) -> torch.Tensor:
-        return self.start_all_gather(shard, parameter).wait()
+        return self.start_all_gather(shard, parameter, overlaps=False).wait()
 
     def reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> torch.Tensor:
-        return self.start_reduce_scatter(full, parameter).wait()
+        return self.start_reduce_scatter(full, parameter, overlaps=False).wait()
 
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
@@ -63,24 +75,36 @@ def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
     return GlooTransport(group) if device_type == "cpu" else ProcessGroupTransport(group)
 
 
-def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = SUM, parameter: nn.Parameter | None = None) -> Pending:
+def start_all_reduce(
+    tensor: torch.Tensor, axis: Axis, op: str = SUM, parameter: nn.Parameter | None = None, overlaps: bool = True
+) -> Pending:
     """Start to reduce ``tensor`` over the axis **in place**, by ``SUM`` or ``MAX``. Sends 2·(G-1)/G of it (Eq. 3)."""
     assert axis.size == 1 or tensor.is_contiguous()
-    return _start("all_reduce", tensor, axis, 2 * (axis.size - 1) / axis.size, parameter, op)
+    return _start("all_reduce", tensor, axis, 2 * (axis.size - 1) / axis.size, parameter, overlaps, op)
 
 
-def start_all_gather(shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> Pending:
+def start_all_gather(
+    shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None, overlaps: bool = True
+) -> Pending:
     """Start to concatenate the shards of all ranks of the axis along dim 0. Sends (G-1) shards (Eq. 1)."""
-    return _start("all_gather", shard, axis, axis.size - 1, parameter)
+    return _start("all_gather", shard, axis, axis.size - 1, parameter, overlaps)
 
 
-def start_reduce_scatter(full: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> Pending:
+def start_reduce_scatter(
+    full: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None, overlaps: bool = True
+) -> Pending:
     """Start the reduce-scatter over the axis along dim 0. Sends (G-1)/G of the bytes (Eq. 2)."""
-    return _start("reduce_scatter", full, axis, (axis.size - 1) / axis.size, parameter)
+    return _start("reduce_scatter", full, axis, (axis.size - 1) / axis.size, parameter, overlaps)
 
 
 def _start(
-    kind: str, tensor: torch.Tensor, axis: Axis, sent_share: float, parameter: nn.Parameter | None, *options: str
+    kind: str,
+    tensor: torch.Tensor,
+    axis: Axis,
+    sent_share: float,
+    parameter: nn.Parameter | None,
+    overlaps: bool,
+    *options: str,
 ) -> Pending:
     """Start a collective that profiler traces and hang reports name, such as ``all_gather z``.
 
@@ -90,6 +114,7 @@ def _start(
         axis: its statistics count the collective.
         sent_share: bytes that this rank sends, divided by the bytes of ``tensor``.
         parameter: belongs to the layer that communicates.
+        overlaps: as for ``InFlightCollective``.
         options: further arguments of the transport.
     """
     if axis.size == 1:
@@ -98,9 +123,14 @@ def _start(
     assert transport
     collective = traffic.start(f"{kind} {axis.name}", parameter)
     with traffic.named_range(collective.name), traffic.track_wait(collective):
-        with traffic.time_wait(tensor.device) if transport.copies_at_start else nullcontext():
-            pending = getattr(transport, f"start_{kind}")(tensor, *options)
-        pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_share * tensor.nbytes)
+        start = getattr(transport, f"start_{kind}")
+        if transport.copies_at_start:
+            with traffic.time_wait(tensor.device):
+                pending = start(tensor, *options)
+        else:
+            pending = start(tensor, *options)
+        sent_bytes = sent_share * tensor.nbytes
+        pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_bytes, overlaps)
     return pending
 
 

@@ -15,6 +15,8 @@ class InFlight(Protocol):
 class Pending:
     """A collective in flight. ``wait`` returns its result, the same at each call."""
 
+    __slots__ = ("finish", "result", "run", "source")
+
     def __init__(
         self,
         result: Any,

@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,26 +46,13 @@ class CommStats:
         self.num_started += 1
         return StartedCollective(name, self.num_started, time.monotonic(), parameter)
 
-    @contextmanager
-    def track_wait(self, collective: StartedCollective) -> Iterator[None]:
+    def track_wait(self, collective: StartedCollective) -> AbstractContextManager[None]:
         """Set ``current_wait`` while this rank waits for a collective. Raises PeerLost if the collective fails."""
-        self.current_wait = collective
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise PeerLost(f"{collective.name}: {error}") from error
-        finally:
-            self.current_wait = None
+        return _TrackedWait(self, collective)
 
-    @contextmanager
-    def time_wait(self, device: torch.device) -> Iterator[None]:
+    def time_wait(self, device: torch.device) -> AbstractContextManager[None]:
         """Record a wait of the computation on ``device``."""
-        before = now(device) if self.timed else None
-        yield
-        if before is not None:
-            self.wait_intervals.append((before, now(device)))
+        return _TimedWait(self, device)
 
     def record_run(self, started: Any, ended: Any) -> None:
         """Record when a collective ran, in results of ``now``."""
@@ -133,6 +120,42 @@ class PeerLost(RuntimeError):
     """A collective failed here, most likely because another rank has ended."""
 
 
+# Classes, because each collective enters these contexts, and a generator takes twice the time.
+
+
+class _TrackedWait:
+    """The context of ``CommStats.track_wait``."""
+
+    __slots__ = ("collective", "traffic")
+
+    def __init__(self, traffic: CommStats, collective: StartedCollective):
+        self.traffic, self.collective = traffic, collective
+
+    def __enter__(self) -> None:
+        self.traffic.current_wait = self.collective
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.traffic.current_wait = None
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise PeerLost(f"{self.collective.name}: {error}") from error
+
+
+class _TimedWait:
+    """The context of ``CommStats.time_wait``."""
+
+    __slots__ = ("before", "device", "traffic")
+
+    def __init__(self, traffic: CommStats, device: torch.device):
+        self.traffic, self.device = traffic, device
+
+    def __enter__(self) -> None:
+        self.before = now(self.device) if self.traffic.timed else None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.before is not None and error is None:
+            self.traffic.wait_intervals.append((self.before, now(self.device)))
+
+
 class InFlightCollective:
     """One collective in flight: records on its axis when it ran and how long the computation waited for it.
 
@@ -143,32 +166,49 @@ class InFlightCollective:
         work: the handle of the collective, a dist.Work on a GPU; as described for Transport on a CPU.
         device: where the computation runs.
         sent_bytes: bytes that this rank sends.
+        overlaps: the computation may continue before it waits; if false, ``wait`` follows at once, and the collective
+            ends where the wait ends.
     """
 
-    def __init__(self, traffic: CommStats, work: Any, device: torch.device, sent_bytes: float):
+    def __init__(self, traffic: CommStats, work: Any, device: torch.device, sent_bytes: float, overlaps: bool = True):
         assert traffic.current_wait
         self.traffic, self.work, self.device, self.collective = traffic, work, device, traffic.current_wait
         self.started = now(device) if traffic.timed else None
+        self.overlaps = overlaps
         self.end: torch.cuda.Event | None = None  # on a GPU
         traffic.bytes += sent_bytes
+        if not overlaps:
+            return
         if device.type != "cpu":
             self.end = traffic.record_end(work, device)
             traffic.watch(self.collective, self.end)
         elif self.started is not None:
-            work.on_end(
-                partial(traffic.record_run, self.started)
-            )  # without self: a cycle keeps the tensors of ``work``
+            # Without self: a cycle keeps the tensors of ``work``.
+            work.on_end(partial(traffic.record_run, self.started))
 
     def wait(self) -> None:
         traffic = self.traffic
-        with (
-            traffic.named_range(f"wait {self.collective.name}"),
-            traffic.track_wait(self.collective),
-            traffic.time_wait(self.device),
-        ):
-            self.work.wait()
+        with traffic.named_range(f"wait {self.collective.name}"), traffic.track_wait(self.collective):
+            if self.overlaps:
+                with traffic.time_wait(self.device):
+                    self.work.wait()
+            else:
+                self.work.wait()
+                self._record_wait()
         if self.started is not None and self.end is not None:
             traffic.record_run(self.started, self.end)
+
+    def _record_wait(self) -> None:
+        """Record the end of a collective that does not overlap with the computation."""
+        traffic, on_gpu = self.traffic, self.device.type != "cpu"
+        if self.started is not None:
+            self.end = now(self.device)
+            traffic.wait_intervals.append((self.started, self.end))
+        elif on_gpu:
+            self.end = torch.cuda.Event()
+            self.end.record()
+        if on_gpu:
+            traffic.watch(self.collective, self.end)
 
 
 def seconds_between(start, stop) -> float:

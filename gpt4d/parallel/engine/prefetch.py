@@ -119,8 +119,17 @@ def prefetch_plan(
     return ahead[::-1]
 
 
+class WeightPlan(NamedTuple):
+    """The uses of weights in a step or an evaluation, and the decisions for each use (``WeightSchedule.plan``)."""
+
+    order: Sequence[WeightUse] = ()
+    kept: Sequence[bool] = ()  # whether the weight stays in memory after the use
+    ahead: Sequence[tuple[str, ...]] = ()  # the weights to prefetch during the use
+
+
 _MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds an unsharded gradient in memory
 
+_NO_WEIGHTS: tuple[str, ...] = ()
 Tensor = TypeVar("Tensor")  # a gathered weight or its gradient
 Pending = TypeVar("Pending")  # a collective in flight
 
@@ -171,28 +180,36 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self._ahead: Sequence[tuple[str, ...]] = ()
         self.position = -1  # index of the last use in the order
 
+    def plan(
+        self, order: Sequence[WeightUse], cached: Collection[str] = (), cached_for_step: Collection[str] = ()
+    ) -> WeightPlan:
+        """Return the decisions for steps or evaluations that use weights in ``order``.
+
+        Args:
+            order: every use of a weight.
+            cached: weights that stay gathered until their backward.
+            cached_for_step: weights that stay gathered until their last use.
+        """
+        unsplit = {use.weight for use in order if not self.device.is_split(use.weight)}
+        prefetch = self.overlap.prefetch if self.overlap.all_gather else 0
+        kept = kept_after_use(order, cached, cached_for_step)
+        return WeightPlan(order, kept, prefetch_plan(order, prefetch, unsplit))
+
     def begin(
         self,
-        order: Sequence[WeightUse],
-        cached: Collection[str] = (),
-        cached_for_step: Collection[str] = (),
+        plan: WeightPlan,
         contributions: Mapping[str, int] | None = None,
         continued: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Start a step or an evaluation that uses weights in ``order``. ``finish`` ends it.
+        """Start a step or an evaluation. ``finish`` ends it. Outside of a step, nothing is prefetched.
 
         Args:
-            order: every use of a weight; without an order nothing is prefetched.
-            cached: weights that stay gathered until their backward.
-            cached_for_step: weights that stay gathered until their last use.
+            plan: the uses of weights and the decisions for them.
             contributions: number of contributions to a weight's gradient before its reduce-scatter; 1 by default.
             continued: weights that earlier microbatches of the step have gathered, and their accumulated gradients.
         """
         assert self.position == len(self.order) - 1, "the previous order is not finished"
-        self.order, self.kept, self.position = order, kept_after_use(order, cached, cached_for_step), -1
-        unsplit = {use.weight for use in order if not self.device.is_split(use.weight)}
-        prefetch = self.overlap.prefetch if self.overlap.all_gather else 0
-        self._ahead = prefetch_plan(order, prefetch, unsplit)
+        (self.order, self.kept, self._ahead), self.position = plan, -1
         self._contributions = contributions or {}
         for name, (weight, gradient) in (continued or {}).items():
             self.ready[name], self._accumulated[name] = weight, gradient
@@ -212,19 +229,17 @@ class WeightSchedule(Generic[Tensor, Pending]):
 
         ``phase``: the phase of the use, which is checked against the order; None: no check.
         """
-        kept, ahead = phase == RECOMPUTATION, tuple[str, ...]()
+        kept, ahead = phase == RECOMPUTATION, _NO_WEIGHTS
         if self.order:
             expected, self.position = self.next_use, self.position + 1
             assert expected and expected.weight == weight and phase in (None, expected.phase), (
                 f"the {phase} uses weight {weight} where the model's description has {expected}"
             )
             kept, ahead = self.kept[self.position], self._ahead[self.position]
-        if weight in self.ready:
-            value = self.ready.pop(weight)
-        elif weight in self.gathering:
-            value = self.device.wait(self.gathering.pop(weight))
-        else:
-            value = self.device.wait(self.device.start_gather(weight))
+        value = self.ready.pop(weight, None)
+        if value is None:
+            pending = self.gathering.pop(weight, None)
+            value = self.device.wait(self.device.start_gather(weight) if pending is None else pending)
         if kept:
             self.ready[weight] = value
         for following in ahead:
@@ -274,5 +289,5 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self.ready.clear()
         assert not self._missing, "a gradient has fewer contributions than its description says"
         remaining, self._contributions = self.order[self.position + 1 :], {}
-        self.order, self.kept, self._ahead, self.position = (), (), (), -1
+        (self.order, self.kept, self._ahead), self.position = WeightPlan(), -1
         assert not remaining, f"the model did not use {remaining[0]}, which its description has"

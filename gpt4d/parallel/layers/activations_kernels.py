@@ -18,10 +18,12 @@ def gelu(x):
 
 def gelu_gradients(d_out, x, bias):
     """Return the gradients of ``x`` [tokens, features] and of ``bias``, summed in the dtype of ``bias``."""
-    rows = _ROWS if len(x) % _ROWS == 0 else len(x)
-    d_out, x = d_out.unflatten(0, (-1, rows)), x.unflatten(0, (-1, rows))
-    d_x = torch.ops.aten.gelu_backward(d_out, x, approximate="tanh")
-    return d_x.flatten(0, 1), d_x.sum(1, dtype=bias.dtype).sum(0).view(bias.shape)
+    backward, shape = torch.ops.aten.gelu_backward, bias.shape
+    if len(x) % _ROWS or len(x) == _ROWS:
+        d_x = backward(d_out, x, approximate="tanh")
+        return d_x, d_x.sum(0, dtype=bias.dtype).view(shape)
+    d_x = backward(d_out.unflatten(0, (-1, _ROWS)), x.unflatten(0, (-1, _ROWS)), approximate="tanh")
+    return d_x.flatten(0, 1), d_x.sum(1, dtype=bias.dtype).sum(0).view(shape)
 
 
 def silu(x):

@@ -36,7 +36,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
             if bias is None and not a.is_contiguous() and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
                 return linear(b.t(), a, None, "none", [], "").t().contiguous()
             return linear(a, b.t(), bias, "none", [], "")
-    return a @ b if bias is None else torch.addmm(bias, a, b)
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,7 +61,9 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
     """Compute ``product`` on a CPU: convert both matrices to ``dtype``, ``a`` in blocks of rows."""
-    wide, rows = b.to(dtype), len(a) if a.dtype == dtype else kernels.block_rows(a.shape[1])
+    if a.dtype == dtype:
+        return matmul(a, b) if added_to is None else added_to.add_(matmul(a, b))
+    wide, rows = b.to(dtype), kernels.block_rows(a.shape[1])
     if added_to is None and len(a) <= rows:
         return matmul(a.to(dtype), wide)
     result = a.new_empty(len(a), b.shape[1], dtype=dtype) if added_to is None else added_to
@@ -71,32 +73,44 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to
     return result
 
 
-def _matrix(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    matrix = weight.flatten(1)
-    return matrix.t() if transposed else matrix
+# These functions avoid views of matrices: at small sizes a view takes as long as a product.
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight without separate dims of its columns."""
+    return weight if weight.dim() == 2 else weight.flatten(1)
+
+
+def _rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return an activation as a matrix with ``columns`` columns."""
+    return x if x.dim() == 2 and x.shape[1] == columns else x.reshape(-1, columns)
 
 
 def linear(x_BK, weight, bias, transposed: bool):
     """Return ``x @ W + b`` as [..., *N]."""
-    rows, w = x_BK.reshape(-1, x_BK.shape[-1]), _matrix(weight, transposed)
-    out = matmul(rows, w, None if bias is None else bias.flatten())
+    w = _matrix(weight)
+    out = matmul(_rows(x_BK, x_BK.shape[-1]), w.t() if transposed else w, None if bias is None else bias.flatten())
+    if x_BK.dim() == weight.dim() == 2:
+        return out
     return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:]))
 
 
 def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
     """Return ``d_out @ W.T`` in the shape of ``x_BK``."""
-    w = _matrix(weight, transposed)
-    return matmul(d_out_BN.view(-1, w.shape[1]), w.t()).view(x_BK.shape)
+    w = _matrix(weight) if transposed else _matrix(weight).t()
+    d_x = matmul(_rows(d_out_BN, w.shape[0]), w)
+    return d_x if x_BK.dim() == 2 else d_x.view(x_BK.shape)
 
 
 def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
     """Return ``x.T @ d_out``, accumulated in the dtype of ``weight`` into ``added_to`` if given."""
-    rows = x_BK.reshape(-1, x_BK.shape[-1])
-    d_rows = d_out_BN.view(len(rows), math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
+    rows = _rows(x_BK, x_BK.shape[-1])
+    d_rows = _rows(d_out_BN, math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
     left, right = (d_rows, rows) if transposed else (rows, d_rows)
     if added_to is None:
-        return product(left.t(), right, weight.dtype).view(-1, *weight.shape[1:])
-    product(left.t(), right, weight.dtype, added_to.view(len(added_to), -1))
+        gradient = product(left.t(), right, weight.dtype)
+        return gradient if weight.dim() == 2 else gradient.view(-1, *weight.shape[1:])
+    product(left.t(), right, weight.dtype, _matrix(added_to))
     return added_to
 
 

@@ -9,13 +9,15 @@ for float64 inputs.
 import torch
 import torch.nn.functional as F
 
+from gpt4d.parallel.layers.product_kernels import cast_to
+
 
 def layer_norm(x, branch, weight, bias, epsilon: float):
     """Return the summed input, the normalized output, the mean and the rstd."""
     added, stream = _with_branch(x, branch)
     stream, w, b = _as_kernels_take(stream, weight, bias)
     out, mean, rstd = torch.native_layer_norm(stream, weight.shape, w, b, epsilon)
-    return added, out.to(x.dtype), mean, rstd
+    return added, cast_to(out, x.dtype), mean, rstd
 
 
 def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
@@ -23,8 +25,9 @@ def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
     given, w, b = _as_kernels_take(x, weight, bias)
     wide = given.dtype == weight.dtype
     backward = torch.ops.aten.native_layer_norm_backward
-    d_given = d_out.to(given.dtype)
-    d_x, d_weight, d_bias = backward(d_given, given, weight.shape, mean, rstd, w, b, [True, wide, wide])
+    d_x, d_weight, d_bias = backward(
+        cast_to(d_out, given.dtype), given, weight.shape, mean, rstd, w, b, [True, wide, wide]
+    )
     if not wide:  # the kernel rounds sums over all tokens to the narrow dtype
         d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
         d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
@@ -42,7 +45,7 @@ def _as_kernels_take(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor, torch
     if torch.compiler.is_compiling():  # torch.compile fuses the conversions
         return x.to(_statistics_dtype(x)), weight, bias
     # On a CPU, narrow weights make the statistics narrow; on a GPU, all arguments must have one dtype.
-    return (x, weight, bias) if x.is_cpu else (x, weight.to(x.dtype), bias.to(x.dtype))
+    return (x, weight, bias) if x.is_cpu else (x, cast_to(weight, x.dtype), cast_to(bias, x.dtype))
 
 
 def mean_and_variance(x, branch):
@@ -87,18 +90,18 @@ def split_layer_norm_gradients(d_out, d_stream, x, mean, rstd, weight, sums):
 
 def _summed(d_x: torch.Tensor, d_stream: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``x``, in its dtype, with the stream's gradient added."""
-    d_x = d_x.to(x.dtype)
+    d_x = cast_to(d_x, x.dtype)
     return d_x if d_stream is None else d_x.add_(d_stream)
 
 
 def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def sum_of_squares(x, branch):
     """Return the summed input and ``Σ x²`` over the local features."""
     added, stream = _with_branch(x, branch)
-    return added, stream.to(_statistics_dtype(x)).square().sum(-1)
+    return added, cast_to(stream, _statistics_dtype(x)).square().sum(-1)
 
 
 def reciprocal_root(squares, count: int, epsilon: float):
@@ -108,7 +111,7 @@ def reciprocal_root(squares, count: int, epsilon: float):
 
 def scaled(x, rstd, weight, zero_centered: bool = False):
     """Return ``x · rstd · weight``, or with ``1 + weight`` if ``zero_centered``, in the dtype of ``x``."""
-    return (x * rstd).mul_(_factor(weight, zero_centered)).to(x.dtype)
+    return cast_to((x * rstd).mul_(_factor(weight, zero_centered)), x.dtype)
 
 
 def _factor(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -117,9 +120,10 @@ def _factor(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 def rms_norm(x, branch, weight, epsilon: float, zero_centered: bool = False):
     """Return the summed input, the reciprocal root mean square, and the normalized output."""
-    added, squares = sum_of_squares(x, branch)
-    rstd = reciprocal_root(squares, x.shape[-1], epsilon)
-    return added, rstd, scaled(x if added is None else added, rstd, weight, zero_centered)
+    added, stream = _with_branch(x, branch)
+    squares = cast_to(stream, _statistics_dtype(x)).square().sum(-1, keepdim=True)
+    rstd = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return added, rstd, scaled(stream, rstd, weight, zero_centered)
 
 
 def sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered: bool = False):
@@ -129,15 +133,20 @@ def sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered: bool = False):
 
 def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered: bool = False):
     """Return the gradients of input and weight from means over all features."""
-    normal = x * rstd
-    d_x = (d_out * _factor(weight, zero_centered)).addcmul_(normal, sums, value=-1).mul_(rstd)
-    return _summed(d_x, d_stream, x), normal.mul_(d_out).flatten(0, -2).sum(0).to(weight.dtype)
+    return _rms_norm_gradients(d_out, d_stream, x, x * rstd, rstd, weight, sums, zero_centered)
 
 
 def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = False):
     """Return the gradients of input and weight where no axis splits the features."""
-    sums = mean_of(sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered), x.shape[-1])
-    return split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered)
+    normal = x * rstd
+    sums = (d_out * _factor(weight, zero_centered)).mul_(normal).sum(-1, keepdim=True).div_(x.shape[-1])
+    return _rms_norm_gradients(d_out, d_stream, x, normal, rstd, weight, sums, zero_centered)
+
+
+def _rms_norm_gradients(d_out, d_stream, x, normal, rstd, weight, sums, zero_centered: bool):
+    """Return the gradients of input and weight, and overwrite ``normal``, which is ``x · rstd``."""
+    d_x = (d_out * _factor(weight, zero_centered)).addcmul_(normal, sums, value=-1).mul_(rstd)
+    return _summed(d_x, d_stream, x), cast_to(normal.mul_(d_out).flatten(0, -2).sum(0), weight.dtype)
 
 
 def among_zeros(d_weight, index: int, count: int):

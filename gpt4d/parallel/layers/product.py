@@ -2,9 +2,9 @@
 
 Shapes: B: any number of batch dims. K and N: this rank's input features and output features.
 
-A call has several nodes in the autograd graph: one for the input, one for the product and, if the output is scattered,
-one for the output. Each collective starts in one node and ends in another, and other chunks compute in between. The
-product's node is created when its all-reduce is complete, after the products of the remaining chunks. The backward
+A call has one node in the autograd graph for the product, one for the input if its gradient is reduced, and one for the
+output if it is scattered. Each collective starts in one node and ends in another, and other chunks compute in between.
+The product's node is created when its all-reduce is complete, after the products of the remaining chunks. The backward
 runs nodes in the reverse order. The all-reduce of an input's gradient starts in the product's node and ends in the
 input's node, so it also overlaps with the computation of other chunks.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 from gpt4d.parallel.engine.interleave import YieldPoint
@@ -124,7 +124,8 @@ class Operation(Protocol):
         """
 
 
-class ProductContext(NamedTuple):
+@dataclass(frozen=True)
+class ProductContext:
     """The weights of the stage, the axes that split the weight's two dims, and further splits."""
 
     weights: Any
@@ -139,12 +140,17 @@ class ProductContext(NamedTuple):
 
         The layer all-gathers such an input and reduce-scatters such an output. None: the axis splits no such dim.
         """
-        stream = TOKENS if self.weights.splits_tokens else None
-        before, after = sharding.sides(stream, self.inner_split, self.transposed)
-        return before if self.produced.size > 1 else None, after if self.contracted.size > 1 else None
+        return self._splits[self.weights.splits_tokens]
+
+    @cached_property
+    def _splits(self) -> tuple[tuple[int | None, int | None], ...]:
+        """The results of ``splits`` if x does not split the tokens, and if it does."""
+        sides = [sharding.sides(stream, self.inner_split, self.transposed) for stream in (None, TOKENS)]
+        reduced, summed = self.produced.size > 1, self.contracted.size > 1
+        return tuple((before if reduced else None, after if summed else None) for before, after in sides)
 
 
-@dataclass
+@dataclass(slots=True)
 class ProductCall:
     """One call of a layer: the collectives that one node starts and another node waits for."""
 
@@ -154,15 +160,15 @@ class ProductCall:
     input_split: int | None
     output_split: int | None
     input_again: Callable[[], Any] | None  # recomputes an input that is not saved
+    separate_input: bool  # the input has its own node, which saves it and waits for its gradient
     output: Any = None  # all-reduce or reduce-scatter of the product
     shape: tuple[int, ...] = ()  # shape of the product
     d_output: Any = None  # all-gather of the gradient of a scattered output
     d_input: Any = None  # all-reduce or reduce-scatter of the input's gradient
 
-    def take(self, name: str) -> Any:
-        """Wait for a collective, drop the reference to it, and return its result."""
-        pending = getattr(self, name)
-        setattr(self, name, None)
+    def take_output(self) -> Any:
+        """Wait for the output, without the bias, and drop the reference to it."""
+        pending, self.output = self.output, None
         return pending.wait()
 
     def start_product(self, x_BK: Any) -> None:
@@ -176,6 +182,18 @@ class ProductCall:
             self.output = contracted.start_all_reduce(out, parameter=self.weight)
         else:
             self.output = start_scatter(out, contracted, self.output_split, self.weight)
+
+    def start_input_gradient(self, d_x: Any) -> Any:
+        """Start the all-reduce or reduce-scatter of the input's gradient; return the gradient or a placeholder."""
+        context = self.context
+        if self.input_split is None:
+            self.d_input = context.produced.start_all_reduce(d_x, parameter=self.weight)
+        else:
+            self.d_input = start_scatter(d_x, context.produced, self.input_split, self.weight)
+            d_x = placeholder(d_x, d_x.shape)
+        if not context.weights.context.overlap.all_reduce:
+            self.d_input.wait()
+        return d_x
 
     def local_bias(self, out: Any) -> Any | None:
         """Return the bias to add after the collective, in the dtype of ``out``; None if the product contains it."""
@@ -205,7 +223,8 @@ class InputFunction(Function):
     """Saves the input for the product's backward. Its own backward waits for the all-reduced gradient of the input.
 
     Under activation checkpointing, a recomputation stops at the last saved tensor. The input is saved here, before the
-    product, so that the last product and its all-reduce are not recomputed.
+    product, so that the last product and its all-reduce are not recomputed. Without activation checkpointing, an input
+    whose gradient is not reduced has no such node, and the product's node saves it.
     """
 
     @staticmethod
@@ -217,7 +236,8 @@ class InputFunction(Function):
 
     @staticmethod
     def backward(ctx, d_x):
-        return ctx.call.take("d_input") if ctx.call.d_input else d_x, None
+        reduced, ctx.call.d_input = ctx.call.d_input, None
+        return d_x if reduced is None else reduced.wait(), None
 
 
 class GatheredInputFunction(Function):
@@ -237,20 +257,24 @@ class GatheredInputFunction(Function):
 class ProductFunction(Function):
     """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` started.
 
-    W is not saved: the sharded weights decide whether the backward gathers it again. If I requires a gradient, the
-    preceding node has saved it. If the output is scattered, the result is a placeholder, and ScatteredOutputFunction
-    waits for the output.
+    If no collective overlaps with other chunks, the product starts here.
+
+    W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
+    requires a gradient, that node has saved it. If the output is scattered, the result is a placeholder, and
+    ScatteredOutputFunction waits for the output.
     """
 
     @staticmethod
     def forward(ctx, x_BK, weight, bias, call: ProductCall):
-        ctx.keeper = x_BK.grad_fn
+        ctx.keeper = x_BK.grad_fn if call.separate_input else None
         if ctx.keeper is None and call.input_again is None:
             ctx.save_for_backward(x_BK)
         ctx.call = call
+        if call.output is None:
+            call.start_product(x_BK)
         if call.output_split is not None:
             return placeholder(x_BK, call.shape)
-        out = call.take("output")
+        out = call.take_output()
         if (bias := call.local_bias(out)) is not None:  # after the all-reduce, so that it is added once
             out = add_bias_(out, bias)
         return out
@@ -263,18 +287,13 @@ class ProductFunction(Function):
         else:
             x_BK, call.input_again = call.input_again(), None  # releases the tensors that it was computed from
         context, weights = call.context, call.context.weights
-        if call.d_output:
-            d_out_BN = call.take("d_output")
+        if call.d_output is not None:
+            d_out_BN, call.d_output = call.d_output.wait(), None
         d_out_BN = d_out_BN.detach().contiguous()  # detached, because a delayed weight gradient retains it
         if ctx.needs_input_grad[0]:
             d_x = context.operation.input_gradient(d_out_BN, weights.gather_for_backward(call.weight), x_BK)
-            if call.input_split is None:
-                call.d_input = context.produced.start_all_reduce(d_x, parameter=call.weight)
-            else:
-                call.d_input = start_scatter(d_x, context.produced, call.input_split, call.weight)
-                d_x = placeholder(d_x, d_x.shape)
-            if not weights.context.overlap.all_reduce:
-                call.d_input.wait()
+            if context.produced.size > 1:
+                d_x = call.start_input_gradient(d_x)
         if ctx.needs_input_grad[1]:
 
             def d_weight(earlier: Any | None) -> Any:
@@ -292,7 +311,7 @@ class ScatteredOutputFunction(Function):
     @staticmethod
     def forward(ctx, shape_of_product, call: ProductCall):
         ctx.call = call
-        out = call.take("output")
+        out = call.take_output()
         return out if (bias := call.local_bias(out)) is None else add_bias(out, bias)
 
     @staticmethod
@@ -312,20 +331,27 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         context: the layer's product context.
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
-    splits = context.splits()
-    # A gathered input is saved, because its recomputation needs a second all-gather.
-    call = ProductCall(context, weight, bias, *splits, again if splits[0] is None else None)
-    x_BK = InputFunction.apply(x_BK, call)
-    if call.input_split is not None:
-        pending = start_gather(x_BK.detach(), context.produced, call.input_split, weight)
+    weights, (input_split, output_split) = context.weights, context.splits()
+    if input_split is not None:
+        again = None  # a gathered input is saved, because its recomputation needs a second all-gather
+    separate_input = context.produced.size > 1 or weights.recomputes
+    call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input)
+    if not separate_input and context.contracted.size == 1:
+        out = ProductFunction.apply(x_BK, weight, bias, call)
+        await YieldPoint()  # all chunks use the weight before any chunk uses the next weight
+        return out
+    if separate_input:
+        x_BK = InputFunction.apply(x_BK, call)
+    if input_split is not None:
+        pending = start_gather(x_BK.detach(), context.produced, input_split, weight)
         await YieldPoint()
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
-    elif call.output_split is not None:
+    elif output_split is not None:
         await YieldPoint()  # the product's node follows at once, so all chunks must create their input nodes first
-    if context.weights.recomputation_ends:
+    if weights.recomputation_ends:
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
-    if call.output_split is None:
+    if output_split is None:
         await YieldPoint()
         return ProductFunction.apply(x_BK, weight, bias, call)
     shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)

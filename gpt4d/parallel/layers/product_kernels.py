@@ -1,19 +1,18 @@
 """Kernels for dtypes, biases and layouts around the products of linear layers and convolutions."""
 
 import functools
-import math
 
 import torch
 
 
 def cast(x, like):
     """Convert ``x`` to the dtype of ``like``."""
-    return x.to(like.dtype)
+    return x if x.dtype == like.dtype else x.to(like.dtype)  # torch takes longer to return ``x``
 
 
 def cast_to(x, dtype):
     """Convert ``x`` to ``dtype``."""
-    return x.to(dtype)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def add_bias_(out, bias):
@@ -28,8 +27,7 @@ def add_bias(out, bias):
 
 def bias_gradient(d_out_BN, bias):
     """Sum ``d_out_BN`` over the batch dims in the dtype of ``bias``."""
-    rows = d_out_BN.reshape(-1, math.prod(bias.shape))
-    return rows.sum(0, dtype=bias.dtype).view(bias.shape)
+    return d_out_BN.flatten(0, -1 - bias.dim()).sum(0, dtype=bias.dtype)
 
 
 def local_bias(bias, like, parts: int, index: int):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpt4d.parallel.comm.stats import now
-from gpt4d.parallel.engine.prefetch import weight_order
+from gpt4d.parallel.engine.prefetch import WeightPlan, weight_order
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.pipeline.schedule import Action
@@ -38,6 +38,16 @@ class _InFlight(NamedTuple):
     produced: Tensors
 
 
+class _StepPlan(NamedTuple):
+    """All that the steps with a given number of microbatches have in common."""
+
+    program: Program
+    weights: WeightPlan
+    weight_contributions: Mapping[str, int]  # number of contributions to the gradient of a gathered weight
+    contributions: Mapping[str, int]  # number of contributions to the gradient of each parameter
+    last_transfer: int  # number of items of the program up to its last transfer
+
+
 class StageRuntime:
     """Executes the programs of a stage.
 
@@ -52,6 +62,8 @@ class StageRuntime:
     def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
         self.stage, self.reducer, self.compute = stage, reducer, compute
         self.recording: StageTrace | None = None
+        self._steps: dict[int, _StepPlan] = {}  # by number of microbatches
+        self._evaluations: dict[int, tuple[Program, WeightPlan]] = {}
 
     def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
@@ -66,28 +78,37 @@ class StageRuntime:
             The sum of this rank's losses, divided by ``divisor``, float64, on the device.
         """
         stage = self.stage
-        program = stage.program(microbatches)
-        actions = [step for step in program if isinstance(step, Action)]
-        contributions = {name: count * microbatches for name, count in stage.contributions.items()}
-        added = {name: contributions[name] * stage.chunk_contributions.get(name, 1) for name in stage.cached_for_step}
-        order = weight_order(actions, stage.layer_weights, stage.chunk_contributions)
-        stage.weights.schedule.begin(order, stage.cached, stage.cached_for_step, {**stage.chunk_contributions, **added})
-        contributions |= dict.fromkeys(stage.cached_for_step, 1)
-        for name in stage.exchange.owned if stage.exchange else ():
-            contributions[name] += 1
+        if microbatches not in self._steps:
+            self._steps[microbatches] = self._plan_step(microbatches)
+        plan = self._steps[microbatches]
+        stage.weights.schedule.begin(plan.weights, plan.weight_contributions)
         # The first stage finishes last. Reductions on other stages delay the gradient that it waits for.
-        self.reducer.begin(contributions, overlaps_backward=stage.index == 0)
-        stage.module.train()
+        self.reducer.begin(plan.contributions, overlaps_backward=stage.index == 0)
+        if not stage.module.training:
+            stage.module.train()
         step = _Step(self, batches, divisor, stage.exchange)
-        last = 1 + max((place for place, item in enumerate(program) if isinstance(item, StageTransfer)), default=-1)
-        step.run(program[:last])
+        step.run(plan.program[: plan.last_transfer])
         copies = stage.exchange.receive_gradients() if stage.exchange else {}
-        step.run(program[last:])
+        step.run(plan.program[plan.last_transfer :])
         total = step.finish()
         if stage.exchange:
             self._add_gradients_of_copies(stage.exchange, copies)
         self.reducer.finish()
         return total
+
+    def _plan_step(self, microbatches: int) -> _StepPlan:
+        stage = self.stage
+        program = stage.program(microbatches)
+        actions = [step for step in program if isinstance(step, Action)]
+        contributions = {name: count * microbatches for name, count in stage.contributions.items()}
+        added = {name: contributions[name] * stage.chunk_contributions.get(name, 1) for name in stage.cached_for_step}
+        order = weight_order(actions, stage.layer_weights, stage.chunk_contributions)
+        weights = stage.weights.schedule.plan(order, stage.cached, stage.cached_for_step)
+        contributions |= dict.fromkeys(stage.cached_for_step, 1)
+        for name in stage.exchange.owned if stage.exchange else ():
+            contributions[name] += 1
+        last = 1 + max((place for place, item in enumerate(program) if isinstance(item, StageTransfer)), default=-1)
+        return _StepPlan(program, weights, {**stage.chunk_contributions, **added}, contributions, last)
 
     def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, ReshardingInFlight]) -> None:
         """Send the gradients of this stage's copies, and add received gradients to the gradients of owned weights.
@@ -118,10 +139,13 @@ class StageRuntime:
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the sum of this rank's losses over all microbatches, float64, without gradients."""
-        stage = self.stage
-        program = stage.evaluation(microbatches)
-        actions = [step for step in program if isinstance(step, Action)]
-        stage.weights.schedule.begin(weight_order(actions, stage.layer_weights))
+        stage, schedule = self.stage, self.stage.weights.schedule
+        if microbatches not in self._evaluations:
+            program = stage.evaluation(microbatches)
+            actions = [step for step in program if isinstance(step, Action)]
+            self._evaluations[microbatches] = program, schedule.plan(weight_order(actions, stage.layer_weights))
+        program, plan = self._evaluations[microbatches]
+        schedule.begin(plan)
         stage.module.eval()
         with torch.no_grad():
             step = _Step(self, batches, 1.0, stage.evaluation_exchange)

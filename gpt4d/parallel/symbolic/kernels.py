@@ -38,9 +38,7 @@ class Function:
         """Call ``forward`` and record the call for the backward."""
         if isinstance(args[0], SymbolicTensor):
             return tape.apply(cls, args)
-        if cls not in _in_torch:
-            _in_torch[cls] = _torch_function(cls)
-        return _in_torch[cls].apply(*args)
+        return (_in_torch.get(cls) or _load(cls))(*args)
 
 
 class TorchFunction(Function):
@@ -66,16 +64,24 @@ class TorchFunction(Function):
         return getattr(importlib.import_module(f"{cls.__module__}_kernels"), cls.torch_name)
 
 
-_in_torch: dict[type[Function], Any] = {}  # the torch.autograd.Function of each function that has been called
+_in_torch: dict[type[Function], Callable[..., Any]] = {}  # ``apply`` in torch of each function that has been called
 
 
-def _torch_function(function: type[Function]) -> Any:
-    from torch.autograd import Function as TorchFunction
-    from torch.autograd.function import once_differentiable
+def _load(function: type[Function]) -> Callable[..., Any]:
+    """Define a function as a torch.autograd.Function, and return its ``apply``."""
+    import torch
 
-    backward = once_differentiable(function.backward)
+    once, differentiable = function.backward, torch.autograd.function.once_differentiable(function.backward)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (differentiable if torch.is_grad_enabled() else once)(ctx, *gradients)
+
     methods = {"forward": staticmethod(function.forward), "backward": staticmethod(backward)}
-    return type(function.__name__, (TorchFunction,), {**methods, "__doc__": function.__doc__})
+    torch_function: Any = type(function.__name__, (torch.autograd.Function,), {**methods, "__doc__": function.__doc__})
+    # torch.autograd.Function.apply first unwraps the tensors of functorch's transforms, which no layer supports. The
+    # base class raises an error within such a transform.
+    _in_torch[function] = apply = super(torch.autograd.Function, torch_function).apply
+    return apply
 
 
 def block_rows(columns: int) -> int:

@@ -326,8 +326,8 @@ def overlapped():
 
         return call
 
-    def started(tensor, axis, *rest, parameter=None):
-        pending, begun = start(tensor, axis, *rest, parameter=parameter), computed[0]
+    def started(tensor, axis, *rest, parameter=None, **options):
+        pending, begun = start(tensor, axis, *rest, parameter=parameter, **options), computed[0]
         if pending.run and parameter is not None and parameter.dim() == 4:
             wait = pending.run.wait
 
