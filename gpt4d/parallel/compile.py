@@ -123,7 +123,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         if not _enabled or torch.compiler.is_compiling():  # is_compiling: the calling function is being compiled
             return function(*args, **kwargs)
         if function not in _compiled:
-            _compiled[function] = torch.compile(function, fullgraph=True, options=_options)
+            _compiled[function] = torch.compile(function, fullgraph=True, options={**_options})
         return _compiled[function](*args, **kwargs)
 
     return call

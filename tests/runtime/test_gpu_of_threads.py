@@ -8,13 +8,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig
 from gpt4d.data.loader import Loader
-from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.runtime import job
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
@@ -30,15 +27,6 @@ def current_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(thread, "gpu", 0))
     monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
     return torch.cuda.current_device
-
-
-def test_a_link_transfers_on_the_gpu_of_its_rank(current_gpu, monkeypatch):
-    monkeypatch.setattr(Axis, "all_reduce", lambda axis, tensor: tensor)
-    with FakeTensorMode():
-        link = Link("forward", SimpleNamespace(size=lambda: 2, rank=lambda: 0), GPU)
-    assert link.worker.submit(current_gpu).wait() == 3
-    link.close()
-    assert current_gpu() == 0, "only the new thread has changed"
 
 
 def test_batches_are_pinned_on_the_gpu_of_their_rank(current_gpu):

@@ -208,6 +208,7 @@ class InFlightCollective:
             self.end = torch.cuda.Event()
             self.end.record()
         if on_gpu:
+            assert self.end is not None
             traffic.watch(self.collective, self.end)
 
 

@@ -203,6 +203,7 @@ class ReshardingInFlight:
         if link.worker is not None:
             self.task = link.worker.submit(self._run)
         else:
+            assert link.stream is not None
             local.record_stream(link.stream)
             with traffic.track_wait(self.collective):  # in the first transfers the host waits for its peers
                 self._run()
