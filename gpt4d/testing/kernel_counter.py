@@ -76,7 +76,7 @@ class KernelCounter(TorchDispatchMode):
             self._add(_kind(func, sys._getframe(1)), operations.cost(func, args, kwargs).seconds)
         return result
 
-    def compiled(self, function: Callable) -> Callable:
+    def compiled(self, function: Callable, **_: Any) -> Callable:
         """Return a stand-in for torch.compile of an elementwise function: one kernel."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,9 +109,15 @@ def _kind(func, frame: FrameType | None) -> str:
         return "attention"
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
+    if frame and frame.f_code.co_name == "cast_to" and frame.f_back and _is_kernels(frame.f_back):
+        frame = frame.f_back  # the conversion belongs to the kernel that calls it
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else ""
     found = (kind for part, kind in _KINDS.items() if part in place or part in str(func))
     return next(found, "other")
+
+
+def _is_kernels(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith("_kernels.py")
 
 
 def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:

@@ -14,10 +14,10 @@ def recorded_collectives() -> Iterator[tuple[list, list]]:
     started, planned = [], []
 
     def recorded(kind, start):
-        def record(tensor, axis, *rest, parameter=None):
+        def record(tensor, axis, *rest, **options):
             if axis.size > 1:
                 started.append((kind, axis.name, sent_bytes(kind, axis.size, tensor.nbytes)))
-            return start(tensor, axis, *rest, parameter=parameter)
+            return start(tensor, axis, *rest, **options)
 
         return record
 

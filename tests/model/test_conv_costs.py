@@ -40,7 +40,7 @@ from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
 
 FLOPS, LAUNCH_US = 2e10, 0.1
-C, T, HEADS, SIDE, BATCH = 48, 32, 8, 8, 16
+C, T, HEADS, SIDE, BATCH = 48, 32, 8, 8, 48
 CUT = 3  # groups: every grid cuts them
 EMBEDDING, STREAMS = "embedding", ("first", "lowered", "raised")
 

@@ -159,7 +159,7 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (product.cast_to, (x, torch.bfloat16)),
         (product.add_bias_, (x.clone(), torch.randn(8))),
         (product.add_bias, (x, torch.randn(8))),
-        (product.bias_gradient, (x, bias)),
+        (product.bias_gradient, (torch.randn(6, 2, 4), bias)),
         (product.parts_first, (x, 2)),
         (product.parts_last, (torch.randn(2, 6, 4),)),
         (product.placeholder, (x, (3, 5))),

@@ -257,7 +257,7 @@ class GatheredInputFunction(Function):
 class ProductFunction(Function):
     """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` started.
 
-    If no collective overlaps with other chunks, the product starts here.
+    If there are neither collectives nor other chunks, the product starts here.
 
     W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
     requires a gradient, that node has saved it. If the output is scattered, the result is a placeholder, and
@@ -336,10 +336,8 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         again = None  # a gathered input is saved, because its recomputation needs a second all-gather
     separate_input = context.produced.size > 1 or weights.recomputes
     call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input)
-    if not separate_input and context.contracted.size == 1:
-        out = ProductFunction.apply(x_BK, weight, bias, call)
-        await YieldPoint()  # all chunks use the weight before any chunk uses the next weight
-        return out
+    if not separate_input and context.contracted.size == weights.num_chunks == 1:
+        return ProductFunction.apply(x_BK, weight, bias, call)
     if separate_input:
         x_BK = InputFunction.apply(x_BK, call)
     if input_split is not None:
