@@ -89,7 +89,8 @@ class Trainer:
         if watchdog:
             watchdog.finish_save = self.checkpoints.finish
             for link in self.stage.exchange.links.values() if self.stage.exchange else ():
-                link.worker.on_error = watchdog.end_job
+                if link.worker is not None:
+                    link.worker.on_error = watchdog.end_job
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None

@@ -8,9 +8,13 @@ All ranks of both meshes create the link and prepare the resharding together::
     received = transfer.wait()  # this rank's local tensor; None on a source
 
 The transfers of a link are sequential, in the order of their starts, which is the same on all ranks of the link. So all
-ranks work on the first unfinished transfer, and ranks never wait for each other in a cycle. Each link has its own group
-and worker thread, so that a gradient's transfer does not wait for another link. With NCCL, which has not been tested,
-this holds only if NCCL lets two communicators make progress concurrently.
+ranks work on the first unfinished transfer, and ranks never wait for each other in a cycle. Each link has its own
+group, and a thread on a CPU or a stream on a GPU, so that a gradient's transfer does not wait for another link.
+
+On a GPU, the thread that starts a transfer also queues its messages. A GPU may have fewer hardware queues than streams,
+and an operation waits for all earlier operations in its queue. Ranks queue all operations in the order of the stages'
+programs (gpt4d.parallel.pipeline). In this order they never wait for each other in a cycle, even with one hardware
+queue. With a second thread the order is open.
 """
 
 import math
@@ -22,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.parallel.comm.collectives import Axis, start_messages, transport_of
-from gpt4d.parallel.comm.cpu.comm_thread import CommThread
+from gpt4d.parallel.comm.cpu.comm_thread import CommFuture, CommThread
 from gpt4d.parallel.comm.stats import now
 from gpt4d.parallel.resharding.messages import PeerMessage, SendStep, rank_program
 from gpt4d.parallel.resharding.plan import ReshardingPlan
@@ -35,8 +39,8 @@ _RECEIVES_AHEAD = 3
 class Link:
     """A link between the meshes of two stages in one direction. ``axis`` counts its sent bytes and waiting time.
 
-    A thread sends, receives and forwards this rank's chunks while the computation continues. On a GPU it queues them on
-    the link's own stream.
+    On a CPU, a thread sends, receives and forwards this rank's chunks while the computation continues. On a GPU they
+    are queued on the link's own stream.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device):
@@ -47,7 +51,7 @@ class Link:
         self.axis.all_reduce(torch.zeros(1, device=device))
         self.axis.traffic.read()
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
-        self.worker = CommThread(name)
+        self.worker = CommThread(name) if self.stream is None else None
 
     def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
         """Allocate the buffers for any number of executions of ``plan``."""
@@ -58,8 +62,9 @@ class Link:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def close(self) -> None:
-        """End the thread after all transfers that were started."""
-        self.worker.close()
+        """End the thread, if any, after all transfers that were started."""
+        if self.worker is not None:
+            self.worker.close()
 
 
 class Resharding:
@@ -194,9 +199,14 @@ class ReshardingInFlight:
         traffic.bytes += resharding.sent_bytes
         self.collective = traffic.start(name)
         self.started = now(link.device)  # on a GPU, an event after the source's computation
-        if link.stream is not None:
+        self.task: CommFuture | None = None
+        if link.worker is not None:
+            self.task = link.worker.submit(self._run)
+        else:
+            assert link.stream is not None
             local.record_stream(link.stream)
-        self.task = link.worker.submit(self._run)  # on a GPU, complete when all messages are queued
+            with traffic.track_wait(self.collective):  # in the first transfers the host waits for its peers
+                self._run()
 
     def _run(self) -> None:
         link, traffic = self.link, self.link.axis.traffic
@@ -224,7 +234,8 @@ class ReshardingInFlight:
             traffic.track_wait(self.collective),
             traffic.time_wait(link.device),
         ):
-            self.task.wait()
-            if link.stream is not None:
+            if self.task is not None:
+                self.task.wait()
+            else:
                 torch.cuda.current_stream(link.device).wait_event(self.stopped)
         return self.local
