@@ -48,7 +48,7 @@ class GradientReducer:
         shard: bool = False,
     ):
         self.weights, self.parameters = weights, dict(parameters)
-        self.optimizer_shards = [_own_rows(p, weights.context.grid) if shard else p for p in parameters.values()]
+        self.optimizer_shards = [own_rows(p, weights.context.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
@@ -148,7 +148,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
+def own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
     """Return a view of this rank's rows of a parameter along data, or the parameter if data does not split it."""
     spec = spec_of(parameter)
     layout = over_data(spec, grid.sizes._asdict())

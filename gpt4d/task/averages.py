@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gpt4d.parallel.gradient_reducer import own_rows
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.stage import Stage
 
@@ -18,13 +19,20 @@ class WeightAverages:
     Step n sets each average to ``average + (1 - d)·(weight - average)``, where d is the minimum of ``decay`` and
     n / (n + 9). So the initial weights lose their influence quickly. With ``decay`` 0 there are no averages, and the
     methods do nothing.
+
+    With ``shard`` a rank averages only the rows that it updates (``optim.shard_states``). An update then needs no rows
+    of other ranks, which arrive during the next forward.
     """
 
-    def __init__(self, stage: Stage, decay: float):
+    def __init__(self, stage: Stage, decay: float, shard: bool = False):
         self.stage, self.decay = stage, decay
         named = dict[str, Any](stage.module.named_parameters()) if decay else {}
         self._parameters = {name: parameter for name, parameter in named.items() if name not in stage.copies}
-        self._averages = [parameter.detach().clone() for parameter in self._parameters.values()]
+        self._shards: dict[str, Any] = {
+            name: own_rows(parameter, stage.grid) if shard else parameter
+            for name, parameter in self._parameters.items()
+        }
+        self._averages = [shard.detach().clone() for shard in self._shards.values()]
 
     def reset(self) -> None:
         """Set the averages to the current weights."""
@@ -36,10 +44,13 @@ class WeightAverages:
         if self.decay:
             torch._foreach_lerp_(self._averages, self._current(), 1 - min(self.decay, step / (step + 9)))
 
+    def _current(self) -> list[torch.Tensor]:
+        return [shard.detach() for shard in self._shards.values()]
+
     def state(self) -> Mapping[str, tuple[torch.Tensor, ParameterSpec]]:
         """Return the averages for a checkpoint, by name."""
-        named = zip(self._parameters.items(), self._averages, strict=True)
-        return {f"{PREFIX}{name}": (average, parameter.spec) for (name, parameter), average in named}
+        named = zip(self._shards.items(), self._averages, strict=True)
+        return {f"{PREFIX}{name}": (average, shard.spec) for (name, shard), average in named}
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -50,20 +61,18 @@ class WeightAverages:
         if not self.decay:
             yield
             return
-        current, copies = self._current(), set(self.stage.copies)
+        copies = set(self.stage.copies)
         self.stage.wait_for_copies()
+        for parameter in self._parameters.values():
+            self.stage.weights.pre_gather_hook(parameter)
+        current = [parameter.detach() for parameter in self._parameters.values()]
         named = self.stage.module.named_parameters()
         weights = current + [parameter.detach() for name, parameter in named if name in copies]
         trained = [weight.clone() for weight in weights]
-        torch._foreach_copy_(current, self._averages)
+        for weight, average in zip(current, self._averages, strict=True):
+            weight.copy_(average if average.shape == weight.shape else self.stage.grid.data.all_gather(average))
         self.stage.send_copied_weights()
         yield
         # Not after an error, which must not wait for transfers.
         self.stage.wait_for_copies()
         torch._foreach_copy_(weights, trained)
-
-    def _current(self) -> list[torch.Tensor]:
-        """Return the weights after weights that other ranks update have arrived."""
-        for parameter in self._parameters.values():
-            self.stage.weights.pre_gather_hook(parameter)
-        return [parameter.detach() for parameter in self._parameters.values()]

@@ -40,7 +40,7 @@ class ReadingTask(ABC):
         self._reading = self._reads(stage)
         self._loader = Loader(self._training, *shard, self.config.data.workers, self._reading)
         self._validation = Loader(self._held_out, *shard, workers=0, reads=self._reading) if self._held_out else None
-        self._averages = WeightAverages(stage, self.config.optim.ema_decay)
+        self._averages = WeightAverages(stage, self.config.optim.ema_decay, self.config.optim.shard_states)
 
     @property
     def waited_s(self) -> float:

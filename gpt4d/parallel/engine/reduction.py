@@ -123,7 +123,7 @@ class GradientSums(Generic[Packed, Pending]):
         self._missing: dict[Bucket, int] = {}  # number of contributions that a bucket's gradients lack in this step
         self._axes_left: dict[Bucket, Sequence[str]] = {}  # axes that a bucket in flight is reduced over next
         self._to_gather: list[Bucket] = []  # buckets whose updated rows other ranks lack, in reverse order of use
-        self._arriving: dict[Bucket, Pending] = {}  # all-gathers of updated rows in flight
+        self.arriving: dict[Bucket, Pending] = {}  # all-gathers of updated rows in flight
 
     def begin(self, contributions: Mapping[str, int], overlaps_backward: bool = True) -> None:
         """Start a step. ``finish`` ends it.
@@ -181,12 +181,12 @@ class GradientSums(Generic[Packed, Pending]):
     def _gather_next(self) -> None:
         if self._to_gather:
             bucket = self._to_gather.pop()
-            self._arriving[bucket] = self.device.start_row_gather(bucket)
+            self.arriving[bucket] = self.device.start_row_gather(bucket)
 
     def wait_all_rows(self) -> None:
         """Wait until every parameter is up to date."""
-        while self._arriving:
-            self._wait_rows(next(iter(self._arriving)))
+        while self.arriving:
+            self._wait_rows(next(iter(self.arriving)))
 
     def wait_rows(self, name: str) -> None:
         """Wait until a parameter is up to date."""
@@ -196,7 +196,7 @@ class GradientSums(Generic[Packed, Pending]):
     def _wait_rows(self, bucket: Bucket) -> None:
         while bucket in self._to_gather:
             self._gather_next()
-        if bucket in self._arriving:
-            rows = self.device.wait(self._arriving.pop(bucket))
+        if bucket in self.arriving:
+            rows = self.device.wait(self.arriving.pop(bucket))
             self._gather_next()
             self.device.write_rows(bucket, rows)
