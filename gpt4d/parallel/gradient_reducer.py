@@ -52,10 +52,11 @@ class GradientReducer:
         self.weights, self.parameters = weights, dict(parameters)
         self.optimizer_shards = [own_rows(p, weights.context.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
-        if bucket_bytes is None:
-            bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
         context, element_bytes = weights.context, torch.finfo(weights.dtype).bits // 8
+        if bucket_bytes is None:
+            gradient_bytes = sum(p.nbytes for p in parameters.values())
+            bucket_bytes = default_bucket_bytes(gradient_bytes, context.grid.sizes, shard)
         buckets = gradient_buckets(
             specs, context.grid.sizes, shard, bucket_bytes, element_bytes, context.sequence_parallel
         )

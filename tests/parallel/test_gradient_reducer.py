@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel.engine.reduction import default_bucket_bytes
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from tests.grids import build_tiny_stage, grid_name, tiny_batch
@@ -33,6 +34,24 @@ def test_buckets_leave_during_the_backward_and_sum_to_the_same_bits(ranks, sizes
         # Over z, the last scatters are still in flight when the backward of so small a model ends.
         assert early[0] == early[1] >= (1 if sizes.z > 1 else buckets // 2) and buckets > 4
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("gradients", "data", "shard_states", "bucket"),
+    [
+        (8, 1024, True, 1),
+        (640, 1024, True, 20),  # 1/32 of the gradients
+        (8192, 8, True, 32),
+        (8192, 128, True, 128),  # 1 MiB per rank of data
+        (8192, 1024, True, 256),
+        (8192, 1024, False, 32),
+    ],
+)
+def test_buckets_of_sharded_states_grow_with_the_ranks_of_data(gradients, data, shard_states, bucket):
+    assert default_bucket_bytes(gradients * MIB, GridSizes(data=data), shard_states) == bucket * MIB
 
 
 def more_terms_than_expected():

@@ -237,7 +237,7 @@ class SymbolicReduction:
     def __init__(self, weights: SymbolicWeights, gradient_bytes: int, shard_states: bool):
         self.weights, self.device, context = weights, weights.device, weights.context
         sizes = context.grid.sizes
-        max_bytes = default_bucket_bytes(gradient_bytes)
+        max_bytes = default_bucket_bytes(gradient_bytes, sizes, shard_states)
         specs = weights.parameters
         optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
         self.optimized = sum(optimized[id(spec)] for spec in specs.values())
