@@ -86,9 +86,9 @@ def single_queue(stream: Stream) -> Hashable:
 
 
 def round_robin(queues: int, offset: int = 0) -> QueueOf:
-    """Return the queues of a GPU that assigns a fixed number of queues to the streams of each pool in turn.
+    """Return the queues of a GPU on which the streams of all pools share a fixed number of queues, round-robin.
 
-    The pools share the queues. ``offset``: distance between the queues of the two pools.
+    ``offset``: distance between the queues of the two pools.
     """
     shift = {COMPUTE: 0, NORMAL: 0, HIGH: offset}
     return lambda stream: (stream.index + shift[stream.pool]) % queues

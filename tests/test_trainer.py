@@ -177,7 +177,13 @@ def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order)
             "model.dropout=0.1",
         ),
         full(("parallel.replicated_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full")),
-        ("parallel.chunks=2", "train.activation_checkpointing=full", "train.precision=bf16", "model.dropout=0.1"),
+        (
+            "parallel.chunks=2",
+            "train.activation_checkpointing=full",
+            "train.precision=bf16",
+            "model.dropout=0.1",
+            "optim.shard_states=true",
+        ),
         full(
             (
                 "parallel.chunks=2",
@@ -198,10 +204,11 @@ def test_bytes_are_as_planned_with_caches_recomputation_and_bf16(ranks, tiny, ov
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true", "optim.schedule_steps=20")
 
 
-def test_a_run_resumed_on_its_grid_gives_the_same_bits(ranks, tiny):
-    uninterrupted = tiny(*DROPOUT, "parallel.gy=2", "run.dir=" + tiny().run.dir + "-uninterrupted")
+@pytest.mark.parametrize("overrides", [(), full(("optim.shard_states=true", "train.precision=bf16"))], ids="+".join)
+def test_a_run_resumed_on_its_grid_gives_the_same_bits(ranks, tiny, overrides):
+    uninterrupted = tiny(*DROPOUT, *overrides, "parallel.gy=2", "run.dir=" + tiny().run.dir + "-uninterrupted")
     ranks.run(4, train_in_rank, uninterrupted)
-    halves = [tiny(*DROPOUT, "parallel.gy=2", f"train.steps={steps}") for steps in (10, 20)]
+    halves = [tiny(*DROPOUT, *overrides, "parallel.gy=2", f"train.steps={steps}") for steps in (10, 20)]
     for half in halves:
         ranks.run(4, train_in_rank, half)
     assert losses_and_norms(metric_lines(halves[1].run.dir)) == losses_and_norms(metric_lines(uninterrupted.run.dir))

@@ -188,17 +188,25 @@ def parts(
 ) -> dict[str, LocalShard]:
     """Return the state to save by its names on disk: ``model.NAME``, ``optim.NAME.exp_avg``, …, ``extra.NAME``.
 
+    If the optimizer has only some rows of a weight, this rank saves only these rows, because its other rows may be
+    rounded (gpt4d.parallel.gradient_reducer).
+
     ``extra`` is further state by name, such as averaged weights: this rank's shard and its spec. ``without`` contains
     the names of parameters that other ranks save.
     """
-    parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
-    shards = {f"model.{n}": LocalShard(p.detach(), p.spec) for n, p in parameters.items() if n not in without}
+    shards = {name: shard for name, shard in _weights(model).items() if name.removeprefix("model.") not in without}
     if optimizer is not None:
-        # The optimizer may hold slices of the model's parameters, whose layouts differ.
         for group in optimizer.param_groups:
             for n, p in zip(group["param_names"], group["params"], strict=True):
+                shards[f"model.{n}"] = LocalShard(p.detach(), p.spec)
                 shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
     return shards | {f"extra.{n}": LocalShard(*shard) for n, shard in (extra or {}).items()}
+
+
+def _weights(model: nn.Module) -> dict[str, LocalShard]:
+    """Return this rank's shards of all weights by their names on disk."""
+    parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
+    return {f"model.{name}": LocalShard(p.detach(), p.spec) for name, p in parameters.items()}
 
 
 def load(
@@ -220,7 +228,8 @@ def load(
     files, progress = checkpoint.files, checkpoint.meta.progress
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = extra = None
-    run_on_all_ranks(lambda: fill(parts(model, optimizer, extra), files, grid), f"loading {name}")
+    shards = parts(model, optimizer, extra) | _weights(model)  # every rank needs all rows
+    run_on_all_ranks(lambda: fill(shards, files, grid), f"loading {name}")
     if optimizer is not None:
         for state in optimizer.state.values():
             state["step"].fill_(progress.step - progress.skipped)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ class GradientReducer:
 
     ``optimizer_shards`` are the parameters to optimize, in the order of ``parameters``. With ``shard`` (ZeRO, stage 1)
     they are this rank's rows of each weight along data. Gradients are then reduce-scattered, and
-    ``start_param_all_gather`` gathers the updated rows.
+    ``start_param_all_gather`` gathers the updated rows in the compute dtype, to which layers cast every weight. So a
+    parameter is exact only in the rows of its optimizer shard. In a computation with bf16, its other rows are rounded
+    to bf16. A checkpoint saves the optimizer shards.
 
     Args:
         weights: the stage's sharded weights.
@@ -50,10 +53,11 @@ class GradientReducer:
         self.weights, self.parameters = weights, dict(parameters)
         self.optimizer_shards = [own_rows(p, weights.context.grid) if shard else p for p in parameters.values()]
         self._shard_of = dict(zip(parameters.values(), self.optimizer_shards, strict=True))
-        if bucket_bytes is None:
-            bucket_bytes = default_bucket_bytes(sum(p.nbytes for p in parameters.values()))
         specs = {name: spec_of(p) for name, p in parameters.items()}
         context, element_bytes = weights.context, torch.finfo(weights.dtype).bits // 8
+        if bucket_bytes is None:
+            gradient_bytes = sum(p.nbytes for p in parameters.values())
+            bucket_bytes = default_bucket_bytes(gradient_bytes, context.grid.sizes, shard)
         buckets = list(
             gradient_buckets(specs, context.batch_axes, context.grid.sizes, shard, bucket_bytes, element_bytes)
         )
@@ -61,7 +65,7 @@ class GradientReducer:
         this = weakref.proxy(self)
         self.sums: GradientSums[torch.Tensor, Pending] = GradientSums(this, buckets, overlap)
         self._names = {parameter: name for name, parameter in parameters.items()}
-        for name in {name for bucket in buckets for name in bucket.names}:
+        for name in chain.from_iterable(bucket.names for bucket in buckets):
             if not specs[name].streamed:  # sharded weights report the gradients of weights that they gather
                 parameters[name].register_post_accumulate_grad_hook(lambda p: this._on_gradient(p))
         weights.on_gradient = lambda p: this._on_gradient(p)
@@ -86,7 +90,7 @@ class GradientReducer:
         """Start the all-gather of the rows that other ranks have updated. Call it after the optimizer's step.
 
         The rows arrive during the next forward, which waits for a weight before its first use. Any other reader of
-        parameters must call ``wait_params`` first.
+        parameters must call ``wait_params`` first. It reads rounded rows of other ranks.
         """
         self.sums.start_row_gathers()
 
@@ -123,12 +127,21 @@ class GradientReducer:
             shard.grad = piece.reshape(shard.shape)
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
-        rows = _pack([self._shard_of[p].detach() for p in self._members(bucket)], 1)
-        return self.weights.context.grid[bucket.axes[-1]].start_all_gather(rows)
+        context, rows = self.weights.context, [self._shard_of[p].detach().flatten() for p in self._members(bucket)]
+        packed = rows[0].new_empty((1, sum(map(len, rows))), dtype=context.compute_dtype)
+        torch._foreach_copy_(list(packed[0].split([*map(len, rows)])), rows)
+        return context.grid[bucket.axes[-1]].start_all_gather(packed)
 
     def write_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
+        axis = self.weights.context.grid[bucket.axes[-1]]
+        targets, sources = [], []
         for parameter, piece in self._unpack(bucket, rows):
-            parameter.detach().view(len(piece), -1).copy_(piece)
+            shards = parameter.detach().view(axis.size, -1)
+            for others in (slice(0, axis.index), slice(axis.index + 1, axis.size)):
+                if others.start < others.stop:
+                    targets.append(shards[others])
+                    sources.append(piece[others])
+        torch._foreach_copy_(targets, sources)
 
     def _members(self, bucket: Bucket) -> list[nn.Parameter]:
         return [self.parameters[name] for name in bucket.names]

@@ -66,7 +66,8 @@ class Stage:
     def send_copied_weights(self) -> None:
         """Start to send weights to the stages that have copies of them. The next forward waits for the copies.
 
-        All ranks must call this function after the weights have changed.
+        Rows of a copy may be rounded to the compute dtype (GradientReducer), to which its layers cast it anyway. All
+        ranks must call this function after the weights have changed.
         """
         if self.exchange is None:
             return

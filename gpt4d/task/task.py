@@ -92,7 +92,8 @@ class Task(Protocol):
         """Update the task's own state after an optimizer step.
 
         Rows of a weight that other ranks updated (``optim.shard_states``) may still be on their way; call
-        ``stage.weights.pre_gather_hook(parameter)`` before reading one.
+        ``stage.weights.pre_gather_hook(parameter)`` before reading one. They are rounded to the compute dtype. Only
+        own rows are exact (``gpt4d.parallel.gradient_reducer.own_rows``).
         """
 
     def after_init(self) -> None:

@@ -13,7 +13,7 @@ from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from tests.checkpoint import MODEL, STATES, build, meta, save_state
+from tests.checkpoint import DOCUMENTS, MODEL, STATES, build, meta, save_state
 from tests.grids import build_model, global_tensor, grid_name
 from tests.rank_pool import RankFailure
 
@@ -53,6 +53,29 @@ def check_another_grid_reads(ranks, run, writer, writer_shards, reader, reader_s
     assert loaded.keys() == written.keys()
     for name, tensor in written.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def save_with_rounded_rows(sizes, run_dir):
+    """Save a model on a rank whose rows are rounded, except the rows that the rank updates."""
+    model, optimizer = build(sizes, shard=True)
+    exact = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in exact]
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.bfloat16())
+    for parameter, value in zip(exact, values, strict=True):
+        parameter.data.copy_(value)
+    saver = Saver(CheckpointConfig(), run_dir, model.context.grid)
+    saver.start(meta(3), storage.parts(model, optimizer), DOCUMENTS)
+    saver.finished(wait=True)
+    saver.close()
+
+
+def test_a_checkpoint_has_the_rows_of_the_ranks_that_update_them(ranks, tmp_path):
+    ranks.run(4, save_with_rounded_rows, GridSizes(2, 1, 1, 2), tmp_path)
+    (directory,) = checkpoint_dir.committed(tmp_path)
+    files = Checkpoint(directory).files
+    for name, tensor in expected_tensors().items():
+        assert torch.equal(files.global_tensor(name), tensor), name
 
 
 def test_a_grid_reads_bit_by_bit_what_another_wrote(ranks, tmp_path):

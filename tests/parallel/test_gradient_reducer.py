@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel.engine.reduction import default_bucket_bytes
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from tests.grids import build_tiny_stage, grid_name, tiny_batch
@@ -33,6 +34,24 @@ def test_buckets_leave_during_the_backward_and_sum_to_the_same_bits(ranks, sizes
         # Over z, the last scatters are still in flight when the backward of so small a model ends.
         assert early[0] == early[1] >= (1 if sizes.z > 1 else buckets // 2) and buckets > 4
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("gradients", "data", "shard_states", "bucket"),
+    [
+        (8, 1024, True, 1),
+        (640, 1024, True, 20),  # 1/32 of the gradients
+        (8192, 8, True, 32),
+        (8192, 128, True, 128),  # 1 MiB per rank of data
+        (8192, 1024, True, 256),
+        (8192, 1024, False, 32),
+    ],
+)
+def test_buckets_of_sharded_states_grow_with_the_ranks_of_data(gradients, data, shard_states, bucket):
+    assert default_bucket_bytes(gradients * MIB, GridSizes(data=data), shard_states) == bucket * MIB
 
 
 def more_terms_than_expected():
@@ -74,18 +93,31 @@ def test_with_sharded_states_each_rank_of_data_has_its_rows(ranks, sizes):
         assert shares and set(shares) == {1 / sizes.data}
 
 
-def triple_own_rows(sizes):
-    stage = build_tiny_stage(Grid(sizes))
+def triple_own_rows(sizes, precision):
+    """On a rank: comparisons of all parameters and of own rows with tripled values; bytes sent and bytes of the rows.
+
+    Parameters are compared in the compute dtype.
+    """
+    grid = Grid(sizes)
+    stage = build_tiny_stage(grid, dtype=torch.float32, precision=precision)
     parameters = dict(stage.module.named_parameters())
     reducer = GradientReducer(stage.weights, parameters, bucket_bytes=4000, shard=True)
-    before = [p.detach().clone() for p in parameters.values()]
+    before, own_before = ([p.detach().clone() for p in ps] for ps in (parameters.values(), reducer.optimizer_shards))
     with torch.no_grad():
         for shard in reducer.optimizer_shards:
             shard.mul_(3)
+    grid.data.traffic.read()
     reducer.start_param_all_gather()
     reducer.wait_params()
-    return [torch.equal(p, 3 * b) for p, b in zip(parameters.values(), before, strict=True)]
+    dtype = stage.weights.context.compute_dtype
+    used = [torch.equal(p.to(dtype), (3 * b).to(dtype)) for p, b in zip(parameters.values(), before, strict=True)]
+    exact = [torch.equal(p, 3 * b) for p, b in zip(reducer.optimizer_shards, own_before, strict=True)]
+    rows = sum(p.numel() for p in reducer.optimizer_shards if "data" in p.spec.layout.axes) * dtype.itemsize
+    return all(used), all(exact), grid.data.traffic.read()["bytes"], rows
 
 
-def test_rows_that_one_rank_updated_reach_all_others(ranks):
-    assert all(all(equal) for equal in ranks.run(4, triple_own_rows, GridSizes(1, 2, 1, 2)))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rows_that_one_rank_updated_reach_all_others_in_the_compute_dtype(ranks, precision):
+    for used, exact, sent, rows in ranks.run(4, triple_own_rows, GridSizes(1, 2, 1, 2), precision):
+        assert used and exact
+        assert sent == rows > 0  # to one other rank of data

@@ -12,6 +12,7 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.layout import ParameterSpec
 
 _MIN_BYTES, _MAX_BYTES = 1 << 20, 32 << 20  # below, latency dominates; above, it is negligible
+_MIN_MESSAGE_BYTES = 1 << 20  # in a ring
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +25,17 @@ class Bucket:
     sharded: bool  # the gradients are reduce-scattered over the last axis, not all-reduced
 
 
-def default_bucket_bytes(gradient_bytes: int) -> int:
+def default_bucket_bytes(gradient_bytes: int, sizes: GridSizes, shard_states: bool) -> int:
     """Return the size in bytes of the gradient buckets for gradients of ``gradient_bytes`` in total.
 
     A bucket has 1/32 of the gradients, within bounds. So the first reduction starts early in the backward, and little
     is left to reduce when the backward ends.
+
+    The reduce-scatters and all-gathers of sharded states take one message per rank of data, each with a rank's share of
+    the bucket. So the upper bound grows with the number of ranks.
     """
-    return min(max(gradient_bytes // 32, _MIN_BYTES), _MAX_BYTES)
+    max_bytes = max(_MAX_BYTES, sizes.data * _MIN_MESSAGE_BYTES) if shard_states else _MAX_BYTES
+    return min(max(gradient_bytes // 32, _MIN_BYTES), max_bytes)
 
 
 def gradient_buckets(

@@ -237,7 +237,7 @@ class SymbolicReduction:
     def __init__(self, weights: SymbolicWeights, gradient_bytes: int, shard_states: bool):
         self.weights, self.device, context = weights, weights.device, weights.context
         sizes = context.grid.sizes
-        max_bytes = default_bucket_bytes(gradient_bytes)
+        max_bytes = default_bucket_bytes(gradient_bytes, sizes, shard_states)
         specs = weights.parameters
         optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
         self.optimized = sum(optimized[id(spec)] for spec in specs.values())
@@ -282,11 +282,11 @@ class SymbolicReduction:
             self.weights.gradients[name] = total  # the gradient is a view of the bucket
 
     def start_row_gather(self, bucket: Bucket) -> Pending:
-        axis, nbytes = bucket.axes[-1], bucket.elements * MASTER_BYTES
-        part = nbytes / self.weights.context.grid[axis].size
-        self.device.compute(moved=2 * part, operations=len(bucket.names))
-        rows = SymbolicTensor(self.device, (bucket.elements,), MASTER_DTYPE)
-        return Pending(rows, _Run(self.device, self.device.start("all_gather", axis, part)))
+        context, axis = self.weights.context, bucket.axes[-1]
+        rows = SymbolicTensor(self.device, (bucket.elements,), context.compute_dtype)
+        size = context.grid[axis].size
+        self.device.compute(moved=(bucket.elements * MASTER_BYTES + rows.nbytes) / size, operations=len(bucket.names))
+        return Pending(rows, _Run(self.device, self.device.start("all_gather", axis, rows.nbytes / size)))
 
     def write_rows(self, bucket: Bucket, rows: SymbolicTensor) -> None:
-        self.device.compute(moved=2 * rows.nbytes, operations=len(bucket.names))
+        self.device.compute(moved=bucket.elements * MASTER_BYTES + rows.nbytes, operations=len(bucket.names))
