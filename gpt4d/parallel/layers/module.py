@@ -18,8 +18,6 @@ class Layer(nn.Module):
             self.register_parameter(name, weights.parameter(parameter))
         for name, layer in spec.children.items():
             self.add_module(name, _module(layer, weights))
-        # As plain attributes too: nn.Module finds them only after a failed lookup, in a third dict.
-        self.__dict__.update(self._parameters | self._modules)
         spec.prepare(self)
 
     def forward(self, *inputs: Any) -> Any:
