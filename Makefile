@@ -22,7 +22,7 @@ test-fast: $(VENV)/installed
 
 # All tests, with the full products of options that `make test` samples.
 test-full: style
-	$(PYTEST) -m "" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 lint: style
 	$(VENV)/bin/python -m mypy
@@ -39,7 +39,7 @@ FAULTS ?= 100
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m tests.soak faults=$(FAULTS) $(ARGS)
 
-# Results, speed and failures on a machine with a GPU: tests/gpu, in three parts of eight minutes.
+# Results, speed and failures on a machine with a GPU: tests/gpu, one at a time, in three parts of eight minutes.
 DEVICE ?= cuda
 gpu-check: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -vv --no-header -m gpu tests/gpu --device=$(DEVICE) $(ARGS)

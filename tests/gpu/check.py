@@ -20,6 +20,7 @@ class Check:
         figure: a short text of the main figures.
         values: all values, for JSON.
         problems: reasons why the check fails.
+        missing: property that the machine lacks for the check; then the check neither passes nor fails.
     """
 
     device_type: str
@@ -28,6 +29,7 @@ class Check:
     figure: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    missing: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -52,4 +54,8 @@ def largest_difference(actual: Iterable[float | None], expected: Iterable[float 
 
 
 class Unavailable(Exception):
-    """The check cannot run on this machine. The message names the missing requirement."""
+    """The check cannot run until somebody provides a requirement, which the message names. The check fails."""
+
+
+class NotPossible(Exception):
+    """The machine lacks a property, which the message names, for this check. The check neither passes nor fails."""

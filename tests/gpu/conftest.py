@@ -1,7 +1,13 @@
 """Checks on a GPU as tests: options, processes, and the JSON file of results.
 
-A test with ``@pytest.mark.gpu(number=…, part=…, limit_s=…)`` receives a ``Check`` and runs in a process of its own,
-which sees the GPUs that all other tests do not see. Checks run in the order of their numbers.
+A test with the marker ``gpu`` receives a ``Check`` and runs in a process of its own, which sees the GPUs that all other
+tests do not see. Checks run in the order of their parts and numbers. Arguments of the marker:
+
+- ``number`` and ``part``.
+- ``limit_s``: seconds after which the check fails. It may also use the time that earlier checks of its part have left.
+- ``functions``: expected number of functions that are compiled on a GPU if the cache is empty.
+- ``work_s``: expected seconds of all further work that a rehearsal does not do: steps of large models on a GPU, their
+  data and checkpoints, and contexts of CUDA.
 """
 
 import os
@@ -13,14 +19,19 @@ from pathlib import Path
 
 import pytest
 
+from gpt4d.runtime import compile_cache
 from tests.environment import HIDDEN
+from tests.gpu.budget import table
 from tests.gpu.check import Check
 from tests.gpu.isolation import run_isolated
-from tests.gpu.results import FAIL, PASS, REPOSITORY, Results
+from tests.gpu.results import FAIL, NOT_POSSIBLE, PASS, REPOSITORY, Results
 from tests.gpu.test_hardware import describe
 
 _DESCRIBE_LIMIT_S = 60.0
+_COMPILE_THREADS = "4"  # each is a process, which takes memory and a CPU core
 _MISSING = pytest.StashKey[str]()  # why no check can run on this machine
+_RESULTS = pytest.StashKey[Results]()
+_STARTS = pytest.StashKey[dict[int, float]]()  # time.monotonic of each part's first check
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,13 +43,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[_STARTS] = {}
     part = config.getoption("--part")
     for item in [item for item in items if part and _settings(item).get("part", part) != part]:
         items.remove(item)
     places = [place for place, item in enumerate(items) if _settings(item)]
-    checks = sorted((items[place] for place in places), key=lambda item: _settings(item)["number"])
+    checks = sorted((items[place] for place in places), key=_order)
     for place, item in zip(places, checks, strict=True):
         items[place] = item
+
+
+def _order(item: pytest.Item) -> tuple[int, int]:
+    return _settings(item)["part"], _settings(item)["number"]
 
 
 def _settings(item: pytest.Item) -> dict:
@@ -48,12 +64,17 @@ def _settings(item: pytest.Item) -> dict:
 
 
 def environment(device_type: str) -> dict[str, str]:
-    """Return the environment of a check: as pytest was started, or without GPUs."""
+    """Return the environment of a check: as pytest was started, or without GPUs.
+
+    All checks share the cache of compiled kernels that training runs also use.
+    """
     variables = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     if device_type == "cpu":
         # Tiny models: with several threads each, ranks wait for each other's threads.
         return variables | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return variables | {name: value for name, value in HIDDEN.items() if value is not None}
+    variables |= {name: value for name, value in HIDDEN.items() if value is not None}
+    compile_cache.set_environment(variables)
+    return {"TORCHINDUCTOR_COMPILE_THREADS": _COMPILE_THREADS} | variables
 
 
 @pytest.fixture(scope="session")
@@ -70,16 +91,10 @@ def results(request, device_type, tmp_path_factory) -> Results:
     if found.problems:
         config.stash[_MISSING] = "; ".join(found.problems)
         pytest.skip(config.stash[_MISSING])
-    default = tmp_path_factory.mktemp("results") / "gpu_check.json"  # of `make test-full`
-    if _checks_were_asked_for(config):
-        default = REPOSITORY / ("benchmarks/results" if device_type == "cuda" else "runs") / "gpu_check.json"
+    default = REPOSITORY / ("benchmarks/results" if device_type == "cuda" else "runs") / "gpu_check.json"
     path = config.getoption("--out") or default
-    return Results(path, device_type, found.values, config.getoption("--fresh"))
-
-
-def _checks_were_asked_for(config: pytest.Config) -> bool:
-    """Return whether the command names tests/gpu, as ``make gpu-check`` does."""
-    return all("tests/gpu" in argument for argument in config.args)
+    config.stash[_RESULTS] = Results(path, device_type, found.values, config.getoption("--fresh"))
+    return config.stash[_RESULTS]
 
 
 @pytest.fixture
@@ -97,21 +112,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not (settings := _settings(pyfuncitem)):
         return None
     check, results, started = pyfuncitem.funcargs["check"], pyfuncitem.funcargs["results"], time.monotonic()
-    done = run_isolated(pyfuncitem.obj, check, settings["limit_s"], environment(check.device_type))
+    left_s = _limit_s(pyfuncitem) - (started - pyfuncitem.config.stash[_STARTS].setdefault(settings["part"], started))
+    done = run_isolated(pyfuncitem.obj, check, left_s, environment(check.device_type))
     entry = {
         "name": pyfuncitem.name.removeprefix("test_").replace("_", " "),
-        "status": FAIL if done.problems else PASS,
+        "status": NOT_POSSIBLE if done.missing else FAIL if done.problems else PASS,
         "problems": done.problems,
+        "missing": done.missing,
         "figure": done.figure,
         "seconds": round(time.monotonic() - started, 2),
+        "budget": {name: value for name, value in settings.items() if name != "number"},
         "rehearsal": check.rehearsal,
         "values": done.values,
     }
     results.add(settings["number"], entry)
+    if done.missing:
+        pytest.skip(f"{NOT_POSSIBLE}: {done.missing}")
     pyfuncitem.user_properties.append(("figure", done.figure))
     if done.problems:
         pytest.fail("\n".join(done.problems), pytrace=False)
     return True
+
+
+def _limit_s(check: pytest.Item) -> float:
+    """Return the seconds from the start of a part within which a check must end."""
+    part, number = _order(check)
+    others = (_settings(item) for item in check.session.items)
+    return sum(other["limit_s"] for other in others if other and other["part"] == part and other["number"] <= number)
 
 
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
@@ -126,10 +153,18 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if _MISSING in config.stash:
         terminalreporter.write_line(f"checks on a GPU were skipped: {config.stash[_MISSING]}")
+    if _RESULTS not in config.stash:
+        return
+    results = config.stash[_RESULTS]
+    for number, entry in results.checks.items():
+        if entry["missing"]:
+            terminalreporter.write_line(f"check {number} neither passed nor failed: {NOT_POSSIBLE}: {entry['missing']}")
+    if results.device_type == "cpu":
+        terminalreporter.write_line(table(results.checks))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let ``make gpu-check`` fail on a machine without a GPU."""
     with suppress(KeyError):
-        if session.config.stash[_MISSING] and _checks_were_asked_for(session.config):
+        if session.config.stash[_MISSING]:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

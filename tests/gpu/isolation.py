@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-from tests.gpu.check import Check, Unavailable
+from tests.gpu.check import Check, NotPossible, Unavailable
 
 _PRELOAD = ["tests.gpu.runs"]
 _LOG_CHARACTERS = 4000  # retained end of a failed check's output
@@ -69,6 +69,8 @@ def _call(body: Body, check: Check, sender: Connection, log: Path, environment: 
     tempfile.tempdir = str(check.directory)  # so that files of killed processes are removed with it
     try:
         body(check)
+    except NotPossible as error:
+        check.missing = str(error)
     except Unavailable as error:
         check.problems.append(str(error))
     except Exception as error:

@@ -1,7 +1,8 @@
 """Processes that a check starts: single ones, and the ranks of a process group.
 
 They are forked, which is fast and needs no pickling. Therefore the calling process must neither use CUDA nor compute
-with several threads before: whatever does so runs in a process of its own.
+with several threads before: whatever does so runs in a process of its own. Composing a configuration uses CUDA, because
+``cluster=auto`` describes the GPU.
 """
 
 import multiprocessing
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gpt4d.config.machine import this_machine
 from tests.gpu.isolation import describe_error
 
 T = TypeVar("T")
@@ -51,7 +53,7 @@ def run_processes(calls: Sequence[Callable[[], T]]) -> list[T]:
 
     Raises RuntimeError with all errors if one fails.
     """
-    fork = multiprocessing.get_context("fork")
+    fork = _fork_context()
     processes, waiting = [], dict[Connection, int]()
     for number, call in enumerate(calls):
         receiver, sender = fork.Pipe(duplex=False)
@@ -80,13 +82,20 @@ def run_processes(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 def exit_codes(calls: Sequence[Callable[[], object]], limit_s: float) -> list[int | None]:
     """Return the exit codes of processes that run ``calls``: negative after a signal, None if not ended in time."""
-    processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
+    fork = _fork_context()
+    processes = [fork.Process(target=call) for call in calls]
     for process in processes:
         process.start()
     deadline = time.monotonic() + limit_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     return [process.exitcode for process in processes]
+
+
+def _fork_context() -> multiprocessing.context.ForkContext:
+    described = this_machine.cache_info().currsize
+    assert not described and not torch.cuda.is_initialized(), "this process has used CUDA, and cannot be forked"
+    return multiprocessing.get_context("fork")
 
 
 def _call(call: Callable[[], object], sender: Connection) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 from gpt4d.metrics import without_nan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PASS, FAIL = "pass", "FAIL"
+PASS, FAIL, NOT_POSSIBLE = "pass", "FAIL", "not possible here"
 
 
 class Results:
     """Results of checks, by number. Earlier results of the same code, torch and devices remain unless ``fresh``."""
 
     def __init__(self, path: Path, device_type: str, machine: dict[str, Any], fresh: bool):
-        self.path = path
+        self.path, self.device_type = path, device_type
         self.document: dict[str, Any] = {
             "command": "make gpu-check",
             "device": device_type,

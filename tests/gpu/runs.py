@@ -29,9 +29,20 @@ TINY_MODEL = [
     f"model.vocab_size={TINY_VOCABULARY}",
     "model.max_positions=32",
 ]
+TINY_LLAMA = [
+    *TINY_MODEL,
+    "model.key_value_heads=2",
+    "model.head_size=8",
+    "model.inner=64",
+]
+TINY_UNET = [
+    "model.channels=16",
+    "model.multipliers=[1,2]",
+    "model.attention_at=[16]",
+    "model.head_size=8",
+    "model.groups=4",
+]
 _COMMON = [
-    "data=jsonl",
-    "data.processes=1",
     "data.validation_fraction=0",
     "train.validate_every=0",
     "train.validation_batches=0",
@@ -39,8 +50,11 @@ _COMMON = [
     "logging.sample_tokens=0",
     "optim.warmup_steps=5",
 ]
+_TEXT = ["data=jsonl", "data.processes=1"]
+_IMAGE_SIZE, _IMAGES = 32, 64
 _CORPUS_TOKENS = {"cuda": 400_000, "cpu": 20_000}
-Prepare = Callable[[Trainer], None]
+# Called before the first step. It may return a function whose result a run reports at its end.
+Prepare = Callable[[Trainer], Callable[[], Any] | None]
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,8 @@ class Workload:
         return write_corpus(check.directory, vocabulary, _CORPUS_TOKENS[check.device_type])
 
 
-GPT_1B3 = Workload("gpt_1b3", 2048, (4, 8, 16), 0.45)
-GPT_125M = Workload("gpt_125m", 1024, (16, 32, 64), 0.25)
+GPT_1B3 = Workload("gpt_1b3", 2048, (4, 16), 0.45)
+GPT_125M = Workload("gpt_125m", 1024, (16, 64), 0.25)
 
 
 def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
@@ -82,6 +96,7 @@ def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
             file.write(json.dumps({"text": " ".join(draw.choices(words[1:], k=length))}) + "\n")
             tokens -= length
     return [
+        *_TEXT,
         *_COMMON,
         f"data.path={directory / 'documents.jsonl'}",
         f"data.tokenizer={directory / 'words.json'}",
@@ -89,17 +104,35 @@ def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
     ]
 
 
-def train(overrides: list[str], device: torch.device, prepare: Prepare = lambda trainer: None) -> None:
-    """Train on ``device`` in a process of its own. ``prepare`` is called there before the first step."""
-    in_process(_train, overrides, device, prepare)
+def write_images(directory: Path) -> list[str]:
+    """Write random images, and return the overrides that select them."""
+    from PIL import Image
+
+    folder = directory / "images"
+    folder.mkdir()
+    for number in range(_IMAGES):
+        pixels = random.Random(number).randbytes(3 * _IMAGE_SIZE**2)
+        Image.frombytes("RGB", (_IMAGE_SIZE, _IMAGE_SIZE), pixels).save(folder / f"{number}.png")
+    return ["data=pictures", *_COMMON, f"data.path={folder}", f"data.cache_dir={directory / 'cache'}"]
 
 
-def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> None:
+def train(overrides: list[str], device: torch.device, prepare: Prepare = lambda trainer: None) -> Any:
+    """Train on ``device`` in a process of its own, and return the report of the function that ``prepare`` returns."""
+    return in_process(_train, overrides, device, prepare)
+
+
+def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> Any:
     config = compose(overrides)
     with process_group(Launch(), device, deterministic=config.train.deterministic) as job:
         trainer = Trainer(validate(config, 1), job.device)
-        prepare(trainer)
+        report = prepare(trainer)
         trainer.run()
+        return report() if report else None
+
+
+def never_save(trainer: Trainer) -> None:
+    """Let runs in this process never save."""
+    save_only_at(None)
 
 
 def save_only_at(step: int | None) -> None:

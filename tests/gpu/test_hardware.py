@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from tests.gpu import nccl
 from tests.gpu.check import Check, Unavailable
 from tests.gpu.timing import seconds_of
 
@@ -29,14 +30,14 @@ def describe(check: Check) -> None:
             "devices": torch.cuda.device_count(),
             "memory_gib": torch.cuda.mem_get_info(0)[1] / 2**30,
             "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl": ".".join(map(str, nccl.loaded_version())),
             "cudnn": torch.backends.cudnn.version(),
             "driver": _driver(),
         }
     check.values |= values
 
 
-@pytest.mark.gpu(number=0, part=1, limit_s=40)
+@pytest.mark.gpu(number=0, part=1, limit_s=20, work_s=15)
 def test_copies_and_products_reach_the_rates_of_the_device(check: Check) -> None:
     describe(check)
     values, device = check.values, check.device

@@ -1,7 +1,8 @@
-"""Check 1: each layer in fp32 and bf16 against the same layer in float64 on the CPU, and equal random bits."""
+"""Check 1: each layer, eager and compiled, against the same layer in float64 on the CPU, and equal random bits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
-from gpt4d.parallel import random
+from gpt4d.parallel import compile, random
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import attention_kernels
-from gpt4d.parallel.layers.activations import DropoutSpec
+from gpt4d.parallel.layers.activations import DropoutSpec, SwigluFunction, gelu_of_biased
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
@@ -29,6 +30,7 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
+from tests.gpu import compiling
 from tests.gpu.check import Check
 from tests.gpu.timing import synchronize
 
@@ -166,6 +168,17 @@ def _cross_entropy(values: Values):
     return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.context.grid.x)
 
 
+def _gelu(values: Values):
+    s = values.sizes
+    x, bias = values.input(s.batch * s.length, s.hidden), values.input(s.hidden)
+    return nn.Module(), lambda: gelu_of_biased(x, bias)
+
+
+def _swiglu(values: Values):
+    x = values.input(values.sizes.batch * values.sizes.length, 2, values.sizes.hidden)
+    return nn.Module(), lambda: SwigluFunction.apply(x)
+
+
 def _dropout(values: Values):
     s = values.sizes
     layer, x = Layer(DropoutSpec(_DROP), values.weights), values.input(s.batch * s.length, s.hidden)
@@ -217,6 +230,8 @@ CASES: dict[str, Case] = {
     "convolution of enlarged images": _convolution(upsampling=2),
     "head": _head,
     "cross-entropy": _cross_entropy,
+    "GELU": _gelu,
+    "SwiGLU": _swiglu,
     "dropout": _dropout,
     "attention": _attention(),
     "attention of documents": _attention(with_documents=True),
@@ -242,25 +257,33 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
     return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}
 
 
-@pytest.mark.gpu(number=1, part=1, limit_s=90)
+@pytest.mark.gpu(number=1, part=1, limit_s=140, functions=20, work_s=25)
 def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
-    device, cpu = check.device, torch.device("cpu")
-    sizes, errors = SIZES[check.device_type], check.values.setdefault("errors", {})
+    device, errors = check.device, check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32
     attention_kernels.use_installed_kernels(device)
+    compiling.enable(device)
+    variants = [(dtype, bound, False) for dtype, bound in _BOUNDS.items()]
+    variants.append((torch.bfloat16, _BOUNDS[torch.bfloat16], True))
     for name, case in CASES.items():
-        reference = compute(case, sizes, torch.float64, cpu)
-        for dtype, bound in _BOUNDS.items():
-            for tensor, value in compute(case, sizes, dtype, device).items():
-                exact = reference[tensor]
-                error = ((value.to(cpu, torch.float64) - exact).norm() / exact.norm()).item()
-                errors.setdefault(str(dtype).removeprefix("torch."), {})[f"{name}: {tensor}"] = error
+        with patch.object(compile, "_enabled", False):
+            reference = compute(case, SIZES[check.device_type], torch.float64, torch.device("cpu"))
+        for dtype, bound, compiled in variants:
+            variant = str(dtype).removeprefix("torch.") + " compiled" * compiled
+            with patch.object(compile, "_enabled", compiled):
+                found = compute(case, SIZES[check.device_type], dtype, device)
+            for tensor, exact in reference.items():
+                error = ((found[tensor].to(exact) - exact).norm() / exact.norm()).item()
+                errors.setdefault(variant, {})[f"{name}: {tensor}"] = error
                 # A negated comparison: NaN is a problem.
-                check.require(error < bound, f"{name} in {dtype}: {tensor} has a relative error of {error:.1e}")
-    largest = {dtype: max(of_dtype.values()) for dtype, of_dtype in errors.items()}
-    check.figure = "errors up to " + ", ".join(f"{error:.1e} in {dtype}" for dtype, error in largest.items())
-    _check_bits(check, device)
-    _check_kernels(check, sizes, device)
+                check.require(error < bound, f"{name} in {variant}: {tensor} has a relative error of {error:.1e}")
+    check.values["graphs"] = graphs = compiling.num_graphs()
+    check.require(graphs > 0, "no layer has a compiled function")
+    largest = {variant: max(by_tensor.values()) for variant, by_tensor in errors.items()}
+    check.figure = "errors up to " + ", ".join(f"{error:.1e} in {variant}" for variant, error in largest.items())
+    with patch.object(compile, "_enabled", False):
+        _check_bits(check, device)
+        _check_kernels(check, SIZES[check.device_type], device)
 
 
 def _check_bits(check: Check, device: torch.device) -> None:

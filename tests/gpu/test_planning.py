@@ -25,7 +25,7 @@ _SHORT = {
 }
 
 
-@pytest.mark.gpu(number=11, part=3, limit_s=150)
+@pytest.mark.gpu(number=11, part=3, limit_s=130, functions=16, work_s=30)
 def test_a_calibrated_planner_predicts_the_step_time(check: Check) -> None:
     best, path = best_run(check), check.directory / "here.yaml"
     in_process(_calibrate, path, check.rehearsal)

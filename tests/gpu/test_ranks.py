@@ -11,37 +11,63 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import GridSizes
-from gpt4d.parallel.grid import Grid
+from gpt4d.config import ClusterConfig, GridSizes
+from gpt4d.config.machine import this_machine
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.plan import plan
 from gpt4d.parallel.resharding.transfer import Link
+from gpt4d.plan import ParallelPlan
+from gpt4d.planner.resolve import resolve
+from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.runtime import rendezvous, watchdog
+from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.runtime.hangs import HangDetector
 from gpt4d.runtime.job import JobContext, process_group
 from gpt4d.runtime.launch import Launch
-from tests.gpu.check import Check, Unavailable
+from tests.gpu import nccl, usage
+from tests.gpu.check import Check
 from tests.gpu.isolation import redirect_output
 from tests.gpu.processes import exit_codes, in_process, run_processes, run_ranks
-from tests.gpu.small_training import GridCase, build_step, compare, train_on_grids
+from tests.gpu.small_training import Answer, GridCase, build_step, compare, local_batches, train_on_grids
 
 _RANKS_OF_SHARED_GPU = 8
-_CASES_OF_SHARED_GPU = [GridCase(GridSizes(2, 2, 2, 1)), GridCase(GridSizes(1, 2, 2, 2), shard_states=True)]
-_NCCL_OF_SHARED_GPU = (2, 30)
+_SPLIT_TOKENS = {"chunks": 2, "sequence_parallel": True}
+_CASES_OF_SHARED_GPU = [
+    GridCase(GridSizes(2, 2, 2, 1), parallel=_SPLIT_TOKENS),
+    GridCase(
+        GridSizes(1, 2, 2, 2),
+        microbatches=2,
+        shard_states=True,
+        parallel={"cache_layers": "all", "cache_scope": "step"},
+        train={"activation_checkpointing": "selective", "loss_chunks": 2},
+    ),
+]
+# Ranks that compile for themselves must still compute the same bits.
+_COMPILED = GridCase(GridSizes(1, 2, 1, 1), compiled=True)
 _CASES = {
-    2: [GridCase(GridSizes(1, 1, 2, 1)), GridCase(GridSizes(2, 1, 1, 1)), GridCase(GridSizes(1, 1, 1, 2), True)],
-    4: [GridCase(GridSizes(2, 2, 1, 1)), GridCase(GridSizes(1, 1, 2, 2), True)],
+    2: [
+        GridCase(GridSizes(1, 1, 2, 1)),
+        GridCase(GridSizes(2, 1, 1, 1), parallel=_SPLIT_TOKENS),
+        GridCase(GridSizes(1, 1, 1, 2), shard_states=True),
+    ],
+    4: [
+        GridCase(GridSizes(2, 2, 1, 1), parallel=_SPLIT_TOKENS),
+        GridCase(GridSizes(1, 1, 2, 2), shard_states=True),
+    ],
 }
+_PIPELINES = {ranks: GridCase(GridSizes(1, 1, ranks // 2, 1), stages=2, microbatches=4) for ranks in _CASES}
 _TIMEOUT_S = {"cuda": 5.0, "cpu": 1.0}  # timeout of a collective
 _LONG_S = 60.0
 _WARM_UP = 2  # steps before the watchdog looks for hangs
@@ -53,24 +79,33 @@ Member = Callable[[JobContext], Any]
 """Function that each rank of a job executes in the job's process group."""
 
 
-@pytest.mark.gpu(number=5, part=1, limit_s=110)
+@pytest.mark.gpu(number=5, part=1, limit_s=115, functions=16, work_s=25)
 def test_eight_ranks_on_one_gpu_train_as_one_rank_does(check: Check) -> None:
     backend = "cpu:gloo,cuda:gloo" if check.device.type == "cuda" else "gloo"
-    compare(check, run_ranks(_RANKS_OF_SHARED_GPU, backend, train_on_grids, _CASES_OF_SHARED_GPU, check.device))
+    figures = []
+    for ranks, cases in ((_RANKS_OF_SHARED_GPU, _CASES_OF_SHARED_GPU), (2, [_COMPILED])):
+        figures.append(compare(check, run_ranks(ranks, backend, train_on_grids, cases, check.device)))
+    check.figure = "; ".join(figures)
 
 
-@pytest.mark.gpu(number=9, part=3, limit_s=180)
+@pytest.mark.gpu(number=9, part=2, limit_s=75, work_s=60)
 def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -> None:
     gpus = 0
     if not check.rehearsal:
-        gpus, nccl = in_process(_describe)
-        if gpus == 1 and nccl < _NCCL_OF_SHARED_GPU:
-            version = ".".join(map(str, nccl))
-            raise Unavailable(f"one GPU with NCCL {version}; use several GPUs, or NCCL 2.30, where ranks can share one")
+        gpus, version = in_process(_describe)
+        if gpus == 1:
+            nccl.require_shared_gpu(version)
     ranks = 4 if gpus >= 4 else 2
     answers = run_processes(_job(ranks, gpus, partial(_train_and_reshard, _CASES[ranks])))
     check.require(all(resharded for _, resharded in answers), "a resharded tensor is not the one that was sent")
-    compare(check, [losses for losses, _ in answers])
+    figures = [f"{ranks} ranks", compare(check, [losses for losses, _ in answers])]
+
+    contexts, logged = usage.contexts(), usage.logging_communicators(check.directory)
+    member = partial(_train_over_stages, _PIPELINES[ranks], check.directory)
+    of_stages = run_processes(_job(ranks, gpus, member, environment=logged))
+    figures.append(compare(check, [losses for losses, _ in of_stages]))
+    if gpus:
+        figures.append(check_usage(check, [used for _, used in of_stages], contexts, gpus))
 
     for name, stop, timeout_s, pattern, codes in (
         ("hang", _sleep, _TIMEOUT_S[check.device_type], _HANG, [1, 1]),
@@ -84,26 +119,29 @@ def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -
         found = re.search(pattern, output)
         check.values[name] = found[0] if found else output
         check.require(bool(found), f"{name}: rank 0 does not print a message of the form {pattern!r}")
-    check.figure = f"{ranks} ranks: {check.figure}, a hang and a lost rank are named"
+    check.figure = "; ".join([*figures, "a hang and a lost rank are named"])
 
 
 def _describe() -> tuple[int, tuple[int, ...]]:
-    return torch.cuda.device_count(), torch.cuda.nccl.version()
+    return torch.cuda.device_count(), nccl.loaded_version()
 
 
-def _job(ranks: int, gpus: int, member: Member, logs: Path | None = None) -> list[Callable[[], Any]]:
+def _job(
+    ranks: int, gpus: int, member: Member, logs: Path | None = None, environment: Mapping[str, str] | None = None
+) -> list[Callable[[], Any]]:
     """Return the calls that run ``member`` on each rank of a job, as processes on ``gpus`` GPUs (0: on the CPU)."""
+    variables = {**(environment or {}), **(nccl.shared_gpu_environment() if gpus == 1 else {})}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         master = f"localhost:{free.getsockname()[1]}"
-    return [partial(_run_member, Launch(rank, ranks, rank, ranks, master), gpus, member, logs) for rank in range(ranks)]
+    launches = (Launch(rank, ranks, rank, ranks, master) for rank in range(ranks))
+    return [partial(_run_member, launch, gpus, member, logs, variables) for launch in launches]
 
 
-def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None) -> Any:
+def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None, variables: Mapping[str, str]) -> Any:
     if logs is not None:
         redirect_output(logs / f"rank_{launch.rank}")
-    if gpus == 1:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ.update(variables)
     # A lost rank is found sooner than in training, where ranks may be slow.
     watchdog.HEARTBEAT_S, watchdog.SILENT_S, watchdog.SILENT_AFTER_ERROR_S = 0.2, 10.0, 2.0
     rendezvous.NOTICE_S = 1.0
@@ -112,8 +150,78 @@ def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None) ->
         return member(job)
 
 
-def _train_and_reshard(cases: list[GridCase], job: JobContext) -> tuple[dict[str, list[float]], bool]:
+def _train_and_reshard(cases: list[GridCase], job: JobContext) -> tuple[dict[str, Answer], bool]:
     return train_on_grids(cases, job.device), _reshard(job.device)
+
+
+class Usage(NamedTuple):
+    """The use of a GPU after a training, on one of its ranks.
+
+    Attributes:
+        communicators: number of ranks of each communicator that NCCL has logged.
+        planned_communicators: number of communicators that the planner counts.
+        planned_gib: memory of libraries and communicators for which ``cluster=auto`` plans.
+        allocated_gib: memory that torch's allocator has reserved.
+        used_gib: memory of the GPU that all processes use.
+        contexts: number of processes on each GPU, by UUID.
+    """
+
+    communicators: list[int]
+    planned_communicators: int
+    planned_gib: float
+    allocated_gib: float
+    used_gib: float
+    contexts: Counter[str]
+
+
+def _train_over_stages(case: GridCase, logs: Path, job: JobContext) -> tuple[dict[str, Answer], Usage]:
+    answers = train_on_grids([case], job.device)
+    all_gather_json(None, "waiting for the training of all ranks")
+    plan = resolve(case.config(job.device), dist.get_world_size())
+    found = Usage(
+        usage.communicators(logs, os.getpid()),
+        round(_planned_gib(plan, ClusterConfig(reserved_gib=0, communicator_gib=1))),
+        _planned_gib(plan, this_machine()),
+        usage.reserved_gib(job.device),
+        usage.device_memory(job.device)[1],
+        usage.contexts() if job.device.type == "cuda" else Counter(),
+    )
+    all_gather_json(None, "waiting for the measurements of all ranks")
+    return answers, found
+
+
+def _planned_gib(plan: ParallelPlan, cluster: ClusterConfig) -> float:
+    """Return the memory that the planner reserves on this rank's device for libraries and communicators."""
+    config = replace(plan.config, cluster=cluster)
+    estimate = PipelineEstimate(config, plan.description, plan.stages, plan.microbatches)
+    return estimate.reserved_gib[plan.stage_of(dist.get_rank()).index]
+
+
+def check_usage(check: Check, ranks: Sequence[Usage], before: Counter[str], gpus: int) -> str:
+    """Require one context per rank, and communicators and memory as planned. Return a short text of the figures.
+
+    Args:
+        check: the check, whose problems are extended.
+        ranks: the use of the GPUs by each rank; rank ``r`` is on GPU ``r % gpus``.
+        before: number of processes on each GPU before the job.
+        gpus: number of GPUs of the job.
+    """
+    check.values["usage"] = [rank._asdict() for rank in ranks]
+    for number, rank in enumerate(ranks):
+        text = f"rank {number} has communicators of {rank.communicators} ranks, {rank.planned_communicators} planned"
+        check.require(len(rank.communicators) == rank.planned_communicators, text)
+    libraries = []
+    for gpu in range(min(gpus, len(ranks))):
+        own = ranks[gpu::gpus]
+        libraries.append(max(rank.used_gib for rank in own) - sum(rank.allocated_gib for rank in own))
+        planned = sum(rank.planned_gib for rank in own)
+        text = f"libraries and other processes take {libraries[-1]:.2f} GiB of GPU {gpu}, {planned:.2f} planned"
+        check.require(libraries[-1] <= planned, text)
+    contexts = sorted((ranks[0].contexts - before).values())
+    expected = sorted(len(ranks[gpu::gpus]) for gpu in range(min(gpus, len(ranks))))
+    check.require(contexts in ([], expected), f"the GPUs have {contexts} contexts of the job, not {expected}")
+    counted = f"{sum(contexts)} contexts" if contexts else "contexts not reported by nvidia-smi"
+    return f"{counted}, {len(ranks[0].communicators)} communicators, libraries {max(libraries):.2f} GiB"
 
 
 def _reshard(device: torch.device) -> bool:
@@ -139,8 +247,8 @@ def _reshard(device: torch.device) -> bool:
 
 def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, job: JobContext) -> None:
     """Train on two ranks along z, of which rank 1 calls ``stop`` after some steps."""
-    grid = Grid(GridSizes(z=2), job.device.type)
-    step, batch, tokens = build_step(GridCase(grid.sizes), grid, job.device)
+    plan, step = build_step(GridCase(GridSizes(z=2)), job.device)
+    grid, batches = step.stage.grid, local_batches(plan, step.stage)
     for number in range(_WARM_UP + 2):
         if number == _WARM_UP:
             assert job.watchdog is not None
@@ -149,7 +257,7 @@ def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, 
             job.watchdog.hang_detector.end_startup()
             if grid.world.index == 1:
                 stop()
-        step([batch], 1, tokens, 1e-3).loss.item()
+        step(batches, plan.microbatches, units=1, lr=1e-3).loss.item()
 
 
 def _sleep() -> None:

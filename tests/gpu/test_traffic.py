@@ -30,7 +30,7 @@ _CHURN = (3, 17, 64, 5)  # sizes of tensors that are allocated and released mean
 Work = Callable[[], Any] | None
 
 
-@pytest.mark.gpu(number=4, part=1, limit_s=50)
+@pytest.mark.gpu(number=4, part=1, limit_s=25, work_s=20)
 def test_collectives_overlapped_with_products_are_counted_plausibly(check: Check) -> None:
     device = check.device
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Check 3: training agrees with the CPU, is reproducible and resumable bit by bit, and skips a non-finite step."""
+"""Check 3: training agrees with the CPU, resumes bit by bit, skips a non-finite step, and generates the same text."""
 
 import math
 from pathlib import Path
@@ -6,16 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpt4d.checkpoint import storage
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.config import Config, TrainConfig
+from gpt4d.data import tokenizers
+from gpt4d.parallel.grid import Grid
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
+from gpt4d.step import build_stage
+from gpt4d.task.generation import continuations
 from gpt4d.trainer import Trainer
 from tests.gpu import runs
 from tests.gpu.check import Check, largest_difference
+from tests.gpu.processes import in_process
 
-_STEPS = {"cuda": 30, "cpu": 6}
+_STEPS = {"cuda": 20, "cpu": 6}
 _BOUND = 1e-4  # relative difference of a loss to the CPU's
 _NAN_STEP = 4
+_PROMPTS, _NEW_TOKENS = ["w1 w2 w3", "w4"], 12
 
 
-@pytest.mark.gpu(number=3, part=1, limit_s=130)
+@pytest.mark.gpu(number=3, part=1, limit_s=65, work_s=35)
 def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> None:
     device, steps = check.device, _STEPS[check.device_type]
     model = runs.TINY_MODEL if check.rehearsal else []
@@ -24,6 +35,7 @@ def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> No
         *runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 100_000),
         f"train.steps={steps}",
         "train.precision=fp32",
+        "train.compile=false",
         "logging.every=1",
         "model.dropout=0.1",
         # At gpt_tiny's own 4e-3 training is at the edge of stability, which amplifies rounding errors.
@@ -46,7 +58,8 @@ def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> No
     again = train("again", exact)
     check.require(_bits(first) == _bits(again), "two runs with train.deterministic differ")
 
-    resumed = train("resumed", exact, f"checkpoint.resume={first / 'checkpoints' / f'step_{steps // 2:08d}'}")
+    saved = first / "checkpoints" / f"step_{steps // 2:08d}"
+    resumed = train("resumed", exact, f"checkpoint.resume={saved}")
     same = _bits(resumed) == _bits(first)[steps // 2 :]
     check.require(same, "a resumed run with train.deterministic differs from the uninterrupted one")
 
@@ -55,12 +68,28 @@ def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> No
     check.values["skipped"] = [event["step"] for event in skipped]
     right = check.values["skipped"] == [_NAN_STEP] and last["step"] == steps and last["loss"] is not None
     check.require(right, f"after NaN in a gradient of step {_NAN_STEP}: skipped {skipped}, last line {last}")
-    check.figure = f"losses of {steps} steps within {difference:.1e} of the CPU's, NaN step skipped"
+
+    texts = check.values["texts"] = [in_process(_continue_prompts, saved, on) for on in (device, torch.device("cpu"))]
+    check.require(texts[0] == texts[1], f"the generated texts differ from the CPU's: {texts}")
+    check.figure = f"losses of {steps} steps within {difference:.1e} of the CPU's, NaN step skipped, texts equal"
 
 
 def _bits(run_dir: Path) -> list[tuple[int, float, float]]:
     """Return step, loss and gradient norm of each step; JSON holds all bits of them."""
     return [(line["step"], line["loss"], line["grad_norm"]) for line in runs.logged_steps(run_dir)]
+
+
+def _continue_prompts(path: Path, device: torch.device) -> list[str]:
+    """Return greedy continuations of some prompts by the model of a checkpoint, computed in fp32."""
+    checkpoint = Checkpoint.open(path)
+    config = Config(model=checkpoint.meta.model, train=TrainConfig(precision="fp32", compile=False))
+    with process_group(Launch(), device):
+        stage = build_stage(config, Grid(device_type=device.type), device, initialized=False)
+        storage.load(checkpoint, stage.module, None, stage.grid)
+        files = checkpoint.documents((tokenizers.FILE, *tokenizers.COMPANIONS))
+        tokenizer = tokenizers.parse(files, str(path))
+        end = tokenizers.end_of_text(tokenizer, files)
+        return continuations(stage, tokenizer, end, _PROMPTS, _NEW_TOKENS, temperature=0)
 
 
 def _spoil_gradient(trainer: Trainer) -> None:

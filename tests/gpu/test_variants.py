@@ -18,11 +18,12 @@ from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear_kernels
 from gpt4d.parallel.layers.norm import LayerNormSpec
-from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import TrainStep, build_stage
+from gpt4d.validation import validate
 from tests.gpu.check import Check
-from tests.gpu.runs import GPT_1B3, best_run
+from tests.gpu.runs import best_run
 from tests.gpu.timing import seconds_of
 
 _ROUNDS = 5
@@ -33,11 +34,11 @@ TODAY = "today"
 _uses: Counter[str] = Counter()  # calls of each replaced function
 
 
-@pytest.mark.gpu(number=10, part=3, limit_s=150)
+@pytest.mark.gpu(number=10, part=3, limit_s=110, work_s=90)
 def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
-    device, micro_batch = check.device, best_run(check)["micro_batch"]
-    model = GPT_1B3.overrides(check.rehearsal)
-    config = compose([*model, f"train.batch_size={micro_batch}", "train.precision=bf16", "optim.lr=1e-5"])
+    device, best = check.device, best_run(check)
+    config, micro_batch = validate(compose([*best["overrides"], "optim.lr=1e-5"]), 1).config, best["micro_batch"]
+    check.values["cache_layers"] = config.parallel.cache_layers
     stage = build_stage(config, Grid.single_device(), device)
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
     ids = torch.randint(cast(Any, config.model).vocab_size, (micro_batch, config.train.seq_len), device=device)
@@ -47,9 +48,9 @@ def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
         TODAY: nullcontext,
         "weight gradients in bf16": lambda: patch.object(linear_kernels, "product", _rounded_product),
         "norm gradients in bf16": lambda: patch.object(LayerNormSpec, "forward", _norm_with_rounded_gradients),
-        "full activation checkpointing": lambda: _recompute(stage, recomputed),
+        "full activation checkpointing": lambda: _recompute(step, recomputed),
         "selective activation checkpointing": lambda: _changed(stage, recompute_inputs=True),
-        "no compiled functions": lambda: _without_compiled_functions(device),
+        "no compiled functions": lambda: patch.object(compile, "_enabled", False),
     }
     seconds = _alternate(variants, lambda: step([batch], 1, ids.numel(), 1e-5), device)
     figures = [f"{statistics.median(seconds[TODAY]) * 1e3:.0f} ms"]
@@ -96,21 +97,15 @@ def _norm_with_rounded_gradients(
     return x, F.layer_norm(x, layer.weight.shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), spec.epsilon)
 
 
-@contextmanager
-def _without_compiled_functions(device: torch.device) -> Iterator[None]:
-    compile.enable(False, device)
-    try:
-        yield
-    finally:
-        compile.enable(None, device)
-
-
 def _changed(stage: Stage, **settings: bool) -> AbstractContextManager:
     """Change settings of the stage's context."""
     return patch.object(stage.weights, "context", replace(stage.weights.context, **settings))
 
 
 @contextmanager
-def _recompute(stage: Stage, layer_weights: Any) -> Iterator[None]:
+def _recompute(step: TrainStep, layer_weights: Any) -> Iterator[None]:
+    stage = step.stage
     with _changed(stage, recompute=True), patch.object(stage, "layer_weights", layer_weights):
-        yield
+        runtime = StageRuntime(stage, step.reducer, step.runtime.compute)  # a runtime plans the order of weights once
+        with patch.object(step, "runtime", runtime):
+            yield

@@ -1,0 +1,27 @@
+"""Compilation of fused kernels in a check's process."""
+
+import sys
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+from gpt4d.parallel import compile
+
+
+def enable(device: torch.device) -> None:
+    """Let this process compile fused kernels if it does not yet. On a CPU, trace them only, which takes no compiler."""
+    if compile._enabled:
+        return
+    if device.type == "cuda":
+        compile.enable(True, device)
+        return
+    torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
+    with patch.object(compile, "_missing_compiler", lambda device: None, create=True):
+        compile.enable(True, device)
+
+
+def num_graphs() -> int:
+    """Return the number of functions that this process has compiled; a function counts once for each kind of input."""
+    utils = sys.modules.get("torch._dynamo.utils")  # its import takes seconds, and torch.compile has imported it
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
