@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.checkpoint.writer import SavePlanner, Writer
 from gpt4d.config import CheckpointConfig, ConfigError
 from gpt4d.parallel.grid import Grid
+from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
 
 
@@ -56,8 +56,8 @@ class Saver:
         self._buffers: dict[str, torch.Tensor] = {}  # in host memory, reused by every save
         on_gpu = grid.device_type == "cuda"
         self._stream = torch.cuda.Stream() if on_gpu else None
-        select_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", select_device)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", gpu.select, (device,))
         self._pending: _PendingSave | None = None
 
     def start(

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from gpt4d.runtime import gpu
+
 _SPAN_ELEMENTS = 2**20  # elements per task, since waking a thread takes as long as copying 50,000 tokens
 
 
@@ -57,7 +59,7 @@ class Loader:
         self.places = parts[:, shard]  # [microbatches, microbatch]: this rank's samples of a global batch
         self.waited_s = 0.0  # time that steps waited for data since the caller last set this to 0
         self._nothing = None if reads else torch.zeros((), dtype=torch.int64, device=device)
-        self._threads = ThreadPoolExecutor(workers, "loader") if workers and reads else None
+        self._threads = ThreadPoolExecutor(workers, "loader", gpu.select, (device,)) if workers and reads else None
         steps = round(_SPAN_ELEMENTS / (self.shard_size * math.prod(source.row_shape)))
         self._steps_per_span = max(1, min(steps, source.count // batch_size))
         self._ready: dict[int, torch.Tensor] = {}  # rows of a step, by its first sample id

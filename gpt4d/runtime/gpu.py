@@ -1,11 +1,17 @@
-"""Environment of CUDA and NCCL. Both read it once, so it is set before the process group is created."""
+"""The environment of CUDA and NCCL, which read it once, before a process group exists, and the GPU of a thread."""
+
+from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt4d.config import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _ENVIRONMENT = {
     # One hardware queue per stream. In a shared queue, collectives of different communicators wait for each other.
@@ -51,3 +57,14 @@ def set_environment(
 def backend_timeout(timeout_s: float) -> timedelta:
     """Return the timeout of torch's own watchdogs, much longer than the timeout of gpt4d's watchdog."""
     return timedelta(seconds=max(_MIN_TIMEOUT_S, 2 * timeout_s))
+
+
+def select(device: torch.device) -> None:
+    """Select the rank's GPU for the calling thread, which otherwise uses GPU 0 and creates a context there.
+
+    Call it first in each thread that may call CUDA. It does nothing for a CPU.
+    """
+    if device.type != "cpu":
+        import torch
+
+        torch.cuda.set_device(device)

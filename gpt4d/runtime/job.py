@@ -93,8 +93,10 @@ def _initialize(
     if device.type == "cuda":
         if torch.version.hip:
             compile_cache.set_environment()  # MIOpen compiles kernels
-        torch.cuda.set_device(device)
+        gpu.select(device)
         backend = backend or "cpu:gloo,cuda:nccl"
+    if watchdog:
+        watchdog.device = device
     timeout = gpu.backend_timeout(timeout_s)
     with watchdog.limit("connecting all ranks") if watchdog else nullcontext():
         dist.init_process_group(

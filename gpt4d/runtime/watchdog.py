@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+import torch
 import torch.distributed as dist
 
-from gpt4d.runtime import hangs
+from gpt4d.runtime import gpu, hangs
 from gpt4d.runtime.deadline_store import DeadlineStore, StoreLost
 from gpt4d.runtime.hangs import HangDetector, HangReport
 
@@ -71,6 +72,7 @@ class Watchdog:
         self.rank, self.size, self.rank0_host, self.on_failure = rank, size, rank0_host, on_failure
         self.silent_s = min(SILENT_S, max(MIN_SILENT_S, timeout_s))
         self.store = DeadlineStore(store, self.silent_s)
+        self.device = torch.device("cpu")  # the rank's device, once it is known
         self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
         self.end_job: Callable[[BaseException], None] | None = None  # ends all ranks with an error of this one
         self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
@@ -190,6 +192,7 @@ class Watchdog:
         last_count, last_change = 0, time.monotonic()
         last_check = last_change
         while not self._stopped.wait(HEARTBEAT_S):
+            gpu.select(self.device)  # the hang detector asks the GPU for unfinished collectives
             self.store.add(f"alive/{self.rank}", 1)
             if failure := self.first_failure():
                 return failure

@@ -47,7 +47,7 @@ class Link:
         self.axis.all_reduce(torch.zeros(1, device=device))
         self.axis.traffic.read()
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
-        self.worker = CommThread(name)
+        self.worker = CommThread(name, device)
 
     def prepare(self, plan: ReshardingPlan, dtype: torch.dtype) -> "Resharding":
         """Allocate the buffers for any number of executions of ``plan``."""

@@ -11,6 +11,9 @@ from typing import Any, cast
 import torch
 
 from gpt4d.parallel.comm.cpu import processor
+from gpt4d.runtime import gpu
+
+_CPU = torch.device("cpu")
 
 
 class CommFuture(Future):
@@ -33,16 +36,20 @@ class CommThread:
 
     The thread ends with the process, whatever it waits for.
 
+    Args:
+        name: the thread's name.
+        device: the device on which the tasks work.
+
     Attributes:
         on_error: called on the thread with the error of a task, before ``CommFuture.wait`` raises it: the main thread
             may wait for the task much later. It is not called with an error of memory, which the main thread describes.
             None: nothing is called.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, device: torch.device = _CPU):
         self.on_error: Callable[[BaseException], None] | None = None
         self._tasks: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_execute, args=(self._tasks,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_execute, args=(self._tasks, device), name=name, daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)  # the thread has no reference to the worker
 
@@ -60,7 +67,8 @@ class CommThread:
 _Submitted = tuple[CommFuture, Callable[[], Any], Callable[[BaseException], None] | None]
 
 
-def _execute(tasks: queue.SimpleQueue[_Submitted | None]) -> None:
+def _execute(tasks: queue.SimpleQueue[_Submitted | None], device: torch.device) -> None:
+    gpu.select(device)
     with torch.no_grad():
         while item := tasks.get():
             task, function, on_error = item
