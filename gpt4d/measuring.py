@@ -101,9 +101,9 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
         f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
         f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"
     ]
-    for index, (state, peak) in enumerate(zip(estimate.states, estimate.memory_gib, strict=True)):
+    tensors_gib = [peak - gib for peak, gib in zip(estimate.memory_gib, estimate.reserved_gib, strict=True)]
+    for index, (state, peak) in enumerate(zip(estimate.states, tensors_gib, strict=True)):
         device = f"a device of stage {index}" if len(plan.stages) > 1 else "a device"
         parts = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in state.items())
-        peak -= config.cluster.reserved_gib
         lines.append(f"planned memory of {device} in GiB: {parts}; {peak:.3g} at the peak of a step")
     return "\n".join(lines)

@@ -89,8 +89,7 @@ def _layer(traceback: TracebackType | None, stage: Stage | None) -> str | None:
 
 def _remedies(answer: Fit) -> str:
     """Return the settings, or the number of devices, with which a step needs less than was planned."""
-    cluster = answer.config.cluster
-    reserved = cluster.reserved_gib
+    cluster, reserved = answer.config.cluster, answer.plan.memory["reserved"]
     limit = reserved + _SAVING * (min(total_gib(cluster), answer.plan.memory_gib) - reserved)
     smaller = replace(cluster, memory_gib=limit, host_gib=None, margin=0.0)
     tighter = Fit(replace(answer.config, cluster=smaller), answer.plan, smaller)

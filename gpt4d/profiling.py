@@ -107,7 +107,7 @@ class Profile:
 
     def _draw_pipeline(self, directory: Path, recorded: trace.StageTrace) -> None:
         """Write ``pipeline.png`` on rank 0: the last step on the first rank of each stage. All ranks call this."""
-        own = [self.stage.index, recorded.to_json()] if self.grid.stage.index == 0 else None
+        own = [self.stage.index, recorded.to_json()] if self.grid.index == 0 else None
         gathered = all_gather_json(own, "collecting the profiles of the stages")
         if self.grid.world.index:
             return

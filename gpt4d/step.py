@@ -18,7 +18,7 @@ from gpt4d.model.init import initialize
 from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
-from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.grid import Grid, backend_of
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
@@ -107,7 +107,7 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         for name, owner, holder, spec in copied_parameters(described)
     ]
     # Not with local synchronization: torch derives the name from how many groups a rank has, which differs by stage.
-    new_group = partial(dist.new_group, timeout=timeout)
+    new_group = partial(dist.new_group, timeout=timeout, backend=backend_of(stage.weights.device.type))
     training_edges = edges_in(token_split if parallel.sequence_parallel else plain)
     stage.exchange = Exchange(
         plan.stages,

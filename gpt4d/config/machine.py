@@ -48,6 +48,9 @@ _GPUS = {
     "MI250X": GpuModel(191.5, 110, 1200, 150, 12.5),
 }
 _UNKNOWN_GPU = GpuModel(None, 50, 500, 20, 1.25)
+_RESERVED_GIB = 1.0  # context of CUDA, cuBLAS, cuDNN
+# On 4 A100 with NVLink, NCCL took 544 MB per group of two, and 688 MB per larger group (NVIDIA/nccl issue 964).
+COMMUNICATOR_GIB = 0.65
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def describe(facts: MachineFacts) -> ClusterConfig:
         name=f"this machine's {facts.gpu}",
         device="cuda",
         memory_gib=math.floor(10 * facts.gpu_gib) / 10,
-        reserved_gib=3 if facts.gpu_gib > 30 else 1.5,
+        reserved_gib=_RESERVED_GIB,
+        communicator_gib=COMMUNICATOR_GIB,
         peak_tflops=model.peak_tflops,
         matmul_tflops=model.matmul_tflops,
         memory_gb_s=model.memory_gb_s,

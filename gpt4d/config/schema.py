@@ -164,6 +164,9 @@ class ClusterConfig:
     host_gib: float | None = setting(None, "memory of a node whose devices share it", above=0)
     margin: float = setting(0.05, "fraction of a device's memory that the planner's choices leave free", **FRACTION)
     reserved_gib: float = setting(0.5, "part of memory_gib that libraries occupy before the first tensor", at_least=0)
+    communicator_gib: float = setting(
+        0.0, "further part for each group of ranks: all ranks, an axis, a link between stages", at_least=0
+    )
     peak_tflops: float | None = setting(None, "the vendor's peak throughput, the base of MFU and HFU", at_least=0)
     matmul_tflops: float = setting(0.05, "throughput of a device in a large product", above=0)
     memory_gb_s: float = setting(5.0, "rate at which elementwise operations read and write", above=0)

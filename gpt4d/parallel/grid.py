@@ -18,8 +18,8 @@ class Grid:
 
     ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
 
-    Two more axes serve reductions: ``stage`` contains all ranks of this grid, ``world`` all ranks of the job. They have
-    the same group if one stage has all ranks.
+    One more axis, ``world``, contains all ranks of the job. On a GPU, another axis with all ranks of the job uses its
+    group: a communicator of NCCL takes more than half a GB.
 
     Args:
         sizes: devices along each axis; their product is the number of ranks of the stage.
@@ -33,7 +33,6 @@ class Grid:
     y: Axis
     z: Axis
     data: Axis
-    stage: Axis
     world: Axis
 
     def __init__(
@@ -47,30 +46,26 @@ class Grid:
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         assert len(self.ranks) == sizes.devices, f"a grid of {sizes} does not fit {len(self.ranks)} rank(s)"
-        place = self.ranks.index(rank)
-        indices = self.coordinates(place, sizes)
+        self.index = self.ranks.index(rank)  # this rank's index among the ranks of the stage
+        world = dist.group.WORLD if world_size > 1 else None
+        self.world = Axis("world", world_size, rank, world, transport_of(world, device_type) if world else None)
+        indices = self.coordinates(self.index, sizes)
         stride = 1
         for name, size in sizes._asdict().items():
-            first = place - indices[name] * stride
+            first = self.index - indices[name] * stride
             members = [self.ranks[first + i * stride] for i in range(size)]
             setattr(self, name, self._axis(name, members, indices[name]))
             stride *= size
-        world = dist.group.WORLD if world_size > 1 else None
-        self.world = Axis("world", world_size, rank, world, transport_of(world, device_type) if world else None)
-        if len(self.ranks) == world_size:
-            self.stage = self.world
-        else:
-            self.stage = self._axis("stage", list(self.ranks), place)
 
     def _axis(self, name: str, members: list[int], index: int) -> Axis:
         if len(members) == 1:
             return Axis(name)
-        # Only the device's own backend, because every rank of a gloo group connects to all ranks of the group. Only
-        # members create the group, so that stages can be built concurrently.
-        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-        backend = backends[self.device_type]
+        if len(members) == self.world.size and self.device_type != "cpu":
+            return Axis(name, len(members), index, self.world.group, self.world.transport)
+        # Only members create the group, so that stages can be built concurrently.
+        backend = backend_of(self.device_type)
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
-        if self.device_type == "cpu" and name != "stage":
+        if self.device_type == "cpu":
             # The computation does not wait for the weights and gradients of z and data.
             transport = hosts.connect(group, yielding=name in ("z", "data"))
         else:
@@ -84,7 +79,7 @@ class Grid:
         grid.sizes, grid.device_type, grid.ranks = GridSizes(), "cpu", (0,)
         for name in (*grid.sizes._fields, "world"):
             setattr(grid, name, Axis(name))
-        grid.stage = grid.world
+        grid.index = 0
         return grid
 
     @staticmethod
@@ -103,10 +98,7 @@ class Grid:
         return Axis("none") if name is None else self[name]
 
     def __iter__(self) -> Iterator[Axis]:
-        yield from (self.x, self.y, self.z, self.data)
-        if self.stage is not self.world:
-            yield self.stage
-        yield self.world
+        yield from (self.x, self.y, self.z, self.data, self.world)
 
     @property
     def active_axes(self) -> dict[str, Axis]:
@@ -128,3 +120,11 @@ class Grid:
     def batch_shard(self) -> int:
         """Index of this rank's shard of the batch, which has ``sizes.batch_shards`` shards."""
         return self.data.index * self.z.size + self.z.index
+
+
+def backend_of(device_type: str) -> str:
+    """Return the one backend that a group for tensors of a device needs, such as nccl.
+
+    Every rank of a group with gloo connects to all ranks of the group.
+    """
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))[device_type]

@@ -33,6 +33,7 @@ from gpt4d.config import (
     divisors,
     from_arguments,
 )
+from gpt4d.config.machine import COMMUNICATOR_GIB
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.comm import collectives
@@ -103,11 +104,22 @@ def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
             cluster,
             memory_gib=total / 2**30,
             reserved_gib=(total - free) / 2**30,
+            communicator_gib=_communicator_gib(launch, device),
             peak_tflops=peak and peak / 1e12,
         )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     reserved = metrics.peak_memory_gib(device)
     return replace(cluster, memory_gib=total / 2**30 / launch.local_world_size, reserved_gib=reserved)
+
+
+def _communicator_gib(launch: Launch, device: torch.device) -> float:
+    """Return the memory that a GPU's library of collectives takes for its first group, which has all ranks."""
+    if launch.world_size == 1:
+        return COMMUNICATOR_GIB
+    world = Grid(GridSizes(data=launch.world_size), device.type).world
+    before, _ = torch.cuda.mem_get_info(device)
+    world.all_reduce(torch.ones(1, device=device)).item()
+    return max(0, before - torch.cuda.mem_get_info(device)[0]) / 2**30
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -14,6 +14,7 @@ from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk
+from gpt4d.planner.topology import reserved_gib
 from gpt4d.planner.workload import compute_bytes, splits_backwards, training_state, utilization
 
 GIB = 2**30
@@ -124,6 +125,7 @@ class Estimate:
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config, [sizes])
         self.links = Links(config.cluster, sizes, config.parallel.rank_order, world)
+        self.reserved_gib = reserved_gib(config.cluster, sizes, world or sizes.devices)
         self.state = training_state(self.description, sizes, config.optim.shard_states)
         self.share = config.train.batch_size // sizes.batch_shards
         self.cached = self.description.cached_units(config.parallel.cache_layers)
@@ -134,7 +136,7 @@ class Estimate:
 
     def least_gib(self) -> float:
         """Return the memory that the training state and the machine take before the first activation."""
-        return self.config.cluster.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
+        return self.reserved_gib + (self.state["weights"] + self.state["optimizer"]) / GIB
 
     def bound_gib(self) -> float:
         """Return a lower bound of the memory of a step: the training state between the backward and the update."""
@@ -194,7 +196,7 @@ class Estimate:
         return self._plans[micro_batch]
 
     def _plan(self, micro_batch: int) -> Plan:
-        config, cluster, state = self.config, self.config.cluster, self.state
+        config, state = self.config, self.state
         blocks = self.description.blocks
         microbatches = self.share // micro_batch
         if len(blocks) * microbatches <= MAX_WALKED:
@@ -211,7 +213,7 @@ class Estimate:
             if self.links.sizes[axis] > 1
         }
         memory = {kind: nbytes / GIB for kind, nbytes in state.items()}
-        memory["reserved"] = cluster.reserved_gib
+        memory["reserved"] = self.reserved_gib
         memory["activations"] = self.memory_gib(micro_batch) - sum(memory.values())
         mfu, hfu = utilization(config, self.description, self.sizes.devices, seconds)
         return Plan(

@@ -13,7 +13,7 @@ from gpt4d.planner import paper_models
 from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.options import Level
 from gpt4d.planner.stages import PipelineEstimate, stage_parts
-from gpt4d.planner.topology import usable_gib
+from gpt4d.planner.topology import reserved_gib, usable_gib
 from gpt4d.planner.workload import compute_s, grids, training_state
 
 _NUM_ESTIMATED = 8  # number of pipelines that are estimated in full, after the quick estimate
@@ -140,7 +140,7 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
                 ranking.problem = ranking.problem or problem
                 continue
             state = training_state(level.describe([sizes]), sizes, config.optim.shard_states)
-            needed = config.cluster.reserved_gib + sum(state.values()) / stages / GIB
+            needed = reserved_gib(config.cluster, sizes, devices) + sum(state.values()) / stages / GIB
             if needed > usable_gib(config.cluster):
                 ranking.too_large[sizes] = needed
                 ranking.exact[sizes] = partial(search.least_gib, (sizes,) * stages)

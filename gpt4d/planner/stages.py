@@ -215,7 +215,17 @@ class PipelineEstimate:
     @cached_property
     def _alone_gib(self) -> list[float]:
         """The peak of each stage with one microbatch in flight, a lower bound of the peak in a step."""
-        return [self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages]
+        without_links = (self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages)
+        return [gib + self._links_gib(stage) for stage, gib in zip(self.stages, without_links, strict=True)]
+
+    def _links_gib(self, stage: StagePlan) -> float:
+        """Return the memory of the links between a stage and further stages on a device of the stage."""
+        return self.config.cluster.communicator_gib * sum(stage.index in pair for pair in self._sent_bytes)
+
+    @property
+    def reserved_gib(self) -> list[float]:
+        """The memory that libraries and groups of ranks take on a device of each stage before the first tensor."""
+        return [self.estimate(stage, stage.parts).reserved_gib + self._links_gib(stage) for stage in self.stages]
 
     def needed_gib(self, limit: float) -> float:
         """Return the GiB of the fullest stage, or a lower bound if one microbatch already exceeds ``limit``.
@@ -234,19 +244,24 @@ class PipelineEstimate:
         tensor = self.description.tensors[name]
         return (self.config.parallel.sequence_parallel and tensor.sequence_parallel) or tensor.layout
 
-    @cached_property
+    @property
     def link_bytes(self) -> dict[str, int]:
-        """The bytes that all ranks of each link between stages send in a step, by the link's name.
+        """The bytes that all ranks of each link between stages send in a step, by the link's name."""
+        return {link_name(*pair): nbytes for pair, nbytes in self._sent_bytes.items()}
+
+    @cached_property
+    def _sent_bytes(self) -> dict[tuple[int, int], int]:
+        """The bytes that all ranks of each link send in a step, by sending and receiving stage.
 
         Every receiving device gets its tile once. Forwards send tensors and backwards send their gradients. Stages with
         copies of weights exchange the weights and the gradients of the copies.
         """
-        total: Counter[str] = Counter()
+        total: Counter[tuple[int, int]] = Counter()
         count = len(self.stages)
 
         def send(source: int, target: int, nbytes: int, layout: Layout) -> None:
             sizes = self.stages[target].sizes
-            total[link_name(source, target)] += nbytes * (sizes.devices // _tiles(layout, sizes))
+            total[source, target] += nbytes * (sizes.devices // _tiles(layout, sizes))
 
         for (producer, user), names in self.crossing.items():
             source, target = producer % count, user % count
@@ -272,7 +287,7 @@ class PipelineEstimate:
         fullest = max(range(len(memory)), key=memory.__getitem__)
         plan = self.of_stage(slowest)
         state = {kind: nbytes / GIB for kind, nbytes in self.states[fullest].items()}
-        state["reserved"] = self.config.cluster.reserved_gib
+        state["reserved"] = self.reserved_gib[fullest]
         state["activations"] = memory[fullest] - sum(state.values())
         mfu, hfu = utilization(self.config, self.description, self.devices, seconds)
         sizes = [stage.sizes for stage in self.stages]

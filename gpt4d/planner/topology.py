@@ -77,6 +77,19 @@ def total_gib(cluster: ClusterConfig) -> float:
     return cluster.memory_gib
 
 
+def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int) -> float:
+    """Return the memory that libraries and the groups of the grid and the job take on a device.
+
+    Args:
+        cluster: the machine.
+        sizes: the grid of the device's stage.
+        world: number of devices of all stages.
+    """
+    # An axis with all ranks uses the group of the job (gpt4d.parallel.grid).
+    groups = (world > 1) + sum(1 < size < world for size in sizes)
+    return cluster.reserved_gib + groups * cluster.communicator_gib
+
+
 def _levels(cluster: ClusterConfig) -> Iterator[tuple[int, int]]:
     """Yield (index, devices in each member) of the levels, innermost first."""
     member_devices = 1

@@ -64,7 +64,7 @@ def continuations(
             whole = grid.x.all_gather(logits.t().contiguous()).t()[:, : settings.vocab_size].float().cpu()
             drawn = [_draw(row, temperature, top_k, source) for row, source in zip(whole, generators, strict=True)]
         # All ranks use one rank's draws, so that ranks that round differently still end together.
-        own = torch.tensor(drawn if grid.stage.index == 0 else [-1] * len(texts), device=device)
+        own = torch.tensor(drawn if grid.index == 0 else [-1] * len(texts), device=device)
         choices = grid.world.all_reduce(own, MAX).tolist()
         growing = [grows and token != end for grows, token in zip(growing, choices, strict=True)]
         texts = [[*text, token] if grows else text for text, token, grows in zip(texts, choices, growing, strict=True)]

@@ -31,7 +31,7 @@ def generated_images(stage: Stage, count: int, steps: int, seed: int = 0) -> np.
 
         result = forward_over_stages(stage, exchange, compute)
         # All ranks use one rank's prediction, so that ranks that round differently continue with equal images.
-        own = result is not None and grid.stage.index == 0
+        own = result is not None and grid.index == 0
         prediction = result["prediction"].float() if result is not None and own else torch.zeros_like(x)
         return grid.world.all_reduce(prediction)
 

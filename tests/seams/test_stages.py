@@ -46,7 +46,7 @@ def forward_backward(stage) -> torch.Tensor:
 
 
 def run_own_stage(first: int | None) -> tuple:
-    """On one of eight ranks: its stage's loss, the job's norm, its part of each gradient, sums over stage and job."""
+    """On one of eight ranks: its stage's loss, the job's norm, its part of each gradient, and its places."""
     rank = torch.distributed.get_rank()
     index = next(i for i, (members, _) in HALVES.items() if rank in members)
     members, sizes = HALVES[index]
@@ -57,14 +57,16 @@ def run_own_stage(first: int | None) -> tuple:
     loss = forward_backward(stage)
     if first == index:
         grid.world.all_reduce(torch.ones(1))
-    loss = grid.stage.all_reduce(mask_replicas(loss, grid)).item()
+    losses = torch.zeros(len(HALVES), dtype=loss.dtype)
+    losses[index] = mask_replicas(loss, grid)
+    loss = grid.world.all_reduce(losses)[index].item()
     gradients = {
         name: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for name, p in stage.module.named_parameters()
     }
     squared_norm = gradient_sums.squared_norm(list(stage.module.parameters()), grid, torch.device("cpu"))
     norm = grid.world.all_reduce(squared_norm).sqrt().item()
-    sums = [int(axis.all_reduce(torch.tensor([2**rank]))) for axis in (grid.stage, grid.world)]
-    return loss, norm, gradients, sums, list(grid.active_axes)
+    ranks_of_job = int(grid.world.all_reduce(torch.tensor([2**rank])))
+    return loss, norm, gradients, ranks_of_job, grid.index, list(grid.active_axes)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +87,11 @@ def test_two_stages_on_disjoint_halves_of_the_job_compute_side_by_side(ranks, se
         expected_loss, expected = serial[index]
         whole = {name: torch.full_like(gradient, torch.nan) for name, gradient in expected.items()}
         for rank in members:
-            loss, norm, gradients, sums, axes = results[rank]
+            loss, norm, gradients, ranks_of_job, place, axes = results[rank]
             assert loss == pytest.approx(expected_loss, rel=1e-12)
             assert norm == pytest.approx(expected_norm.item(), rel=1e-12)
-            assert sums == [sum(2**member for member in members), 255]
-            assert axes == [axis for axis, size in sizes._asdict().items() if size > 1] + ["stage", "world"]
+            assert ranks_of_job == 255 and members[place] == rank
+            assert axes == [axis for axis, size in sizes._asdict().items() if size > 1] + ["world"]
             for name, (part, gradient) in gradients.items():
                 copy = whole[name][part]
                 assert copy.isnan().all() or torch.equal(copy, gradient), "copies of a gradient differ"

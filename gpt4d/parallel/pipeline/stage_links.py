@@ -69,7 +69,8 @@ class Arrival:
 class Exchange:
     """This rank's links to other stages, and the resharding plans of its tensors.
 
-    All ranks of the job must create it together. Each pair of stages that share an edge has one link per direction.
+    All ranks of the job must create it together. Two stages have one link for each direction in which tensors or
+    gradients cross.
 
     Args:
         stages: the plans of all stages.
@@ -102,9 +103,10 @@ class Exchange:
         self.links: dict[tuple[int, int], Link] = {}  # by sending and receiving stage
         self._reshardings: dict[tuple[str, int, int], Resharding] = {}  # by tensor, and sending and receiving stage
         self._names: dict[tuple[int, int], list[str]] = {}
-        crossing = {(edge.source % count, edge.target % count) for edge in edges}
-        pairs = sorted(crossing | {(tied.owner, tied.holder) for tied in copies})
-        for source, target in dict.fromkeys(pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b):
+        pairs = {(edge.source % count, edge.target % count) for edge in edges}
+        pairs |= {(edge.target % count, edge.source % count) for edge in edges if edge.has_gradient}
+        pairs |= {pair for tied in copies for pair in ((tied.owner, tied.holder), (tied.holder, tied.owner))}
+        for source, target in sorted((source, target) for source, target in pairs if source != target):
             members = sorted({*stages[source].ranks, *stages[target].ranks})
             group = new_group(members)
             if rank in members:
