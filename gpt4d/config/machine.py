@@ -13,7 +13,8 @@ from gpt4d.config.schema import ClusterConfig, LevelConfig
 
 _UNLIMITED_BYTES = 2**60  # a larger limit means that the control group is not limited
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # exist where a driver of NVIDIA or AMD is loaded
+AMD_DRIVER = "/dev/kfd"  # exists where AMD's driver is loaded
+_GPU_DRIVERS = "/dev/nvidiactl", AMD_DRIVER
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 
 

@@ -124,9 +124,7 @@ def test_the_memory_of_a_1f1b_pipeline_does_not_depend_on_the_number_of_microbat
     ids=["one stage", "neighbors", "tied embedding", "interleaved"],
 )
 def test_links_between_stages_take_memory(stages, settings, links):
-    config = compose(
-        ["model=llama_tiny", *MODEL, *settings, f"{PIPELINE}stages={stages}", "train.batch_size=12"]
-    )
+    config = compose(["model=llama_tiny", *MODEL, *settings, f"{PIPELINE}stages={stages}", "train.batch_size=12"])
     plan = validate(config, stages)
     without = PipelineEstimate.of(plan)
     estimate = PipelineEstimate.of(plan, replace(config, cluster=replace(config.cluster, communicator_gib=0.5)))
