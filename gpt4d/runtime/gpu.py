@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +22,6 @@ _ENVIRONMENT = {
     # From its start on, a message to or from another stage occupies a multiprocessor of the GPU for each channel. A
     # receive starts long before its sender. By default NCCL uses up to 32 channels.
     "NCCL_MAX_P2P_NCHANNELS": "4",
-    # Ranks connect by gloo when they first communicate. By default, each rank of a group connects to all others.
-    "TORCH_GLOO_LAZY_INIT": "1",
     # The GPU schedules a collective's blocks before the blocks of a computation that was launched earlier.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     # gpt4d's watchdog ends the job and reports the cause. torch's watchdog aborts the process earlier, on errors of
@@ -62,6 +61,9 @@ def set_environment(
     defaults = _ENVIRONMENT | (_DETERMINISTIC if deterministic else {})
     if trace_dir:
         defaults["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(trace_dir / "nccl_trace_rank_")
+    if sys.platform == "linux" and environment.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":  # no other supports it
+        # Ranks connect by gloo when they first communicate. By default, each rank of a group connects to all others.
+        defaults["TORCH_GLOO_LAZY_INIT"] = "1"
     if not os.path.exists(AMD_DRIVER) and not any(name in environment for name in _ALLOCATOR_NAMES):
         defaults[_ALLOCATOR_NAMES[0]] = _ALLOCATOR
     for name, value in defaults.items():

@@ -23,11 +23,21 @@ def test_collectives_have_queues_of_their_own_and_priority_and_leave_errors_to_t
     assert "NCCL_NVLS_ENABLE" not in environment
 
 
-def test_messages_between_stages_take_few_multiprocessors_and_few_connections():
+def test_messages_between_stages_take_few_multiprocessors_and_have_queues_on_amd():
     environment = {}
     set_environment(environment=environment)
     assert environment["NCCL_MAX_P2P_NCHANNELS"] == "4" and environment["GPU_MAX_HW_QUEUES"] == "16"
-    assert environment["TORCH_GLOO_LAZY_INIT"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("platform", "transport", "lazy"),
+    [("linux", None, True), ("linux", "TCP", True), ("linux", "TCP_TLS", False), ("darwin", None, False)],
+)
+def test_gloo_connects_ranks_when_they_communicate_where_its_transport_can(monkeypatch, platform, transport, lazy):
+    monkeypatch.setattr(sys, "platform", platform)
+    environment = {"GLOO_DEVICE_TRANSPORT": transport} if transport else {}
+    set_environment(environment=environment)
+    assert (environment.get("TORCH_GLOO_LAZY_INIT") == "1") is lazy
 
 
 @pytest.mark.parametrize("amd", [False, True])
