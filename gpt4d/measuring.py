@@ -106,4 +106,9 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
         device = f"a device of stage {index}" if len(plan.stages) > 1 else "a device"
         parts = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in state.items())
         lines.append(f"planned memory of {device} in GiB: {parts}; {peak:.3g} at the peak of a step")
+    if stage.weights.device.type != config.cluster.device:
+        lines.append(
+            f"cluster.device={config.cluster.device}: the ranks use {stage.weights.device.type}, so the precision, the "
+            "memory and the cached weights of another device are planned; leave out cluster to plan for this machine"
+        )
     return "\n".join(lines)

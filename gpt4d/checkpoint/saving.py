@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gpt4d.activity import MAIN, SAVE
 from gpt4d.checkpoint import checkpoint_dir, lifecycle
+from gpt4d.checkpoint.host_memory import HostMemory
 from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.checkpoint.writer import SavePlanner, Writer
 from gpt4d.config import CheckpointConfig, ConfigError
@@ -53,8 +54,8 @@ class Saver:
         self.config, self.run_dir, self.grid = config, run_dir, grid
         with MAIN.begin("connecting the threads that save checkpoints") as activity, activity.waiting():
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._buffers: dict[str, torch.Tensor] = {}  # in host memory, reused by every save
         on_gpu = grid.device_type == "cuda"
+        self._host_memory = HostMemory(pinned=on_gpu)  # reused by every save
         self._stream = torch.cuda.Stream() if on_gpu else None
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._thread = ThreadPoolExecutor(1, "checkpoint", gpu.select, (device,))
@@ -116,6 +117,7 @@ class Saver:
     def close(self) -> None:
         """Wait for a pending save, so that it completes even if the run has failed."""
         self._thread.shutdown()
+        self._host_memory.close()
         if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
             saved, error = self._pending.saved, self._to_user_error(failure, self._pending.saved)
             # An error of torch's collectives only means that a rank has ended.
@@ -130,14 +132,13 @@ class Saver:
 
     def _copy_to_host(self, shards: Mapping[str, LocalShard]) -> tuple[dict[str, LocalShard], torch.cuda.Event | None]:
         """Return the shards in host memory, and the event after their copies if a GPU is still copying."""
+        memory = self._host_memory.like({name: shard.local for name, shard in shards.items()})
+        copies = {name: shard._replace(local=memory[name]) for name, shard in shards.items()}
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for name, (local, _) in shards.items():
-                if name not in self._buffers:
-                    self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-                self._buffers[name].copy_(local, non_blocking=True)
-        copies = {name: LocalShard(self._buffers[name], spec) for name, (_, spec) in shards.items()}
+            for name, copy in copies.items():
+                copy.local.copy_(shards[name].local, non_blocking=True)
         return copies, self._stream.record_event() if self._stream else None
 
     def _begin(self, step: int) -> Path:

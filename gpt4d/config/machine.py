@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from gpt4d.config.schema import ClusterConfig, LevelConfig
 
 _UNLIMITED_BYTES = 2**60  # a larger limit means that the control group is not limited
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # exist where a driver of NVIDIA or AMD is loaded
+AMD_DRIVER = "/dev/kfd"  # exists where AMD's driver is loaded
+_GPU_DRIVERS = "/dev/nvidiactl", AMD_DRIVER
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 
 
@@ -28,25 +30,39 @@ class GpuModel(NamedTuple):
     network_gb_s: float  # a GPU's share of its node's links to other nodes
 
 
-# Keys are parts of torch's device names. The first matching key counts.
+# Keys are words of torch's device names. The first matching key counts.
 _GPUS = {
+    "GB300": GpuModel(2500, 1650, None, 6000, 900, 50),
+    "B300": GpuModel(2250, 1500, None, 6000, 900, 100),
+    "GB200": GpuModel(2500, 1650, None, 6000, 900, 50),
     "B200": GpuModel(2250, 1500, None, 6000, 900, 50),
     "GH200": GpuModel(989, 650, 400, 3200, 100, 25),
+    "H200 NVL": GpuModel(835, 550, 330, 4000, 50, 25),
     "H200": GpuModel(989, 680, 400, 4000, 450, 50),
+    "H100 NVL": GpuModel(835, 500, 330, 3200, 50, 25),
     "H100 PCIe": GpuModel(756, 450, 260, 1700, 50, 25),
     "H100": GpuModel(989, 650, 400, 2800, 450, 50),
+    "H800": GpuModel(989, 650, 400, 2800, 200, 50),
+    "H20": GpuModel(148, 130, None, 3400, 450, 50),
     "A100 80GB PCIe": GpuModel(312, 220, 140, 1600, 25, 12.5),
     "A100-PCIE": GpuModel(312, 220, 140, 1300, 25, 12.5),
     "A100-SXM4-40GB": GpuModel(312, 240, 150, 1300, 300, 25),
     "A100": GpuModel(312, 240, 150, 1700, 300, 25),
+    "A800": GpuModel(312, 240, 150, 1700, 200, 25),
     "L40S": GpuModel(362, 200, None, 700, 25, 12.5),
     "RTX 6000 Ada": GpuModel(364, 200, None, 800, 25, 12.5),
     "RTX A6000": GpuModel(155, 100, None, 650, 25, 12.5),
     "RTX 5090": GpuModel(209, 170, None, 1500, 25, 1.25),
     "RTX 4090": GpuModel(165, 140, None, 850, 20, 1.25),
     "RTX 3090": GpuModel(71, 60, None, 800, 20, 1.25),
+    "MI355X": GpuModel(2500, 1200, None, 6000, 450, 50),
+    "MI350X": GpuModel(2300, 1100, None, 6000, 450, 50),
+    "MI325X": GpuModel(1307, 600, None, 4300, 300, 50),
     "MI300X": GpuModel(1307, 600, None, 3500, 300, 50),
+    "MI300A": GpuModel(981, 450, None, 3500, 100, 25),
     "MI250X": GpuModel(191.5, 110, None, 1200, 150, 12.5),
+    "MI250": GpuModel(181, 105, None, 1200, 150, 12.5),
+    "MI210": GpuModel(181, 105, None, 1200, 50, 12.5),
 }
 _UNKNOWN_GPU = GpuModel(None, 50, None, 500, 20, 1.25)
 _RESERVED_GIB = 1.0  # context of CUDA, cuBLAS, cuDNN
@@ -67,8 +83,9 @@ class MachineFacts:
 
 
 def gpu_model(name: str) -> GpuModel | None:
-    """Return the rates of the GPU that torch calls ``name``; None if it is not in the table."""
-    return next((model for part, model in _GPUS.items() if part in name), None)
+    """Return the rates of the GPU that torch calls ``name``; None for a part of a GPU (MIG) and for unknown GPUs."""
+    found = (model for words, model in _GPUS.items() if re.search(rf"\b{words}\b", name))
+    return None if " MIG " in name else next(found, None)
 
 
 def describe(facts: MachineFacts) -> ClusterConfig:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt4d.config import ConfigError
+from gpt4d.config.machine import AMD_DRIVER
+
+if TYPE_CHECKING:
+    import torch
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +21,10 @@ if TYPE_CHECKING:
 _ENVIRONMENT = {
     # One hardware queue per stream. In a shared queue, collectives of different communicators wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "GPU_MAX_HW_QUEUES": "16",  # AMD's name; its default is 4
+    # From its start on, a message to or from another stage occupies a multiprocessor of the GPU for each channel. A
+    # receive starts long before its sender. By default NCCL uses up to 32 channels.
+    "NCCL_MAX_P2P_NCHANNELS": "4",
     # The GPU schedules a collective's blocks before the blocks of a computation that was launched earlier.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     # gpt4d's watchdog ends the job and reports the cause. torch's watchdog aborts the process earlier, on errors of
@@ -27,8 +36,13 @@ _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that add in a fixed order
     "NCCL_NVLS_ENABLE": "0",  # NVLink switches do not
 }
+# Otherwise fragments make torch reserve more memory than it allocates, and the planner fills a GPU. Not on AMD's GPUs,
+# where torch supports it only with recent drivers.
+_ALLOCATOR = "expandable_segments:True"
+_ALLOCATOR_NAMES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _MIN_TIMEOUT_S = 1800.0
+_MAX_COMPILE_WORKERS = 4
 
 
 def set_environment(
@@ -50,8 +64,23 @@ def set_environment(
     defaults = _ENVIRONMENT | (_DETERMINISTIC if deterministic else {})
     if trace_dir:
         defaults["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(trace_dir / "nccl_trace_rank_")
+    if sys.platform == "linux" and environment.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":  # no other supports it
+        # Ranks connect by gloo when they first communicate. By default, each rank of a group connects to all others.
+        defaults["TORCH_GLOO_LAZY_INIT"] = "1"
+    if not os.path.exists(AMD_DRIVER) and not any(name in environment for name in _ALLOCATOR_NAMES):
+        defaults[_ALLOCATOR_NAMES[0]] = _ALLOCATOR
     for name, value in defaults.items():
         environment.setdefault(name, value)
+
+
+def share_cores(cores: int, local_world_size: int, environment: MutableMapping[str, str] = os.environ) -> int:
+    """Return the cores for each of the tasks on this node, and limit its compiling processes if the user does not.
+
+    By default, each task starts up to 32 compiling processes.
+    """
+    own = max(1, cores // local_world_size)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(_MAX_COMPILE_WORKERS, own)))
+    return own
 
 
 def backend_timeout(timeout_s: float) -> timedelta:

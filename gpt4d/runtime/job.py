@@ -50,10 +50,11 @@ def process_group(
             trace (``gpu.set_environment``); None for a job without a run directory.
     """
     gpu.set_environment(deterministic, run_dir)
+    # macOS has no sched_getaffinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own_cores = gpu.share_cores(cores, launch.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
-        # macOS has no sched_getaffinity.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // launch.local_world_size))
+        torch.set_num_threads(own_cores)
     if launch.master is None:
         device = device or select_device(launch)
         with _initialize(launch, dist.HashStore(), device, backend, timeout_s):

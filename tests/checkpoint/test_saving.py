@@ -61,7 +61,8 @@ def staging_addresses(run_dir):
     for step in (1, 2, 3):
         saver.start(meta(step), storage.parts(model, optimizer), DOCUMENTS)
         saver.finished(wait=True)
-        addresses.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
+        copies, _ = saver._copy_to_host(storage.parts(model, optimizer))
+        addresses.append({name: copy.local.data_ptr() for name, copy in copies.items()})
     saver.close()
     return addresses
 

@@ -10,6 +10,10 @@ import torch.distributed as dist
 from gpt4d import step
 from gpt4d.config import ClusterConfig, GridSizes, compose
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.pipeline import stage_links
+from gpt4d.parallel.pipeline.stage_links import Copy, Edge, Exchange
+from gpt4d.parallel.stage_plan import consecutive_stages
 from gpt4d.planner.topology import reserved_gib
 from gpt4d.validation import validate
 
@@ -81,3 +85,15 @@ def test_a_link_has_the_backend_of_its_device_alone(job, monkeypatch, device_typ
     ((*_, new_group, _),) = links
     new_group([0, 1])
     assert groups == [([0, 1], HOUR, backend)]
+
+
+def test_a_link_exists_only_in_a_direction_in_which_tensors_or_gradients_cross(job, monkeypatch):
+    """Stage 0 sends ids to stage 1, which sends activations to stage 2; stage 2 has a copy of a weight of stage 0."""
+    groups, whole = job(3, rank=1), Layout(())
+    monkeypatch.setattr(stage_links, "Link", lambda name, group, device: SimpleNamespace(prepare=lambda *plan: plan))
+    stages = consecutive_stages([GridSizes()] * 3, [((0, 1),)] * 3, None)
+    edges = [Edge("ids", 0, 1, whole, (4,), torch.int64), Edge("x", 1, 2, whole, (4,), torch.float32)]
+    copies = [Copy("weight", 0, 2, whole, (4,), torch.float32)]
+    exchange = Exchange(stages, edges, copies, "broadcast", 3, torch.device("cpu"), lambda ranks: groups.append(ranks))
+    assert list(exchange.links) == [(0, 1), (1, 2), (2, 1)]  # rank 1 takes part in these
+    assert groups == [[0, 1], [0, 2], [1, 2], [0, 2], [1, 2]]  # 0 to 1, 0 to 2, 1 to 2, 2 to 0, 2 to 1

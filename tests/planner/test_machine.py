@@ -1,11 +1,17 @@
 """The description of this machine, cluster=auto: from facts, from files and from a launcher's variables."""
 
 import pytest
+import torch
 
 from gpt4d.config import LevelConfig, compose, machine
 from gpt4d.config.cluster import check_cluster
 from gpt4d.config.machine import MachineFacts, describe, ranks_and_nodes
+from gpt4d.measuring import summary
+from gpt4d.parallel.grid import Grid
 from gpt4d.planner.topology import for_devices, node_size
+from gpt4d.planner.workload import compute_bytes
+from gpt4d.step import build_stage
+from gpt4d.validation import validate
 from tests.planner.test_search import ask
 
 H100 = MachineFacts(1000, 8, 2, "NVIDIA H100 80GB HBM3", 79.19, 8)
@@ -20,18 +26,33 @@ def test_a_known_gpu_has_its_rates_and_the_memory_that_torch_reports():
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_gb_s"),
+    ("name", "peak_tflops", "memory_gb_s"),
     [
-        ("NVIDIA A100-SXM4-40GB", 1300),
-        ("NVIDIA A100-SXM4-80GB", 1700),
-        ("NVIDIA A100 80GB PCIe", 1600),
-        ("NVIDIA H200", 4000),
-        ("NVIDIA GH200 480GB", 3200),
-        ("AMD Instinct MI250X", 1200),
+        ("NVIDIA A100-SXM4-40GB", 312, 1300),
+        ("NVIDIA A100-SXM4-80GB", 312, 1700),
+        ("NVIDIA A100-PCIE-40GB", 312, 1300),
+        ("NVIDIA A100 80GB PCIe", 312, 1600),
+        ("NVIDIA H100 80GB HBM3", 989, 2800),
+        ("NVIDIA H100 PCIe", 756, 1700),
+        ("NVIDIA H100 NVL", 835, 3200),
+        ("NVIDIA H200", 989, 4000),
+        ("NVIDIA H200 NVL", 835, 4000),
+        ("NVIDIA GH200 480GB", 989, 3200),
+        ("NVIDIA B200", 2250, 6000),
+        ("NVIDIA GB200", 2500, 6000),
+        ("AMD Instinct MI250X / MI250", 191.5, 1200),
+        ("AMD Instinct MI250", 181, 1200),
+        ("AMD Instinct MI300X", 1307, 3500),
     ],
 )
-def test_gpus_whose_names_contain_each_other_are_told_apart(name, memory_gb_s):
-    assert machine.gpu_model(name).memory_gb_s == memory_gb_s
+def test_gpus_whose_names_contain_each_other_are_told_apart(name, peak_tflops, memory_gb_s):
+    model = machine.gpu_model(name)
+    assert (model.peak_tflops, model.memory_gb_s) == (peak_tflops, memory_gb_s)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX A4000", "Tesla V100-SXM2-32GB"])
+def test_other_gpus_and_parts_of_a_gpu_have_no_peak(name):
+    assert machine.gpu_model(name) is None
 
 
 def test_an_unknown_gpu_has_no_peak_and_its_node_the_gpus_it_sees():
@@ -89,6 +110,24 @@ def test_the_machine_is_detected_unless_set(monkeypatch):
     changed = compose(["cluster.memory_gib=40", "cluster.levels=[{ranks: 2}]"]).cluster
     assert (changed.memory_gib, changed.device, changed.levels) == (40, "cuda", [LevelConfig(2)])
     assert compose(["cluster=local"]).cluster.name == "local"
+
+
+def test_a_run_on_a_detected_gpu_is_planned_in_bf16_with_the_memory_of_that_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "this_machine", lambda: describe(H100))
+    plan = validate(compose(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1"]), 1)
+    parallel = plan.config.parallel
+    assert compute_bytes(plan.config) == 2 and (parallel.cache_layers, parallel.cache_scope) == ("all", "step")
+    local = validate(compose(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1", "cluster=local"]), 1)
+    assert compute_bytes(local.config) == 4 and local.config.parallel.cache_layers == 0
+
+
+def test_a_run_on_another_device_than_its_cluster_says_so():
+    words = ["model.layers=1", "train.batch_size=2"]
+    stage = build_stage(compose(words), Grid.single_device(), torch.device("meta"), initialized=False)
+    stage.weights.device = torch.device("cuda")
+    other = summary(validate(compose([*words, "cluster=local"]), 1), stage)
+    assert "\ncluster.device=cpu: the ranks use cuda, so" in other and other.count("leave out cluster") == 1
+    assert "cluster.device" not in summary(validate(compose([*words, "cluster=dgx_h100"]), 1), stage)
 
 
 def test_the_planner_says_that_it_plans_for_this_machine():

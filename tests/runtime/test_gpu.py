@@ -1,5 +1,6 @@
 """CUDA's and NCCL's environment is set before their first use, and the tests never use a GPU."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from gpt4d.config import ConfigError
-from gpt4d.runtime.gpu import backend_timeout, set_environment
+from gpt4d.runtime.gpu import backend_timeout, set_environment, share_cores
+from gpt4d.runtime.job import process_group
+from gpt4d.runtime.launch import Launch
 
 
 def test_collectives_have_queues_of_their_own_and_priority_and_leave_errors_to_the_watchdog():
@@ -18,6 +21,53 @@ def test_collectives_have_queues_of_their_own_and_priority_and_leave_errors_to_t
     assert environment["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert "NCCL_NVLS_ENABLE" not in environment
+
+
+def test_messages_between_stages_take_few_multiprocessors_and_have_queues_on_amd():
+    environment = {}
+    set_environment(environment=environment)
+    assert environment["NCCL_MAX_P2P_NCHANNELS"] == "4" and environment["GPU_MAX_HW_QUEUES"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("platform", "transport", "lazy"),
+    [("linux", None, True), ("linux", "TCP", True), ("linux", "TCP_TLS", False), ("darwin", None, False)],
+)
+def test_gloo_connects_ranks_when_they_communicate_where_its_transport_can(monkeypatch, platform, transport, lazy):
+    monkeypatch.setattr(sys, "platform", platform)
+    environment = {"GLOO_DEVICE_TRANSPORT": transport} if transport else {}
+    set_environment(environment=environment)
+    assert (environment.get("TORCH_GLOO_LAZY_INIT") == "1") is lazy
+
+
+@pytest.mark.parametrize("amd", [False, True])
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_memory_is_reserved_in_expandable_segments_on_nvidia_unless_set(monkeypatch, amd, own):
+    monkeypatch.setattr(os.path, "exists", lambda path: amd and path == "/dev/kfd")
+    environment = {own: "backend:native"} if own else {}
+    set_environment(environment=environment)
+    found = {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")}
+    expected = {own: "backend:native"} if own else {} if amd else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "tasks", "own", "workers"), [(64, 8, 8, "4"), (16, 8, 2, "2"), (4, 8, 1, "1"), (64, 1, 64, "4")]
+)
+def test_tasks_of_a_node_share_its_cores_for_compilation(cores, tasks, own, workers):
+    environment = {}
+    assert share_cores(cores, tasks, environment) == own
+    assert environment == {"TORCHINDUCTOR_COMPILE_THREADS": workers}
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "9"}
+    share_cores(cores, tasks, environment)
+    assert environment == {"TORCHINDUCTOR_COMPILE_THREADS": "9"}
+
+
+def test_a_job_limits_its_compiling_processes(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")  # removed below, and again after the test
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    with process_group(Launch(local_world_size=10_000), torch.device("cpu")):
+        assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
 
 
 def test_what_the_user_has_set_stays():

@@ -14,7 +14,8 @@ from gpt4d.parallel.resharding.mesh import Tile
 from gpt4d.parallel.resharding.plan import ReshardingPlan, Send
 
 _MAX_CHUNKS = 128  # with 128 chunks, a chain to A receiving hosts takes A/128 longer than one link
-MIN_CHUNK_BYTES = {"cpu": 128 * 1024, "cuda": 4 * 1024 * 1024}  # smaller chunks cost more to start than to send
+# Smaller chunks cost more to start than to send. On a GPU a round takes about 120 us of Python and of a kernel's start.
+MIN_CHUNK_BYTES = {"cpu": 128 * 1024, "cuda": 16 * 1024 * 1024}
 
 
 class PeerMessage(NamedTuple):
@@ -63,7 +64,8 @@ def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_typ
     steps, neighbors = [], {} if receives else _sender_neighbors(plan)
     for number, send in enumerate(plan.sends):
         if rank == send.sender or rank in send.receivers:
-            rounds = _rounds(plan, send, rank, MIN_CHUNK_BYTES[device_type] // element_bytes)
+            nbytes = plan.tasks[send.task].elements * element_bytes
+            rounds = _rounds(plan, send, rank, _num_chunks(nbytes, len(send.receivers), device_type))
             adjacent = neighbors.get(number, (None, None))
             slices = _local_slices(send.tile, own, chunked)
             steps.append(SendStep(send.task, slices, _tile_shape(send.tile), not receives, rounds, *adjacent))
@@ -90,15 +92,25 @@ def _sender_neighbors(plan: ReshardingPlan) -> dict[int, tuple[int | None, int |
     return neighbors
 
 
-def _rounds(plan: ReshardingPlan, send: Send, rank: int, min_elements: int) -> tuple[Round, ...]:
-    """Return the rounds of one rank in one send. Chunks have at least ``min_elements`` elements."""
+def _num_chunks(nbytes: int, receivers: int, device_type: str) -> int:
+    """Return the number of chunks in which a tile of ``nbytes`` travels along a chain of receivers.
+
+    A single receiver on a GPU gets the tile in one message, because it forwards nothing. On a CPU it gets the tile in
+    chunks, because a receive that is posted in advance must not cover the complete send.
+    """
+    if receivers == 1 and device_type != "cpu":
+        return 1
+    return max(1, min(_MAX_CHUNKS, nbytes // MIN_CHUNK_BYTES[device_type]))
+
+
+def _rounds(plan: ReshardingPlan, send: Send, rank: int, num_chunks: int) -> tuple[Round, ...]:
+    """Return the rounds of one rank in one send."""
     elements = plan.tasks[send.task].elements
     if plan.strategy.endswith("allgather"):
         return _all_gather(send, rank, elements)
     if plan.strategy == "signal":
         return _chain(send, rank, [(0, 1)])
-    # Chunk even for a single receiver: a receive that is posted in advance must not cover the entire send.
-    return _chain(send, rank, _split(elements, max(1, min(_MAX_CHUNKS, elements // max(1, min_elements)))))
+    return _chain(send, rank, _split(elements, num_chunks))
 
 
 def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round, ...]:

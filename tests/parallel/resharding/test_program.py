@@ -136,11 +136,20 @@ def test_a_device_forwards_a_chunk_while_it_receives_the_next():
     assert rounds[1].receives[0].start == rounds[2].sends[0].start == 1
 
 
-def test_number_of_chunks_depends_on_the_size():
-    def chunks(elements, receivers=2):
-        resharding_plan = plan_between((elements,), "R", (1, 1), "R", (receivers, 1))
-        return len(rank_program(resharding_plan, 0, 4).steps[0].rounds)
+def chunks(elements: int, receivers: int = 2, device_type: str = "cpu") -> int:
+    """Return the number of messages in which a sender sends elements of 4 bytes to a chain of receivers."""
+    resharding_plan = plan_between((elements,), "R", (1, 1), "R", (receivers, 1))
+    return len(rank_program(resharding_plan, 0, 4, device_type).steps[0].rounds)
 
+
+def test_a_gpu_sends_long_messages_and_only_one_to_a_single_receiver():
+    """Each message of NCCL is a kernel, which Python starts in about 100 us."""
+    assert chunks(8_250_000, device_type="cuda") == 1
+    assert chunks(100_000_000, device_type="cuda") == 23
+    assert chunks(100_000_000, receivers=1, device_type="cuda") == 1
+
+
+def test_number_of_chunks_depends_on_the_size():
     assert chunks(1) == chunks(40_000) == 1  # 160 kB
     assert chunks(4 * 32 * 1024) == 4
     assert chunks(100_000_000) == 128
