@@ -194,7 +194,7 @@ def test_a_rehearsal_adds_the_times_of_a_gpu_by_part():
 
 def test_checks_share_the_cache_of_compiled_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
         monkeypatch.delenv(name, raising=False)
     first, second = conftest.environment("cuda"), conftest.environment("cuda")
     assert first == second and first["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
