@@ -15,9 +15,6 @@ from gpt4d.config.machine import AMD_DRIVER
 if TYPE_CHECKING:
     import torch
 
-if TYPE_CHECKING:
-    import torch
-
 _ENVIRONMENT = {
     # One hardware queue per stream. In a shared queue, collectives of different communicators wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
