@@ -62,11 +62,14 @@ class _Generated(Exception):
     """Ends a compilation after the code is generated."""
 
 
-def set_up(target: str, interprets: bool = False) -> None:
-    """Make this process compile for a target, or interpret the kernels for it if ``interprets``."""
+def set_up(directory: Path, target: str, interprets: bool = False) -> None:
+    """Make this process compile for a target, or interpret the kernels for it if ``interprets``.
+
+    ``directory`` is for generated code.
+    """
     os.environ["TRITON_INTERPRET"] = str(int(interprets))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        os.environ[name] = tempfile.mkdtemp(prefix="gpt4d-test-")
+        os.environ[name] = str(directory / name)
     backend, architecture, values = TARGETS[target]
     properties = SimpleNamespace(**values)
     torch.version.hip = "6.4" if backend == "hip" else None  # type: ignore[assignment]
