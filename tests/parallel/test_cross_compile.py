@@ -205,7 +205,7 @@ def test_a_reduction_is_compiled_in_one_way_if_ranks_have_equal_inputs(run_for, 
         assert len(reductions) == len(set(reductions)), name
 
 
-@pytest.mark.parametrize("names", [SAMPLE, full([])])
+@pytest.mark.parametrize("names", [full(SAMPLE), full([])])
 def test_kernels_compute_the_values_of_float64(run_for, names):
     found = run_for("sm_90", errors_of, names, interprets=True)
     assert found
