@@ -54,7 +54,7 @@ class Saver:
         self.config, self.run_dir, self.grid = config, run_dir, grid
         with MAIN.begin("connecting the threads that save checkpoints") as activity, activity.waiting():
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        on_gpu = grid.device_type == "cuda"
+        on_gpu = grid.device_type != "cpu"
         self._host_memory = HostMemory(pinned=on_gpu)  # reused by every save
         self._stream = torch.cuda.Stream() if on_gpu else None
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -108,4 +108,4 @@ class Loader:
         starts = first + np.arange(steps) * self.batch_size
         sample_ids = (starts[:, None] + self.places.ravel()).ravel()
         rows = torch.from_numpy(self.source.rows(sample_ids)).view(steps, self.shard_size, *self.source.row_shape)
-        return rows.pin_memory() if self.device.type == "cuda" else rows
+        return rows.pin_memory() if self.device.type != "cpu" else rows

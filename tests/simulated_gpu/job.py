@@ -1,0 +1,184 @@
+"""A job on simulated GPUs, of which this process is one rank.
+
+set_up()  # once, in a process of its own
+with simulated_job(world_size=8, rank=7) as job:
+    ...  # torch.device(DEVICE, 0) is the rank's GPU
+job.problems.check()
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.cpu.comm_thread import CommThread
+from gpt4d.parallel.resharding import messages
+from gpt4d.runtime import preflight
+from tests.simulated_gpu.memory import Memory
+from tests.simulated_gpu.operations import DEVICE, HostReads, Operations
+from tests.simulated_gpu.problems import Problems, call_site
+from tests.simulated_gpu.process_group import SimulatedGroup
+from tests.simulated_gpu.streams import Clock, Event, Stream, merge
+
+GPU = torch.device("privateuseone", 0)  # torch's name of DEVICE before set_up; 0 is the only index it supports
+_OTHER_GPU = 1  # the current GPU of a new thread: another rank's, as GPU 0 is for most ranks
+
+
+class _DeviceModule(_DummyBackendModule):
+    def is_available(self) -> bool:  # otherwise the copy in torch.tensor(…, device=…) is not observed
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # activation checkpointing asks for it
+        return [torch.bfloat16]
+
+
+def set_up() -> None:
+    """Register the device. This changes the process permanently."""
+    _setup_privateuseone_for_python_backend(DEVICE, _DeviceModule())
+    for sizes in (messages.MIN_CHUNK_BYTES, collectives._PROBE_ELEMENTS, preflight._ELEMENTS):
+        sizes[DEVICE] = 4096  # small, so that a small tensor is sent in several messages
+
+
+class _Thread:
+    """The state of CUDA in one thread: its current GPU and stream, and the operations it has synchronized with."""
+
+    def __init__(self, stream: Stream):
+        self.gpu, self.stream = _OTHER_GPU, stream
+        self.clock: Clock = {}
+        # In the calling thread, new tensors of Python's numbers are copied from the host, which can be observed.
+        torch._C._set_only_lift_cpu_tensors(True)
+
+
+class Job:
+    """The state of the rank's GPU.
+
+    Attributes:
+        problems: the problems found so far.
+        streams: all streams, by number. The first one is the default stream.
+        memory: the storages on the GPU.
+        collectives: number of collectives by name.
+        compute_dtype: the dtype of products; None for any.
+    """
+
+    def __init__(self, problems: Problems):
+        self.problems = problems
+        self.streams: list[Stream] = []
+        self.compute_dtype: torch.dtype | None = None
+        self.collectives = Counter[str]()
+        self._threads = threading.local()
+        self._main = _Thread(Stream(self, "default stream"))
+        self._threads.state = self._main
+        self.memory = Memory(self)
+
+    # --------------------------------------------------------------------------------------------- threads
+
+    @property
+    def thread(self) -> _Thread:
+        """The state of the calling thread. Threads of autograd, which torch prepares, have the main thread's."""
+        if not hasattr(self._threads, "state"):
+            of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+            state = _Thread(self.streams[0])
+            self._threads.state = self._main if of_autograd else state
+        return self._threads.state
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Observe the operations of the calling thread."""
+        _ = self.thread
+        with HostReads(self), Operations(self):
+            yield
+
+    def check_thread(self, action: str) -> None:
+        if self.thread.gpu != GPU.index:
+            name = threading.current_thread().name
+            self.problems.report("device", f"the thread {name} {action}, but has not selected the rank's GPU")
+            self.thread.gpu = GPU.index  # report the thread once
+
+    def host_waits(self, reason: str, clock: Clock) -> None:
+        """Note that the calling thread waits for the operations of ``clock``."""
+        self.check_thread("waits for the GPU")
+        self.problems.host_waits(reason)
+        merge(self.thread.clock, clock)
+
+    # ----------------------------------------------------------------------------------- parts of torch.cuda
+
+    def current_stream(self, device=None) -> Stream:
+        return self.thread.stream
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        """Make a stream the calling thread's current stream."""
+        if stream is None:
+            yield
+            return
+        self.check_thread("selects a stream")
+        thread = self.thread
+        before, thread.stream = thread.stream, stream
+        try:
+            yield
+        finally:
+            thread.stream = before
+
+    def new_stream(self, device=None, priority: int = 0) -> Stream:
+        self.check_thread("creates a stream")
+        return Stream(self, f"stream of {call_site()}")
+
+    def new_event(self, enable_timing: bool = False, **_) -> Event:
+        return Event(self, enable_timing)
+
+    def set_device(self, device) -> None:
+        self.thread.gpu = device if isinstance(device, int) else torch.device(device).index
+
+    def current_device(self) -> int:
+        return self.thread.gpu
+
+
+@contextmanager
+def simulated_job(
+    world_size: int = 1,
+    rank: int = 0,
+    host_waits: Collection[tuple[str, str]] = (),
+    first_waits: Collection[tuple[str, str]] = (),
+) -> Iterator[Job]:
+    """Make this process a rank of a job. Further arguments as for ``Problems``."""
+    job = Job(Problems(host_waits, first_waits))
+    submit, run = CommThread.submit, threading.Thread.run
+
+    def submit_and_wait(worker, function):  # otherwise results depend on the speed of the threads
+        task = submit(worker, function)
+        wait([task])
+        return task
+
+    def run_observed(thread):
+        with job.observed():
+            run(thread)
+
+    replaced = {
+        "Stream": job.new_stream,
+        "Event": job.new_event,
+        "current_stream": job.current_stream,
+        "stream": job.stream,
+        "set_device": job.set_device,
+        "current_device": job.current_device,
+    }
+    dist.Backend.register_backend(
+        "simulated", lambda options, _: SimulatedGroup(job, options), extended_api=True, devices=["cpu", DEVICE]
+    )
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(torch.cuda, **replaced))
+        stack.enter_context(patch.object(CommThread, "submit", submit_and_wait))
+        stack.enter_context(patch.object(threading.Thread, "run", run_observed))
+        dist.init_process_group(
+            f"cpu:simulated,{DEVICE}:simulated", store=dist.HashStore(), rank=rank, world_size=world_size
+        )
+        stack.callback(dist.destroy_process_group)
+        torch.cuda.set_device(GPU)
+        stack.enter_context(job.observed())
+        yield job

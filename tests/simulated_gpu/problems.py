@@ -1,0 +1,73 @@
+"""What a simulated GPU finds: problems with the line of gpt4d that caused them."""
+
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SOURCES = f"{_REPOSITORY}/gpt4d/", f"{_REPOSITORY}/tests/"
+_SIMULATION = {str(path) for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")}
+
+
+class Site(NamedTuple):
+    """A line of gpt4d, or of a test, that uses the GPU."""
+
+    file: str = "torch"
+    function: str = "autograd, without a line of gpt4d"
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+def call_site() -> Site:
+    """Return the innermost line of the calling thread that is neither torch's nor the simulation's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_SOURCES) and code.co_filename not in _SIMULATION:
+            return Site(code.co_filename.removeprefix(f"{_REPOSITORY}/"), code.co_qualname, frame.f_lineno)
+        frame = frame.f_back
+    return Site()
+
+
+class Problems:
+    """The problems of a simulated job, without repetitions.
+
+    Operations continue after a problem: an exception in another thread, or in autograd's, is easily lost.
+    """
+
+    def __init__(self, host_waits: Collection[tuple[str, str]], first_waits: Collection[tuple[str, str]] = ()):
+        """Create an empty list.
+
+        Args:
+            host_waits: the functions in which the host may wait for the GPU, as (file, qualified name).
+            first_waits: the functions in which it may wait until ``steady`` is set, such as functions with a cache.
+        """
+        self._host_waits, self._first_waits = frozenset(host_waits), frozenset(first_waits)
+        self.steady = False
+        self.waited = set[tuple[str, str]]()  # the functions in which the host has waited
+        self._found: dict[tuple[str, Site], str] = {}
+
+    def __iter__(self):
+        return iter(self._found.values())
+
+    def report(self, rule: str, text: str) -> None:
+        """Add a problem of the calling line. ``rule`` distinguishes the problems of a line."""
+        site = call_site()
+        self._found.setdefault((rule, site), f"{site}: {text}")
+
+    def host_waits(self, reason: str) -> None:
+        """Note that the host waits for the GPU; a problem unless the calling function may wait."""
+        site = call_site()
+        function = site.file, site.function
+        self.waited.add(function)
+        if function in self._host_waits or (function in self._first_waits and not self.steady):
+            return
+        self.report("host", f"the host waits for the GPU: {reason}")
+
+    def check(self) -> None:
+        """Raise an AssertionError with all problems, if any."""
+        assert not self._found, "\n".join(self._found.values())

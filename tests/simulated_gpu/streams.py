@@ -1,0 +1,103 @@
+"""Streams and events of a simulated GPU: vector clocks, which tell whether one operation follows another.
+
+The GPU is arbitrarily slow. An operation is complete only for streams that have waited for it, and for threads of the
+host that have synchronized with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.simulated_gpu.job import Job
+
+Clock = dict[int, int]  # number of operations that are complete, by stream
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Add the operations of ``other`` to ``clock``."""
+    for stream, count in other.items():
+        if clock.get(stream, 0) < count:
+            clock[stream] = count
+
+
+def covers(clock: Clock, other: Clock) -> bool:
+    """Return whether all operations of ``other`` are complete at ``clock``."""
+    return all(clock.get(stream, 0) >= count for stream, count in other.items())
+
+
+class Stream(torch.Stream):
+    """A queue of operations of a job, in place of torch.cuda.Stream.
+
+    Attributes:
+        clock: the operations that are complete when the stream's next operation starts.
+    """
+
+    def __new__(cls, job: Job, name: str):
+        kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+        return super().__new__(cls, stream_id=len(job.streams), device_index=0, device_type=kind)
+
+    def __init__(self, job: Job, name: str):
+        self.job, self.name, self.number = job, name, len(job.streams)
+        self.clock: Clock = {}
+        job.streams.append(self)
+
+    def start_operation(self) -> int:
+        """Add an operation to the queue and return its number."""
+        merge(self.clock, self.job.thread.clock)
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return self.clock[self.number]
+
+    def wait_event(self, event: Event) -> None:
+        self.job.check_thread("makes a stream wait")
+        merge(self.clock, event.clock)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.job.check_thread("makes a stream wait")
+        merge(self.clock, stream.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.job)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.job.host_waits("it synchronizes with a stream", self.clock)
+
+    def query(self) -> bool:
+        self.job.check_thread("queries a stream")
+        return covers(self.job.thread.clock, self.clock)
+
+
+class Event:
+    """A point in a stream, in place of torch.cuda.Event. Times have no meaning."""
+
+    def __init__(self, job: Job, enable_timing: bool = False):
+        self.job, self.timed, self.recorded = job, enable_timing, False
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.job.check_thread("records an event")
+        stream = stream or self.job.current_stream()
+        merge(stream.clock, self.job.thread.clock)
+        self.clock, self.recorded = dict(stream.clock), True
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.job.current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        self.job.check_thread("queries an event")
+        return covers(self.job.thread.clock, self.clock)
+
+    def synchronize(self) -> None:
+        self.job.host_waits("it synchronizes with an event", self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        for event in (self, end):
+            if not (event.timed and event.recorded):
+                self.job.problems.report("timing", "an event without a time")
+            elif not covers(self.job.thread.clock, event.clock):
+                self.job.problems.report("timing", "the time of an event that the host has not waited for")
+        return 1.0

@@ -1,0 +1,32 @@
+"""Training steps of all families and plans on a simulated GPU: no races, no unexpected waits of the host."""
+
+import pytest
+
+from tests.simulated_gpu.cases import FACTORS, Row, all_pairs, case, pairs_of, rows
+from tests.simulated_gpu.training import train
+
+ROWS = rows()
+SAMPLE = ROWS[:14]  # they have each option; the remaining rows complete the pairs
+
+
+def _on_ranks(row: Row, number: int) -> list:
+    """Return a row's first and last rank as parameters. ``make test`` runs one of them if the row is in the sample."""
+    last = case(row).world_size - 1
+    chosen = last * (number % 2) if row in SAMPLE else None
+    name = ", ".join(row[factor] for factor in FACTORS)
+    return [
+        pytest.param(row, rank, id=f"{name}, rank {rank}", marks=[pytest.mark.full] * (rank != chosen))
+        for rank in sorted({0, last})
+    ]
+
+
+@pytest.mark.parametrize(("row", "rank"), [case for number, row in enumerate(ROWS) for case in _on_ranks(row, number)])
+def test_a_step_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate, row, rank):
+    problems = simulate(train, case(row).config, case(row).world_size, rank).problems
+    assert not problems, "\n".join(problems)
+
+
+def test_the_sampled_steps_have_every_option_and_all_steps_each_pair_of_options():
+    sampled = {option for row in SAMPLE for option in row.items()}
+    assert sampled == {(factor, value) for factor, options in FACTORS.items() for value in options}
+    assert set().union(*map(pairs_of, ROWS)) == all_pairs()
