@@ -17,7 +17,7 @@ def enable(device: torch.device) -> None:
         compile.enable(True, device)
         return
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
-    with patch.object(compile, "_missing_compiler", lambda device: None, create=True):
+    with patch.object(compile, "_missing_compiler", lambda device: None):
         compile.enable(True, device)
 
 
