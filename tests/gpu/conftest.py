@@ -5,6 +5,7 @@ tests do not see. Checks run in the order of their parts and numbers. Arguments 
 
 - ``number`` and ``part``.
 - ``limit_s``: seconds after which the check fails. It may also use the time that earlier checks of its part have left.
+  A rehearsal has the limit of a part, because its machine may be busy.
 - ``functions``: expected number of functions that are compiled on a GPU if the cache is empty.
 - ``work_s``: expected seconds of all further work that a rehearsal does not do: steps of large models on a GPU, their
   data and checkpoints, and contexts of CUDA.
@@ -21,7 +22,7 @@ import pytest
 
 from gpt4d.runtime import compile_cache
 from tests.environment import HIDDEN
-from tests.gpu.budget import table
+from tests.gpu.budget import PART_S, table
 from tests.gpu.check import Check
 from tests.gpu.isolation import run_isolated
 from tests.gpu.results import FAIL, NOT_POSSIBLE, PASS, REPOSITORY, Results
@@ -112,7 +113,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not (settings := _settings(pyfuncitem)):
         return None
     check, results, started = pyfuncitem.funcargs["check"], pyfuncitem.funcargs["results"], time.monotonic()
-    left_s = _limit_s(pyfuncitem) - (started - pyfuncitem.config.stash[_STARTS].setdefault(settings["part"], started))
+    begun = pyfuncitem.config.stash[_STARTS].setdefault(settings["part"], started)
+    left_s = PART_S if check.rehearsal else _limit_s(pyfuncitem) - (started - begun)
     done = run_isolated(pyfuncitem.obj, check, left_s, environment(check.device_type))
     entry = {
         "name": pyfuncitem.name.removeprefix("test_").replace("_", " "),
