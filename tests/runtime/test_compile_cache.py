@@ -52,6 +52,7 @@ def test_a_directory_in_which_others_can_write_is_refused(private, monkeypatch, 
         compile_cache.set_environment({})
 
 
+@pytest.mark.full
 def test_a_model_that_is_compiled_uses_them(private, monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
