@@ -190,16 +190,18 @@ def test_a_function_becomes_few_kernels_that_fit_in_registers(run_for, target, n
     found = run_for(target, kernels_of, names, False)
     numbers = {name: len({kernel.name for kernel in kernels}) for name, kernels in found.items()}
     assert numbers == {name: case.kernels for name, case in cases().items() if name in found}
-    spilling = {name: kernel for name, kernels in found.items() for kernel in kernels if kernel.spills}
-    assert not spilling
+    # torch.compile measures several configurations of a kernel, and some of them may spill.
+    fits = {(name, kernel.name) for name, kernels in found.items() for kernel in kernels if not kernel.spills}
+    assert {(name, kernel.name) for name, kernels in found.items() for kernel in kernels} == fits
 
 
 @pytest.mark.parametrize("names", [["activations.gelu_gradients"], full([])])
 def test_a_reduction_is_compiled_in_one_way_if_ranks_have_equal_inputs(run_for, names):
     found = run_for("sm_90", kernels_of, names, True)
     for name, kernels in found.items():
-        reductions = [kernel.name for kernel in kernels if not kernel.name.startswith("triton_poi")]
-        assert len(reductions) == len(set(reductions)), name
+        reductions = [kernel for kernel in kernels if not kernel.name.startswith("triton_poi")]
+        assert len(reductions) == len({kernel.name for kernel in reductions}), name
+        assert not any(kernel.spills for kernel in reductions), name
 
 
 @pytest.mark.parametrize("names", [full([])])
