@@ -190,9 +190,10 @@ def test_a_function_becomes_few_kernels_that_fit_in_registers(run_for, target, n
     found = run_for(target, kernels_of, names, False)
     numbers = {name: len({kernel.name for kernel in kernels}) for name, kernels in found.items()}
     assert numbers == {name: case.kernels for name, case in cases().items() if name in found}
-    # torch.compile measures several configurations of a kernel, and some of them may spill.
-    fits = {(name, kernel.name) for name, kernels in found.items() for kernel in kernels if not kernel.spills}
-    assert {(name, kernel.name) for name, kernels in found.items() for kernel in kernels} == fits
+    spilling = {(name, kernel.name) for name, kernels in found.items() for kernel in kernels if kernel.spills}
+    if target == "gfx90a":  # of the configurations that torch.compile measures there, one of geglu_gradient spills
+        spilling -= {(name, kernel.name) for name, kernels in found.items() for kernel in kernels if not kernel.spills}
+    assert not spilling
 
 
 @pytest.mark.parametrize("names", [["activations.gelu_gradients"], full([])])
