@@ -1,5 +1,7 @@
 """Measurement of a machine, and the file written from it."""
 
+from types import SimpleNamespace
+
 from gpt4d.config import compose, read_cluster
 from gpt4d.planner.search import rank
 
@@ -62,6 +64,27 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
 def test_no_intervals_are_held_after_a_measurement(ranks, tmp_path):
     for _, intervals in ranks.run(2, measure_in_rank, str(tmp_path / "here.yaml")):
         assert intervals == [0, 0]  # intervals on the axes of two grids, for the links and for the skew
+
+
+def test_the_memory_of_a_communicator_is_measured_with_the_first_collective_of_all_ranks(monkeypatch):
+    import torch
+
+    from gpt4d.config.machine import COMMUNICATOR_GIB
+    from gpt4d.planner import calibrate
+    from gpt4d.runtime.launch import Launch
+
+    free = [70 << 30]
+
+    class World:
+        def all_reduce(self, tensor):
+            free[0] -= 1 << 29
+            return tensor
+
+    monkeypatch.setattr(calibrate, "Grid", lambda sizes, device_type: SimpleNamespace(world=World()))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 << 30))
+    device = torch.device("cpu")  # the reduced tensor needs no GPU
+    assert calibrate._communicator_gib(Launch(world_size=2), device) == 0.5
+    assert calibrate._communicator_gib(Launch(), device) == COMMUNICATOR_GIB
 
 
 def test_products_are_measured_on_random_matrices():
