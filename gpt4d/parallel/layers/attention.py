@@ -345,5 +345,7 @@ class FusedAttentionSpec(AttentionSpec):
     """Attention on queries, keys and values in one tensor [T, 3, h·s], the output of a fused product."""
 
     def forward(self, layer: BoundLayer, qkv: Any, tokens: Any) -> Any:  # type: ignore[override]
-        q, k, v = qkv.unflatten(0, (-1, tokens.length)).unflatten(-1, (layer.heads, -1)).unbind(2)
+        rows, fused, columns = qkv.shape
+        heads = rows // tokens.length, tokens.length, fused, layer.heads, columns // layer.heads
+        q, k, v = qkv.view(heads).unbind(2)
         return super().forward(layer, q, k, v, tokens)

@@ -62,7 +62,7 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     causal = causal and mask is None
     mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+    return mixed.transpose(1, 2).reshape(-1, mixed.shape[1] * mixed.shape[3])
 
 
 def _with_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -143,4 +143,4 @@ def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
 
 def mixed_values(weights, v):
     """Return ``weights @ v`` as [tokens, h·s]."""
-    return (weights @ v.transpose(1, 2)).transpose(1, 2).flatten(0, 1).flatten(1)
+    return (weights @ v.transpose(1, 2)).transpose(1, 2).reshape(-1, v.shape[2] * v.shape[3])

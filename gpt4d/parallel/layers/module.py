@@ -18,6 +18,7 @@ class Layer(nn.Module):
             self.register_parameter(name, weights.parameter(parameter))
         for name, layer in spec.children.items():
             self.add_module(name, _module(layer, weights))
+        self.__dict__.update(self._modules)  # torch finds a layer there five times as fast as in its ``_modules``
         spec.prepare(self)
 
     def forward(self, *inputs: Any) -> Any:

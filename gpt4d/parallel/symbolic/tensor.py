@@ -115,41 +115,41 @@ class SymbolicTensor:
 
     # ------------------------------------------------------------------------------------------------- views
 
+    def view(self, shape: tuple[int, ...]) -> SymbolicTensor:
+        assert math.prod(shape) == math.prod(self.shape), f"{shape} is not a view of {self.shape}"
+        from gpt4d.parallel.symbolic.tape import view
+
+        return view(self, shape)
+
     def view_as(self, other: SymbolicTensor) -> SymbolicTensor:
-        return self._view(other.shape)
+        return self.view(other.shape)
 
     def flatten(self, first: int = 0, last: int = -1) -> SymbolicTensor:
         first, last = first % len(self.shape), last % len(self.shape)
         size = math.prod(self.shape[first : last + 1])
-        return self._view((*self.shape[:first], size, *self.shape[last + 1 :]))
+        return self.view((*self.shape[:first], size, *self.shape[last + 1 :]))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> SymbolicTensor:
         dim %= len(self.shape)
         known = math.prod(size for size in sizes if size != -1)
         found = (self.shape[dim] // known if size == -1 else size for size in sizes)
-        return self._view((*self.shape[:dim], *found, *self.shape[dim + 1 :]))
+        return self.view((*self.shape[:dim], *found, *self.shape[dim + 1 :]))
 
     def unsqueeze(self, dim: int) -> SymbolicTensor:
         dim %= len(self.shape) + 1
-        return self._view((*self.shape[:dim], 1, *self.shape[dim:]))
+        return self.view((*self.shape[:dim], 1, *self.shape[dim:]))
 
     def squeeze(self, dim: int) -> SymbolicTensor:
         dim %= len(self.shape)
-        return self._view((*self.shape[:dim], *self.shape[dim + 1 :]))
+        return self.view((*self.shape[:dim], *self.shape[dim + 1 :]))
 
     def transpose(self, one: int, other: int) -> SymbolicTensor:
         shape = list(self.shape)
         shape[one], shape[other] = shape[other], shape[one]
-        return self._view(tuple(shape))
+        return self.view(tuple(shape))
 
     def contiguous(self) -> SymbolicTensor:
         return self
-
-    def _view(self, shape: tuple[int, ...]) -> SymbolicTensor:
-        assert math.prod(shape) == math.prod(self.shape), f"{shape} is not a view of {self.shape}"
-        from gpt4d.parallel.symbolic.tape import view
-
-        return view(self, shape)
 
     def unbind(self, dim: int = 0) -> tuple[SymbolicTensor, ...]:
         from gpt4d.parallel.symbolic.tape import parts
