@@ -54,7 +54,7 @@ def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
     _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in OPTIONS.items()})
 
 
-@pytest.mark.gpu(number=12, part=3, limit_s=240, functions=36, work_s=20)
+@pytest.mark.gpu(number=12, part=3, limit_s=215, functions=36, work_s=20)
 def test_llamas_and_unets_train_without_waits_and_recompilations(check: Check) -> None:
     qwen = [*_QWEN, *_corpus(check), *(runs.TINY_LLAMA if check.rehearsal else [])]
     unet = [*_UNET, *runs.write_images(check.directory), *(runs.TINY_UNET if check.rehearsal else [])]
