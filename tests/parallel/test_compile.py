@@ -111,7 +111,7 @@ def test_compiled_norms_equal_eager_ones(compiled, dtype):
 def test_compiled_activations_and_rotation_equal_eager_ones(compiled, dtype):
     gate_and_up, d_out = torch.randn(6, 2, 8).to(dtype), torch.randn(6, 8).to(dtype)
     rows, d_rows = torch.randn(2, 256, 8).to(dtype)
-    x, (cos, sin) = torch.randn(2, 6, 3, 8).to(dtype), torch.randn(2, 2, 6, 1, 4)
+    x, (cos, sin) = torch.randn(2, 6, 3, 8).to(dtype), torch.randn(2, 2, 6, 1, 8)
     calls = [
         (activations.swiglu, (gate_and_up,)),
         (activations.swiglu_gradient, (d_out, gate_and_up)),

@@ -39,7 +39,7 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
     mean, rstd, weight, bias = torch.randn(ROWS, 1), torch.rand(ROWS, 1), torch.randn(FEATURES), torch.randn(FEATURES)
     sums = torch.randn(2, ROWS, 1)
     pair, x_heads = torch.randn(ROWS, 2, FEATURES).to(dtype), torch.randn(1, ROWS, 8, FEATURES // 8).to(dtype)
-    cos, sin = torch.randn(2, 1, ROWS, 1, FEATURES // 16)
+    cos, sin = torch.randn(2, 1, ROWS, 1, FEATURES // 8)
     found: list[tuple[Kernel, tuple]] = []
     for added in (None, branch):
         found += [

@@ -181,16 +181,24 @@ def _needed(columns: Any, layer: BoundLayer) -> Any:
     return ConsecutiveHeadsFunction.apply(heads, first, stop)
 
 
-@kernel(fused=True)
+def _rotated_bytes(x, cos, sin, direction: int) -> int:
+    """Return the bytes of ``rotated``. Its operations read the heads several times, but cosines and sines once."""
+    return 2 * x.nbytes + (cos.nbytes + sin.nbytes) // 4
+
+
+@kernel(fused=True, moved=_rotated_bytes)
 def rotated(x, cos, sin, direction: int):
-    """Rotate pairs of features [..., heads, 2·pairs] by the angles, or back if ``direction`` is -1."""
+    """Rotate pairs of features [..., heads, size] by the angles, or back if ``direction`` is -1."""
     return x.like()
 
 
 @kernel(unread=("like",))
 def rotations(positions, like, frequencies: tuple[float, ...], scale: float):
-    """Return the scaled cosines and sines of the angles, [batch, sequence, 1, pairs], in float32 or float64."""
-    shape = (*positions.shape, 1, len(frequencies))
+    """Return the scaled cosines and sines of the angles, [batch, sequence, 1, size], in float32 or float64.
+
+    Both are repeated for the second feature of each pair. The sines of the first features are negative.
+    """
+    shape = (*positions.shape, 1, 2 * len(frequencies))
     return tuple(positions.like(shape, "float64" if like.dtype == "float64" else "float32") for _ in range(2))
 
 

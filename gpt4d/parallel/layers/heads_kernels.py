@@ -4,6 +4,8 @@ import functools
 
 import torch
 
+from gpt4d.parallel.layers.product_kernels import cast_to
+
 
 @functools.cache
 def _constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -28,19 +30,13 @@ def selected(heads, numbers: tuple[int, ...]):
 
 def rotated(x, cos, sin, direction: int):
     """Rotate pairs of features, ``size/2`` apart, by ``direction`` times the angles."""
-    if torch.compiler.is_compiling():  # torch.compile does not support an out= argument that is a view
-        first, second = x.chunk(2, -1)
-        one, other = first * cos - direction * second * sin, second * cos + direction * first * sin
-        return torch.cat((one, other), -1).to(x.dtype)
-    wide = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    (first, second), (new_first, new_second) = x.chunk(2, -1), wide.chunk(2, -1)
-    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=new_second).addcmul_(first, sin, value=direction)
-    return wide.to(x.dtype)
+    exchanged = x.roll(x.shape[-1] // 2, -1)
+    return cast_to((x * cos).addcmul_(exchanged, sin, value=direction), x.dtype)
 
 
 def rotations(positions, like, frequencies, scale: float):
-    """Return ``scale`` times cosine and sine of ``positions · frequencies``, [..., 1, pairs]."""
+    """Return ``scale`` times cosine and signed sine of ``positions · frequencies``, [..., 1, size]."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     angles = positions[..., None, None] * _constant(frequencies, dtype, like.device)
-    return angles.cos() * scale, angles.sin() * scale
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
