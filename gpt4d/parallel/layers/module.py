@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from gpt4d.parallel.layers.layer import LayerSpec, LayersSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
@@ -23,6 +24,12 @@ class Layer(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.spec.forward(self, *inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        # Without hooks, torch's own call takes as long as many kernels.
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return super().__call__(*inputs)
+        return super().__call__(*inputs) if _has_any_global_hook() else self.spec.forward(self, *inputs)
 
     def extra_repr(self) -> str:
         return str(self.spec)
