@@ -40,7 +40,7 @@ class Case(NamedTuple):
     name: str
     overrides: list[str]
     tiny: list[str]
-    sizes: GridSizes = GridSizes()  # noqa: RUF009
+    sizes: GridSizes = GridSizes()
 
 
 CASES = [
