@@ -20,7 +20,6 @@ FIRST = {
 BETWEEN_STEPS = {
     ("gpt4d/checkpoint/storage.py", "Files.read"),
     ("gpt4d/parallel/comm/stats.py", "seconds_between"),
-    ("gpt4d/parallel/layers/documents.py", "Documents.ending_with"),  # of a sample
     ("gpt4d/task/generation.py", "_Reader.read"),
     ("gpt4d/task/generation.py", "continuations"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
