@@ -24,12 +24,13 @@ class Work:
 
     def __init__(self, job: Job, name: str, end: Event, tensors: tuple[torch.Tensor, ...]):
         self.job, self.name, self.end, self._tensors = job, name, end, tensors
-        self._computed = job.streams[0].length
+        self._computed: int | None = job.streams[0].length
 
     def wait(self, timeout=None) -> bool:
         stream = self.job.current_stream()
-        if stream is self.job.streams[0]:
+        if stream is self.job.streams[0] and self._computed is not None:
             self.job.overlaps[self.name] += stream.length > self._computed
+            self._computed = None
         stream.wait_event(self.end)
         self._tensors = ()
         return True

@@ -14,13 +14,15 @@ SAMPLE = ROWS[:14]  # they have each option; the remaining rows complete the pai
 
 
 def _on_ranks(row: Row, number: int) -> list:
-    """Return a row's first and last rank as parameters. ``make test`` runs one of them if the row is in the sample."""
-    last = case(row).world_size - 1
-    chosen = last * (number % 2) if row in SAMPLE else None
-    name = ", ".join(row[factor] for factor in FACTORS)
+    """Return a row's first and last rank as parameters. ``make test`` runs one of them if the row is in the sample.
+
+    It runs both of a plan in which only copied weights are sent from the first to the last stage.
+    """
+    ranks, name = sorted({0, case(row).world_size - 1}), ", ".join(row[factor] for factor in FACTORS)
+    chosen = () if row not in SAMPLE else ranks if row["plan"] == "eager" else (ranks[number % len(ranks)],)
     return [
-        pytest.param(row, rank, id=f"{name}, rank {rank}", marks=[pytest.mark.full] * (rank != chosen))
-        for rank in sorted({0, last})
+        pytest.param(row, rank, id=f"{name}, rank {rank}", marks=[pytest.mark.full] * (rank not in chosen))
+        for rank in ranks
     ]
 
 
