@@ -135,7 +135,7 @@ def _extends(row: Row) -> bool:
 
 
 def rows() -> list[Row]:
-    """Return rows that contain all pairs, first the rows with the most new pairs."""
+    """Return rows that contain all pairs. Early rows have more new pairs than later rows."""
     missing, found = dict.fromkeys(sorted(all_pairs(), key=sorted)), list[Row]()
     used = Counter[tuple[str, str]]()
 

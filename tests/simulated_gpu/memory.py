@@ -42,7 +42,7 @@ class Block:
 
     def __init__(self, allocated: Use | None, nbytes: int):
         self.allocated, self.nbytes = allocated, nbytes
-        self.write = allocated  # the last write; on the GPU, what the memory contained before counts as one
+        self.write = allocated  # the last write; on the GPU, the allocation counts as one
         self.reads: dict[int, Use] = {}  # the last read of each stream since the last write
         self.recorded = set[int]()  # streams of ``record_stream``
         self.ended: Clock = {}  # the operations that have ended before freed memory is reused

@@ -21,7 +21,7 @@ _TIED = f"{_STEPS} -k eager"  # stages that have copies of a weight
 _IMAGES = f"{_STEPS} -k unet"
 
 MUTATIONS = [
-    # A stream does not wait for the producer of what it reads.
+    # A stream does not wait for the producer of a tensor.
     Mutation(
         "parallel/resharding/transfer.py",
         "link.stream.wait_event(self.started)",

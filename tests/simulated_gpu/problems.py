@@ -1,4 +1,4 @@
-"""What a simulated GPU finds: problems with the line of gpt4d that caused them."""
+"""The problems that a simulated GPU finds, with the line of gpt4d that caused them."""
 
 import sys
 from collections.abc import Collection

@@ -14,9 +14,10 @@ SAMPLE = ROWS[:14]  # they have each option; the remaining rows complete the pai
 
 
 def _on_ranks(row: Row, number: int) -> list:
-    """Return a row's first and last rank as parameters. ``make test`` runs one of them if the row is in the sample.
+    """Return a row's first and last rank as parameters.
 
-    It runs both of a plan in which only copied weights are sent from the first to the last stage.
+    ``make test`` runs one rank if the row is in the sample. It runs both ranks of a plan in which the first stage sends
+    only copied weights to the last stage.
     """
     ranks, name = sorted({0, case(row).world_size - 1}), ", ".join(row[factor] for factor in FACTORS)
     chosen = () if row not in SAMPLE else ranks if row["plan"] == "eager" else (ranks[number % len(ranks)],)
