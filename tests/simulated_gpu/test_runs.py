@@ -39,11 +39,15 @@ def train(config: Config) -> list[str]:
     return list(job.problems)
 
 
+def check(problems: list[str]) -> None:
+    assert not problems, "\n".join(problems)
+
+
 def test_a_run_on_a_gpu_that_saves_in_the_background_and_resumes_has_no_race(simulate, tiny):
     text = [*RUN, "model.layers=1", "data.reset_attention=true", "logging.sample_tokens=2", "logging.every=2"]
-    assert simulate(train, tiny(*text, "train.steps=3", "optim.schedule_steps=4")) == []
+    check(simulate(train, tiny(*text, "train.steps=3", "optim.schedule_steps=4")))
     config = tiny(*text, "checkpoint.async_save=false", "optim.schedule_steps=4")
-    assert simulate(train, config) == []
+    check(simulate(train, config))
     assert [line["step"] for line in metric_lines(config.run.dir)] == [1, 2, 3, 4]
 
 
@@ -62,7 +66,7 @@ def test_a_run_of_a_unet_on_a_gpu_has_no_race(simulate, tmp_path):
             *RUN, "train.steps=2",
         ]
     )  # fmt: skip
-    assert simulate(train, config) == []
+    check(simulate(train, config))
 
 
 def watch() -> list[str]:
@@ -88,4 +92,4 @@ def watch() -> list[str]:
 
 
 def test_the_watchdog_asks_the_gpu_of_its_rank_for_unfinished_collectives(simulate):
-    assert simulate(watch) == []
+    check(simulate(watch))
