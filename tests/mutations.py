@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 _COPIED = ("benchmarks", "configs", "docs", "examples", "gpt4d", "scripts", "tests")
 _LINE = 1000  # characters of a test's name and error
@@ -372,6 +374,7 @@ def _first_failure(copy: Path, tests: list[str]) -> Failure | None:
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         return Failure("no test", f"no answer within {_LIMIT_S} s")
+    assert result.returncode != pytest.ExitCode.NO_TESTS_COLLECTED, f"no test matches {tests}"
     if result.returncode == 0:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", result.stdout, re.MULTILINE)
