@@ -14,13 +14,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 _COPIED = ("benchmarks", "configs", "docs", "examples", "gpt4d", "scripts", "tests")
+_LINE = 1000  # characters of a test's name and error
 _LIMIT_S = 900  # a mutation that makes the ranks hang is caught by their timeouts long before
 
 
@@ -356,48 +359,64 @@ def _copy() -> Iterator[Path]:
         yield copy
 
 
-def _failed_test(copy: Path, tests: list[str]) -> str | None:
-    """Return the first test that fails in the copy, or None if all pass."""
+class Failure(NamedTuple):
+    """The first test that fails, and the first line of its error."""
+
+    test: str
+    error: str
+
+
+def _first_failure(copy: Path, tests: list[str]) -> Failure | None:
+    """Run tests in the copy until one fails. Return None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", *tests]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": str(_LINE)}
     try:
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"no answer within {_LIMIT_S} s"
+        return Failure("no test", f"no answer within {_LIMIT_S} s")
+    assert result.returncode != pytest.ExitCode.NO_TESTS_COLLECTED, f"no test matches {tests}"
     if result.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest ended with code {result.returncode}: {result.stdout[-500:]}"
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", result.stdout, re.MULTILINE)
+    if failed is None:
+        return Failure("no test", f"pytest ended with code {result.returncode}: {result.stdout[-500:]}")
+    return Failure(failed[1], failed[2] or "")
 
 
-def catch(mutation: Mutation, only_listed: bool = False) -> str | None:
-    """Return the test that catches a mutation, or None if it survives: the test must pass without the mutation."""
+def catch(mutation: Mutation, only_listed: bool = False) -> Failure | None:
+    """Return the failure that catches a mutation, or None if it survives: the test must pass without the mutation."""
     with _copy() as copy:
         path = copy / "gpt4d" / mutation.file
         original = path.read_text(encoding="utf-8")
         path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
-        failed = _failed_test(copy, mutation.tests.split())
-        if not failed and not only_listed:
-            failed = _failed_test(copy, [])
+        failure = _first_failure(copy, mutation.tests.split())
+        if not failure and not only_listed:
+            failure = _first_failure(copy, [])
         path.write_text(original, encoding="utf-8")
-        if failed and (copy / failed.partition("::")[0]).is_file() and _failed_test(copy, [failed]):
-            print(f"{failed} also fails without the mutation")
+        if failure and (copy / failure.test.partition("::")[0]).is_file() and _first_failure(copy, [failure.test]):
+            print(f"{failure.test} also fails without the mutation")
             return None
-    return failed
+    return failure
+
+
+def run(mutations: Sequence[Mutation], numbers: Sequence[int] = (), only_listed: bool = False) -> int:
+    """Run the mutations with the given numbers, or all of them, and return the number of survivors."""
+    survivors = 0
+    for number in numbers or range(1, len(mutations) + 1):
+        mutation = mutations[number - 1]
+        if problem := mutation.problem():
+            raise SystemExit(f"mutation {number} is out of date: {problem}")
+        caught = catch(mutation, only_listed)
+        survivors += caught is None
+        verdict = f"caught by {caught.test}: {caught.error}" if caught else "SURVIVED"
+        print(f"{number:2} {mutation.file}: {mutation.claim}: {verdict}", flush=True)
+    return survivors
 
 
 def main(arguments: list[str]) -> int:
-    """Run the mutations with the given numbers, or all of them, and return the number of survivors."""
-    survivors, numbers = 0, [int(argument) for argument in arguments if argument != "--listed"]
-    for number in numbers or range(1, len(MUTATIONS) + 1):
-        mutation = MUTATIONS[number - 1]
-        if problem := mutation.problem():
-            raise SystemExit(f"mutation {number} is out of date: {problem}")
-        caught = catch(mutation, "--listed" in arguments)
-        survivors += caught is None
-        verdict = f"caught by {caught}" if caught else "SURVIVED"
-        print(f"{number:2} {mutation.file}: {mutation.claim}: {verdict}", flush=True)
-    return survivors
+    """Run the mutations of this file as the arguments say, and return the number of survivors."""
+    numbers = [int(argument) for argument in arguments if argument != "--listed"]
+    return run(MUTATIONS, numbers, "--listed" in arguments)
 
 
 if __name__ == "__main__":

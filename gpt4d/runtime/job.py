@@ -94,8 +94,8 @@ def _initialize(
     if device.type == "cuda":
         if torch.version.hip:
             compile_cache.set_environment()  # MIOpen compiles kernels
-        gpu.select(device)
         backend = backend or "cpu:gloo,cuda:nccl"
+    gpu.select(device)
     if watchdog:
         watchdog.device = device
     timeout = gpu.backend_timeout(timeout_s)

@@ -17,6 +17,9 @@ from gpt4d.parallel.pipeline.stage_links import Exchange
 from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.symbolic.kernels import MAX
 
+# Returns the documents of ids [texts, tokens]. Arguments: the ids on the device, and in host memory.
+DocumentsOf = Callable[[torch.Tensor, torch.Tensor], Documents | None]
+
 
 def continuations(
     stage: Stage,
@@ -24,7 +27,7 @@ def continuations(
     end: int,
     prompts: Sequence[str],
     tokens: int,
-    documents: Callable[[torch.Tensor], Documents | None] = lambda ids: None,
+    documents: DocumentsOf = lambda ids, on_host: None,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
@@ -42,8 +45,7 @@ def continuations(
         end: id of the token that ends a text.
         prompts: texts to continue.
         tokens: maximum number of new tokens per text; a text ends earlier at an end-of-text token.
-        documents: returns the documents of ids [texts, tokens], for models whose attention stays
-            inside a document.
+        documents: returns the documents of ids, for models whose attention stays inside a document.
         temperature: divides the logits; 0 for greedy decoding.
         top_k: draw among the k most likely tokens; 0 for all.
         seed: seed of the sampling.
@@ -76,7 +78,7 @@ def continuations(
 class _Reader:
     """Computes the logits of the tokens that follow growing texts."""
 
-    def __init__(self, stage: Stage, capacity: int, end: int, documents: Callable[[torch.Tensor], Documents | None]):
+    def __init__(self, stage: Stage, capacity: int, end: int, documents: DocumentsOf):
         self.stage, self.capacity, self.end, self.documents = stage, capacity, end, documents
         self._cache: KeyValueCache | None = None
         self._exchanges: dict[int, Exchange | None] = {}  # by the tokens of each text in a forward
@@ -93,9 +95,10 @@ class _Reader:
             self._cache = KeyValueCache(self.capacity)
             first, count = [0] * len(texts), max(map(len, texts))
         device = self.stage.weights.device
-        ids = torch.tensor([text + [self.end] * (self.capacity - len(text)) for text in texts], device=device)
+        on_host = torch.tensor([text + [self.end] * (self.capacity - len(text)) for text in texts])
+        ids = on_host.to(device)
         places = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
-        sample_ids, documents = torch.arange(len(texts), device=device), self.documents(ids)
+        sample_ids, documents = torch.arange(len(texts), device=device), self.documents(ids, on_host)
         positions = TokenIndex(sample_ids, self.capacity, self.stage.grid.axis(None), documents).positions.gather(
             1, places
         )

@@ -122,7 +122,7 @@ class LanguageModeling(ReadingTask):
         inputs = {"ids": ids[:, :-1], "documents": self._documents(ids[:, :-1], rows[:, :-1])}
         return Batch(inputs, ids[:, 1:], sample_ids)
 
-    def _documents(self, ids_BS: torch.Tensor, on_host: torch.Tensor | None = None) -> Documents | None:
+    def _documents(self, ids_BS: torch.Tensor, on_host: torch.Tensor) -> Documents | None:
         """Return the documents of sequences; None if attention ignores them."""
         if not self.config.data.reset_attention:
             return None

@@ -71,8 +71,8 @@ def test_a_text_that_is_continued_with_cached_keys_is_that_of_the_model_without(
                 parameter.mul_(20)
         stage.module.head.weight[:, END] = 0  # the text does not end early
     prompts = [prompt for prompt in PROMPTS if "<|" not in prompt]
-    texts = continuations(stage, tokenizer, END, prompts, 8, lambda ids: None, temperature=0)
-    assert texts == [most_likely_text(stage.module, tokenizer, prompt, 8, lambda ids: None) for prompt in prompts]
+    texts = continuations(stage, tokenizer, END, prompts, 8, lambda *ids: None, temperature=0)
+    assert texts == [most_likely_text(stage.module, tokenizer, prompt, 8, lambda *ids: None) for prompt in prompts]
     assert len(set(" ".join(texts).split())) > 5
 
 

@@ -67,10 +67,10 @@ FACTORS: dict[str, dict[str, Option]] = {
     },
     "family": {
         "gpt": Option({"model.hidden": 24}),
-        "llama": Option(_GROUPED_HEADS),
+        "llama": Option({**_GROUPED_HEADS, "model.tied": False}),
         "qwen": Option(
             {**_GROUPED_HEADS, "model.heads": 12, "model.key_value_heads": 3}
-            | {"model.tied": False, "model.qkv_bias": True, "model.qk_norm": True}
+            | {"model.tied": True, "model.qkv_bias": True, "model.qk_norm": True}
         ),
         "olmo2": Option(_GROUPED_HEADS),
         "gemma3": Option({**_GROUPED_HEADS, "model.window": 4, "model.global_every": 2}),
@@ -135,7 +135,7 @@ def _extends(row: Row) -> bool:
 
 
 def rows() -> list[Row]:
-    """Return rows that contain all pairs, first the rows with the most new pairs."""
+    """Return rows that contain all pairs. Early rows have more new pairs than later rows."""
     missing, found = dict.fromkeys(sorted(all_pairs(), key=sorted)), list[Row]()
     used = Counter[tuple[str, str]]()
 

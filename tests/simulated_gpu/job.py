@@ -9,7 +9,6 @@ job.problems.check()
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
-from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -18,17 +17,20 @@ import torch.distributed as dist
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from gpt4d.parallel.comm import collectives
-from gpt4d.parallel.comm.cpu.comm_thread import CommThread
+from gpt4d.parallel.layers import attention_kernels
 from gpt4d.parallel.resharding import messages
 from gpt4d.runtime import preflight
+from gpt4d.runtime.job import _initialize
+from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.watchdog import Watchdog
 from tests.simulated_gpu.memory import Memory
 from tests.simulated_gpu.operations import DEVICE, HostReads, Operations
 from tests.simulated_gpu.problems import Problems, call_site
 from tests.simulated_gpu.process_group import SimulatedGroup
 from tests.simulated_gpu.streams import Clock, Event, Stream, merge
+from tests.simulated_gpu.threads import ThreadState, is_of_autograd, observed_threads
 
 GPU = torch.device("privateuseone", 0)  # torch's name of DEVICE before set_up; 0 is the only index it supports
-_OTHER_GPU = 1  # the current GPU of a new thread: another rank's, as GPU 0 is for most ranks
 
 
 class _DeviceModule(_DummyBackendModule):
@@ -46,16 +48,6 @@ def set_up() -> None:
         sizes[DEVICE] = 4096  # small, so that a small tensor is sent in several messages
 
 
-class _Thread:
-    """The state of CUDA in one thread: its current GPU and stream, and the operations it has synchronized with."""
-
-    def __init__(self, stream: Stream):
-        self.gpu, self.stream = _OTHER_GPU, stream
-        self.clock: Clock = {}
-        # In the calling thread, new tensors of Python's numbers are copied from the host, which can be observed.
-        torch._C._set_only_lift_cpu_tensors(True)
-
-
 class Job:
     """The state of the rank's GPU.
 
@@ -64,6 +56,7 @@ class Job:
         streams: all streams, by number. The first one is the default stream.
         memory: the storages on the GPU.
         collectives: number of collectives by name.
+        overlaps: number of collectives by name that the computation waits for after further operations.
         compute_dtype: the dtype of products; None for any.
     """
 
@@ -71,21 +64,20 @@ class Job:
         self.problems = problems
         self.streams: list[Stream] = []
         self.compute_dtype: torch.dtype | None = None
-        self.collectives = Counter[str]()
+        self.collectives, self.overlaps = Counter[str](), Counter[str]()
         self._threads = threading.local()
-        self._main = _Thread(Stream(self, "default stream"))
+        self._main = ThreadState(Stream(self, "default stream"))
         self._threads.state = self._main
         self.memory = Memory(self)
 
     # --------------------------------------------------------------------------------------------- threads
 
     @property
-    def thread(self) -> _Thread:
+    def thread(self) -> ThreadState:
         """The state of the calling thread. Threads of autograd, which torch prepares, have the main thread's."""
         if not hasattr(self._threads, "state"):
-            of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
-            state = _Thread(self.streams[0])
-            self._threads.state = self._main if of_autograd else state
+            state = ThreadState(self.streams[0])
+            self._threads.state = self._main if is_of_autograd() else state
         return self._threads.state
 
     @contextmanager
@@ -104,7 +96,7 @@ class Job:
     def host_waits(self, reason: str, clock: Clock) -> None:
         """Note that the calling thread waits for the operations of ``clock``."""
         self.check_thread("waits for the GPU")
-        self.problems.host_waits(reason)
+        self.problems.report_wait(reason)
         merge(self.thread.clock, clock)
 
     # ----------------------------------------------------------------------------------- parts of torch.cuda
@@ -146,19 +138,17 @@ def simulated_job(
     rank: int = 0,
     host_waits: Collection[tuple[str, str]] = (),
     first_waits: Collection[tuple[str, str]] = (),
+    watchdog: Watchdog | None = None,
 ) -> Iterator[Job]:
-    """Make this process a rank of a job. Further arguments as for ``Problems``."""
+    """Make this process a rank of a job, which ``watchdog`` watches.
+
+    ``host_waits`` and ``first_waits``: as for ``Problems``.
+    """
     job = Job(Problems(host_waits, first_waits))
-    submit, run = CommThread.submit, threading.Thread.run
+    new_group = dist.new_group
 
-    def submit_and_wait(worker, function):  # otherwise results depend on the speed of the threads
-        task = submit(worker, function)
-        wait([task])
-        return task
-
-    def run_observed(thread):
-        with job.observed():
-            run(thread)
+    def new_simulated_group(ranks=None, timeout=None, backend=None, **others):
+        return new_group(ranks, timeout, **others)
 
     replaced = {
         "Stream": job.new_stream,
@@ -167,18 +157,19 @@ def simulated_job(
         "stream": job.stream,
         "set_device": job.set_device,
         "current_device": job.current_device,
+        "cudart": lambda: job.memory,
+        "check_error": lambda code: None,
     }
     dist.Backend.register_backend(
         "simulated", lambda options, _: SimulatedGroup(job, options), extended_api=True, devices=["cpu", DEVICE]
     )
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **replaced))
-        stack.enter_context(patch.object(CommThread, "submit", submit_and_wait))
-        stack.enter_context(patch.object(threading.Thread, "run", run_observed))
-        dist.init_process_group(
-            f"cpu:simulated,{DEVICE}:simulated", store=dist.HashStore(), rank=rank, world_size=world_size
-        )
-        stack.callback(dist.destroy_process_group)
-        torch.cuda.set_device(GPU)
+        stack.enter_context(observed_threads(job))
+        stack.enter_context(patch.object(dist, "new_group", new_simulated_group))
+        stack.enter_context(patch.object(attention_kernels, "_has_variable_length_attention", lambda device: True))
+        stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # after an error
+        launch, backend = Launch(rank, world_size), f"cpu:simulated,{DEVICE}:simulated"
+        stack.enter_context(_initialize(launch, dist.HashStore(), GPU, backend, 120.0, watchdog))
         stack.enter_context(job.observed())
         yield job

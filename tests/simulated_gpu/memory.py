@@ -42,7 +42,7 @@ class Block:
 
     def __init__(self, allocated: Use | None, nbytes: int):
         self.allocated, self.nbytes = allocated, nbytes
-        self.write = allocated  # the last write; on the GPU, what the memory contained before counts as one
+        self.write = allocated  # the last write; on the GPU, the allocation counts as one
         self.reads: dict[int, Use] = {}  # the last read of each stream since the last write
         self.recorded = set[int]()  # streams of ``record_stream``
         self.ended: Clock = {}  # the operations that have ended before freed memory is reused
@@ -70,6 +70,7 @@ class Memory:
     def __init__(self, job: Job):
         self.job, self.nbytes, self.peak = job, 0, 0
         self._blocks: weakref.WeakKeyDictionary[torch.UntypedStorage, Block] = weakref.WeakKeyDictionary()
+        self._registered: dict[int, Block] = {}  # pinned memory by its address
         self._freed: deque[Block] = deque()
 
     # ------------------------------------------------------------------------------------------- storages
@@ -94,7 +95,7 @@ class Memory:
         for tensor in tensors:
             if isinstance(tensor, FakeTensor):  # new here: a tensor of an earlier job, which a cache keeps
                 self.add_new(tensor, operation)
-            if block := self._blocks.get(tensor.untyped_storage()):
+            if block := self._block(tensor):
                 found.append(block)
         return found
 
@@ -128,19 +129,37 @@ class Memory:
     # ----------------------------------------------------------------------------------------- host memory
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.job.check_thread("pins memory")
         self._blocks[tensor.untyped_storage()] = Block(None, 0)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage() in self._blocks
+        return self._block(tensor) is not None
 
-    def check_host(self, tensor: torch.Tensor, writes: bool = False) -> None:
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        self.job.check_thread("pins memory")
+        self._registered[pointer] = Block(None, nbytes)
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self._check_block(self._registered.pop(pointer), writes=True, verb="unpins")
+        return 0
+
+    def check_host(self, tensor: torch.Tensor, writes: bool) -> None:
         """Report a use of pinned memory by the host while the GPU may still write to it or read it."""
-        if block := self._blocks.get(tensor.untyped_storage()):
-            for use in block.uses(writes):
-                if not covers(self.job.thread.clock, use.clock):
-                    verb = "writes to" if writes else "reads"
-                    self.job.problems.report("pinned", f"the host {verb} pinned memory before {use} has ended")
+        if block := self._block(tensor):
+            self._check_block(block, writes, "writes to" if writes else "reads")
+
+    def _check_block(self, block: Block, writes: bool, verb: str) -> None:
+        for use in block.uses(writes):
+            if not covers(self.job.thread.clock, use.clock):
+                self.job.problems.report("pinned", f"the host {verb} pinned memory before {use} has ended")
+
+    def _block(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block of a tensor on the GPU or in pinned memory."""
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage)
+        return self._registered.get(storage.data_ptr()) if block is None and tensor.is_cpu else block
 
     # ------------------------------------------------------------------------------------------ operations
 

@@ -1,4 +1,4 @@
-"""What a simulated GPU finds: problems with the line of gpt4d that caused them."""
+"""The problems that a simulated GPU finds, with the line of gpt4d that caused them."""
 
 import sys
 from collections.abc import Collection
@@ -39,16 +39,15 @@ class Problems:
     Operations continue after a problem: an exception in another thread, or in autograd's, is easily lost.
     """
 
-    def __init__(self, host_waits: Collection[tuple[str, str]], first_waits: Collection[tuple[str, str]] = ()):
+    def __init__(self, host_waits: Collection[tuple[str, str]] = (), first_waits: Collection[tuple[str, str]] = ()):
         """Create an empty list.
 
         Args:
             host_waits: the functions in which the host may wait for the GPU, as (file, qualified name).
             first_waits: the functions in which it may wait until ``steady`` is set, such as functions with a cache.
         """
-        self._host_waits, self._first_waits = frozenset(host_waits), frozenset(first_waits)
+        self.host_waits, self.first_waits = host_waits, first_waits
         self.steady = False
-        self.waited = set[tuple[str, str]]()  # the functions in which the host has waited
         self._found: dict[tuple[str, Site], str] = {}
 
     def __iter__(self):
@@ -59,15 +58,9 @@ class Problems:
         site = call_site()
         self._found.setdefault((rule, site), f"{site}: {text}")
 
-    def host_waits(self, reason: str) -> None:
-        """Note that the host waits for the GPU; a problem unless the calling function may wait."""
+    def report_wait(self, reason: str) -> None:
+        """Add a wait of the host for the GPU, unless the calling function may wait."""
         site = call_site()
-        function = site.file, site.function
-        self.waited.add(function)
-        if function in self._host_waits or (function in self._first_waits and not self.steady):
-            return
-        self.report("host", f"the host waits for the GPU: {reason}")
-
-    def check(self) -> None:
-        """Raise an AssertionError with all problems, if any."""
-        assert not self._found, "\n".join(self._found.values())
+        allowed = self.host_waits if self.steady else {*self.host_waits, *self.first_waits}
+        if (site.file, site.function) not in allowed:
+            self.report("host", f"the host waits for the GPU: {reason}")

@@ -20,15 +20,26 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """A collective in flight."""
+    """A collective in flight, which has the references to its tensors until a stream waits for it."""
 
-    def __init__(self, job: Job | None = None, end: Event | None = None, tensors: tuple[torch.Tensor, ...] = ()):
-        self.job, self.end, self._tensors = job, end, tensors
+    def __init__(self, job: Job, name: str, end: Event, tensors: tuple[torch.Tensor, ...]):
+        self.job, self.name, self.end, self._tensors = job, name, end, tensors
+        self._computed: int | None = job.streams[0].length
 
     def wait(self, timeout=None) -> bool:
-        if self.job is not None and self.end is not None:
-            self.job.current_stream().wait_event(self.end)
+        stream = self.job.current_stream()
+        if stream is self.job.streams[0] and self._computed is not None:
+            self.job.overlaps[self.name] += stream.length > self._computed
+            self._computed = None
+        stream.wait_event(self.end)
         self._tensors = ()
+        return True
+
+
+class _Finished:
+    """A collective that has ended."""
+
+    def wait(self, timeout=None) -> bool:
         return True
 
 
@@ -43,10 +54,12 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "simulated"
 
-    def _start(self, name: str, sent: list[torch.Tensor], received: list[torch.Tensor], ratio: float = 1) -> Work:
+    def _start(
+        self, name: str, sent: list[torch.Tensor], received: list[torch.Tensor], ratio: float = 1
+    ) -> Work | _Finished:
         job, tensors = self.job, (*sent, *received)
         if tensors[0].is_cpu:
-            return Work()
+            return _Finished()
         job.check_thread(f"starts {name}")
         rules.check_collective(job, name, tensors[0], tensors[-1], ratio)
         job.collectives[name] += 1
@@ -54,7 +67,7 @@ class SimulatedGroup(dist.ProcessGroup):
             self._stream = Stream(job, self._name)
         self._stream.wait_stream(job.current_stream())
         job.memory.use(name, self._stream, job.memory.blocks(sent, name), job.memory.blocks(received, name))
-        return Work(job, self._stream.record_event(), tensors)
+        return Work(job, name, self._stream.record_event(), tensors)
 
     def allreduce(self, tensors, options=None):
         return self._start("all_reduce", tensors, tensors)
@@ -79,15 +92,15 @@ class SimulatedGroup(dist.ProcessGroup):
         for output in outputs[0]:
             assert output.is_cpu, "gpt4d gathers tensors of a GPU into one tensor"
             output.copy_(inputs[0])
-        return Work()
+        return _Finished()
 
     def gather(self, outputs, inputs, options=None):
-        return self.allgather(outputs, inputs) if outputs else Work()
+        return self.allgather(outputs, inputs) if outputs else _Finished()
 
     def scatter(self, outputs, inputs, options=None):
         assert outputs[0].is_cpu, "gpt4d scatters nothing from a GPU"
         outputs[0].copy_(inputs[0][self.rank()])
-        return Work()
+        return _Finished()
 
     def send(self, tensors, peer: int, tag: int = 0):
         self._check_peer(peer)
@@ -101,4 +114,4 @@ class SimulatedGroup(dist.ProcessGroup):
         assert peer != self.rank() and 0 <= peer < self.size(), f"a message to or from rank {peer} of the group"
 
     def barrier(self, options=None):
-        return Work()
+        return _Finished()

@@ -44,11 +44,16 @@ class Stream(torch.Stream):
         self.clock: Clock = {}
         job.streams.append(self)
 
+    @property
+    def length(self) -> int:
+        """Number of operations that were added to the queue."""
+        return self.clock.get(self.number, 0)
+
     def start_operation(self) -> int:
         """Add an operation to the queue and return its number."""
         merge(self.clock, self.job.thread.clock)
-        self.clock[self.number] = self.clock.get(self.number, 0) + 1
-        return self.clock[self.number]
+        self.clock[self.number] = self.length + 1
+        return self.length
 
     def wait_event(self, event: Event) -> None:
         self.job.check_thread("makes a stream wait")

@@ -1,38 +1,40 @@
-"""Training of a stage on a simulated GPU as the trainer does it: loader, steps, averages, metrics, evaluation."""
+"""Training of a stage on a simulated GPU as the trainer does it: batches, steps, averages, checkpoints, a sample."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from gpt4d.checkpoint import saving, storage
+from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
+from gpt4d.checkpoint.writer import write_values
 from gpt4d.config import Config
 from gpt4d.model import registry
 from gpt4d.monitor import PendingMetrics
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task.diffusion import Diffusion
+from gpt4d.task.generation import continuations
+from gpt4d.task.image_generation import generated_images
 from gpt4d.task.language import LanguageModeling
 from gpt4d.task.reading import ReadingTask
 from gpt4d.validation import validate
-from tests.simulated_gpu.job import GPU, simulated_job
+from tests.simulated_gpu import waits
+from tests.simulated_gpu.job import GPU, Job, simulated_job
 
-SAMPLES = 1024
-# The functions in which the host may wait for the GPU in every step, and those with a cache or before the first step.
-HOST_WAITS = {("gpt4d/monitor.py", "PendingMetrics.read")}  # reads the metrics of the previous step
-FIRST_WAITS = {
-    ("gpt4d/parallel/comm/stats.py", "seconds_between"),  # of the first collective of a link
-    ("gpt4d/parallel/layers/group_norm_kernels.py", "_index"),
-    ("gpt4d/parallel/layers/heads_kernels.py", "_constant"),
-    ("gpt4d/parallel/random.py", "_intervals"),
-    ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
-}
+STEPS = 2
 
 
 class _Samples:
     """Random samples in host memory."""
 
-    count = SAMPLES
+    count = 256
 
     def __init__(self, row_shape: tuple[int, ...], bound: int, dtype: type):
         self.row_shape, self.bound, self.dtype = row_shape, bound, dtype
@@ -42,7 +44,7 @@ class _Samples:
         return draw.integers(0, self.bound, (len(sample_ids), *self.row_shape), dtype=self.dtype)
 
 
-class RandomText(LanguageModeling):
+class _Text(LanguageModeling):
     """Language modeling on random tokens. Token 0 ends a document."""
 
     def __init__(self, config: Config):
@@ -50,8 +52,13 @@ class RandomText(LanguageModeling):
         samples = _Samples((config.train.seq_len + 1,), 20, np.uint16)
         ReadingTask.__init__(self, config, samples, samples)
 
+    def sample(self):
+        tokenizer = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=[1, 2, 3]), decode=str)
+        with self._averages.applied():
+            return continuations(self._stage, tokenizer, 1, ["", ""], 2, self._documents)
 
-class RandomImages(Diffusion):
+
+class _Images(Diffusion):
     """Diffusion on random images."""
 
     def __init__(self, config: Config):
@@ -59,43 +66,76 @@ class RandomImages(Diffusion):
         samples = _Samples((model.image_size, model.image_size, model.image_channels), 256, np.uint8)
         ReadingTask.__init__(self, config, samples, samples)
 
+    def sample(self):
+        with self._averages.applied():
+            return generated_images(self._stage, count=2, steps=1)
+
+
+class _Saver(saving.Saver):
+    """Saves the tensors of this rank, without the plans of ranks that do not exist."""
+
+    def _begin(self, step: int) -> Path:
+        return self.run_dir / f"{step}"
+
+    def _write(self, planner, writer, saved, started) -> None:
+        plan = planner.create_local_plan()
+        write_values(saved.path, map(planner.resolve_data, plan.items))
+
 
 class Outcome(NamedTuple):
-    """The problems of a job, and its collectives by name."""
+    """The problems of a job, and as ``Job.overlaps`` its collectives that overlap with the computation."""
 
     problems: list[str]
-    collectives: dict[str, int]
+    overlaps: dict[str, int]
 
 
-def train(config: Config, world_size: int, rank: int, steps: int = 2) -> Outcome:
-    """Train some steps as a rank of a job, and evaluate before the last one."""
+def train(config: Config, world_size: int, rank: int) -> Outcome:
+    """Train some steps as a rank of a job, evaluate, save, and draw a sample."""
     plan = validate(config, world_size)
-    config = plan.config
-    with simulated_job(world_size, rank, HOST_WAITS, FIRST_WAITS) as job:
-        stage_plan = plan.stage_of(rank)
-        grid = Grid(stage_plan.sizes, GPU.type, stage_plan.ranks)
-        stage = build_stage(config, grid, GPU, plan=plan)
+    with simulated_job(world_size, rank, waits.STEP, waits.FIRST) as job, TemporaryDirectory() as directory:
+        stage = _stage(plan, rank)
         job.compute_dtype = stage.weights.context.compute_dtype
-        if len(plan.stages) > 1:
-            connect_stages(plan, stage, ranks_per_host=4)
-        task = (RandomText if registry.of(config.model).task == "language_modeling" else RandomImages)(config)
-        task.connect(stage, plan.micro_batch_size(stage_plan))
-        train_step = TrainStep(stage, task.compute, config.optim, config.parallel.overlap.data)
-        units = config.train.batch_size * task.units_per_sample
-        unread = None
-        for step in range(1, steps + 1):
-            job.problems.steady = step > 1
-            if step == steps:
-                train_step.evaluate(task.validation_batches(0), plan.microbatches)
-            result = train_step(task.batches(step * config.train.batch_size), plan.microbatches, units, lr=0.1)
-            task.after_update(step)
-            values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))
-            if unread is not None:
-                unread.read()
-            unread = PendingMetrics(step, 0.1, values)
-        train_step.reducer.wait_params()
+        is_text = registry.of(config.model).task == "language_modeling"
+        task = (_Text if is_text else _Images)(plan.config)
+        task.connect(stage, plan.micro_batch_size(plan.stage_of(rank)))
+        with patch.object(saving, "run_on_rank0", lambda work, name: work()):
+            _train(job, plan, stage, task, Path(directory))
+        stage.wait_for_copies()
         if stage.exchange:
-            stage.wait_for_copies()
             stage.exchange.close()
         task.close()
-    return Outcome(list(job.problems), dict(job.collectives))
+    return Outcome(list(job.problems), dict(job.overlaps))
+
+
+def _stage(plan: ParallelPlan, rank: int) -> Stage:
+    stage_plan = plan.stage_of(rank)
+    stage = build_stage(plan.config, Grid(stage_plan.sizes, GPU.type, stage_plan.ranks), GPU, plan=plan)
+    if len(plan.stages) > 1:
+        connect_stages(plan, stage, ranks_per_host=4)
+    return stage
+
+
+def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, directory: Path) -> None:
+    config = plan.config
+    saver = _Saver(config.checkpoint, directory, stage.grid)
+    overlap = config.parallel.overlap.data
+    train_step = TrainStep(stage, task.compute, config.optim, overlap, before_update=saver.before_change)
+    units, unread = config.train.batch_size * task.units_per_sample, []
+    for step in range(1, STEPS + 1):
+        if step == STEPS:
+            job.problems.steady = True
+            train_step.evaluate(task.validation_batches(0), plan.microbatches)
+        result = train_step(task.batches(step * config.train.batch_size), plan.microbatches, units, lr=0.1)
+        task.after_update(step)
+        values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))
+        unread.append(PendingMetrics(step, 0.1, values))
+        if len(unread) > 1:
+            unread.pop(0).read()
+        saver.finished(wait=True)
+        train_step.reducer.wait_params()
+        shards = storage.parts(stage.module, train_step.optimizer, task.extra_state(), stage.copies)
+        saver.start(Meta(Progress(step), config.model, [], "", {}, {}, {}), shards, {})
+    saver.finished(wait=True)
+    saver.close()
+    job.problems.host_waits = waits.STEP | waits.BETWEEN_STEPS
+    task.sample()

@@ -55,7 +55,7 @@ def most_likely_text(model, tokenizer, prompt, tokens, documents):
     return tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("documents", [lambda ids: None, documents_of], ids=["across documents", "inside documents"])
+@pytest.mark.parametrize("documents", [lambda *ids: None, documents_of], ids=["across documents", "inside documents"])
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
@@ -133,7 +133,7 @@ GEMMA3 = Gemma3Config(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("documents", [lambda ids: None, documents_of], ids=["across documents", "inside documents"])
+@pytest.mark.parametrize("documents", [lambda *ids: None, documents_of], ids=["across documents", "inside documents"])
 def test_texts_of_a_model_with_a_window_equal_those_without_a_cache(tokenizer, documents):
     stage = random_stage(GEMMA3, GridSizes())
     with torch.no_grad():
