@@ -60,7 +60,9 @@ def train(config: Config) -> None:
         print(f"{mode}: {chosen}", flush=True)
 
     with listen_for_signals(announce=not launch.rank) as stop:
-        # Import torch, which takes seconds, only after all checks of the configuration.
+        # Import torch, which takes seconds, only after all other checks of the configuration.
+        if config.train.cuda_graphs:
+            gpu.check_cuda_graphs()
         from gpt4d import out_of_memory
         from gpt4d.runtime.job import process_group
         from gpt4d.trainer import Trainer

@@ -138,6 +138,7 @@ class TrainStep:
         overlap_data: all-reduce gradients over the data axis concurrently with the backward.
         before_update: called before parameters change; a checkpoint may still read them.
         is_spike: returns a true value if a step with this loss and norm must be skipped. It runs on the host.
+        cuda_graphs: record forwards, backwards and reductions as CUDA graphs (gpt4d.parallel.cuda_graphs).
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class TrainStep:
         overlap_data: bool = True,
         before_update: Callable[[], None] = lambda: None,
         is_spike: Callable[[float, float], object] | None = None,
+        cuda_graphs: bool = False,
     ):
         self.stage, self.config = stage, config
         self.before_update, self.is_spike = before_update, is_spike
@@ -156,7 +158,7 @@ class TrainStep:
         self.shards: Sequence[nn.Parameter] = self.reducer.optimizer_shards
         self._counted = [shard for shard in self.shards if gradient_reducer.counted_once(shard, stage.grid)]
         self.optimizer = optim.build_optimizer(zip(parameters, self.shards, strict=True), config)
-        self.runtime = StageRuntime(stage, self.reducer, compute)
+        self.runtime = StageRuntime(stage, self.reducer, compute, cuda_graphs)
 
     def __call__(
         self, batches: Iterable[Any], microbatches: int, units: int, lr: float, stop: bool = False

@@ -85,6 +85,7 @@ class Trainer:
             config.parallel.overlap.data,
             self.checkpoints.before_update,
             is_spike=self.monitor.spikes if config.train.skip_spikes else None,
+            cuda_graphs=config.train.cuda_graphs,
         )
         if watchdog:
             watchdog.finish_save = self.checkpoints.finish
@@ -135,6 +136,7 @@ class Trainer:
         self._close()
 
     def _close(self) -> None:
+        self.train_step.runtime.release_graphs()  # before the end of the communicators that they use
         self.hang_detector.axes = {}  # drop unfinished collectives after an error; activities are watched to the end
         self.task.close()
         self.checkpoints.close()
@@ -259,6 +261,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Report a sample, the final validation loss and the location of the outputs."""
+        self.train_step.runtime.release_graphs()
         if sample := self.task.sample():
             self.log.event("sample", sample.message, **self.progress.values(self.task.unit), **sample.values)
         run_on_rank0(self._report_end, "reporting the end of the run")

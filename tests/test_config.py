@@ -128,6 +128,16 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
             ["profile.steps=ten"],
             "profile.steps='ten': neither a step nor a range; use 10 or 10-12, for example",
         ),
+        (
+            1,
+            ["cluster=dgx_h100", "train.cuda_graphs=true", "data.reset_attention=true"],
+            "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one",
+        ),
+        (
+            1,
+            ["cluster=dgx_h100", "train.cuda_graphs=true", "profile.steps=3"],
+            "train.cuda_graphs=true: profile.steps=3 records layers, which do not run when a graph is replayed; leave",
+        ),
         (1, ["profile.steps=1-2-3"], "profile.steps='1-2-3': neither a step nor a range"),
         (1, ["profile.steps=0"], "profile.steps=0: the first step of a run is 1; use steps from 1 to 600"),
         (1, ["profile.steps=12-10"], "profile.steps=12-10: the range ends before it begins; use 10-12"),

@@ -115,6 +115,7 @@ DATA = {  # a source that reads the key, and another value
     "data.validation_fraction": (["data=text"], "0.2"),
     "data.blend": (["data=blend"], "{b: 1}"),
 }
+UNUSED_ON_A_CPU = {"train.cuda_graphs": "true"}  # tests/parallel/test_cuda_graphs.py compares the losses
 UNUSED_ON_TEXT = {"logging.sample_images": "8", "logging.sample_steps": "8"}
 
 
@@ -124,7 +125,7 @@ def keys_of(overrides):
 
 def test_every_key_has_a_row_for_its_effect():
     rows = {
-        Effect.NONE: keys_of(NONE_RUN[1]) | set(UNUSED_ON_TEXT),
+        Effect.NONE: keys_of(NONE_RUN[1]) | set(UNUSED_ON_TEXT) | set(UNUSED_ON_A_CPU),
         Effect.ROUNDING: {key for _, words in ROUNDING_RUNS.values() for key in keys_of(words)} - {"model.layers"},
         Effect.LENGTH: set(LENGTHS),
         Effect.RESULTS: {key for values in RESULTS.values() for key in values},
@@ -167,9 +168,9 @@ def test_another_length_is_found_and_not_refused(key, value):
     check_changes(found, [], "runs/a")
 
 
-@pytest.mark.parametrize(("key", "value"), UNUSED_ON_TEXT.items())
-def test_keys_of_images_are_rejected_on_text(key, value):
-    assert key in unused_keys(compose([f"{key}={value}"]))
+@pytest.mark.parametrize(("key", "value"), (UNUSED_ON_TEXT | UNUSED_ON_A_CPU).items())
+def test_keys_of_images_and_of_gpus_are_rejected_on_text_on_a_cpu(key, value):
+    assert key in unused_keys(compose(["cluster=local", f"{key}={value}"]))
 
 
 @pytest.mark.parametrize(("key", "source", "value"), [(key, *row) for key, row in DATA.items()])

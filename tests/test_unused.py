@@ -30,6 +30,8 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "data.flip=false"], "data.flip=false: model=gpt_tiny is trained on text, not on images", [PICTURES]),
     ([PICTURES, "data.reset_attention=true"], "model=unet_tiny is trained on images, not on text", [TEXT]),
     ([PICTURES, "data.tokenizer_vocab=300"], "model=unet_tiny is trained on images", [TEXT]),
+    ([TEXT, "cluster=local", "train.cuda_graphs=true"], "cluster.device=cpu does not read it; leave it out",
+     ["cluster=dgx_h100"]),
     ([PICTURES, "train.loss_chunks=2"], "model=unet_tiny is trained on images", [TEXT]),
     ([TEXT, "train.validate_every=9", "train.validation_batches=0"], "=0 does not", ["train.validation_batches=1"]),
     ([PICTURES, "logging.sample_tokens=8"], "model=unet_tiny is trained on images", [TEXT]),

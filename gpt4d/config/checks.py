@@ -215,6 +215,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     family.check(config)
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config, length_known=config.train.epochs is None)
+    _check_cuda_graphs(config)
     check_cluster(config.cluster)
     check_allowed(config.checkpoint.allow_changes)
     resume = config.checkpoint.resume
@@ -229,6 +230,21 @@ def check_values(config: Config, family: ModelFamily) -> None:
         raise ConfigError(
             f"checkpoint.init={init}: checkpoint.resume={resume} continues another run with its optimizer; set one of "
             "these keys"
+        )
+
+
+def _check_cuda_graphs(config: Config) -> None:
+    if not config.train.cuda_graphs:
+        return
+    if config.data.reset_attention:
+        raise ConfigError(
+            "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one of "
+            "these keys to false"
+        )
+    if config.profile.steps is not None:
+        raise ConfigError(
+            f"train.cuda_graphs=true: profile.steps={config.profile.steps} records layers, which do not run when a "
+            "graph is replayed; leave one of these keys out"
         )
 
 

@@ -45,6 +45,7 @@ _EFFECTS = {
     "train.activation_checkpointing": Effect.ROUNDING,
     "train.loss_chunks": Effect.ROUNDING,
     "train.compile": Effect.ROUNDING,
+    "train.cuda_graphs": Effect.NONE,
     "train.deterministic": Effect.ROUNDING,
     "train.max_skipped": Effect.NONE,
     "train.validate_every": Effect.NONE,

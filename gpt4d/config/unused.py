@@ -185,6 +185,7 @@ _CONDITIONS: dict[str, Condition] = {
     **{f"parallel.pipeline.{key}": _in_stages for key in ("cuts", "stage_grids", "chunks_per_stage", "microbatches")},
     "parallel.pipeline.schedule": _in_possible_stages,
     "parallel.pipeline.strategy": _in_possible_stages,
+    "train.cuda_graphs": _unless("cluster.device", "cpu", remedy="leave it out"),
     "train.loss_chunks": _on_text,
     "train.validate_every": _unless("train.validation_batches", 0, remedy="set train.validation_batches"),
     "optim.schedule_steps": _unless("optim.min_lr_ratio", 1, remedy="set optim.min_lr_ratio, such as 0.1"),

@@ -216,11 +216,30 @@ class PipelineEstimate:
     def _alone_gib(self) -> list[float]:
         """The peak of each stage with one microbatch in flight, a lower bound of the peak in a step."""
         without_links = (self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages)
-        return [gib + self._links_gib(stage) for stage, gib in zip(self.stages, without_links, strict=True)]
+        return [
+            gib + self._links_gib(stage) + self._graph_buffers_gib(stage)
+            for stage, gib in zip(self.stages, without_links, strict=True)
+        ]
 
     def _links_gib(self, stage: StagePlan) -> float:
         """Return the memory of the links between a stage and further stages on a device of the stage."""
         return self.config.cluster.communicator_gib * sum(stage.index in pair for pair in self._sent_bytes)
+
+    def _graph_buffers_gib(self, stage: StagePlan) -> float:
+        """Return the memory of the buffers between CUDA graphs and other stages (gpt4d.parallel.cuda_graphs)."""
+        if not self.config.train.cuda_graphs:
+            return 0.0
+        count, copies = len(self.stages), copied_parameters([self.description.stage(s.parts) for s in self.stages])
+        crossing = [
+            sum(self._local_bytes(name, stage.sizes) for name in names)
+            for (source, target), names in self.crossing.items()
+            if source % count != target % count and stage.index in (source % count, target % count)
+        ]
+        held = sum(
+            spec.local_elements(stage.sizes) for _, owner, holder, spec in copies if stage.index in (owner, holder)
+        )
+        # A tensor that crosses also has a copy of its buffer.
+        return (2 * max(crossing, default=0) + held * MASTER_BYTES) / GIB
 
     @property
     def reserved_gib(self) -> list[float]:

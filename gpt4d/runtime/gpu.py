@@ -24,6 +24,8 @@ _ENVIRONMENT = {
     "NCCL_MAX_P2P_NCHANNELS": "4",
     # The GPU schedules a collective's blocks before the blocks of a computation that was launched earlier.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
+    # With expandable segments, buffers that NCCL registers for a CUDA graph become invalid.
+    "NCCL_GRAPH_REGISTER": "0",
     # gpt4d's watchdog ends the job and reports the cause. torch's watchdog aborts the process earlier, on errors of
     # NCCL and of CUDA.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -78,6 +80,15 @@ def share_cores(cores: int, local_world_size: int, environment: MutableMapping[s
     own = max(1, cores // local_world_size)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(_MAX_COMPILE_WORKERS, own)))
     return own
+
+
+def check_cuda_graphs() -> None:
+    """Raise ConfigError if this process has no GPU that can run ``train.cuda_graphs``."""
+    import torch
+
+    if torch.version.hip or not torch.cuda.is_available():
+        found = "a GPU of AMD, on which nobody has tested it" if torch.version.hip else "no GPU"
+        raise ConfigError(f"train.cuda_graphs=true: this machine has {found}; leave it out")
 
 
 def backend_timeout(timeout_s: float) -> timedelta:

@@ -285,3 +285,17 @@ def test_a_transfer_takes_what_the_busiest_link_carries(source, target, seconds)
     cluster = compose([f"cluster.levels={levels}"]).cluster
     first, second = (StagePlan(0, rank, GridSizes(*sizes), ()) for rank, sizes in (source, target))
     assert transfer_seconds(cluster, first, second, 8_000_000) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("stages", "tied", "buffers"), [(1, False, [0]), (3, False, [1, 1, 1]), (2, True, [1, 1])])
+def test_buffers_of_cuda_graphs_take_memory_in_pipelines(stages, tied, buffers):
+    words = [*SLOW, f"model.tied={tied}", f"{PIPELINE}stages={stages}", "train.batch_size=12", "train.cuda_graphs=true"]
+    if stages > 1:
+        words.append(f"{PIPELINE}microbatches=6")
+    plan = validate(compose(["model=llama_tiny", *words]), stages)
+    estimate, train = PipelineEstimate.of(plan), plan.config.train
+    without = PipelineEstimate.of(plan, replace(plan.config, train=replace(train, cuda_graphs=False)))
+    crossing = 2 * 2 * train.seq_len * 64 * 2  # a tensor of two sequences in bf16, and its copy
+    table = 4 * plan.description.parameters["tokens.weight"].local_elements(GridSizes()) if tied else 0
+    added = [(a - b) * GIB for a, b in zip(estimate.memory_gib, without.memory_gib, strict=True)]
+    assert added == pytest.approx([count * (crossing + table) for count in buffers])

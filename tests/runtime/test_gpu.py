@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt4d.config import ConfigError
-from gpt4d.runtime.gpu import backend_timeout, set_environment, share_cores
+from gpt4d.runtime.gpu import backend_timeout, check_cuda_graphs, set_environment, share_cores
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 
@@ -20,7 +20,7 @@ def test_collectives_have_queues_of_their_own_and_priority_and_leave_errors_to_t
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert environment["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
-    assert "NCCL_NVLS_ENABLE" not in environment
+    assert "NCCL_NVLS_ENABLE" not in environment and environment["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_messages_between_stages_take_few_multiprocessors_and_have_queues_on_amd():
@@ -88,6 +88,13 @@ def test_blocking_collectives_are_rejected(name):
     with pytest.raises(ConfigError, match=rf"{name}=1: makes the host wait"):
         set_environment(environment={name: "1"})
     set_environment(environment={name: "0"})
+
+
+@pytest.mark.parametrize(("hip", "found"), [(None, "no GPU"), ("7.0", "a GPU of AMD, on which nobody has tested it")])
+def test_cuda_graphs_are_rejected_without_a_gpu_and_on_amd(monkeypatch, hip, found):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with pytest.raises(ConfigError, match=f"train.cuda_graphs=true: this machine has {found}; leave it out"):
+        check_cuda_graphs()
 
 
 def test_torchs_timeouts_are_later_than_ours():

@@ -130,7 +130,10 @@ def _start(
         else:
             pending = start(tensor, *options)
         sent_bytes = sent_share * tensor.nbytes
-        pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_bytes, overlaps)
+        if traffic.capturing:
+            traffic.bytes += sent_bytes
+        else:
+            pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_bytes, overlaps)
     return pending
 
 

@@ -35,6 +35,7 @@ class CommStats:
     wait_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of the computation's waits
     run_intervals: list[tuple] = field(default_factory=list)  # (start, stop) of collectives; the last may be in flight
     timed: bool = True  # record intervals, which on a GPU takes four events for each collective
+    capturing: bool = False  # collectives become a part of a CUDA graph, whose events nobody may query
     num_started: int = 0  # collectives since the process started; never reset
     current_wait: StartedCollective | None = None  # collective that the host starts or waits for now
     unfinished: deque[tuple[StartedCollective, torch.cuda.Event]] = field(default_factory=deque)  # on a GPU, with ends
@@ -85,6 +86,12 @@ class CommStats:
         while self.unfinished and self.unfinished[0][1].query():
             self.unfinished.popleft()
         self.unfinished.append((collective, end))
+
+    def count_graph(self, name: str, collectives: int, sent_bytes: float, end: torch.cuda.Event) -> None:
+        """Count the collectives of a launched CUDA graph, and watch it as one collective that ends at ``end``."""
+        self.num_started += collectives
+        self.bytes += sent_bytes
+        self.watch(StartedCollective(name, self.num_started, time.monotonic()), end)
 
     def read(self) -> dict[str, float]:
         """Return ``{"bytes", "exposed_s", "hidden_s"}`` and reset them. On a GPU, wait for the recorded events."""

@@ -275,6 +275,11 @@ class WeightSchedule(Generic[Tensor, Pending]):
             while len(self._scattering) > max_inflight:
                 self._add_gradient()
 
+    def wait_for_collectives(self) -> None:
+        """Wait for all collectives in flight. Their results are used as if they were still in flight."""
+        for pending in (*self.gathering.values(), *(pending for _, pending in self._scattering)):
+            self.device.wait(pending)
+
     def _add_gradient(self) -> None:
         weight, pending = self._scattering.popleft()
         self.device.add_gradient(weight, self.device.wait(pending))

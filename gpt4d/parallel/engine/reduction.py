@@ -159,6 +159,11 @@ class GradientSums(Generic[Packed, Pending]):
         for bucket in buckets:
             self._start_sum(bucket, self._axes_left.pop(bucket), self.device.wait(self.sent[bucket]))
 
+    def wait_for_collectives(self) -> None:
+        """Wait for all reductions in flight. Their results are used as if they were still in flight."""
+        for pending in self.sent.values():
+            self.device.wait(pending)
+
     def finish(self) -> None:
         """End a step's backward: reduce the remaining gradients, and wait for all reductions."""
         for bucket in self.buckets:

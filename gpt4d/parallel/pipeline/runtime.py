@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gpt4d.parallel.comm.stats import now
+from gpt4d.parallel.cuda_graphs import EAGER, Eager, Recording, StepGraphs
 from gpt4d.parallel.engine.prefetch import WeightPlan, weight_order
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
@@ -55,12 +57,14 @@ class StageRuntime:
         stage: this rank's stage.
         reducer: reduces the stage's gradients.
         compute: computes a model chunk on a microbatch.
+        cuda_graphs: record the steps as CUDA graphs and replay them (gpt4d.parallel.cuda_graphs).
 
     If ``recording`` is set, the times of actions and transfers are appended to it.
     """
 
-    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
+    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute, cuda_graphs: bool = False):
         self.stage, self.reducer, self.compute = stage, reducer, compute
+        self.graphs = StepGraphs(stage, reducer, self._run_step) if cuda_graphs else None
         self.recording: StageTrace | None = None
         self._steps: dict[int, _StepPlan] = {}  # by number of microbatches
         self._evaluations: dict[int, tuple[Program, WeightPlan]] = {}
@@ -77,6 +81,13 @@ class StageRuntime:
         Returns:
             The sum of this rank's losses, divided by ``divisor``, float64, on the device.
         """
+        if self.graphs is not None:
+            return self.graphs.run(batches, microbatches, divisor)
+        return self._run_step(batches, microbatches, divisor, EAGER)
+
+    def _run_step(
+        self, batches: Iterable[Any], microbatches: int, divisor: float, mode: Eager | Recording
+    ) -> torch.Tensor:
         stage = self.stage
         if microbatches not in self._steps:
             self._steps[microbatches] = self._plan_step(microbatches)
@@ -86,13 +97,14 @@ class StageRuntime:
         self.reducer.begin(plan.contributions, overlaps_backward=stage.index == 0)
         if not stage.module.training:
             stage.module.train()
-        step = _Step(self, batches, divisor, stage.exchange)
+        step = _Step(self, batches, divisor, stage.exchange, mode)
         step.run(plan.program[: plan.last_transfer])
-        copies = stage.exchange.receive_gradients() if stage.exchange else {}
+        copies = _GradientsOfCopies(self.stage, mode) if stage.exchange else None
         step.run(plan.program[plan.last_transfer :])
         total = step.finish()
-        if stage.exchange:
-            self._add_gradients_of_copies(stage.exchange, copies)
+        if copies:
+            copies.add()
+        mode.resume()
         self.reducer.finish()
         return total
 
@@ -110,36 +122,10 @@ class StageRuntime:
         last = 1 + max((place for place, item in enumerate(program) if isinstance(item, StageTransfer)), default=-1)
         return _StepPlan(program, weights, {**stage.chunk_contributions, **added}, contributions, last)
 
-    def _add_gradients_of_copies(self, exchange: Exchange, received: Mapping[str, ReshardingInFlight]) -> None:
-        """Send the gradients of this stage's copies, and add received gradients to the gradients of owned weights.
-
-        Only rank 0 of the batch axes adds a received gradient, because the reducer later all-reduces over these axes.
-        """
-        weights, grid = self.stage.weights, self.stage.grid
-        weights.finish()
-        parameters = dict(self.stage.module.named_parameters())
-        sent = []
-        for copy in exchange.copies:
-            parameter: Any = parameters[copy.name]
-            summed = [grid[axis] for axis in BATCH_AXES if axis not in copy.layout.axes]
-            if copy.name in exchange.held:
-                gradient = parameter.grad
-                for axis in summed:
-                    gradient = axis.all_reduce(gradient)
-                sent.append(exchange.send_gradient(copy.name, gradient))
-                parameter.grad = None
-                continue
-            gradient = received[copy.name].wait()
-            if all(axis.index == 0 for axis in summed):
-                parameter.grad.add_(gradient)
-            weights.on_gradient(parameter)
-        for transfer in sent:
-            transfer.wait()
-        exchange.wait_for_owned()  # the update changes weights that the previous step has sent
-
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the sum of this rank's losses over all microbatches, float64, without gradients."""
         stage, schedule = self.stage, self.stage.weights.schedule
+        self.release_graphs()
         if microbatches not in self._evaluations:
             program = stage.evaluation(microbatches)
             actions = [step for step in program if isinstance(step, Action)]
@@ -148,11 +134,74 @@ class StageRuntime:
         schedule.begin(plan)
         stage.module.eval()
         with torch.no_grad():
-            step = _Step(self, batches, 1.0, stage.evaluation_exchange)
+            step = _Step(self, batches, 1.0, stage.evaluation_exchange, EAGER)
             step.run(program)
             total = step.finish()
         stage.weights.finish()
         return total
+
+    def release_graphs(self) -> None:
+        """Free the memory of CUDA graphs for other work than steps."""
+        if self.graphs is not None:
+            self.graphs.release()
+
+
+class _GradientsOfCopies:
+    """The gradients of weights that other stages have copies of, in one step. It starts to receive them."""
+
+    def __init__(self, stage: Stage, mode: Eager | Recording):
+        assert stage.exchange is not None
+        self.stage, self.exchange, self.mode = stage, stage.exchange, mode
+        self._received: dict[str, ReshardingInFlight] = {}
+        self._sent: list[ReshardingInFlight] = []
+        if self.exchange.owned:
+            mode.communicate(self._start)
+
+    def add(self) -> None:
+        """Send the gradients of this stage's copies, and add received gradients to the gradients of owned weights.
+
+        Only rank 0 of the batch axes adds a received gradient, because the reducer later all-reduces over these axes.
+        """
+        weights, grid, mode = self.stage.weights, self.stage.grid, self.mode
+        mode.resume()
+        weights.finish()
+        parameters = dict(self.stage.module.named_parameters())
+        for copy in self.exchange.copies:
+            parameter: Any = parameters[copy.name]
+            summed = [grid[axis] for axis in BATCH_AXES if axis not in copy.layout.axes]
+            mode.resume()
+            if copy.name in self.exchange.held:
+                gradient = parameter.grad
+                for axis in summed:
+                    gradient = axis.all_reduce(gradient)
+                mode.communicate(self._send, {copy.name: gradient})
+                parameter.grad = None
+                continue
+            (gradient,) = mode.communicate(partial(self._receive, copy.name)).values()
+            if all(axis.index == 0 for axis in summed):
+                parameter.grad.add_(gradient)
+            weights.on_gradient(parameter)
+        mode.communicate(self._wait)
+
+    def _start(self, _: Tensors | None) -> Tensors:
+        self._received = self.exchange.receive_gradients()
+        return {}
+
+    def _receive(self, name: str, _: Tensors | None) -> Tensors:
+        gradient = self._received[name].wait()
+        assert gradient is not None
+        return {name: gradient}
+
+    def _send(self, gradients: Tensors | None) -> Tensors:
+        assert gradients
+        self._sent += [self.exchange.send_gradient(name, gradient) for name, gradient in gradients.items()]
+        return {}
+
+    def _wait(self, _: Tensors | None) -> Tensors:
+        while self._sent:
+            self._sent.pop(0).wait()
+        self.exchange.wait_for_owned()  # the update changes weights that the previous step has sent
+        return {}
 
 
 def forward_over_stages(
@@ -201,8 +250,16 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 class _Step:
     """The state of one program in execution."""
 
-    def __init__(self, runtime: StageRuntime, batches: Iterable[Any], divisor: float, exchange: Exchange | None):
-        self.stage, self.compute, self.exchange = runtime.stage, runtime.compute, exchange
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        batches: Iterable[Any],
+        divisor: float,
+        exchange: Exchange | None,
+        mode: Eager | Recording,
+    ):
+        self.stage, self.compute, self.exchange, self.mode = runtime.stage, runtime.compute, exchange, mode
+        mode.resume()
         self.divisor, self.recording = divisor, runtime.recording
         self.total = torch.zeros((), dtype=torch.float64, device=self.stage.weights.device)
         self._remaining: Iterator[Any] = iter(batches)
@@ -223,9 +280,14 @@ class _Step:
 
     def finish(self) -> torch.Tensor:
         """Wait until all tensors are sent, and return the sum of the losses."""
+        if self._sending:
+            self.mode.communicate(self._wait_for_sent)
+        return self.total
+
+    def _wait_for_sent(self, _: Tensors | None) -> Tensors:
         for transfer, arrival in self._sending.items():
             self._wait(transfer, arrival)
-        return self.total
+        return {}
 
     @contextmanager
     def _recorded(self, action: Action) -> Iterator[None]:
@@ -243,16 +305,24 @@ class _Step:
         return received
 
     def _start(self, transfer: StageTransfer) -> None:
+        sent = self._to_send.pop(transfer, None)
+        started = self._arrivals if sent is None else self._sending
+        self.mode.communicate(partial(self._start_transfer, transfer, started), sent)
+
+    def _start_transfer(
+        self, transfer: StageTransfer, started: dict[StageTransfer, Arrival], sent: Tensors | None
+    ) -> Tensors:
         assert self.exchange is not None
-        if (sent := self._to_send.pop(transfer, None)) is not None:
-            self._sending[transfer] = self.exchange.start(transfer, sent)
-        else:
-            self._arrivals[transfer] = self.exchange.start(transfer, None)
+        started[transfer] = self.exchange.start(transfer, sent)
+        return {}
 
     def _take(self, transfer: StageTransfer) -> Tensors:
         """Wait for the tensors of a transfer, or return them if another model chunk of this stage produced them."""
         if (local := self._to_send.pop(transfer, None)) is not None:
             return local
+        return self.mode.communicate(partial(self._receive, transfer))
+
+    def _receive(self, transfer: StageTransfer, _: Tensors | None) -> Tensors:
         return self._wait(transfer, self._arrivals.pop(transfer))
 
     def _take_batch(self, microbatch: int) -> Any:
@@ -277,6 +347,7 @@ class _Step:
         batch = self._take_batch(microbatch)
         if self.exchange:
             self.exchange.wait_for_held()
+        self.mode.resume()
         with self._recorded(action):
             produced = self.compute(stage.module, stage.parts[place], batch, inputs)
         if LOSS in produced:
@@ -298,6 +369,7 @@ class _Step:
                 continue
             for name, gradient in self._take_gradients(action, target, place).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        self.mode.resume()
         roots = [name for name in (LOSS, *gradients) if name in produced and produced[name].requires_grad]
         with self._recorded(action):
             torch.autograd.backward([produced[name] for name in roots], [gradients.get(name) for name in roots])
@@ -321,5 +393,6 @@ class _Step:
             self._backward(action)
 
     def _weight_gradients(self, action: Action) -> None:
+        self.mode.resume()
         with self._recorded(action):
             self.stage.weights.compute_delayed_gradients()

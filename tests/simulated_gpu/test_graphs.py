@@ -1,0 +1,216 @@
+"""Training steps with CUDA graphs on a simulated GPU, and the mistakes that the simulation reports."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d.parallel.engine.prefetch import WeightSchedule
+from gpt4d.parallel.engine.reduction import GradientSums
+from gpt4d.step import TrainStep
+from tests.grids import full
+from tests.simulated_gpu import training
+from tests.simulated_gpu.cases import FACTORS, Row, case, rows
+from tests.simulated_gpu.graphs import simulated_graphs
+from tests.simulated_gpu.job import GPU, Job, simulated_job
+
+STEPS = 5  # two without graphs, a recording, a replay, and a recording after an evaluation
+SAMPLED = [("y and data", "last"), ("1f1b", "last"), ("eager w", "last"), ("interleaved", "first")]  # plans and ranks
+ROWS = [row for row in rows() if row["documents"] == "joined"]
+
+
+class Outcome(NamedTuple):
+    """The problems of a job's rank, the number of its launched graphs, and its maximum memory in bytes."""
+
+    problems: list[str]
+    launched: int
+    peak: int
+
+
+def train(row: Row, rank: int, cuda_graphs: bool = True) -> Outcome:
+    """Train some steps as a rank of a job."""
+    outcomes = []
+
+    @contextmanager
+    def job_with_graphs(*arguments):
+        with simulated_job(*arguments) as job, simulated_graphs(job) as graphs:
+            yield job
+            outcomes.append(Outcome(list(job.problems), graphs.launches, job.memory.peak))
+
+    with (
+        patch.object(training, "simulated_job", job_with_graphs),
+        patch.object(training, "TrainStep", partial(TrainStep, cuda_graphs=cuda_graphs)),
+    ):
+        training.train(case(row).config, case(row).world_size, rank, STEPS)
+    return outcomes[0]
+
+
+def _cases() -> list:
+    """Return rows, each with its first and its last rank, as parameters. ``make test`` runs those in ``SAMPLED``."""
+    plans, chosen = {*SAMPLED}, []
+    for row in ROWS:
+        name = ", ".join(row[factor] for factor in FACTORS)
+        for rank in sorted({0, case(row).world_size - 1}):
+            place = row["plan"], "first" if rank == 0 else "last"
+            parameters = pytest.param if place in plans else full
+            chosen.append(parameters(row, rank, id=f"{name}, rank {rank}"))
+            plans.discard(place)
+    return chosen
+
+
+@pytest.mark.parametrize(("row", "rank"), _cases())
+def test_steps_with_graphs_have_no_race_and_a_capture_no_host_access(simulate, row, rank):
+    outcome = simulate(train, row, rank)
+    assert not outcome.problems, "\n".join(outcome.problems)
+    assert outcome.launched >= 3
+
+
+@pytest.mark.parametrize("plan", ["4d", full("gpipe")])
+def test_recorded_steps_take_the_memory_of_steps_without_graphs(simulate, plan):
+    row = next(row for row in ROWS if row["plan"] == plan)
+    recorded, eager = (simulate(train, row, 0, cuda_graphs).peak for cuda_graphs in (True, False))
+    assert eager <= recorded <= 1.05 * eager
+
+
+def without_waits_at_the_end_of_a_graph(row: Row, rank: int) -> list[str]:
+    with (
+        patch.object(WeightSchedule, "wait_for_collectives", lambda self: None),
+        patch.object(GradientSums, "wait_for_collectives", lambda self: None),
+    ):
+        return train(row, rank).problems
+
+
+def test_a_prefetched_weight_in_flight_at_the_end_of_a_graph_is_reported(simulate):
+    row = next(row for row in ROWS if row["plan"] == "gpipe" and row["overlap"] == "overlap")
+    problems = simulate(without_waits_at_the_end_of_a_graph, row, 0)
+    assert any("the capture ends before the stream of the communicator" in problem for problem in problems)
+
+
+# ------------------------------------------------------------------------------------- mistakes in small programs
+
+MISTAKES: dict[Callable[[Job, "Program"], None], str] = {}  # with a part of the message
+
+
+class Program:
+    """A program that captures a function and launches the graph twice."""
+
+    def __init__(self):
+        self.stream, self.pool = torch.cuda.Stream(GPU), torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], object], mode: str = "thread_local") -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode=mode)
+            function()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph.replay()
+        graph.replay()
+        return graph
+
+
+def mistake(message: str):
+    def add(function):
+        MISTAKES[function] = message
+        return function
+
+    return add
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(8, device=GPU)
+
+
+@mistake("the host waits during a capture")
+def value_that_the_host_reads(job, program):
+    x = ones()
+    program.capture(lambda: x.sum().item())
+
+
+@mistake("the host waits during a capture")
+def copy_from_the_host(job, program):
+    program.capture(lambda: torch.tensor([1, 2], device=GPU) + 1)
+
+
+@mistake("the host queries an event during a capture")
+def query_during_a_capture(job, program):
+    x, event = ones(), torch.cuda.current_stream().record_event()
+    program.capture(lambda: (x.add_(1), event.query()))
+
+
+@mistake("the host queries an event of a graph")
+def query_of_a_captured_event(job, program):
+    x, event = ones(), torch.cuda.Event()
+    program.capture(lambda: (x.add_(1), event.record()))
+    event.query()
+
+
+@mistake("waits for work outside the graph")
+def wait_for_a_collective_outside(job, program):
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    program.capture(lambda: (work.wait(), x.add_(1)))
+
+
+@mistake("the capture ends before the stream of the communicator")
+def collective_that_is_not_waited_for(job, program):
+    x, works = ones(), []
+    program.capture(lambda: works.append(dist.all_reduce(x, async_op=True)))
+
+
+@mistake("waits for an event of a graph")
+def collective_that_is_waited_for_outside(job, program):
+    x, works = ones(), []
+    program.capture(lambda: works.append(dist.all_reduce(x, async_op=True)))
+    works[0].wait()
+
+
+@mistake("a graph uses memory of aten.ones")
+def input_that_is_replaced(job, program):
+    x = ones()
+    graph = program.capture(lambda: x.add_(1))
+    x = ones()  # the lambda refers to the variable
+    graph.replay()
+
+
+@mistake("uses memory of a graph")
+def message_from_the_memory_of_a_graph(job, program):
+    x, y = ones(), []
+    program.capture(lambda: y.append(x + 1))
+    dist.all_reduce(y[0])
+
+
+@mistake("a capture forbids other threads")
+def capture_that_stops_other_threads(job, program):
+    x = ones()
+    program.capture(lambda: x.add_(1), mode="global")
+
+
+def correct(job, program):
+    x, y = ones(), []
+    graph = program.capture(lambda: (dist.all_reduce(x), y.append(x + 1)))
+    sent = y[0].clone()
+    work = dist.all_reduce(sent, async_op=True)
+    graph.replay()
+    work.wait()
+
+
+def problems_of(function: Callable[[Job, Program], None]) -> list[str]:
+    with simulated_job(2, 1) as job, simulated_graphs(job):
+        function(job, Program())
+    return list(job.problems)
+
+
+@pytest.mark.parametrize("function", MISTAKES, ids=lambda function: function.__name__)
+def test_a_mistake_with_a_graph_is_reported(simulate, function):
+    assert any(MISTAKES[function] in problem for problem in simulate(problems_of, function))
+
+
+def test_correct_captures_are_accepted(simulate):
+    assert simulate(problems_of, correct) == []
