@@ -15,7 +15,6 @@ from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import IMAGE_SOURCES, TEXT_SOURCES, Config, DataConfig, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened, value_of
 
-
 FLOAT8_MULTIPLE = 16  # of the rows, columns and contracted elements of a float8 product on a GPU
 
 
@@ -78,17 +77,15 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
         )
     if train.precision == "fp8" and tokens % FLOAT8_MULTIPLE:
         return (
-            f"train.precision=fp8: multiplies multiples of {FLOAT8_MULTIPLE} tokens, not the {tokens} tokens of a chunk "
-            f"of a device's microbatch; use a multiple of {FLOAT8_MULTIPLE} for train.seq_len, or train.precision=bf16"
+            f"train.precision=fp8: multiplies multiples of {FLOAT8_MULTIPLE} tokens, and a chunk of a device's "
+            f"microbatch has {tokens}; use a multiple of {FLOAT8_MULTIPLE} for train.seq_len, or train.precision=bf16"
         )
     return None
 
 
 def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes) -> int:
     """Return the divisor that a device's number of samples per microbatch needs to be cut into chunks."""
-    tokens = math.lcm(
-        sizes.x if parallel.sequence_parallel else 1, FLOAT8_MULTIPLE if train.precision == "fp8" else 1
-    )
+    tokens = math.lcm(sizes.x if parallel.sequence_parallel else 1, FLOAT8_MULTIPLE if train.precision == "fp8" else 1)
     return parallel.chunks * tokens // math.gcd(tokens, train.seq_len)
 
 

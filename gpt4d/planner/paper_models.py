@@ -69,9 +69,7 @@ def product_bytes(
 def busy_s(config: Config, description: Description, sizes: GridSizes) -> float:
     """Return the seconds of a step for computation and for all-reduces of outputs without overlap."""
     comm = communication(config, description, sizes, aware=True)
-    return (
-        step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + comm["x"] + comm["y"]
-    )
+    return step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + comm["x"] + comm["y"]
 
 
 def communication(config: Config, description: Description, sizes: GridSizes, aware: bool) -> dict[str, float]:

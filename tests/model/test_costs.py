@@ -77,7 +77,7 @@ def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL
 
 @pytest.mark.parametrize("memory_gb_s", [1000, 0.3], ids="memory={}".format)
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("sizes", GRIDS, ids=grid_name)
 def test_planned_computation_takes_as_long_as_a_steps_operations(
     rank_0, sizes, precision, activation_checkpointing, memory_gb_s
@@ -173,6 +173,7 @@ FULL = {"activation_checkpointing": "full"}
         ((2, 1, 4, 1), {"micro_batch_size": 2}, 0.0, {"cache_layers": "all", "cache_scope": "step", "chunks": 2}),
         ((2, 2, 2, 1), {}, 0.1, {"scatter_heads": False, "replicated_layers": 1, "chunks": 4}),
         ((1, 8, 1, 1), {}, 0.0, {"overlap": OverlapConfig(all_reduce=False), "chunks": 2}),
+        ((1, 2, 2, 2), {"precision": "fp8", "micro_batch_size": 2}, 0.0, {"cache_layers": "all"}),
         ((2, 2, 2, 1), {"loss_chunks": 4}, 0.0, {"chunks": 2}),
         ((4, 2, 1, 1), {"loss_chunks": 2, "activation_checkpointing": "selective"}, 0.0, {"sequence_parallel": True}),
         ((2, 1, 2, 2), {}, 0.0, {"sequence_parallel": True, "overlap": OverlapConfig(data=False, all_gather=False)}),

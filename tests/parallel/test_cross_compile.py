@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpt4d.parallel.compile import options_of
-from gpt4d.parallel.layers import activations, group_norm, heads, loss, loss_kernels, norm
+from gpt4d.parallel.layers import activations, float8, group_norm, heads, loss, loss_kernels, norm
 from gpt4d.parallel.symbolic.kernels import Kernel
 from tests import cross_compiler
 from tests.grids import full
@@ -86,6 +86,9 @@ def cases(sizes: Sizes = LARGE) -> dict[str, Case]:
         activations.geglu: ((pair,), 1),
         activations.geglu_gradient: ((d_out, pair), 1),
         activations.dropped: ((x, torch.arange(rows) << 32, 8, 0.25), 1),
+        float8.scale: ((x, 7), 2),
+        float8.quantized: ((x, weight.abs().amax(), float8.GRADIENTS, True), 1),
+        float8.transposed: ((x.to(torch.float8_e4m3fn),), 1),
         heads.rotated: ((x_heads, *angles, -1), 1),
         **image_cases(sizes, normal),
     }
@@ -178,7 +181,7 @@ def as_tuple(results: torch.Tensor | tuple) -> tuple:
 
 
 def test_every_compiled_kernel_has_a_case():
-    modules = activations, group_norm, heads, loss, norm
+    modules = activations, float8, group_norm, heads, loss, norm
     declared = {
         one.name for module in modules for one in vars(module).values() if isinstance(one, Kernel) and one.fused
     }

@@ -14,8 +14,8 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
-from gpt4d.parallel.layers.layer import LayerSpec
 from gpt4d.parallel.layers.float8 import gathered, start_weight_gather
+from gpt4d.parallel.layers.layer import LayerSpec
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.kernels import SUM
