@@ -18,7 +18,7 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.step import build_stage
-from tests.grids import full, metric_lines, train_in_rank
+from tests.grids import bytes_planned, bytes_sent, full, metric_lines, train_in_rank
 from tests.parallel.layers.oracle import check_cases, fill, normal, part
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -164,39 +164,46 @@ def products_of_a_step(config, sizes) -> list:
 def test_all_products_of_blocks_have_the_layouts_that_a_gpu_requires(ranks, tiny, family, sizes, options):
     settings = [f"parallel.{option}=true" for option in options]
     config = tiny(*MODELS[family], *SIZES, "train.precision=fp8", *settings)
-    values, gradients = (E4M3, torch.bfloat16), (E5M2, torch.bfloat16)
+    forward, backward = (E4M3, torch.bfloat16), (E5M2, torch.bfloat16)
     for calls in ranks.run(math.prod(sizes), products_of_a_step, config, GridSizes(*sizes)):
         layers = 4 * config.model.layers
         assert {kind: calls.count(kind) for kind in set(calls)} == {
-            values: layers,
-            gradients: layers,
+            forward: layers,
+            backward: layers,
             (E4M3, torch.float32): layers,  # gradients of weights
         }
 
 
 @pytest.fixture(scope="module")
-def runs(ranks, tmp_path_factory):
-    """Return a function from ``tiny``, a number of ranks and overrides to the losses of a run, which trains once."""
+def run(ranks, tmp_path_factory):
+    """Return a function from ``tiny``, a number of ranks and overrides to a run's configuration and its logged steps."""
     made = {}
 
-    def losses(tiny, world, *overrides):
+    def train(tiny, world, *overrides):
         if (world, overrides) not in made:
             config = tiny(*SIZES, *overrides, f"run.dir={tmp_path_factory.mktemp('float8')}")
             ranks.run(world, train_in_rank, config)
-            made[world, overrides] = [line["loss"] for line in metric_lines(config.run.dir)]
+            made[world, overrides] = config, metric_lines(config.run.dir)
         return made[world, overrides]
 
-    return losses
+    return train
+
+
+def values(steps, key) -> list[float]:
+    return [step[key] for step in steps]
 
 
 @pytest.mark.parametrize(
     ("family", "steps"), [("gpt2", 20), full("gpt2", 200), full("llama", 200)], ids=lambda value: str(value)
 )
-def test_a_run_in_float8_has_the_loss_of_bf16_within_1_percent(runs, tiny, family, steps):
+def test_a_run_in_float8_has_the_loss_of_bf16_within_1_percent(run, tiny, family, steps):
     settings = *MODELS[family], f"train.steps={steps}", "optim.lr=0.003"
-    wide, narrow = (runs(tiny, 1, *settings, f"train.precision={precision}") for precision in ("bf16", "fp8"))
+    wide, narrow = (
+        values(run(tiny, 1, *settings, f"train.precision={precision}")[1], "loss") for precision in ("bf16", "fp8")
+    )
     assert narrow != wide and len(narrow) == steps
-    assert narrow == pytest.approx(wide, rel=1e-2)
+    assert narrow[-1] == pytest.approx(wide[-1], rel=1e-2)
+    assert sum(narrow[-20:]) == pytest.approx(sum(wide[-20:]), rel=1e-2)
 
 
 PLANS = {
@@ -210,13 +217,26 @@ PLANS = {
     "microbatches": (1, ["train.micro_batch_size=4", "train.activation_checkpointing=full"]),
     "retained weights": (1, ["train.micro_batch_size=4", "parallel.cache_layers=all", "parallel.cache_scope=step"]),
 }
+FLOAT8 = "train.precision=fp8", "optim.lr=0.001"
 
 
 @pytest.mark.parametrize("plan", [name if name in ("z", "split tokens and chunks") else full(name) for name in PLANS])
-def test_a_run_in_float8_has_the_same_loss_on_every_plan(runs, tiny, plan):
+def test_a_run_in_float8_has_the_same_losses_and_gradient_norm_on_every_plan(run, tiny, plan):
+    """In bf16, which rounds partial sums in the same way, first losses differ by 2e-5 and first norms by 1e-4."""
     world, overrides = PLANS[plan]
-    alone = runs(tiny, 1, "train.precision=fp8")
-    assert runs(tiny, world, "train.precision=fp8", *overrides) == pytest.approx(alone, rel=2e-3)
+    (_, alone), (_, found) = (run(tiny, *made) for made in ((1, *FLOAT8), (world, *FLOAT8, *overrides)))
+    assert found[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-4)
+    assert found[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=2e-3)
+    assert values(found, "loss") == pytest.approx(values(alone, "loss"), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"), [("z", GridSizes(z=2)), full("split tokens and chunks", GridSizes(2))], ids=str
+)
+def test_a_run_in_float8_sends_the_planned_bytes(run, tiny, plan, sizes):
+    world, overrides = PLANS[plan]
+    config, _ = run(tiny, world, *FLOAT8, *overrides)
+    assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
 
 
 @pytest.mark.parametrize(("name", "capability", "hip"), [("A100", (8, 0), None), ("MI300X", (9, 4), "6.4")])
