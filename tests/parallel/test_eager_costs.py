@@ -109,7 +109,7 @@ def examples_of_float8(x: torch.Tensor) -> list[tuple[Kernel, tuple]]:
         (float8.scale, (x, 7)),
         (float8.quantized, (x, one, float8.VALUES, False)),
         (float8.quantized, (x, one, float8.GRADIENTS, True)),
-        (float8.packed, (weight, one, torch.bfloat16)),
+        (float8.packed, (weight.to(x.dtype), one)),
         (float8.joined, (torch.zeros(2 * (4 * FEATURES**2 + float8.SCALE_BYTES), dtype=torch.uint8), 2, FEATURES)),
         (float8.transposed, (values,)),
     ]

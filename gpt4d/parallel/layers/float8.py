@@ -41,8 +41,8 @@ def quantized(x, scale, dtype: str, transposed: bool):
 
 
 @kernel(blocks=lambda *_: 1, unread=("scale",))
-def packed(shard, scale, dtype):
-    """Return a weight [K, *N], rounded to ``dtype``, as float8 values [N, K] and their scale in one vector of bytes."""
+def packed(shard, scale):
+    """Return a weight [K, *N] as float8 values [N, K] and their scale in one vector of bytes."""
     return shard.like((math.prod(shard.shape) + SCALE_BYTES,), "uint8")
 
 
@@ -130,13 +130,13 @@ def start_weight_gather(shard: Any, spec: ParameterSpec, axis: Any, context: Any
         context: the context of its stage.
         parameter: the weight as it is reported.
     """
+    # Sharded optimizer states leave rows that are rounded to the compute dtype (gpt4d.parallel.gradient_reducer). All
+    # rows are rounded to it before they are rounded to float8, so that ranks of data have equal weights.
+    local, rows = cast_to(shard, context.compute_dtype), shard.shape[0]
     if not is_float8(spec, context):
-        return axis.start_all_gather(cast_to(shard, context.compute_dtype), parameter=parameter)
-    local = packed(shard, scale(shard, _LARGEST[VALUES]), context.compute_dtype)
-    pending = axis.start_all_gather(local, parameter=parameter)
-    if axis.size == 1:
-        return pending
-    return pending.then(lambda shards: joined(shards, axis.size, shard.shape[0]))
+        return axis.start_all_gather(local, parameter=parameter)
+    pending = axis.start_all_gather(packed(local, scale(local, _LARGEST[VALUES])), parameter=parameter)
+    return pending if axis.size == 1 else pending.then(lambda shards: joined(shards, axis.size, rows))
 
 
 def gathered(weight: Any, spec: ParameterSpec, context: Any) -> Any:

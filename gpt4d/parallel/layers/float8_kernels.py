@@ -32,11 +32,11 @@ def check_device(device: torch.device) -> None:
 
 
 def scale(x, largest: int):
-    """Compute the scale from the exponent of the maximum in bf16, which is equal on ranks that round ``x`` to bf16.
+    """Compute the scale from the exponent of the maximum.
 
     It is NaN, as are then all products with ``x``, if ``x`` contains infinity or NaN.
     """
-    maximum = torch.linalg.vector_norm(x, torch.inf).bfloat16().float()
+    maximum = torch.linalg.vector_norm(x, torch.inf).float()
     exponent = (maximum.view(torch.int32) >> _MANTISSA_BITS).clamp(largest + 1, _LARGEST_EXPONENT)
     power = ((exponent - largest) << _MANTISSA_BITS).view(torch.float32)
     return torch.where(maximum.isfinite(), power, torch.nan)
@@ -48,35 +48,36 @@ def quantized(x, scale, dtype: str, transposed: bool):
     return torch.empty_like(values, dtype=getattr(torch, dtype), memory_format=torch.contiguous_format).copy_(values)
 
 
-def packed(shard, scale, dtype):
+def packed(shard, scale):
     """Write the values and the scale into a vector of bytes."""
     out = shard.new_empty(shard.numel() + SCALE_BYTES, dtype=torch.uint8)
     values, of_values = unpacked(out, len(shard))
-    _write_values(values, shard.flatten(1), scale, dtype)
+    _write_values(values, shard.flatten(1), scale)
     of_values.copy_(scale)
     return out
 
 
 @fused
-def _write_values(out: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
-    out.copy_(weight.t().to(dtype).float() / scale)
+def _write_values(out: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    out.copy_(weight.t().float() / scale)
 
 
 def joined(shards, parts: int, rows: int):
     """Convert the shards to the largest of their scales. Only values that become subnormal are rounded."""
     by_shard = shards.view(parts, -1)
     scales = by_shard[:, _SCALE].view(torch.float32)
+    largest = scales.amax()
     out = shards.new_empty(len(shards) - (parts - 1) * SCALE_BYTES)
     values, scale = unpacked(out, parts * rows)
-    torch.amax(scales, 0, out=scale)
     shard_values = by_shard[:, :-SCALE_BYTES].view(getattr(torch, VALUES)).unflatten(1, (-1, rows))
-    _write_joined(values.unflatten(1, (parts, rows)), shard_values, scales, scale)
+    _write_joined(values.unflatten(1, (parts, rows)), shard_values, scales / largest)
+    scale.copy_(largest)
     return out
 
 
 @fused
-def _write_joined(out: torch.Tensor, shards: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor) -> None:
-    out.copy_((shards.float() * (scales / scale).unsqueeze(-1)).movedim(0, 1))
+def _write_joined(out: torch.Tensor, shards: torch.Tensor, factors: torch.Tensor) -> None:
+    out.copy_((shards.float() * factors.unsqueeze(-1)).movedim(0, 1))
 
 
 def unpacked(weight, rows: int):

@@ -111,17 +111,17 @@ def test_a_product_with_a_value_that_is_not_finite_is_not_a_number(value):
     x, weight = torch.ones(16, 16), torch.ones(16, 16)
     x[3, 5] = value
     for one, other in ((x, weight), (weight, x)):
-        packed = float8.packed(other, float8.scale(other, 7), torch.bfloat16)
+        packed = float8.packed(other, float8.scale(other, 7))
         assert float8.Float8Matmul((16,)).forward(one, packed, None).isnan().all()
-    halves = [float8.packed(half, float8.scale(half, 7), torch.bfloat16) for half in x.chunk(2)]
+    halves = [float8.packed(half, float8.scale(half, 7)) for half in x.chunk(2)]
     assert float8_kernels.unpacked(float8.joined(torch.cat(halves), 2, 8), 16)[1].isnan()
 
 
 def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
     shards = [2.0**exponent * normal(8, 3, 16, seed=exponent).float() for exponent in (0, -3, 4)]
-    gathered = torch.cat([float8.packed(shard, float8.scale(shard, 7), torch.bfloat16) for shard in shards])
+    gathered = torch.cat([float8.packed(shard, float8.scale(shard, 7)) for shard in shards])
     joined, whole = float8.joined(gathered, 3, 8), torch.cat(shards)
-    direct = float8.packed(whole, float8.scale(whole, 7), torch.bfloat16)
+    direct = float8.packed(whole, float8.scale(whole, 7))
     (values, scale), (expected, expected_scale) = (float8_kernels.unpacked(one, 24) for one in (joined, direct))
     assert scale == expected_scale
     difference = (values.float() - expected.float()).abs()
@@ -176,7 +176,7 @@ def test_all_products_of_blocks_have_the_layouts_that_a_gpu_requires(ranks, tiny
 
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
-    """Return a function from ``tiny``, a number of ranks and overrides to a run's configuration and its logged steps."""
+    """Return a function from ``tiny``, a number of ranks and overrides to a run's configuration and logged steps."""
     made = {}
 
     def train(tiny, world, *overrides):
