@@ -106,7 +106,7 @@ def examples_of_float8(x: torch.Tensor) -> list[tuple[Kernel, tuple]]:
     weight, one = torch.randn(FEATURES, 4, FEATURES), torch.ones(())
     values = torch.randn(4 * FEATURES, FEATURES).to(torch.float8_e4m3fn)
     return [
-        (float8.scale, (x, 7)),
+        (float8.scale, (x, float8.VALUES)),
         (float8.quantized, (x, one, float8.VALUES, False)),
         (float8.quantized, (x, one, float8.GRADIENTS, True)),
         (float8.packed, (weight.to(x.dtype), one)),

@@ -24,13 +24,13 @@ from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.kernels import kernel
 
 VALUES, GRADIENTS = "float8_e4m3fn", "float8_e5m2"
-_LARGEST = {VALUES: 7, GRADIENTS: 14}  # a converted tensor's largest absolute value is between 2**n and 2**(n + 1)
+LARGEST = {VALUES: 7, GRADIENTS: 14}  # a converted tensor's largest absolute value is between 2**n and 2**(n + 1)
 SCALE_BYTES = 16  # a float32, padded so that all shards of a gathered weight are aligned
 
 
 @kernel(fused=True)
-def scale(x, largest: int):
-    """Return the power of two by which ``x`` is divided, so that its maximum is between 2**largest and twice that."""
+def scale(x, dtype: str):
+    """Return the power of two by which ``x`` is divided before its conversion to a float8 dtype."""
     return x.like((), "float32")
 
 
@@ -106,7 +106,7 @@ class Float8Matmul:
 
 def _converted(matrix: Any, dtype: str, transpose: bool = False) -> tuple[Any, Any]:
     """Return a matrix, or its transpose, in a float8 dtype, and the scale to multiply it by."""
-    by = scale(matrix, _LARGEST[dtype])
+    by = scale(matrix, dtype)
     return quantized(matrix, by, dtype, transpose), by
 
 
@@ -135,7 +135,7 @@ def start_weight_gather(shard: Any, spec: ParameterSpec, axis: Any, context: Any
     local, rows = cast_to(shard, context.compute_dtype), shard.shape[0]
     if not is_float8(spec, context):
         return axis.start_all_gather(local, parameter=parameter)
-    pending = axis.start_all_gather(packed(local, scale(local, _LARGEST[VALUES])), parameter=parameter)
+    pending = axis.start_all_gather(packed(local, scale(local, VALUES)), parameter=parameter)
     return pending if axis.size == 1 else pending.then(lambda shards: joined(shards, axis.size, rows))
 
 

@@ -8,9 +8,9 @@ import torch
 
 from gpt4d.config import ConfigError
 from gpt4d.parallel.compile import fused
-from gpt4d.parallel.layers.float8 import SCALE_BYTES, VALUES
+from gpt4d.parallel.layers.float8 import LARGEST, SCALE_BYTES, VALUES
 
-_BIAS, _LARGEST_EXPONENT, _MANTISSA_BITS = 127, 254, 23  # of float32
+_LARGEST_EXPONENT, _MANTISSA_BITS = 254, 23  # of float32, the exponent with its bias
 _SCALE = slice(-SCALE_BYTES, -SCALE_BYTES + 4)  # the bytes of the scale at the end of a packed weight
 _FIRST_CAPABILITY = (8, 9)  # GPUs with float8 products
 
@@ -31,21 +31,21 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def scale(x, largest: int):
+def scale(x, dtype: str):
     """Compute the scale from the exponent of the maximum.
 
     It is NaN, as are then all products with ``x``, if ``x`` contains infinity or NaN.
     """
     maximum = torch.linalg.vector_norm(x, torch.inf).float()
-    exponent = (maximum.view(torch.int32) >> _MANTISSA_BITS).clamp(largest + 1, _LARGEST_EXPONENT)
-    power = ((exponent - largest) << _MANTISSA_BITS).view(torch.float32)
+    exponent = (maximum.view(torch.int32) >> _MANTISSA_BITS).clamp(LARGEST[dtype] + 1, _LARGEST_EXPONENT)
+    power = ((exponent - LARGEST[dtype]) << _MANTISSA_BITS).view(torch.float32)
     return torch.where(maximum.isfinite(), power, torch.nan)
 
 
 def quantized(x, scale, dtype: str, transposed: bool):
     """Divide ``x`` by ``scale`` in float32 and round it to the nearest values of ``dtype``."""
     values = (x.t() if transposed else x).float() / scale
-    return torch.empty_like(values, dtype=getattr(torch, dtype), memory_format=torch.contiguous_format).copy_(values)
+    return _contiguous_like(values, getattr(torch, dtype)).copy_(values)
 
 
 def packed(shard, scale):
@@ -87,7 +87,11 @@ def unpacked(weight, rows: int):
 
 def transposed(values):
     """Copy the transpose of ``values``."""
-    return values.t().contiguous()
+    return _contiguous_like(values.t(), values.dtype).copy_(values.t())
+
+
+def _contiguous_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def float8_product(a, b, scale_a, scale_b, bias, dtype, fast: bool):

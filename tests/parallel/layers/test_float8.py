@@ -92,7 +92,7 @@ def test_outputs_and_gradients_of_inputs_are_rounded_to_the_compute_dtype_once(r
 def test_a_scale_is_a_power_of_two_that_leaves_no_value_too_large(largest):
     x = largest * torch.linspace(-1, 1, 65).view(5, 13)
     for dtype, exponent in ((float8.VALUES, 7), (float8.GRADIENTS, 14)):
-        scale = float8.scale(x, exponent)
+        scale = float8.scale(x, dtype)
         values = float8.quantized(x, scale, dtype, False).float()
         assert torch.frexp(scale).mantissa == 0.5
         assert values.isfinite().all() and (values * scale - x).abs().max() <= largest * 2**-3
@@ -101,7 +101,7 @@ def test_a_scale_is_a_power_of_two_that_leaves_no_value_too_large(largest):
 
 
 def test_zeros_remain_zeros():
-    by = float8.scale(torch.zeros(4, 4), 7)
+    by = float8.scale(torch.zeros(4, 4), float8.VALUES)
     assert not float8.quantized(torch.zeros(4, 4), by, float8.VALUES, False).float().any() and by > 0
 
 
@@ -111,17 +111,17 @@ def test_a_product_with_a_value_that_is_not_finite_is_not_a_number(value):
     x, weight = torch.ones(16, 16), torch.ones(16, 16)
     x[3, 5] = value
     for one, other in ((x, weight), (weight, x)):
-        packed = float8.packed(other, float8.scale(other, 7))
+        packed = float8.packed(other, float8.scale(other, float8.VALUES))
         assert float8.Float8Matmul((16,)).forward(one, packed, None).isnan().all()
-    halves = [float8.packed(half, float8.scale(half, 7)) for half in x.chunk(2)]
+    halves = [float8.packed(half, float8.scale(half, float8.VALUES)) for half in x.chunk(2)]
     assert float8_kernels.unpacked(float8.joined(torch.cat(halves), 2, 8), 16)[1].isnan()
 
 
 def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
     shards = [2.0**exponent * normal(8, 3, 16, seed=exponent).float() for exponent in (0, -3, 4)]
-    gathered = torch.cat([float8.packed(shard, float8.scale(shard, 7)) for shard in shards])
+    gathered = torch.cat([float8.packed(shard, float8.scale(shard, float8.VALUES)) for shard in shards])
     joined, whole = float8.joined(gathered, 3, 8), torch.cat(shards)
-    direct = float8.packed(whole, float8.scale(whole, 7))
+    direct = float8.packed(whole, float8.scale(whole, float8.VALUES))
     (values, scale), (expected, expected_scale) = (float8_kernels.unpacked(one, 24) for one in (joined, direct))
     assert scale == expected_scale
     difference = (values.float() - expected.float()).abs()
