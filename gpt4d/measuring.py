@@ -93,8 +93,9 @@ class StepMeter:
 def summary(plan: ParallelPlan, stage: Stage) -> str:
     """Return the size of the model, the grid of each stage and the planned memory of a device as text."""
     config, dtype = plan.config, stage.weights.context.compute_dtype
-    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    config = replace(config, train=replace(config.train, precision=precision))
+    if config.train.precision == "auto":
+        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+        config = replace(config, train=replace(config.train, precision=precision))
     estimate = PipelineEstimate.of(plan, config)
     size = plan.description.num_parameters
     lines = [

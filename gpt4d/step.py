@@ -19,7 +19,7 @@ from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid, backend_of
-from gpt4d.parallel.layers import attention_kernels, conv_kernels
+from gpt4d.parallel.layers import attention_kernels, conv_kernels, float8_kernels
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
@@ -62,6 +62,8 @@ def build_stage(
     description = whole.stage(bounds.values())
     replicates = grid.x.size * grid.y.size > 1  # vectors between layers, and the computation of their gradients
     compile.enable(train.compile, device, replicates)
+    if train.precision == "fp8":
+        float8_kernels.check_device(device)
     conv_kernels.choose_algorithms(device, replicates)
     attention_kernels.use_installed_kernels(device)
     computed = dtype if dtype == torch.float64 else compute_dtype(train.precision, device)

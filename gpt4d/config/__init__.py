@@ -4,6 +4,7 @@
 # ruff: noqa: F401
 
 from gpt4d.config.checks import (
+    FLOAT8_MULTIPLE,
     Divisibility,
     check_data,
     check_image_data,

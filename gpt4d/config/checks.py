@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpt4d.config.cluster import check_cluster
+from gpt4d.config.cluster import check_cluster, check_precision
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import IMAGE_SOURCES, TEXT_SOURCES, Config, DataConfig, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened, value_of
+
+FLOAT8_MULTIPLE = 16  # of the rows, columns and contracted elements of a float8 product on a GPU
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,18 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
             f"use a multiple of {sizes.x} for train.seq_len, a multiple of {count} for {key}, or "
             "parallel.sequence_parallel=false"
         )
+    if train.precision == "fp8" and tokens % FLOAT8_MULTIPLE:
+        return (
+            f"train.precision=fp8: multiplies multiples of {FLOAT8_MULTIPLE} tokens, and a chunk of a device's "
+            f"microbatch has {tokens}; use a multiple of {FLOAT8_MULTIPLE} for train.seq_len, or train.precision=bf16"
+        )
     return None
 
 
 def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes) -> int:
     """Return the divisor that a device's number of samples per microbatch needs to be cut into chunks."""
-    split = sizes.x // math.gcd(sizes.x, train.seq_len) if parallel.sequence_parallel else 1
-    return parallel.chunks * split
+    tokens = math.lcm(sizes.x if parallel.sequence_parallel else 1, FLOAT8_MULTIPLE if train.precision == "fp8" else 1)
+    return parallel.chunks * tokens // math.gcd(tokens, train.seq_len)
 
 
 _SOURCES = {"text": TEXT_SOURCES, "images": IMAGE_SOURCES}
@@ -217,6 +224,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     profiled_steps(config, length_known=config.train.epochs is None)
     _check_cuda_graphs(config)
     check_cluster(config.cluster)
+    check_precision(config.train.precision, config.cluster)
     check_allowed(config.checkpoint.allow_changes)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):

@@ -8,6 +8,15 @@ from gpt4d.config.schema import ClusterConfig
 from gpt4d.config.values import check_at_least
 
 
+def check_precision(precision: str, cluster: ClusterConfig) -> None:
+    """Raise ConfigError if ``train.precision`` needs products that the GPUs of a machine do not have."""
+    if precision == "fp8" and cluster.device == "cuda" and cluster.fp8_tflops is None:
+        raise ConfigError(
+            f"train.precision=fp8: {cluster.name} has no float8 products (cluster.fp8_tflops=null); use "
+            "train.precision=bf16, or set the rate of NVIDIA GPUs of compute capability 8.9 or higher"
+        )
+
+
 def check_cluster(cluster: ClusterConfig) -> None:
     """Check relations between the settings of a machine. Raises ConfigError for an impossible combination."""
     if cluster.memory_gib is None and cluster.host_gib is None:

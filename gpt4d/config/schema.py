@@ -21,7 +21,7 @@ STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "
 RANK_ORDERS = ("xy", "yx")
 _MODES = ("4d", "atp", "auto")
 _SCOPES = ("microbatch", "step")
-_PRECISIONS = ("auto", "fp32", "bf16")
+_PRECISIONS = ("auto", "fp32", "bf16", "fp8")
 _RECOMPUTED = ("none", "selective", "full")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -172,6 +172,9 @@ class ClusterConfig:
     attention_tflops: float | None = setting(
         None, "throughput in attention without masked products; null: all its products at matmul_tflops", above=0
     )
+    fp8_tflops: float | None = setting(
+        None, "throughput in a large float8 product; null: a GPU has none, a CPU emulates it at matmul_tflops", above=0
+    )
     memory_gb_s: float = setting(5.0, "rate at which elementwise operations read and write", above=0)
     operation_us: float = setting(20.0, "minimum time of an operation", at_least=0)
     hidden: float = setting(
@@ -197,7 +200,9 @@ class TrainConfig:
     )
     seed: int = setting(0, "seed of initial weights, dropout and the order of samples")
     precision: str = setting(
-        "auto", "auto: bf16 on a GPU, fp32 elsewhere; master weights are fp32", choices=_PRECISIONS
+        "auto",
+        "auto: bf16 on a GPU, fp32 elsewhere; fp8: bf16 with float8 products in blocks; master weights are fp32",
+        choices=_PRECISIONS,
     )
     activation_checkpointing: str = setting(
         "none", "selective recomputes norms and activations, full blocks", choices=_RECOMPUTED

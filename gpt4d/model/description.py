@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from gpt4d.config import Divisibility
+from gpt4d.config import FLOAT8_MULTIPLE, ConfigError, Divisibility
 from gpt4d.model.parts import Part
 from gpt4d.model.probe import Probe
 from gpt4d.model.spec import ModelSpec
@@ -257,6 +257,29 @@ class Description:
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
         """Return the weights that each unit takes from the prefetcher; with ``recompute``, blocks are recomputed."""
         return [self.probe.weights(unit, recompute) for unit in self.units]
+
+    def with_float8_rules(self) -> Description:
+        """Return the same model with the rules of ``train.precision=fp8`` for the weights that it multiplies in float8.
+
+        Raises ConfigError if a dim of such a weight is not a multiple of ``FLOAT8_MULTIPLE``.
+        """
+        rules: dict[tuple[int, frozenset[str]], Divisibility] = {}
+        for name, spec in self.parameters.items():
+            if not spec.float8:
+                continue
+            rows, *columns = spec.layout.dims
+            axes = tuple(axis for axis in rows if axis != "z"), tuple(axis for dim in columns for axis in dim)
+            extents = spec.shape[0], math.prod(spec.shape[1:])
+            for side, extent, split in zip(("input", "output"), extents, axes, strict=True):
+                if extent % FLOAT8_MULTIPLE:
+                    raise ConfigError(
+                        f"train.precision=fp8: the {extent} {side} features of {name} are not a multiple of "
+                        f"{FLOAT8_MULTIPLE}; change the sizes of the model, or use train.precision=bf16"
+                    )
+                quantity = f"({side} features of {name})/{FLOAT8_MULTIPLE}"
+                rule = Divisibility(quantity, extent // FLOAT8_MULTIPLE, split, "or train.precision=bf16")
+                rules.setdefault((rule.extent, frozenset(split)), rule)
+        return replace(self, rules=(*self.rules, *rules.values()))
 
     @cached_property
     def contributions(self) -> Counter[str]:

@@ -111,7 +111,12 @@ class _Counter:
         self.numbers: Iterator[int] = itertools.count()
 
     def compute(
-        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+        self,
+        flops: float = 0.0,
+        moved: float = 0.0,
+        operations: int = 1,
+        attention: float | None = None,
+        float8: bool = False,
     ) -> None:
         self.flops += flops
 

@@ -24,6 +24,7 @@ class Context:
         loss_chunks: chunks of the tokens for the loss, which has the logits of one chunk at a time.
         scatter_heads: y splits the heads of attention too, if it divides their number.
         sequence_parallel: x splits the tokens between the layers; always false on a grid without x.
+        float8: linear layers of blocks multiply in float8 (gpt4d.parallel.layers.float8).
     """
 
     grid: Any
@@ -35,6 +36,7 @@ class Context:
     loss_chunks: int = 1
     scatter_heads: bool = True
     sequence_parallel: bool = False
+    float8: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.grid.x.size > 1)
@@ -62,4 +64,5 @@ def layer_settings(config: Config) -> dict[str, Any]:
         "loss_chunks": train.loss_chunks,
         "scatter_heads": parallel.scatter_heads,
         "sequence_parallel": parallel.sequence_parallel,
+        "float8": train.precision == "fp8",
     }

@@ -69,6 +69,7 @@ class ParameterSpec:
     std: float = 0.0
     decay: bool = False  # weight decay applies, as to all matrices
     streamed: bool = False  # the sharded weights gather it over z before each use
+    float8: bool = False  # with train.precision=fp8, it is gathered and multiplied in float8
     between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
     head_parts: int = 0  # it acts on heads of attention, which can be split into this many parts; 0: not on heads
 

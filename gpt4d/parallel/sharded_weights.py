@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
-from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layers.float8 import start_weight_gather
 from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.weights import Weights
 
@@ -118,11 +118,10 @@ class _TorchWeightDevice:
         return self._axis(weight).size > 1
 
     def start_gather(self, weight: str) -> Pending:
-        """Cast before gathering: a bf16 weight has half the bytes of its master."""
+        """Convert before gathering: a bf16 weight has half the bytes of its master, a float8 weight a quarter."""
         shard, weights = self._shard(weight), self._weights
         weights.pre_gather_hook(shard)
-        local = cast_to(shard.detach(), weights.context.compute_dtype)
-        return self._axis(weight).start_all_gather(local, parameter=shard)
+        return start_weight_gather(shard.detach(), spec_of(shard), self._axis(weight), weights.context, shard)
 
     def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
         return self._axis(weight).start_reduce_scatter(gradient, parameter=self._shard(weight))
@@ -158,7 +157,7 @@ class _TorchWeightDevice:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of gathered weights and activations for ``train.precision``."""
+    """Return the dtype of gathered weights, unless they are float8, and of activations for ``train.precision``."""
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return torch.float32 if precision == "fp32" else torch.bfloat16

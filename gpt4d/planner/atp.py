@@ -16,7 +16,7 @@ from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.paper_models import products
 from gpt4d.planner.topology import RankSpan, crossed_levels, for_devices, group_bandwidth, spans, total_gib
-from gpt4d.planner.workload import Descriptions, compute_bytes
+from gpt4d.planner.workload import Descriptions, compute_bytes, product_tflops
 
 
 class AtpMesh(NamedTuple):
@@ -212,7 +212,7 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descript
         mesh=mesh,
         sizes=sizes,
         rank_order=rank_order,
-        compute_s=flops / (cluster.matmul_tflops * 1e12),
+        compute_s=flops / (product_tflops(config) * 1e12),
         comm={
             name: {"bytes": nbytes, "time_s": seconds, "exposed_s": seconds}
             for name, nbytes, seconds in zip(("d1", "d2"), sent, times, strict=True)

@@ -39,7 +39,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention_kernels
+from gpt4d.parallel.layers import attention_kernels, float8_kernels
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
@@ -86,6 +86,8 @@ def measure(launch: Launch, device: torch.device, name: str, watchdog: Watchdog 
     cluster = replace(_read_system(launch, device), name=name)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
     cluster.attention_tflops = _attention_flops(device) / 1e12
+    if device.type == "cuda" and float8_kernels.supports(device):
+        cluster.fp8_tflops = _float8_flops(device) / 1e12
     cluster.operation_us, cluster.memory_gb_s = _measure_operations(cluster, device)
     if launch.world_size > 1:
         cluster.measured = _measure_links(cluster, launch.world_size, device, limit)
@@ -152,6 +154,16 @@ def _time(work: Callable[[], object], device: torch.device, times: int = 1) -> f
 def _matmul_flops(device: torch.device) -> float:
     square = square_matrix(device)
     return 2 * len(square) ** 3 / _seconds(lambda: square @ square, device)
+
+
+def _float8_flops(device: torch.device) -> float:
+    """Return the rate of float8 products of a forward, whose factors are converted before."""
+    values, one = square_matrix(device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+
+    def work() -> None:
+        float8_kernels.float8_product(values, values, one, one, None, torch.bfloat16, True)
+
+    return 2 * len(values) ** 3 / _seconds(work, device)
 
 
 def _attention_flops(device: torch.device) -> float:
@@ -367,6 +379,8 @@ def write_cluster(cluster: ClusterConfig, out: Path) -> None:
     with required_file(out):
         out.write_text(header + OmegaConf.to_yaml(OmegaConf.structured(cluster)))
     print(f"{out}: matrix products reach {cluster.matmul_tflops:.3g} TFLOP/s, memory {cluster.memory_gb_s:.3g} GB/s")
+    if cluster.fp8_tflops:
+        print(f"float8 products reach {cluster.fp8_tflops:.3g} TFLOP/s")
     if cluster.attention_tflops:
         print(f"causal attention reaches {cluster.attention_tflops:.3g} TFLOP/s without masked products")
     print(f"an operation takes at least {cluster.operation_us:.0f} us, the last rank is {cluster.skew_us:.0f} us late")

@@ -71,22 +71,29 @@ class Rates(NamedTuple):
     s_per_byte: float
     operation_s: float
     s_per_attention_flop: float | None = None  # None: attention takes the time of its products with all keys
+    s_per_float8_flop: float | None = None  # None: float8 products take as long as others
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> "Rates":
         attention = cluster.attention_tflops and 1e-12 / cluster.attention_tflops
-        return cls(1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s, cluster.operation_us / 1e6, attention)
+        float8 = cluster.fp8_tflops and 1e-12 / cluster.fp8_tflops
+        products, s_per_byte = 1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s
+        return cls(products, s_per_byte, cluster.operation_us / 1e6, attention, float8)
 
-    def seconds(self, flops: float, moved: float, operations: int, attention: float | None = None) -> float:
+    def seconds(
+        self, flops: float, moved: float, operations: int, attention: float | None = None, float8: bool = False
+    ) -> float:
         """Return the seconds of a product of ``flops``, or of elementwise ``operations``.
 
         A product takes the maximum of two times, since it reads and writes ``moved`` bytes while it multiplies.
-        ``attention``: FLOPs without masked products, if the product is attention.
+        ``attention``: FLOPs without masked products, if the product is attention. ``float8``: its factors are float8.
         """
-        if attention is None or self.s_per_attention_flop is None:
-            product_s = flops * self.s_per_flop
-        else:
+        if attention is not None and self.s_per_attention_flop is not None:
             product_s = attention * self.s_per_attention_flop
+        elif float8 and self.s_per_float8_flop is not None:
+            product_s = flops * self.s_per_float8_flop
+        else:
+            product_s = flops * self.s_per_flop
         return max(product_s, moved * self.s_per_byte) + operations * self.operation_s
 
 
@@ -125,10 +132,15 @@ class Device:
         return tuple(totals)
 
     def compute(
-        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+        self,
+        flops: float = 0.0,
+        moved: float = 0.0,
+        operations: int = 1,
+        attention: float | None = None,
+        float8: bool = False,
     ) -> None:
         """Run a product or elementwise operations. Arguments as for ``Rates.seconds``."""
-        self.work(self.rates.seconds(flops, moved, operations, attention))
+        self.work(self.rates.seconds(flops, moved, operations, attention, float8))
 
     def work(self, seconds: float, held: int = 0, peak: float = 0) -> None:
         """Compute for some time, with a peak of ``peak`` bytes, and change the memory in use by ``held`` bytes."""

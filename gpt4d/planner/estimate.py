@@ -15,7 +15,7 @@ from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import reserved_gib
-from gpt4d.planner.workload import compute_bytes, splits_backwards, training_state, utilization
+from gpt4d.planner.workload import gathered_bytes, splits_backwards, training_state, utilization
 
 GIB = 2**30
 MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
@@ -283,9 +283,9 @@ class Estimate:
         """Bytes in use on a device between two microbatches: gradients and cached unsharded weights."""
         held = self.state["gradients"]
         if self.config.parallel.cache_scope == "step":
-            element = compute_bytes(self.config)
             for name in self.description.weights_of(self.cached):
                 spec = self.description.parameters[name]
+                element = gathered_bytes(self.config, spec)
                 parts = self.sizes.z if "z" in spec.layout.axes else 1
                 copied = parts > 1 or element != MASTER_BYTES
                 held += spec.local_elements(self.sizes) * (parts * element * copied + (parts - 1) * MASTER_BYTES)

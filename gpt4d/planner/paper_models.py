@@ -14,7 +14,7 @@ from gpt4d.parallel.stage_plan import strides
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.topology import group_bandwidth, node_size
-from gpt4d.planner.workload import compute_bytes, step_flops
+from gpt4d.planner.workload import compute_bytes, product_tflops, step_flops
 
 
 def products(description: Description, length: int, cached: Collection[str] = ()) -> list[tuple[Product, int, int]]:
@@ -69,9 +69,7 @@ def product_bytes(
 def busy_s(config: Config, description: Description, sizes: GridSizes) -> float:
     """Return the seconds of a step for computation and for all-reduces of outputs without overlap."""
     comm = communication(config, description, sizes, aware=True)
-    return (
-        step_flops(config, description) / sizes.devices / (config.cluster.matmul_tflops * 1e12) + comm["x"] + comm["y"]
-    )
+    return step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + comm["x"] + comm["y"]
 
 
 def communication(config: Config, description: Description, sizes: GridSizes, aware: bool) -> dict[str, float]:

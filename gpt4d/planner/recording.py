@@ -151,9 +151,14 @@ class _RecordingDevice:
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
     def compute(
-        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+        self,
+        flops: float = 0.0,
+        moved: float = 0.0,
+        operations: int = 1,
+        attention: float | None = None,
+        float8: bool = False,
     ) -> None:
-        self._seconds += self.rates.seconds(flops, moved, operations, attention)
+        self._seconds += self.rates.seconds(flops, moved, operations, attention, float8)
 
     def hold(self, nbytes: int) -> None:
         self._held += nbytes
@@ -314,7 +319,8 @@ class _RecordingWeights(SymbolicWeights):
 
     def _gathered(self, shard: SymbolicTensor, phase: str) -> SymbolicTensor:
         self._position += 1
-        return self.device.gather(self._name(shard), phase, shard.like(dtype=self.context.compute_dtype))
+        name = self._name(shard)
+        return self.device.gather(name, phase, self.gathered(name))
 
     def scatter(self, shard: SymbolicTensor, compute: ComputeGradient) -> None:
         self.device.scatter(self._name(shard), compute)

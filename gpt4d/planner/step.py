@@ -12,7 +12,7 @@ from gpt4d.model.description import Description
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, weight_order
 from gpt4d.parallel.pipeline.schedule import single_stage
-from gpt4d.parallel.symbolic.stage import MASTER_BYTES, MASTER_DTYPE, SymbolicGrid, SymbolicWeights
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
@@ -110,15 +110,13 @@ class StepWalk:
     def _continue(self) -> dict[str, tuple[SymbolicTensor, SymbolicTensor]]:
         """Allocate the tensors of earlier microbatches. Return cached unsharded weights with their gradients."""
         weights, earlier, before = self.weights, {}, self.device.held
-        for name, spec in self.description.parameters.items():
+        for name in self.description.parameters:
             shard = weights.shard(name)
             if name not in self.cached_for_step:
                 weights.gradients[name] = shard.like().new()
                 continue
-            parts = weights.context.grid.z.size if "z" in spec.layout.axes else 1
-            whole = shard.like((shard.shape[0] * parts, *shard.shape[1:]))
-            copied = parts > 1 or weights.context.compute_dtype != MASTER_DTYPE
-            gathered = whole.like(dtype=weights.context.compute_dtype)
+            gathered, whole = weights.gathered(name), weights.unsharded(name)
+            copied = (gathered.shape, gathered.dtype) != (shard.shape, shard.dtype)
             earlier[name] = gathered.new() if copied else gathered, whole.new()
         self.device.hold(self.continued_bytes - (self.device.held - before))  # blocks that are not simulated
         return earlier

@@ -6,6 +6,7 @@ from gpt4d.config import Config, GridSizes, chunk_problem, divisors
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
+from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 
 
@@ -36,7 +37,9 @@ class Descriptions:
     def of(self, config: Config, grids: Collection[GridSizes] = ()) -> Description:
         """Return ``registry.describe_run`` of these arguments: the same object for equal descriptions."""
         # The settings that describe_run reads.
-        key = repr(config.model.on_grids(grids)), config.parallel.replicated_layers, config.train.loss_chunks
+        train = config.train
+        settings = config.parallel.replicated_layers, train.loss_chunks, train.precision == "fp8"
+        key = repr(config.model.on_grids(grids)), *settings
         if key not in self._known:
             self._known[key] = registry.describe_run(config, grids)
         return self._known[key]
@@ -55,8 +58,7 @@ def compute_s(config: Config, description: Description, devices: int) -> float:
 
     A causal mask hides half of the products of attention, which ``step_flops`` counts.
     """
-    cluster = config.cluster
-    tflops = max(cluster.matmul_tflops, 2 * (cluster.attention_tflops or 0))
+    tflops = max(product_tflops(config), config.cluster.matmul_tflops, 2 * (config.cluster.attention_tflops or 0))
     return step_flops(config, description) / devices / tflops / 1e12
 
 
@@ -72,11 +74,22 @@ def utilization(
 
 
 def compute_bytes(config: Config) -> int:
-    """Return the bytes of an element of activations and gathered weights: ``train.precision`` on ``cluster``."""
+    """Return the bytes of an element of activations, and of gathered weights unless they are float8."""
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if config.cluster.device == "cuda" else "fp32"
-    return {"fp32": 4, "bf16": 2}[precision]
+    return 4 if precision == "fp32" else 2
+
+
+def gathered_bytes(config: Config, spec: ParameterSpec) -> int:
+    """Return the bytes of an element of a gathered weight, without the scale of a float8 weight."""
+    return 1 if config.train.precision == "fp8" and spec.float8 else compute_bytes(config)
+
+
+def product_tflops(config: Config) -> float:
+    """Return the throughput of the products of a linear layer."""
+    cluster = config.cluster
+    return (config.train.precision == "fp8" and cluster.fp8_tflops) or cluster.matmul_tflops
 
 
 def compiles(config: Config) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpt4d.parallel import compile
+from gpt4d.parallel.layers import float8_kernels
 from gpt4d.trainer import Trainer
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, largest_difference
@@ -43,6 +44,7 @@ OPTIONS = {
         ]
     ),
 }
+FLOAT8 = {"GPT in float8": Case(["train.precision=fp8"])}
 _QWEN = ["model=llama_tiny", "model.qk_norm=true", "model.qkv_bias=true", _DOCUMENTS]
 # With averaged weights, from which it draws images at the end.
 _UNET = ["model=unet_tiny", "model.dropout=0.1", "logging.sample_images=2", "logging.sample_steps=4"]
@@ -51,7 +53,8 @@ _UNET = ["model=unet_tiny", "model.dropout=0.1", "logging.sample_images=2", "log
 @pytest.mark.gpu(number=2, part=1, limit_s=105, functions=10, work_s=30)
 def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
     text = [*(runs.TINY_MODEL if check.rehearsal else []), *_corpus(check)]
-    _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in OPTIONS.items()})
+    options = OPTIONS | (FLOAT8 if float8_kernels.supports(check.device) else {})
+    _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in options.items()})
 
 
 @pytest.mark.gpu(number=12, part=3, limit_s=215, functions=36, work_s=20)

@@ -15,6 +15,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import float8, linear_kernels
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
@@ -77,7 +78,7 @@ def compare(sizes, memory_gb_s, precision, activation_checkpointing, model=MODEL
 
 @pytest.mark.parametrize("memory_gb_s", [1000, 0.3], ids="memory={}".format)
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("sizes", GRIDS, ids=grid_name)
 def test_planned_computation_takes_as_long_as_a_steps_operations(
     rank_0, sizes, precision, activation_checkpointing, memory_gb_s
@@ -186,6 +187,24 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes
     config = Config(model=replace(SMALL, dropout=dropout), train=train, parallel=ParallelConfig(**parallel))
     started, planned = collectives_of_a_step(config, sizes)
     assert started == planned
+
+
+def product_on_a_cpu(a, b, dtype, added_to=None):
+    return a.to(dtype) @ b.to(dtype) if added_to is None else added_to
+
+
+@pytest.mark.parametrize("parallel", [{"chunks": 2}, {"cache_layers": "all"}], ids=str)
+def test_planned_collectives_of_float8_weights_are_those_of_a_step(rank_0, monkeypatch, parallel):
+    sizes = GridSizes(2, 1, 4, 1)
+    rank_0(sizes.devices)
+    monkeypatch.setattr(linear_kernels, "product", product_on_a_cpu)
+    train = TrainConfig(seq_len=16, batch_size=BATCH, micro_batch_size=2, precision="fp8")
+    started, planned = collectives_of_a_step(
+        Config(model=SMALL, train=train, parallel=ParallelConfig(**parallel)), sizes
+    )
+    assert started == planned
+    shard = 32 * 128 // (2 * 4) + float8.SCALE_BYTES  # of a layer of the MLP, a byte per value
+    assert ("all_gather", "z", 3 * shard) in started
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ class CountingDevice:
         self.plans, self.numbers = {}, itertools.count()
         self.flops = self.moved = self.held = 0
 
-    def compute(self, flops=0.0, moved=0.0, operations=1, attention=None):
+    def compute(self, flops=0.0, moved=0.0, operations=1, attention=None, float8=False):
         self.flops, self.moved = self.flops + flops, self.moved + moved
 
     def hold(self, nbytes):

@@ -17,7 +17,7 @@ from gpt4d.config import ConfigError, GridSizes
 from gpt4d.config.composing import compose
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import activations, conv_kernels, group_norm, heads, norm
+from gpt4d.parallel.layers import activations, conv_kernels, float8, group_norm, heads, norm
 from gpt4d.runtime import compile_cache
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.task.diffusion import Diffusion
@@ -125,6 +125,27 @@ def test_compiled_activations_and_rotation_equal_eager_ones(compiled, dtype):
         torch.testing.assert_close(function(*arguments), eager(function)(*arguments), msg=function.__name__)
 
 
+def conversions_to_float8() -> list[torch.Tensor]:
+    """Return scales, and the bits of converted activations, gradients and weights."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in ((64, 48), (48, 2, 16)))
+    scales = {dtype: float8.scale(x, dtype) for dtype in (float8.VALUES, float8.GRADIENTS)}
+    made = [float8.quantized(x, by, dtype, flip) for dtype, by in scales.items() for flip in (False, True)]
+    packed = [float8.packed(shard, float8.scale(shard, float8.VALUES)) for shard in (weight, weight / 64)]
+    values, scale = float8.unpacked(float8.joined(torch.cat(packed), 2, 48), 96)
+    converted = [*made, *(float8.unpacked(one, 48)[0] for one in packed), values, float8.transposed(values)]
+    return [*scales.values(), scale, *(one.view(torch.uint8) for one in converted)]
+
+
+@compiler
+@pytest.mark.full
+def test_compiled_conversions_to_float8_have_the_bits_of_eager_ones(compiled):
+    found = conversions_to_float8()
+    compile.enable(False, torch.device("cpu"))
+    for one, other in zip(found, conversions_to_float8(), strict=True):
+        assert torch.equal(one, other)
+
+
 @compiler
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +184,7 @@ def traced(monkeypatch):
 FAMILY_SETTINGS = {
     "gpt": ["model.dropout=0.1"],
     "llama": ["model.qk_norm=true", "data.reset_attention=true", "train.activation_checkpointing=selective"],
-    "olmo2": [],
+    "olmo2": ["train.precision=fp8"],
     "gemma3": ["train.loss_chunks=2"],
     "unet": ["model.dropout=0.1", "model.attention_at=[16]", "train.activation_checkpointing=selective"],
     "utransformer": [],

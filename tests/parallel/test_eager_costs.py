@@ -16,6 +16,7 @@ from gpt4d.parallel.layers import (
     attention,
     conv,
     embedding,
+    float8,
     group_norm,
     heads,
     linear,
@@ -76,6 +77,7 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         *examples_of_embeddings(x, d_out),
         *examples_of_targets(x),
         *examples_of_pictures(dtype),
+        *examples_of_float8(x),
         (product.local_bias, (bias, x, 2, 1)),
         (attention.weight_rows, (torch.arange(ROWS), 3, 4, 2, 5)),
         (attention.window_mask, (x_heads, None, None, 64)),
@@ -97,6 +99,19 @@ def examples_of_embeddings(x: torch.Tensor, d_out: torch.Tensor) -> list[tuple[K
         (embedding.positions_gradient, (d_out, table[: ROWS // 4], ROWS // 4)),
         (embedding.add_rows_at, (x, table, ids)),
         (embedding.rows_at_gradient, (d_out, table, ids)),
+    ]
+
+
+def examples_of_float8(x: torch.Tensor) -> list[tuple[Kernel, tuple]]:
+    weight, one = torch.randn(FEATURES, 4, FEATURES), torch.ones(())
+    values = torch.randn(4 * FEATURES, FEATURES).to(torch.float8_e4m3fn)
+    return [
+        (float8.scale, (x, float8.VALUES)),
+        (float8.quantized, (x, one, float8.VALUES, False)),
+        (float8.quantized, (x, one, float8.GRADIENTS, True)),
+        (float8.packed, (weight.to(x.dtype), one)),
+        (float8.joined, (torch.zeros(2 * (4 * FEATURES**2 + float8.SCALE_BYTES), dtype=torch.uint8), 2, FEATURES)),
+        (float8.transposed, (values,)),
     ]
 
 
@@ -152,6 +167,7 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
     enlarging = replace(in_first, upsampling=2)
     halved = torch.randn(2, 3, 3, 4)
     row, logits = torch.rand(6), torch.randn(6, 8)
+    x8 = x.to(torch.float8_e4m3fn)
     return [
         (activations.gelu, (x,)),
         (embedding.multiplied, (x, 3.0)),
@@ -159,6 +175,7 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (product.cast_to, (x, torch.bfloat16)),
         (product.add_bias_, (x.clone(), torch.randn(8))),
         (product.add_bias, (x, torch.randn(8))),
+        (product.add_gradient_, (x.clone(), x)),
         (product.bias_gradient, (torch.randn(6, 2, 4), bias)),
         (product.parts_first, (x, 2)),
         (product.parts_last, (torch.randn(2, 6, 4),)),
@@ -172,7 +189,8 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (conv.convolution_weight_gradient, (halved, image, channels, settings)),
         (conv.convolution_weight_gradient, (halved, image, channels, in_first)),
         (conv.as_stored, (channels.bfloat16(), channels)),
-        (conv.add_gradient_, (channels.clone(), channels)),
+        (float8.unpacked, (torch.zeros(8 * 6 + float8.SCALE_BYTES, dtype=torch.uint8), 8)),
+        (float8.float8_product, (x8, x8, row[0], row[0], None, torch.float32, False)),
         (group_norm.group_index, (image, group_norm.Groups((0, 0, 1), 2))),
         (norm.among_zeros, (row, 1, 4)),
         (loss.one_like, (torch.ones(()),)),
@@ -206,7 +224,7 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
             assert (one is None) == (other is None), kernel.name
             assert one is None or (one.shape, one.dtype) == (symbolic(other).shape, symbolic(other).dtype), kernel.name
         checked.add(kernel.name)
-    layers = [activations, attention, conv, embedding, group_norm, heads, loss]
+    layers = [activations, attention, conv, embedding, float8, group_norm, heads, loss]
     layers += [linear, norm, product]
     found = [value for layer in (*layers, sequence) for value in vars(layer).values()]
     assert checked == {one.name for one in found if isinstance(one, Kernel) and not isinstance(one, PlannedKernel)}

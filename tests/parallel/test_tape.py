@@ -76,6 +76,7 @@ def on_symbolic_tensors(config: Config, device: CountingDevice):
     "settings",
     [
         ["train.precision=bf16"],
+        ["train.precision=fp8", "parallel.chunks=2"],
         ["train.activation_checkpointing=full", "parallel.chunks=2"],
         ["train.activation_checkpointing=selective"],
         ["model.dropout=0.1", "parallel.chunks=4"],
@@ -84,6 +85,8 @@ def on_symbolic_tensors(config: Config, device: CountingDevice):
     ids=" ".join,
 )
 def test_a_model_calls_the_kernels_of_torch_in_their_order(model, settings):
+    if model == "unet" and "train.precision=fp8" in settings:
+        pytest.skip("a U-Net has no float8 products")
     lacks = {"gpt2": ("none",), "llama": ("model.dropout",), "unet": ("train.loss_chunks",)}[model]
     settings = [word for word in settings if not word.startswith(lacks)]
     config, device = (

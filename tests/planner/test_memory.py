@@ -106,6 +106,9 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
         full(GridSizes(1, 1, 4, 1), ["train.activation_checkpointing=full", "parallel.cache_layers=2"]),
         full(GridSizes(2, 1, 2, 1), ["train.precision=bf16", "train.activation_checkpointing=full"]),
         full(GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"]),
+        (GridSizes(1, 1, 4, 1), ["train.precision=fp8", "parallel.cache_layers=all"]),
+        full(GridSizes(), ["train.precision=fp8", "parallel.cache_layers=all", "parallel.cache_scope=step"]),
+        full(GridSizes(2, 1, 2, 1), ["train.precision=fp8", "train.activation_checkpointing=full"]),
         (
             GridSizes(1, 1, 4, 1),
             ["parallel.cache_layers=all", "parallel.cache_scope=step", "train.micro_batch_size=1"],

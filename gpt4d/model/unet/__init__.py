@@ -33,6 +33,11 @@ def _check(config: Config) -> None:
         raise ConfigError(f"train.seq_len={config.train.seq_len}: an image has no tokens; leave it out")
     if config.train.loss_chunks != 1:
         raise ConfigError(f"train.loss_chunks={config.train.loss_chunks}: an image has no logits; use 1")
+    if config.train.precision == "fp8":
+        raise ConfigError(
+            "train.precision=fp8: multiplies matrices, and most products of a U-Net are convolutions; use "
+            "train.precision=bf16"
+        )
     if config.parallel.sequence_parallel:
         raise ConfigError(
             "parallel.sequence_parallel=true: splits the tokens of a text, and a U-Net has none; use false, or "

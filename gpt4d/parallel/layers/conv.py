@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
+from gpt4d.parallel.layers.product import FEATURES, ProductContext, add_gradient_, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.symbolic.kernels import kernel
@@ -116,12 +116,6 @@ def convolution_weight_gradient(d_out, x, weight, settings: Convolution):
 def as_stored(gradient, weight):
     """Return a weight's gradient in the dtype of its shard, contiguous."""
     return weight.like(gradient.shape)
-
-
-@kernel
-def add_gradient_(earlier, gradient):
-    """Add a weight's gradient to the accumulated gradient in place."""
-    return earlier
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,6 @@ def as_stored(gradient, weight):
     return gradient.to(weight.dtype).contiguous()
 
 
-def add_gradient_(earlier, gradient):
-    """Add ``gradient`` to ``earlier`` in place."""
-    return earlier.add_(gradient)
-
-
 def _gradient(d_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings, which: int) -> torch.Tensor:
     """Return the gradient of ``x`` (``which=0``) or of ``weight`` (1); only its shape and strides are read."""
     mask, no_dilation, no_output_padding = [which == 0, which == 1, False], (1, 1), (0, 0)

@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from gpt4d.parallel.layers import sharding
+from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply
+from gpt4d.parallel.layers.product import FEATURES, Operation, ProductContext, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.symbolic import kernels
@@ -104,6 +105,7 @@ class LinearSpec(LayerSpec):
         heads: number of parts that the heads of an attention can be split into. A normal layer precedes the attention,
             a transposed layer follows it. If the residual stream's axis splits the heads too, a normal layer
             reduce-scatters its output, and a transposed layer all-gathers its input.
+        float8: multiply in float8 with ``train.precision=fp8``.
     """
 
     in_features: int
@@ -116,6 +118,7 @@ class LinearSpec(LayerSpec):
     std: float = 0.02
     used: int | None = None
     heads: int | None = None
+    float8: bool = True
 
     @cached_property
     def columns(self) -> int:
@@ -143,17 +146,24 @@ class LinearSpec(LayerSpec):
         out = (columns,) if fused is None else ((), columns)
         layout = Layout(sharding.named(self.split.contracted, "z"), *out)
         unpadded = None if self.used is None else (self.in_features, self.used)
-        weight = ParameterSpec((self.in_features, *shape), layout, unpadded, std=self.std, decay=True, streamed=True)
+        weight = ParameterSpec(
+            (self.in_features, *shape), layout, unpadded, std=self.std, decay=True, streamed=True, float8=self.float8
+        )
         return {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if self.bias else {"weight": weight}
 
     def prepare(self, layer: BoundLayer) -> None:
         context, (contracted, produced) = layer.context, self.split
         splits_heads = self.heads is not None and self.stream_axis in context.head_axes(self.heads, self.stream_axis)
+        produced_axis = context.grid.axis(produced)
+        operation: Operation = Matmul()
+        if self.float8 and context.float8:
+            local = self.out_features // produced_axis.size
+            operation = Float8Matmul((local,) if self.num_fused is None else (self.num_fused, local))
         layer.product = ProductContext(
             layer.weights,
-            Matmul(),
+            operation,
             context.grid.axis(contracted),
-            context.grid.axis(produced),
+            produced_axis,
             self.transposed,
             FEATURES if splits_heads else None,
         )

@@ -78,6 +78,12 @@ def add_bias(out, bias):
     return out.like()
 
 
+@kernel
+def add_gradient_(earlier, gradient):
+    """Add a weight's gradient to the accumulated gradient in place."""
+    return earlier
+
+
 @kernel(unread=("bias",))
 def bias_gradient(d_out_BN, bias):
     """Return the sum of an output's gradient over the batch, in the shape and dtype of the bias."""
@@ -175,7 +181,7 @@ class ProductCall:
         """Compute the product, and start its all-reduce or reduce-scatter over the contracted axis."""
         context, contracted = self.context, self.context.contracted
         w = context.weights.gather(self.weight)
-        bias = None if self.bias is None or contracted.size > 1 else cast(self.bias.detach(), w)
+        bias = None if self.bias is None or contracted.size > 1 else cast(self.bias.detach(), x_BK)
         out = context.operation.forward(x_BK, w, bias)
         self.shape = out.shape
         if self.output_split is None:

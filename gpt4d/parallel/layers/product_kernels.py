@@ -25,6 +25,11 @@ def add_bias(out, bias):
     return out + bias
 
 
+def add_gradient_(earlier, gradient):
+    """Add ``gradient`` to ``earlier`` in place."""
+    return earlier.add_(gradient)
+
+
 def bias_gradient(d_out_BN, bias):
     """Sum ``d_out_BN`` over the batch dims in the dtype of ``bias``."""
     return d_out_BN.flatten(0, -1 - bias.dim()).sum(0, dtype=bias.dtype)

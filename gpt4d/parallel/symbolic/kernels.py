@@ -113,6 +113,7 @@ class Kernel:
         blocks: maps the arguments to the number of blocks that the kernel processes. torch.compile fuses each block
             into one operation.
         flops: maps the arguments to the floating-point operations of a product.
+        float8: the factors of the product are float8.
         attention: maps the arguments of attention to the floating-point operations without masked products.
         moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
         unread: names of the arguments of which the kernel uses only the shape or the dtype.
@@ -127,6 +128,7 @@ class Kernel:
         fused: bool = False,
         blocks: Callable[..., int] | None = None,
         flops: Callable[..., float] | None = None,
+        float8: bool = False,
         attention: Callable[..., float] | None = None,
         moved: Callable[..., float] | None = None,
         unread: Collection[str] = (),
@@ -135,7 +137,7 @@ class Kernel:
         free: bool = False,
     ):
         self.shapes, self.fused, self.blocks = shapes, fused, blocks
-        self.flops, self.attention = flops, attention
+        self.flops, self.float8, self.attention = flops, float8, attention
         self.moved, self.temporary, self.converts, self.free = moved, temporary, converts, free
         self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
         self._unread = [index for index, name in enumerate(signature(shapes).parameters) if name in unread]
@@ -171,7 +173,7 @@ class Kernel:
         ]
         if temporary:
             device.scratch(temporary)
-        device.compute(flops, moved, operations, self.attention and self.attention(*args))
+        device.compute(flops, moved, operations, self.attention and self.attention(*args), self.float8)
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def minimum_bytes(self, *args: Any) -> float:

@@ -14,8 +14,8 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
+from gpt4d.parallel.layers.float8 import gathered, start_weight_gather
 from gpt4d.parallel.layers.layer import LayerSpec
-from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.kernels import SUM
@@ -170,6 +170,16 @@ class SymbolicWeights(Weights):
             self._names[shard] = name
         return self._shards[name]
 
+    def gathered(self, name: str) -> SymbolicTensor:
+        """Return a weight as ``gather`` does, without memory."""
+        return gathered(self.unsharded(name), self.parameters[name], self.context)
+
+    def unsharded(self, name: str) -> SymbolicTensor:
+        """Return a weight of this device's (x, y) place in the dtype of its master, without memory."""
+        shard = self.shard(name)
+        parts = self.context.grid.z.size if "z" in self.parameters[name].layout.axes else 1
+        return shard.like((shard.shape[0] * parts, *shard.shape[1:]))
+
     @property
     def gathered_bytes(self) -> int:
         """The bytes of gathered weights and of all-gathers in flight."""
@@ -202,8 +212,8 @@ class _SymbolicWeightDevice:
     def start_gather(self, weight: str) -> Pending:
         weights = self.weights
         weights.reduction.sums.wait_rows(weight)
-        local = cast_to(weights.shard(weight).detach(), weights.context.compute_dtype)
-        return self._axis(weight).start_all_gather(local)
+        shard, spec = weights.shard(weight).detach(), weights.parameters[weight]
+        return start_weight_gather(shard, spec, self._axis(weight), weights.context)
 
     def start_scatter(self, weight: str, gradient: SymbolicTensor) -> Pending:
         return self._axis(weight).start_reduce_scatter(gradient)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 # Bytes of an element, by the name of a dtype.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+ITEMSIZE |= dict.fromkeys(("uint8", "float8_e4m3fn", "float8_e5m2"), 1)
 
 
 class SymbolicDevice(Protocol):
@@ -25,11 +26,16 @@ class SymbolicDevice(Protocol):
     recomputation: Any  # replaces saved tensors within blocks that are recomputed
 
     def compute(
-        self, flops: float = 0.0, moved: float = 0.0, operations: int = 1, attention: float | None = None
+        self,
+        flops: float = 0.0,
+        moved: float = 0.0,
+        operations: int = 1,
+        attention: float | None = None,
+        float8: bool = False,
     ) -> None:
         """Account for a product of ``flops``, or elementwise ``operations``, with ``moved`` bytes read and written.
 
-        ``attention``: FLOPs without masked products, if the product is attention.
+        ``attention``: FLOPs without masked products, if the product is attention. ``float8``: its factors are float8.
         """
 
     def hold(self, nbytes: int) -> None:

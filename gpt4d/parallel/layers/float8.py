@@ -1,0 +1,149 @@
+"""Float8 products of linear layers and the float8 all-gather of their weights (``train.precision=fp8``). No torch here.
+
+A tensor is converted with one scale, dynamically: activations and weights to e4m3, gradients to e5m2. The products
+accumulate in float32. Outputs and the gradients of inputs have the compute dtype, gradients of weights float32. Master
+weights, norms, attention, embeddings and the output layer are not converted.
+
+Each scale is a power of two. Then the rounding of a value does not depend on the scale, unless the value is smaller
+than 2**-13 times the largest value of its tensor (2**-28 in e5m2). So shards, chunks and microbatches are converted
+with their own scales, without communication, and a plan still does not change the result.
+
+Shapes: T tokens, K and N: this rank's input features and output features. A converted weight [N, K] is packed into a
+vector of bytes together with its scale, because one all-gather sends both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.layers.product import add_gradient_, cast_to
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.symbolic.kernels import kernel
+
+VALUES, GRADIENTS = "float8_e4m3fn", "float8_e5m2"
+LARGEST = {VALUES: 7, GRADIENTS: 14}  # a converted tensor's largest absolute value is between 2**n and 2**(n + 1)
+SCALE_BYTES = 16  # a float32, padded so that all shards of a gathered weight are aligned
+
+
+@kernel(fused=True)
+def scale(x, dtype: str):
+    """Return the power of two by which ``x`` is divided before its conversion to a float8 dtype."""
+    return x.like((), "float32")
+
+
+@kernel(fused=True, unread=("scale",))
+def quantized(x, scale, dtype: str, transposed: bool):
+    """Return a matrix [T, K] divided by ``scale`` in a float8 dtype, or its transpose [K, T]."""
+    return x.like(x.shape[::-1] if transposed else x.shape, dtype)
+
+
+@kernel(blocks=lambda *_: 1, unread=("scale",))
+def packed(shard, scale):
+    """Return a weight [K, *N] as float8 values [N, K] and their scale in one vector of bytes."""
+    return shard.like((math.prod(shard.shape) + SCALE_BYTES,), "uint8")
+
+
+@kernel(blocks=lambda *_: 1)
+def joined(shards, parts: int, rows: int):
+    """Return a packed weight of one scale from the consecutive packed shards of its rows, ``rows`` each."""
+    return shards.like((shards.shape[0] - (parts - 1) * SCALE_BYTES,))
+
+
+@kernel(free=True)
+def unpacked(weight, rows: int):
+    """Return views of a packed weight: its values [N, K] with K = ``rows``, and its scale."""
+    values = (weight.shape[0] - SCALE_BYTES) // rows, rows
+    return weight.like(values, VALUES), weight.like((1,), "float32")
+
+
+@kernel(fused=True)
+def transposed(values):
+    """Return the contiguous transpose of a matrix of float8 values."""
+    return values.like(values.shape[::-1])
+
+
+@kernel(flops=lambda a, b, *_: 2 * math.prod(a.shape) * b.shape[0], float8=True, unread=("scale_a", "scale_b"))
+def float8_product(a, b, scale_a, scale_b, bias, dtype, fast: bool):
+    """Return ``scale_a·scale_b·(a @ b.T) + bias`` of float8 matrices [M, K] and [N, K] in ``dtype``.
+
+    ``fast``: on Hopper, sums are accumulated with fewer bits than float32.
+    """
+    return a.like((a.shape[0], b.shape[0]), dtype)
+
+
+@dataclass(frozen=True)
+class Float8Matmul:
+    """``x @ weight`` in float8 (gpt4d.parallel.layers.product.Operation) with a packed weight.
+
+    ``features``: this rank's output features, as the last dims of the output.
+    """
+
+    features: tuple[int, ...]
+
+    def forward(self, x_BK, weight, bias):
+        batch, features = x_BK.shape[:-1], x_BK.shape[-1]
+        x, of_x = _converted(x_BK.flatten(0, -2), VALUES)
+        values, of_weight = unpacked(weight, features)
+        bias = None if bias is None else bias.flatten()
+        out = float8_product(x, values, of_x, of_weight, bias, x_BK.dtype, True)
+        return out.unflatten(0, batch).unflatten(-1, self.features)
+
+    def input_gradient(self, d_out_BN, weight, x_BK):
+        d_out, of_d_out = _converted(_matrix(d_out_BN, x_BK), GRADIENTS)
+        values, of_weight = unpacked(weight, x_BK.shape[-1])
+        d_x = float8_product(d_out, transposed(values), of_d_out, of_weight, None, x_BK.dtype, False)
+        return d_x.unflatten(0, x_BK.shape[:-1])
+
+    def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
+        x, of_x = _converted(x_BK.flatten(0, -2), VALUES, transpose=True)
+        d_out, of_d_out = _converted(_matrix(d_out_BN, x_BK), GRADIENTS, transpose=True)
+        gradient = float8_product(x, d_out, of_x, of_d_out, None, weight.dtype, False).unflatten(-1, self.features)
+        return gradient if added_to is None else add_gradient_(added_to, gradient)
+
+
+def _converted(matrix: Any, dtype: str, transpose: bool = False) -> tuple[Any, Any]:
+    """Return a matrix, or its transpose, in a float8 dtype, and the scale to multiply it by."""
+    by = scale(matrix, dtype)
+    return quantized(matrix, by, dtype, transpose), by
+
+
+def _matrix(d_out_BN: Any, x_BK: Any) -> Any:
+    """Return an output's gradient as [T, N]."""
+    return d_out_BN.flatten(len(x_BK.shape) - 1).flatten(0, -2)
+
+
+def is_float8(spec: ParameterSpec, context: Any) -> bool:
+    """Return whether a weight is gathered, and multiplied, in float8."""
+    return context.float8 and spec.float8
+
+
+def start_weight_gather(shard: Any, spec: ParameterSpec, axis: Any, context: Any, parameter: Any = None) -> Pending:
+    """Start the all-gather of a weight over an axis: in the compute dtype, or packed in float8.
+
+    Args:
+        shard: this rank's shard of the weight.
+        spec: the weight.
+        axis: the axis that splits its rows, innermost.
+        context: the context of its stage.
+        parameter: the weight as it is reported.
+    """
+    # Sharded optimizer states leave rows that are rounded to the compute dtype (gpt4d.parallel.gradient_reducer). All
+    # rows are rounded to it before they are rounded to float8, so that ranks of data have equal weights.
+    local, rows = cast_to(shard, context.compute_dtype), shard.shape[0]
+    if not is_float8(spec, context):
+        return axis.start_all_gather(local, parameter=parameter)
+    pending = axis.start_all_gather(packed(local, scale(local, VALUES)), parameter=parameter)
+    return pending if axis.size == 1 else pending.then(lambda shards: joined(shards, axis.size, rows))
+
+
+def gathered(weight: Any, spec: ParameterSpec, context: Any) -> Any:
+    """Return a symbolic tensor without memory with the shape and dtype of a gathered weight.
+
+    ``weight``: the unsharded weight in the dtype of its master.
+    """
+    if not is_float8(spec, context):
+        return weight.like(dtype=context.compute_dtype)
+    return weight.like((math.prod(weight.shape) + SCALE_BYTES,), "uint8")
