@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,7 +62,8 @@ class ShardedWeights(Weights):
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Set the global names of the parameters, which the order of uses refers to."""
         self._parameters = dict(parameters)
-        self._names = {parameter: name for name, parameter in parameters.items()}
+        # By id: the hash of a parameter is a function in Python.
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._device.forget_axes()
 
     def replicate(self, names: Iterable[str]) -> None:
@@ -87,10 +88,10 @@ class ShardedWeights(Weights):
 
     def _name(self, shard: nn.Parameter) -> str:
         """Return a weight's name. A weight that ``bind`` has not named gets a name, which no order contains."""
-        name = self._names.get(shard)
+        name = self._names.get(id(shard))
         if name is None:
             name = f"unnamed {len(self._names)}"
-            self._names[shard], self._parameters[name] = name, shard
+            self._names[id(shard)], self._parameters[name] = name, shard  # the parameter lives as long as its id
         return name
 
     def compute_delayed_gradients(self) -> None:
@@ -103,57 +104,64 @@ def _contexts(around: Callable[[], AbstractContextManager]) -> tuple[AbstractCon
     return nullcontext(), around()
 
 
+class _Gathering(NamedTuple):
+    """A weight's shard, its spec, and the axis to gather it over."""
+
+    shard: nn.Parameter
+    spec: ParameterSpec
+    axis: Axis
+
+
 class _TorchWeightDevice:
     """The weights of a stage as ``gpt4d.parallel.engine.prefetch.WeightDevice``."""
 
     def __init__(self, weights: ShardedWeights):
         self._weights = weakref.proxy(weights)  # in a reference cycle, tensors live until the garbage collector runs
-        self._axes: dict[str, Axis] = {}  # the axes that weights are gathered over
+        self._gatherings: dict[str, _Gathering] = {}
 
     def forget_axes(self) -> None:
         """Forget the axes of all weights, because layouts or names have changed."""
-        self._axes.clear()
+        self._gatherings.clear()
 
     def is_split(self, weight: str) -> bool:
-        return self._axis(weight).size > 1
+        return self._of(weight).axis.size > 1
 
     def start_gather(self, weight: str) -> Pending:
         """Convert before gathering: a bf16 weight has half the bytes of its master, a float8 weight a quarter."""
-        shard, weights = self._shard(weight), self._weights
+        (shard, spec, axis), weights = self._of(weight), self._weights
         weights.pre_gather_hook(shard)
-        return start_weight_gather(shard.detach(), spec_of(shard), self._axis(weight), weights.context, shard)
+        return start_weight_gather(shard.detach(), spec, axis, weights.context, shard)
 
     def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
-        return self._axis(weight).start_reduce_scatter(gradient, parameter=self._shard(weight))
+        shard, _, axis = self._of(weight)
+        return axis.start_reduce_scatter(gradient, parameter=shard)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         return pending.wait()
 
     def gradient(self, weight: str) -> torch.Tensor | None:
-        return self._shard(weight).grad
+        return self._of(weight).shard.grad
 
     def set_gradient(self, weight: str, gradient: torch.Tensor) -> None:
-        shard = self._shard(weight)
+        shard = self._of(weight).shard
         shard.grad = gradient
         self._weights.on_gradient(shard)
 
     def add_gradient(self, weight: str, part: torch.Tensor) -> None:
-        shard = self._shard(weight)
+        shard = self._of(weight).shard
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
         self._weights.on_gradient(shard)
 
-    def _shard(self, weight: str) -> nn.Parameter:
-        return self._weights._parameters[weight]
-
-    def _axis(self, weight: str) -> Axis:
-        """Return the axis to gather a weight over."""
-        axis = self._axes.get(weight)
-        if axis is None:
-            spec = spec_of(self._shard(weight))
+    def _of(self, weight: str) -> _Gathering:
+        found = self._gatherings.get(weight)
+        if found is None:
+            shard = self._weights._parameters[weight]
+            spec = spec_of(shard)
             split = "z" in spec.layout.axes
             assert not split or spec.layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec}, innermost"
-            axis = self._axes[weight] = self._weights.context.grid.z if split else _ALONE
-        return axis
+            found = _Gathering(shard, spec, self._weights.context.grid.z if split else _ALONE)
+            self._gatherings[weight] = found
+        return found
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
