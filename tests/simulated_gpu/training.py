@@ -44,7 +44,7 @@ class _Samples:
         return draw.integers(0, self.bound, (len(sample_ids), *self.row_shape), dtype=self.dtype)
 
 
-class _Text(LanguageModeling):
+class RandomText(LanguageModeling):
     """Language modeling on random tokens. Token 0 ends a document."""
 
     def __init__(self, config: Config):
@@ -58,7 +58,7 @@ class _Text(LanguageModeling):
             return continuations(self._stage, tokenizer, 1, ["", ""], 2, self._documents)
 
 
-class _Images(Diffusion):
+class RandomImages(Diffusion):
     """Diffusion on random images."""
 
     def __init__(self, config: Config):
@@ -89,17 +89,17 @@ class Outcome(NamedTuple):
     overlaps: dict[str, int]
 
 
-def train(config: Config, world_size: int, rank: int) -> Outcome:
+def train(config: Config, world_size: int, rank: int, steps: int = STEPS) -> Outcome:
     """Train some steps as a rank of a job, evaluate, save, and draw a sample."""
     plan = validate(config, world_size)
     with simulated_job(world_size, rank, waits.STEP, waits.FIRST) as job, TemporaryDirectory() as directory:
         stage = _stage(plan, rank)
         job.compute_dtype = stage.weights.context.compute_dtype
         is_text = registry.of(config.model).task == "language_modeling"
-        task = (_Text if is_text else _Images)(plan.config)
+        task = (RandomText if is_text else RandomImages)(plan.config)
         task.connect(stage, plan.micro_batch_size(plan.stage_of(rank)))
         with patch.object(saving, "run_on_rank0", lambda work, name: work()):
-            _train(job, plan, stage, task, Path(directory))
+            _train(job, plan, stage, task, Path(directory), steps)
         stage.wait_for_copies()
         if stage.exchange:
             stage.exchange.close()
@@ -115,15 +115,15 @@ def _stage(plan: ParallelPlan, rank: int) -> Stage:
     return stage
 
 
-def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, directory: Path) -> None:
+def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, directory: Path, steps: int) -> None:
     config = plan.config
     saver = _Saver(config.checkpoint, directory, stage.grid)
     overlap = config.parallel.overlap.data
     train_step = TrainStep(stage, task.compute, config.optim, overlap, before_update=saver.before_change)
     units, unread = config.train.batch_size * task.units_per_sample, []
-    for step in range(1, STEPS + 1):
-        if step == STEPS:
-            job.problems.steady = True
+    for step in range(1, steps + 1):
+        job.problems.steady = step > 1
+        if step == steps:
             train_step.evaluate(task.validation_batches(0), plan.microbatches)
         result = train_step(task.batches(step * config.train.batch_size), plan.microbatches, units, lr=0.1)
         task.after_update(step)
@@ -138,4 +138,5 @@ def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, direct
     saver.finished(wait=True)
     saver.close()
     job.problems.host_waits = waits.STEP | waits.BETWEEN_STEPS
+    train_step.runtime.release_graphs()
     task.sample()
