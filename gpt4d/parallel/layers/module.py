@@ -29,7 +29,7 @@ class Layer(nn.Module):
         # Without hooks, torch's own call takes as long as many kernels.
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
             return super().__call__(*inputs)
-        return super().__call__(*inputs) if _has_any_global_hook() else self.spec.forward(self, *inputs)
+        return super().__call__(*inputs) if _has_any_global_hook() else self.forward(*inputs)
 
     def extra_repr(self) -> str:
         return str(self.spec)
