@@ -136,6 +136,7 @@ class Trainer:
         self._close()
 
     def _close(self) -> None:
+        self.train_step.runtime.release_graphs()  # before the end of the communicators that they use
         self.hang_detector.axes = {}  # drop unfinished collectives after an error; activities are watched to the end
         self.task.close()
         self.checkpoints.close()

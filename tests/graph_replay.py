@@ -56,6 +56,7 @@ class Graph:
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         assert self.device.graph is None and capture_error_mode == "thread_local"
         self.device.graph = self
+        self.device.captures += 1
 
     def capture_end(self) -> None:
         self.device.graph = None
@@ -98,13 +99,14 @@ class Device(TorchDispatchMode):
 
     Attributes:
         graph: the graph that is captured now.
+        captures: number of captured graphs.
         launches: number of launched graphs.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.graph: Graph | None = None
-        self.launches = 0
+        self.captures = self.launches = 0
         self._observes = True
         self._memory: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.Tensor] = weakref.WeakKeyDictionary()
         self._dead: list[torch.Tensor] = []

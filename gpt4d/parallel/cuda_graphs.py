@@ -67,9 +67,9 @@ class Recording:
     def communicate(self, action: Communication, sent: Tensors | None = None) -> Tensors:
         """Communicate between two graphs, and record the communication.
 
-        Memory of the pool is valid between two graphs only, but a message may be in flight for longer. So the sent
-        tensors pass through a buffer outside the pool. Received tensors pass through one, because a graph reads from
-        fixed memory.
+        A message may be in flight while later graphs reuse the memory of its tensor. So a copy is sent, which passes
+        through a buffer that lives as long as the graphs. Received tensors pass through such a buffer too, because a
+        graph reads from fixed memory.
         """
         outgoing = None if sent is None else self._buffers_of(sent)
         if outgoing and sent:
@@ -212,11 +212,10 @@ class StepGraphs:
             parameter.grad = gradient
 
     def release(self) -> None:
-        """Free the graphs and their memory for other work. The next step is recorded again."""
+        """Free the graphs, whose memory torch's allocator can use for other work. The next step is recorded again."""
         if self._recording is None:
             return
         self._recording.items.clear()  # they refer to the recording
         self._recording = None
         self._batches, self._gradients = [], []
         del self._loss
-        torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Check 13: steps that are replayed as CUDA graphs have the losses of steps without graphs, and take less time."""
+"""Check 14: steps that are replayed as CUDA graphs have the losses of steps without graphs, and take less time."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ from tests.gpu.usage import reserved_gib
 _STEPS, _TIMED = 16, 8  # the last steps are timed; after each validation, a step is recorded
 
 
-@pytest.mark.gpu(number=13, part=1, limit_s=30, work_s=25)
+@pytest.mark.gpu(number=14, part=1, limit_s=30, work_s=25)
 def test_replayed_steps_have_the_losses_of_steps_without_graphs(check: Check) -> None:
     overrides = [
         *(runs.TINY_MODEL if check.rehearsal else []),

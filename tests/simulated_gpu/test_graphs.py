@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -18,47 +19,62 @@ from tests.simulated_gpu.cases import FACTORS, Row, case, rows
 from tests.simulated_gpu.graphs import simulated_graphs
 from tests.simulated_gpu.job import GPU, Job, simulated_job
 
-STEPS = 6  # two without graphs, a recording, two replays, and a recording after an evaluation
+STEPS = 5  # two without graphs, a recording, a replay, and a recording after an evaluation
+SAMPLED = [("y and data", "last"), ("1f1b", "last"), ("eager w", "last"), ("interleaved", "first")]  # plans and ranks
 ROWS = [row for row in rows() if row["documents"] == "joined"]
 
 
-def train_with_graphs(row: Row, rank: int) -> tuple[list[str], int]:
-    """Return the problems of a job's rank and the number of its launched graphs."""
-    launched = []
+class Outcome(NamedTuple):
+    """The problems of a job's rank, the number of its launched graphs, and its maximum memory in bytes."""
+
+    problems: list[str]
+    launched: int
+    peak: int
+
+
+def train(row: Row, rank: int, cuda_graphs: bool = True) -> Outcome:
+    """Train some steps as a rank of a job."""
+    outcomes = []
 
     @contextmanager
     def job_with_graphs(*arguments):
         with simulated_job(*arguments) as job, simulated_graphs(job) as graphs:
             yield job
-            launched.append(graphs.launches)
+            outcomes.append(Outcome(list(job.problems), graphs.launches, job.memory.peak))
 
     with (
         patch.object(training, "simulated_job", job_with_graphs),
-        patch.object(training, "TrainStep", partial(TrainStep, cuda_graphs=True)),
+        patch.object(training, "TrainStep", partial(TrainStep, cuda_graphs=cuda_graphs)),
     ):
-        outcome = training.train(case(row).config, case(row).world_size, rank, STEPS)
-    return outcome.problems, launched[0]
-
-
-def _last_rank(row: Row) -> int:
-    return case(row).world_size - 1
+        training.train(case(row).config, case(row).world_size, rank, STEPS)
+    return outcomes[0]
 
 
 def _cases() -> list:
-    """Return rows with their last rank as parameters. ``make test`` runs one row for each plan."""
-    seen, chosen = set[str](), []
+    """Return rows, each with its first and its last rank, as parameters. ``make test`` runs those in ``SAMPLED``."""
+    plans, chosen = {*SAMPLED}, []
     for row in ROWS:
         name = ", ".join(row[factor] for factor in FACTORS)
-        chosen.append(full(row, id=name) if row["plan"] in seen else pytest.param(row, id=name))
-        seen.add(row["plan"])
+        for rank in sorted({0, case(row).world_size - 1}):
+            place = row["plan"], "first" if rank == 0 else "last"
+            parameters = pytest.param if place in plans else full
+            chosen.append(parameters(row, rank, id=f"{name}, rank {rank}"))
+            plans.discard(place)
     return chosen
 
 
-@pytest.mark.parametrize("row", _cases())
-def test_steps_with_graphs_have_no_race_and_a_capture_no_host_access(simulate, row):
-    problems, launched = simulate(train_with_graphs, row, _last_rank(row))
-    assert not problems, "\n".join(problems)
-    assert launched >= 4
+@pytest.mark.parametrize(("row", "rank"), _cases())
+def test_steps_with_graphs_have_no_race_and_a_capture_no_host_access(simulate, row, rank):
+    outcome = simulate(train, row, rank)
+    assert not outcome.problems, "\n".join(outcome.problems)
+    assert outcome.launched >= 3
+
+
+@pytest.mark.parametrize("plan", ["4d", full("gpipe")])
+def test_recorded_steps_take_the_memory_of_steps_without_graphs(simulate, plan):
+    row = next(row for row in ROWS if row["plan"] == plan)
+    recorded, eager = (simulate(train, row, 0, cuda_graphs).peak for cuda_graphs in (True, False))
+    assert eager <= recorded <= 1.05 * eager
 
 
 def without_waits_at_the_end_of_a_graph(row: Row, rank: int) -> list[str]:
@@ -66,7 +82,7 @@ def without_waits_at_the_end_of_a_graph(row: Row, rank: int) -> list[str]:
         patch.object(WeightSchedule, "wait_for_collectives", lambda self: None),
         patch.object(GradientSums, "wait_for_collectives", lambda self: None),
     ):
-        return train_with_graphs(row, rank)[0]
+        return train(row, rank).problems
 
 
 def test_a_prefetched_weight_in_flight_at_the_end_of_a_graph_is_reported(simulate):
