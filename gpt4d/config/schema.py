@@ -173,7 +173,7 @@ class ClusterConfig:
         None, "throughput in attention without masked products; null: all its products at matmul_tflops", above=0
     )
     fp8_tflops: float | None = setting(
-        None, "throughput in a large float8 product; null: a GPU has none, a CPU emulates it at matmul_tflops", above=0
+        None, "throughput in a large float8 product; null: a GPU has none, and a CPU matmul_tflops", above=0
     )
     memory_gb_s: float = setting(5.0, "rate at which elementwise operations read and write", above=0)
     operation_us: float = setting(20.0, "minimum time of an operation", at_least=0)

@@ -86,7 +86,7 @@ def measure(launch: Launch, device: torch.device, name: str, watchdog: Watchdog 
     cluster = replace(_read_system(launch, device), name=name)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
     cluster.attention_tflops = _attention_flops(device) / 1e12
-    if device.type == "cuda" and float8_kernels.supports(device):
+    if float8_kernels.supports(device):
         cluster.fp8_tflops = _float8_flops(device) / 1e12
     cluster.operation_us, cluster.memory_gb_s = _measure_operations(cluster, device)
     if launch.world_size > 1:

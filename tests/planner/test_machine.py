@@ -22,6 +22,7 @@ def test_a_known_gpu_has_its_rates_and_the_memory_that_torch_reports():
     check_cluster(cluster)
     assert (cluster.name, cluster.device, cluster.memory_gib) == ("this machine's NVIDIA H100 80GB HBM3", "cuda", 79.1)
     assert (cluster.peak_tflops, cluster.attention_tflops) == (989, 400) and cluster.host_gib is None
+    assert cluster.fp8_tflops > cluster.matmul_tflops
     assert [(level.ranks, level.group_gb_s) for level in cluster.levels] == [(None, 400), (8, 450)]
 
 
@@ -53,6 +54,11 @@ def test_gpus_whose_names_contain_each_other_are_told_apart(name, peak_tflops, m
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX A4000", "Tesla V100-SXM2-32GB"])
 def test_other_gpus_and_parts_of_a_gpu_have_no_peak(name):
     assert machine.gpu_model(name) is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA RTX A6000", "AMD Instinct MI300X", "Unknown"])
+def test_a_gpu_without_float8_products_has_no_rate_for_them(name):
+    assert describe(MachineFacts(64, None, 1, name, 80, 8)).fp8_tflops is None
 
 
 def test_an_unknown_gpu_has_no_peak_and_its_node_the_gpus_it_sees():

@@ -73,10 +73,21 @@ def test_attention_has_its_own_rate_without_masked_products():
     assert slow.compute_s == pytest.approx(plan(PRODUCTS, GridSizes()).compute_s)
 
 
+def test_the_linear_layers_of_blocks_have_the_rate_of_float8_products():
+    linear = 3 * 2 * 256 * 3 * 12 * 64**2  # forward and backward
+    wide = plan(PRODUCTS, GridSizes())
+    narrow = plan(replace(PRODUCTS, fp8_tflops=4.0), GridSizes(), "train.precision=fp8")
+    assert narrow.compute_s == pytest.approx(wide.compute_s - 0.75 * linear * 1e-12)
+    assert plan(replace(PRODUCTS, fp8_tflops=4.0), GridSizes()).compute_s == wide.compute_s
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("attention_tflops", [None, 0.1, 10.0])
-def test_no_step_is_faster_than_the_bound_by_which_the_search_omits_options(attention_tflops):
-    made = config(replace(PRODUCTS, attention_tflops=attention_tflops))
-    assert compute_s(made, registry.describe(made.model), 1) < plan(made.cluster, GridSizes()).compute_s
+def test_no_step_is_faster_than_the_bound_by_which_the_search_omits_options(attention_tflops, precision):
+    cluster = replace(PRODUCTS, attention_tflops=attention_tflops, fp8_tflops=4.0)
+    made = config(cluster, f"train.precision={precision}")
+    bound = compute_s(made, registry.describe(made.model), 1)
+    assert bound < plan(cluster, GridSizes(), f"train.precision={precision}").compute_s
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(2, 1, 1, 1), GridSizes(1, 1, 2, 2), GridSizes(2, 1, 2, 2)], ids=str)
