@@ -31,7 +31,13 @@ _LENGTH, _IMAGE = 32, 8  # of the small steps
 
 _TINY_GPT = ["model.hidden=32", "model.heads=4", "model.vocab_size=300"]
 _TINY_LLAMA = [*_TINY_GPT, "model.key_value_heads=2", "model.head_size=8", "model.inner=64"]
-_TINY_UNET = ["model.channels=8", "model.groups=4", "model.head_size=4", f"model.image_size={_IMAGE}"]
+_TINY_UNET = [
+    "model.channels=8",
+    "model.groups=4",
+    "model.head_size=4",
+    f"model.image_size={_IMAGE}",
+    f"model.attention_at=[{_IMAGE // 2},{_IMAGE // 4}]",
+]
 
 
 class Case(NamedTuple):
