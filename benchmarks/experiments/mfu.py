@@ -3,9 +3,9 @@
     python -m benchmarks mfu [cluster=dgx_h200] [out=benchmarks/results/mfu]
 
 Each case is a step of one microbatch, in bf16 eager, with compiled functions, with CUDA graphs, and with float8
-products. The planner predicts the device's time. The host's time is measured: it is the time of a step with the same
-layers, whose tensors are so small that Python and torch's dispatch take most of it, on one core of this machine. A step
-takes the longer of both times. With CUDA graphs the host starts a graph instead of each kernel, so its time does not
+products. The planner predicts the device's time. The host's time is measured on one core of this machine, for a
+step with the same layers and tiny tensors: Python and torch's dispatch take most of it. A step takes the longer of both
+times. With CUDA graphs the host starts a graph instead of each kernel, so its time does not
 count.
 """
 
@@ -27,7 +27,7 @@ from gpt4d.validation import validate
 PACKAGES = ("torch",)
 _REPEATS = 15
 _COLLECTIVE_S = 60e-6  # host time of a collective, estimated from torch's and our bookkeeping
-_LENGTH, _IMAGE = 32, 8  # of the small steps
+_LENGTH, _IMAGE = 32, 8  # tokens of a sequence and size of an image in the measured steps
 
 _TINY_GPT = ["model.hidden=32", "model.heads=4", "model.vocab_size=300"]
 _TINY_LLAMA = [*_TINY_GPT, "model.key_value_heads=2", "model.head_size=8", "model.inner=64"]
