@@ -70,6 +70,7 @@ _EXPLAINED = {
     "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES to an empty text for the "
     "CPU": "device",
     "use train.precision=bf16": "bf16 fp16",
+    "use train.precision=fp8": "fp8 float8",
     "use data=text data.path='books/*.txt', or another choice of data": "dataset dataset_name",
 }
 OTHER_NAMES = {name: key for key, names in _RENAMED.items() for name in names.split()}

@@ -5,6 +5,7 @@ from functools import reduce
 
 import pytest
 
+from gpt4d.config import compose
 from tests.simulated_gpu import waits
 from tests.simulated_gpu.cases import FACTORS, Row, all_pairs, case, pairs_of, rows
 from tests.simulated_gpu.training import train
@@ -34,6 +35,16 @@ def test_a_step_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate, row, r
     assert not {"send", "receive"} & overlaps.keys(), "messages of stages wait for each other on the default stream"
     if row["overlap"] == "overlap" and row["plan"] == "4d":
         assert min(overlaps[name] for name in ("all_reduce", "all_gather", "reduce_scatter")) > 0
+
+
+def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate):
+    config = compose([
+        "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300", "model.max_positions=16",
+        "train.seq_len=16", "train.batch_size=16", "train.micro_batch_size=2", "train.precision=fp8",
+        "parallel.gx=2", "parallel.gz=2", "parallel.chunks=2", "optim.shard_states=true",
+    ])  # fmt: skip
+    problems, _ = simulate(train, config, 8, 0)
+    assert not problems, "\n".join(problems)
 
 
 def test_the_sampled_steps_have_every_option_and_all_steps_each_pair_of_options():

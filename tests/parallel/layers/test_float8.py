@@ -129,6 +129,15 @@ def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
     assert not difference[expected.float().abs() >= 2**-5].any()
 
 
+def test_a_weight_with_rows_that_sharded_states_have_rounded_has_the_same_float8_values():
+    grid, weight = Grid.single_device(), normal(64, 64).float()
+    spec, context = LinearSpec(64, 64).parameters()["weight"], Context(grid, torch.bfloat16, float8=True)
+    exact, mixed = weight, torch.cat((weight[:32], weight[32:].bfloat16().float()))
+    gathered = [float8.start_weight_gather(shard, spec, grid.axis(None), context).wait() for shard in (exact, mixed)]
+    for one, other in zip(*(float8_kernels.unpacked(packed, 64) for packed in gathered), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
 def checked_product(calls: list, a, b, scale_a, scale_b, bias=None, out_dtype=None, **options):
     """Multiply as ``torch._scaled_mm`` does on a CPU, and require what it requires on a GPU."""
     (rows, contracted), columns = a.shape, b.shape[1]
