@@ -69,7 +69,7 @@ def cases(sizes: Sizes = LARGE) -> dict[str, Case]:
     mean, rstd = normal(rows, 1, dtype=wide), normal(rows, 1, dtype=wide).exp()
     sums = normal(2, rows, 1, dtype=wide)
     pair, x_heads = normal(rows, 2, features), normal(1, rows, heads_of_x, features // heads_of_x)
-    angles = normal(2, 1, rows, 1, features // heads_of_x // 2, dtype=wide).unbind()
+    angles = normal(2, 1, rows, 1, features // heads_of_x, dtype=wide).unbind()
     largest, scale = normal(rows, dtype=wide) + 5, normal(rows, dtype=wide).exp()
     found = {
         norm.layer_norm: ((x, branch, weight, bias, 1e-5), 1),
