@@ -4,10 +4,10 @@ A step of a stage computes the same operations on the same shapes every time. It
 contains all work between two communications with other stages: forwards, backwards, collectives of the grid's axes,
 reductions of gradients. So a single stage has one graph per step, and a stage of a pipeline has about one per action.
 
-Graphs are replayed in the order of their recording and share one memory pool. A tensor may therefore reuse the memory
-of an earlier tensor as it does without graphs, and needs no memory of its own per microbatch. Only tensors that other
-work reads or writes have fixed memory: the batches of a step, one buffer per tensor that crosses to another stage, the
-loss and the gradients.
+Graphs are replayed in the order of their recording and share one memory pool. So a tensor can reuse the memory of an
+earlier tensor, as in a step without graphs, and microbatches need no memory of their own. Only tensors that other work
+reads or writes have fixed memory: the batches of a step, one buffer per tensor that crosses to another stage, the loss
+and the gradients.
 
 Collectives in flight end with the graph that starts them. So a weight that is prefetched for the next action of a
 pipeline is waited for at the end of the current action.
@@ -109,7 +109,7 @@ class Recording:
         self._graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         self._capture.enter_context(torch.cuda.stream(self._stream))
-        # Threads that read data or save a checkpoint may allocate memory meanwhile.
+        # Other threads, which read data or save a checkpoint, may allocate memory during the capture.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._before = {name: (traffic.num_started, traffic.bytes) for name, traffic in self._traffic.items()}
         for traffic in self._traffic.values():
@@ -192,9 +192,10 @@ class StepGraphs:
     def _record(self, batches: list[Any], microbatches: int, divisor: float) -> None:
         torch.cuda.empty_cache()  # the pool of the graphs takes the memory of the steps without graphs
         self._batches = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batches)
-        self._recording = Recording(self.stage, self.reducer, self._stream)
-        self._loss = self.run_step(iter(self._batches), microbatches, divisor, self._recording)
-        self._recording.end()
+        recording = Recording(self.stage, self.reducer, self._stream)
+        self._loss = self.run_step(iter(self._batches), microbatches, divisor, recording)
+        recording.end()
+        self._recording = recording  # only now: after an error, there is nothing to release
         trained: dict[Any, None] = dict.fromkeys([*self.stage.module.parameters(), *self.reducer.optimizer_shards])
         self._gradients = [(parameter, parameter.grad) for parameter in trained if parameter.grad is not None]
 

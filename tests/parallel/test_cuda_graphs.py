@@ -1,6 +1,7 @@
 """Recorded steps: replays on simulated CUDA graphs give the bits of steps without graphs."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from gpt4d.config import Config, compose
 from gpt4d.model import registry
+from gpt4d.parallel.cuda_graphs import EAGER, StepGraphs
 from gpt4d.parallel.grid import Grid
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.validation import validate
@@ -49,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 def train(config: Config, cuda_graphs: bool) -> Outcome:
-    """Train some steps as a rank, with an evaluation before one of them."""
+    """Train some steps as a rank, with an evaluation before the last step."""
     plan = validate(config, dist.get_world_size())
     config, stage_plan, device = plan.config, plan.stage_of(dist.get_rank()), torch.device("cpu")
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
@@ -114,3 +116,19 @@ def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(rank
         captured, launched = replayed.graphs
         assert 2 * launched == 3 * captured  # three steps, of which two are recorded
         assert captured == 2 or PIPELINE in str(settings)
+
+
+def test_an_error_while_a_step_is_recorded_leaves_nothing_to_release():
+    def run_step(batches, microbatches, divisor, mode):
+        if mode is not EAGER:
+            raise MemoryError
+        return torch.zeros(())
+
+    stage = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cpu")), exchange=None, grid=())
+    with replayed_graphs(Grid.single_device()):
+        graphs = StepGraphs(stage, SimpleNamespace(wait_params=lambda: None), run_step)
+        for _ in range(2):
+            graphs.run([], 1, 1.0)
+        with pytest.raises(MemoryError):
+            graphs.run([], 1, 1.0)
+        graphs.release()  # the end of a run, whose error must not be replaced by another one
