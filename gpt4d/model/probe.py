@@ -15,7 +15,7 @@ from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import Computation, SymbolicTensor
 
 if TYPE_CHECKING:
     from gpt4d.model.description import Description, Unit
@@ -110,15 +110,8 @@ class _Counter:
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
 
-    def compute(
-        self,
-        flops: float = 0.0,
-        moved: float = 0.0,
-        operations: int = 1,
-        attention: float | None = None,
-        float8: bool = False,
-    ) -> None:
-        self.flops += flops
+    def compute(self, computation: Computation) -> None:
+        self.flops += computation.flops
 
     def hold(self, nbytes: int) -> None: ...
 

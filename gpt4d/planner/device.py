@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.parallel.comm import message_size
+from gpt4d.parallel.symbolic.tensor import Computation
 from gpt4d.planner.topology import Speed, spans, speed
 
 AXES = (*GridSizes._fields, "world")
@@ -80,14 +81,12 @@ class Rates(NamedTuple):
         products, s_per_byte = 1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s
         return cls(products, s_per_byte, cluster.operation_us / 1e6, attention, float8)
 
-    def seconds(
-        self, flops: float, moved: float, operations: int, attention: float | None = None, float8: bool = False
-    ) -> float:
-        """Return the seconds of a product of ``flops``, or of elementwise ``operations``.
+    def seconds(self, computation: Computation) -> float:
+        """Return the seconds of a product or of elementwise operations.
 
-        A product takes the maximum of two times, since it reads and writes ``moved`` bytes while it multiplies.
-        ``attention``: FLOPs without masked products, if the product is attention. ``float8``: its factors are float8.
+        A product takes the maximum of two times, since it reads and writes while it multiplies.
         """
+        flops, moved, operations, attention, float8 = computation
         if attention is not None and self.s_per_attention_flop is not None:
             product_s = attention * self.s_per_attention_flop
         elif float8 and self.s_per_float8_flop is not None:
@@ -131,16 +130,9 @@ class Device:
             totals += self.bytes[axis], self.time_s[axis], self.exposed_s[axis]
         return tuple(totals)
 
-    def compute(
-        self,
-        flops: float = 0.0,
-        moved: float = 0.0,
-        operations: int = 1,
-        attention: float | None = None,
-        float8: bool = False,
-    ) -> None:
-        """Run a product or elementwise operations. Arguments as for ``Rates.seconds``."""
-        self.work(self.rates.seconds(flops, moved, operations, attention, float8))
+    def compute(self, computation: Computation) -> None:
+        """Run a product or elementwise operations."""
+        self.work(self.rates.seconds(computation))
 
     def work(self, seconds: float, held: int = 0, peak: float = 0) -> None:
         """Compute for some time, with a peak of ``peak`` bytes, and change the memory in use by ``held`` bytes."""

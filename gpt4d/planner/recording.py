@@ -24,7 +24,7 @@ from gpt4d.parallel.layout import CHUNK
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import Computation, Storage, SymbolicTensor
 from gpt4d.parallel.weights import ComputeGradient
 from gpt4d.planner.device import Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
@@ -150,15 +150,8 @@ class _RecordingDevice:
         self._counts: dict[tuple[str, int], int] = {}  # number of keys in each earlier segment
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
-    def compute(
-        self,
-        flops: float = 0.0,
-        moved: float = 0.0,
-        operations: int = 1,
-        attention: float | None = None,
-        float8: bool = False,
-    ) -> None:
-        self._seconds += self.rates.seconds(flops, moved, operations, attention, float8)
+    def compute(self, computation: Computation) -> None:
+        self._seconds += self.rates.seconds(computation)
 
     def hold(self, nbytes: int) -> None:
         self._held += nbytes

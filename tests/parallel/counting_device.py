@@ -12,8 +12,8 @@ class CountingDevice:
         self.plans, self.numbers = {}, itertools.count()
         self.flops = self.moved = self.held = 0
 
-    def compute(self, flops=0.0, moved=0.0, operations=1, attention=None, float8=False):
-        self.flops, self.moved = self.flops + flops, self.moved + moved
+    def compute(self, computation):
+        self.flops, self.moved = self.flops + computation.flops, self.moved + computation.moved
 
     def hold(self, nbytes):
         self.held += nbytes

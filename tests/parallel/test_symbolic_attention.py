@@ -148,8 +148,8 @@ def test_kernels_of_attention_execute_half_of_the_products_with_a_causal_mask_an
     executed = []
 
     class Device(CountingDevice):
-        def compute(self, flops=0.0, moved=0.0, operations=1, attention=None, float8=False):
-            executed.append((flops, attention))
+        def compute(self, computation):
+            executed.append((computation.flops, computation.attention))
 
     def function(q, k, v):
         mask = attention.window_mask(q, None, None, 2) if masked else None

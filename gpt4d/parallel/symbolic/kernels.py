@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import Computation, Storage, SymbolicDevice, SymbolicTensor
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
 BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, for a CPU
@@ -164,7 +164,7 @@ class Kernel:
         plan = device.plans.get(key)
         if plan is None:
             plan = device.plans[key] = self._cost(device, args)
-        flops, moved, operations, temporary, results = plan
+        computation, temporary, results = plan
         returned = [
             args[one]
             if isinstance(one, int)
@@ -173,7 +173,7 @@ class Kernel:
         ]
         if temporary:
             device.scratch(temporary)
-        device.compute(flops, moved, operations, self.attention and self.attention(*args), self.float8)
+        device.compute(computation)
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def minimum_bytes(self, *args: Any) -> float:
@@ -185,8 +185,8 @@ class Kernel:
         read = [arg for place, arg in enumerate(args) if place not in self._unread and isinstance(arg, SymbolicTensor)]
         return sum(tensor.nbytes for tensor in (*read, *results))
 
-    def _cost(self, device: SymbolicDevice, args: tuple) -> tuple[float, float, int, float, list]:
-        """Return FLOPs, bytes moved, operations, bytes of temporary tensors, and the results.
+    def _cost(self, device: SymbolicDevice, args: tuple) -> tuple[Computation, float, list]:
+        """Return the computation, the bytes of temporary tensors, and the results.
 
         A result is a tuple of shape, dtype and bytes, None, or the index of an argument that is returned.
         """
@@ -198,14 +198,17 @@ class Kernel:
             for one in results
         ]
         if self.free or (self.converts and places == [0]):
-            return 0.0, 0.0, 0, 0.0, places
+            return Computation(operations=0), 0.0, places
         flops = self.flops(*args) if self.flops else 0.0
+        attention = self.attention(*args) if self.attention else None
         blocks = self.blocks(*args) if self.blocks else 1
         key, compiled = f"{self.name} {args[0].dtype} {len(tensors)}", self.fused or self.blocks
         if (compiled and device.compiled) or (not compiled and key not in _eager_costs()):
-            return flops, moved, blocks, self.temporary(*args) if self.temporary else 0.0, places
+            temporary = self.temporary(*args) if self.temporary else 0.0
+            return Computation(flops, moved, blocks, attention, self.float8), temporary, places
         factor, operations, temporary = _eager_costs()[key]
-        return flops, factor * moved, operations * blocks, temporary * moved / blocks, places
+        computation = Computation(flops, factor * moved, operations * blocks, attention, self.float8)
+        return computation, temporary * moved / blocks, places
 
 
 class PlannedKernel(Kernel):

@@ -19,7 +19,7 @@ from gpt4d.parallel.layers.layer import LayerSpec
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.kernels import SUM
-from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import Computation, Storage, SymbolicDevice, SymbolicTensor
 from gpt4d.parallel.weights import Weights
 
 MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes per element of weight, gradient and both AdamW states
@@ -193,7 +193,7 @@ class SymbolicWeights(Weights):
     def add_contribution(self, name: str, gradient: SymbolicTensor) -> None:
         """Accumulate ``gradient`` in the gradient of a parameter."""
         if name in self.gradients:
-            self.device.compute(moved=3 * gradient.nbytes)
+            self.device.compute(Computation(moved=3 * gradient.nbytes))
         else:
             self.gradients[name] = gradient
         self.reduction.sums.note_contribution(name)
@@ -267,15 +267,15 @@ class SymbolicReduction:
     def update(self) -> None:
         """Account for the gradient norm and the optimizer's step."""
         nbytes, count = self.optimized * MASTER_BYTES, len(self.weights.parameters)
-        self.device.compute(moved=nbytes, operations=count)
+        self.device.compute(Computation(moved=nbytes, operations=count))
         self.device.do("all_reduce", "world", 3 * 8)
         # AdamW reads and writes the weight, the gradient (to clip it) and two states.
-        self.device.compute(moved=8 * nbytes, operations=count)
+        self.device.compute(Computation(moved=8 * nbytes, operations=count))
 
     def pack(self, bucket: Bucket) -> SymbolicTensor:
         storage = Storage(self.device, bucket.elements * MASTER_BYTES)
         packed = SymbolicTensor(self.device, (bucket.elements,), MASTER_DTYPE, storage)
-        self.device.compute(moved=2 * packed.nbytes, operations=len(bucket.names))
+        self.device.compute(Computation(moved=2 * packed.nbytes, operations=len(bucket.names)))
         for name in bucket.names:
             del self.weights.gradients[name]
         return packed
@@ -287,7 +287,7 @@ class SymbolicReduction:
         return pending.wait()
 
     def unpack(self, bucket: Bucket, total: SymbolicTensor) -> None:
-        self.device.compute(operations=len(bucket.names))
+        self.device.compute(Computation(operations=len(bucket.names)))
         for name in bucket.names:
             self.weights.gradients[name] = total  # the gradient is a view of the bucket
 
@@ -295,8 +295,12 @@ class SymbolicReduction:
         context, axis = self.weights.context, bucket.axes[-1]
         rows = SymbolicTensor(self.device, (bucket.elements,), context.compute_dtype)
         size = context.grid[axis].size
-        self.device.compute(moved=(bucket.elements * MASTER_BYTES + rows.nbytes) / size, operations=len(bucket.names))
+        self.device.compute(
+            Computation(moved=(bucket.elements * MASTER_BYTES + rows.nbytes) / size, operations=len(bucket.names))
+        )
         return Pending(rows, _Run(self.device, self.device.start("all_gather", axis, rows.nbytes / size)))
 
     def write_rows(self, bucket: Bucket, rows: SymbolicTensor) -> None:
-        self.device.compute(moved=bucket.elements * MASTER_BYTES + rows.nbytes, operations=len(bucket.names))
+        self.device.compute(
+            Computation(moved=bucket.elements * MASTER_BYTES + rows.nbytes, operations=len(bucket.names))
+        )

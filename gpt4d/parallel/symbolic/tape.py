@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gpt4d.parallel.symbolic.tensor import ITEMSIZE, SymbolicDevice, SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import ITEMSIZE, Computation, SymbolicDevice, SymbolicTensor
 
 Gradients = list[SymbolicTensor | None]
 _WITH_GRADIENT = ("float64", "float32", "bfloat16")
@@ -64,7 +64,7 @@ class _FunctionNode(TapeNode):
             for place, gradient in enumerate(of_outputs):
                 if gradient is None:  # the output is unused
                     of_outputs[place] = zeros = self.outputs[place].new()
-                    self.device.compute(moved=zeros.nbytes)
+                    self.device.compute(Computation(moved=zeros.nbytes))
         result = self.function.backward(self, *of_outputs)
         return result if isinstance(result, tuple) else (result,)
 
@@ -87,7 +87,7 @@ class _PartsNode(_ViewNode):
     def gradients(self, of_outputs: Gradients) -> Sequence[SymbolicTensor | None]:
         first = next(filter(None, of_outputs))
         full = first.like(self.shape).new()
-        self.device.compute(moved=2 * full.nbytes)
+        self.device.compute(Computation(moved=2 * full.nbytes))
         return (full,)
 
 
@@ -166,7 +166,7 @@ def add(one: SymbolicTensor, other: SymbolicTensor) -> SymbolicTensor:
     """Return the sum of two tensors with the same shape."""
     device = one.device
     out = one.like().new()
-    device.compute(moved=one.nbytes + other.nbytes + out.nbytes)
+    device.compute(Computation(moved=one.nbytes + other.nbytes + out.nbytes))
     return out.alias((_SumNode(device, (one, other)), 0)) if device.records and (one.edge or other.edge) else out
 
 
@@ -216,7 +216,7 @@ def _add(buffers: dict[TapeNode, Gradients], edge: tuple[TapeNode, int], gradien
     earlier = waiting[place]
     if earlier is not None:
         device, total = gradient.device, gradient.like().new()
-        device.compute(moved=3 * total.nbytes)
+        device.compute(Computation(moved=3 * total.nbytes))
         gradient = total
     waiting[place] = gradient
 

@@ -8,11 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # Bytes of an element, by the name of a dtype.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
 ITEMSIZE |= dict.fromkeys(("uint8", "float8_e4m3fn", "float8_e5m2"), 1)
+
+
+class Computation(NamedTuple):
+    """A product, or elementwise operations.
+
+    Attributes:
+        flops: floating-point operations of a product.
+        moved: bytes read and written.
+        operations: number of operations.
+        attention: FLOPs without masked products, if the product is attention.
+        float8: the factors of the product are float8.
+    """
+
+    flops: float = 0.0
+    moved: float = 0.0
+    operations: int = 1
+    attention: float | None = None
+    float8: bool = False
 
 
 class SymbolicDevice(Protocol):
@@ -25,18 +43,8 @@ class SymbolicDevice(Protocol):
     records: bool  # calls are recorded for a backward
     recomputation: Any  # replaces saved tensors within blocks that are recomputed
 
-    def compute(
-        self,
-        flops: float = 0.0,
-        moved: float = 0.0,
-        operations: int = 1,
-        attention: float | None = None,
-        float8: bool = False,
-    ) -> None:
-        """Account for a product of ``flops``, or elementwise ``operations``, with ``moved`` bytes read and written.
-
-        ``attention``: FLOPs without masked products, if the product is attention. ``float8``: its factors are float8.
-        """
+    def compute(self, computation: Computation) -> None:
+        """Account for a product or elementwise operations."""
 
     def hold(self, nbytes: int) -> None:
         """Allocate memory."""
