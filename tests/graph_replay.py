@@ -1,8 +1,8 @@
 """CUDA graphs of operations on a CPU, to compare the numbers of a replay with the numbers of a step without graphs.
 
 A capture records each operation with the memory of its operands. As on a GPU, it leaves no results: memory of the
-capture is then invalid, and all other memory is as before. A replay executes the operations on the same memory. Memory
-of a tensor that dies during a capture is invalid from then on, because a GPU's pool gives it to later tensors.
+capture is then invalid, and all other memory is as before. A replay executes the operations on the same memory. When a
+tensor dies during a capture, its memory is invalid from then on, because a GPU's pool gives it to later tensors.
 
 The simulation raises an error if a capture reads a value on the host or queries an event, and if a graph uses memory
 outside its pool that was freed. It cannot see functions that torch.compile has compiled.

@@ -15,7 +15,7 @@ from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import IMAGE_SOURCES, TEXT_SOURCES, Config, DataConfig, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened, value_of
 
-FLOAT8_MULTIPLE = 16  # of the rows, columns and contracted elements of a float8 product on a GPU
+FLOAT8_MULTIPLE = 16  # divides the rows, columns and contracted elements of a float8 product on a GPU
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ class ShardedWeights(Weights):
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Set the global names of the parameters, which the order of uses refers to."""
         self._parameters = dict(parameters)
-        # By id: the hash of a parameter is a function in Python.
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._names = {parameter: name for name, parameter in parameters.items()}
         self._device.forget_axes()
 
     def replicate(self, names: Iterable[str]) -> None:
@@ -88,10 +87,10 @@ class ShardedWeights(Weights):
 
     def _name(self, shard: nn.Parameter) -> str:
         """Return a weight's name. A weight that ``bind`` has not named gets a name, which no order contains."""
-        name = self._names.get(id(shard))
+        name = self._names.get(shard)
         if name is None:
             name = f"unnamed {len(self._names)}"
-            self._names[id(shard)], self._parameters[name] = name, shard  # the parameter lives as long as its id
+            self._names[shard], self._parameters[name] = name, shard
         return name
 
     def compute_delayed_gradients(self) -> None:

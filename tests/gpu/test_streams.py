@@ -34,7 +34,7 @@ def test_the_sanitizer_finds_no_race_of_two_streams(check: Check) -> None:
 def _sanitize(trainer: Trainer) -> Callable[[], bool]:
     """Let a step raise an error at the first unsynchronized access.
 
-    Return a function that tells whether the sanitizer finds a race of two streams that do not wait for each other.
+    Return a function whose result is true if the sanitizer finds a planted race of two streams.
     """
     if trainer.device.type == "cpu":
         return lambda: False

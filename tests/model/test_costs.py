@@ -203,7 +203,7 @@ def test_planned_collectives_of_float8_weights_are_those_of_a_step(rank_0, monke
         Config(model=SMALL, train=train, parallel=ParallelConfig(**parallel)), sizes
     )
     assert started == planned
-    shard = 32 * 128 // (2 * 4) + float8.SCALE_BYTES  # of a layer of the MLP, a byte per value
+    shard = 32 * 128 // (2 * 4) + float8.SCALE_BYTES  # bytes: a layer of the MLP has one per value
     assert ("all_gather", "z", 3 * shard) in started
 
 

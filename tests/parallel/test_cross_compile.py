@@ -205,7 +205,7 @@ def test_a_function_becomes_few_kernels_that_fit_in_registers(run_for, target, n
     numbers = {name: len({kernel.name for kernel in kernels}) for name, kernels in found.items()}
     assert numbers == {name: case.kernels for name, case in cases().items() if name in found}
     spilling = {(name, kernel.name) for name, kernels in found.items() for kernel in kernels if kernel.spills}
-    if target == "gfx90a":  # of the configurations that torch.compile measures there, one of geglu_gradient spills
+    if target == "gfx90a":  # one configuration of geglu_gradient, which torch.compile measures, spills there
         spilling -= {(name, kernel.name) for name, kernels in found.items() for kernel in kernels if not kernel.spills}
     assert not spilling
 

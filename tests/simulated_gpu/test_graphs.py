@@ -51,7 +51,7 @@ def train(row: Row, rank: int, cuda_graphs: bool = True) -> Outcome:
 
 
 def _cases() -> list:
-    """Return rows, each with its first and its last rank, as parameters. ``make test`` runs those in ``SAMPLED``."""
+    """Return rows, each with its first and its last rank, as parameters. ``make test`` runs ``SAMPLED``."""
     plans, chosen = {*SAMPLED}, []
     for row in ROWS:
         name = ", ".join(row[factor] for factor in FACTORS)

@@ -19,14 +19,14 @@ class Layer(nn.Module):
             self.register_parameter(name, weights.parameter(parameter))
         for name, layer in spec.children.items():
             self.add_module(name, _module(layer, weights))
-        self.__dict__.update(self._modules)  # torch finds a layer there five times as fast as in its ``_modules``
+        self.__dict__.update(self._modules)  # torch looks into its ``_modules`` last, which takes longer
         spec.prepare(self)
 
     def forward(self, *inputs: Any) -> Any:
         return self.spec.forward(self, *inputs)
 
     def __call__(self, *inputs: Any) -> Any:
-        # Without hooks, torch's own call takes as long as many kernels.
+        # Without hooks, torch's own call takes 2 to 4 % of the host's time of a GPT-2 block.
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
             return super().__call__(*inputs)
         return super().__call__(*inputs) if _has_any_global_hook() else self.forward(*inputs)

@@ -36,7 +36,7 @@ def weights_on(sizes: GridSizes, compute_dtype: torch.dtype) -> ShardedWeights:
 
 
 def differences(sizes: GridSizes, transposed: bool, fused: int | None, dtype: torch.dtype) -> list[float]:
-    """Return relative differences to plain torch: of the output, of the input's gradient, and of the weight's."""
+    """Return the relative differences of the output and of the gradients of input and weight to plain torch."""
     weights, columns = weights_on(sizes, dtype), 64 * (fused or 1)
     layer = Layer(LinearSpec(64, 64, transposed=transposed, num_fused=fused), weights)
     total = GradientReducer(weights, dict(layer.named_parameters()))
@@ -139,7 +139,7 @@ def test_a_weight_with_rows_that_sharded_states_have_rounded_has_the_same_float8
 
 
 def checked_product(calls: list, a, b, scale_a, scale_b, bias=None, out_dtype=None, **options):
-    """Multiply as ``torch._scaled_mm`` does on a CPU, and require what it requires on a GPU."""
+    """Call ``torch._scaled_mm`` on a CPU, and check the requirements of a GPU."""
     (rows, contracted), columns = a.shape, b.shape[1]
     assert a.stride() == (contracted, 1) and b.stride() == (1, contracted)
     assert rows % 16 == contracted % 16 == columns % 16 == 0
