@@ -8,7 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_COLORS = {"ours": "#7a9cc6", "AxoNN": "#c6a07a", "torch": "#b7b7b7", "megatron-core": "#9fbf9f", "plain": "#d9c89e"}
+_COLORS = {
+    "ours": "#7a9cc6",
+    "AxoNN": "#c6a07a",
+    "torch": "#b7b7b7",
+    "megatron-core": "#9fbf9f",
+    "plain": "#d9c89e",
+    "HFLM": "#b7b7b7",
+}
 _WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#8c564b"}
 
 

@@ -1,6 +1,7 @@
 """The command ``gpt4d``, such as ``gpt4d train train.steps=100``.
 
-Commands: train, plan, prepare, checkpoint, generate, runs, config. ``gpt4d COMMAND --help`` describes a command.
+Commands: train, plan, prepare, checkpoint, generate, chat, evaluate, runs, config. ``gpt4d COMMAND --help``
+describes one.
 """
 
 import sys
@@ -14,6 +15,8 @@ MODULES = {
     "prepare": "gpt4d.data.prepare",
     "checkpoint": "gpt4d.checkpoint.__main__",
     "generate": "gpt4d.generate",
+    "chat": "gpt4d.chat",
+    "evaluate": "gpt4d.evaluate",
     "runs": "gpt4d.runs.__main__",
     "config": "gpt4d.config.__main__",
 }

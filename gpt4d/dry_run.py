@@ -63,13 +63,8 @@ def _memory(answer: Fit) -> str:
 def _data(config: Config) -> Iterator[str]:
     """Yield descriptions of the data of a run. Raises ConfigError for a file that cannot be read."""
     data = config.data
-    if data.source in ("text", "jsonl", "parquet", "pictures"):
-        files = {path.resolve() for path in matching_files(data.path or "", folders=data.source == "pictures")}
-        for path in sorted(files):
-            if not os.access(path, os.R_OK):
-                raise ConfigError(f"data.path={data.path}: {path} cannot be read; check its permissions")
-        total = sum(path.stat().st_size for path in files)
-        yield f"{data.source}: {len(files):,} file(s), {readable_size(total)}"
+    if data.source in ("text", "jsonl", "parquet", "chat", "pictures"):
+        yield f"{data.source}: {_files('data.path', data.path or '', folders=data.source == 'pictures')}"
     elif data.source in ("tokens", "blend"):
         directories = list(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
@@ -84,6 +79,18 @@ def _data(config: Config) -> Iterator[str]:
         yield f"{data.source}, from its Python package"
     if registry.of(config.model).unit == "tokens" and data.source not in ("tokens", "blend"):
         yield _tokenizer(config)
+    for name, path in (data.validation or {}).items():
+        directory = os.path.isdir(os.path.expanduser(path))
+        yield f"validation set {name}: {path if directory else _files(f'data.validation.{name}', path)}"
+
+
+def _files(key: str, path: str, folders: bool = False) -> str:
+    """Return number and size of the files that a glob matches. Raises ConfigError for a file that cannot be read."""
+    files = {path.resolve() for path in matching_files(path, folders)}
+    for file in sorted(files):
+        if not os.access(file, os.R_OK):
+            raise ConfigError(f"{key}={path}: {file} cannot be read; check its permissions")
+    return f"{len(files):,} file(s), {readable_size(sum(file.stat().st_size for file in files))}"
 
 
 def _tokenizer(config: Config) -> str:

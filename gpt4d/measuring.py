@@ -28,18 +28,19 @@ class StepMeter:
     """
 
     def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, hosts: list[str]):
-        self.config, self.stage, self.task = plan.config, stage, task
+        self.stage, self.task = stage, task
         self.devices = sum(stage_plan.sizes.devices for stage_plan in plan.stages)
         self.stragglers = StragglerDetector(hosts)
-        train = plan.config.train
-        self.step_flops = plan.description.training_flops(train.batch_size, train.seq_len)
+        self.sample_flops = plan.description.training_flops(1, plan.config.train.seq_len)
         own = plan.description.stage(plan.stages[stage.index].parts)
-        state = training_state(own, stage.grid.sizes, plan.config.optim.shard_states)
+        element = stage.weights.context.compute_dtype.itemsize
+        state = training_state(own, stage.grid.sizes, plan.config.optim, element)
         self.state_gib = {kind: nbytes / GIB for kind, nbytes in state.items()}
 
-    def restart(self, step: int) -> None:
-        """Start to measure after ``step``."""
-        self._started, self._step, self._timed_steps = time.perf_counter(), step, 0
+    def restart(self, progress: Progress) -> None:
+        """Start to measure the steps after ``progress``."""
+        self._started, self._timed_steps = time.perf_counter(), 0
+        self._step, self._sample = progress.step, progress.samples
         self.task.waited_s = 0.0
         for axis in self.stage.axes.values():
             axis.traffic.read()
@@ -56,10 +57,10 @@ class StepMeter:
         Times of communication are means over the timed steps, or zero without timed steps. All ranks call it. A
         straggler is reported to ``log``.
         """
-        task, device, batch_size = self.task, self.stage.weights.device, self.config.train.batch_size
-        steps = progress.step - self._step
+        task, device, steps = self.task, self.stage.weights.device, progress.step - self._step
         seconds = (time.perf_counter() - self._started) / steps
-        flops = self.step_flops / seconds / self.devices
+        samples_per_s = (progress.samples - self._sample) / steps / seconds
+        flops = self.sample_flops * samples_per_s / self.devices
         peak = metrics.peak_flops(device)
         per_step = {"bytes": steps, "exposed_s": max(1, self._timed_steps), "hidden_s": max(1, self._timed_steps)}
         totals = {name: axis.traffic.read() for name, axis in self.stage.axes.items()}
@@ -81,12 +82,13 @@ class StepMeter:
             "step_time_s": seconds,
             "busy_s": busy,
             "data_wait_s": task.waited_s / steps,
-            f"{task.unit}_per_s": batch_size * task.units_per_sample / seconds,
+            f"{task.unit}_per_s": samples_per_s * task.units_per_sample,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / peak if peak else None,
             "memory_gib": metrics.peak_memory_gib(device),
             "memory": {"after_step": metrics.used_memory_gib(device), **self.state_gib},
             "comm": comm,
+            **task.training_values(self._sample, progress.samples),
         }
 
 

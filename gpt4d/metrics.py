@@ -19,6 +19,8 @@ from gpt4d.files import read_json_lines
 from gpt4d.runs.tables import duration
 from gpt4d.writing import LineLog, required_file
 
+_LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
+
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 peak of ``device`` in FLOP/s, or None if it is unknown."""
@@ -183,6 +185,22 @@ def _start_wandb(config: Config, run_dir: Path):
             f"logging.wandb.mode={wandb_config.mode} logging.wandb.project={wandb_config.project}: wandb reports "
             f"{' '.join(str(error).split())!r}; correct it, or set logging.wandb.mode=disabled"
         ) from None
+
+
+def of_loss(total: float, units: int, text_bytes: int | None) -> dict[str, float]:
+    """Return the loss per unit, and for text the perplexity per unit and the bits per byte.
+
+    Args:
+        total: the summed loss in nats.
+        units: number of units that have a loss.
+        text_bytes: number of UTF-8 bytes that the units encode; None if the units encode no text.
+    """
+    loss = total / units
+    if text_bytes is None:
+        return {"loss": loss}
+    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    bits_per_byte = total / (math.log(2) * text_bytes) if text_bytes else math.nan
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
 
 
 def time_breakdown(values: dict) -> str:

@@ -48,6 +48,13 @@ class ParallelPlan:
         """The grid of the first stage, which reads the data."""
         return self.stages[0].sizes
 
+    def microbatches_of(self, batch_size: int) -> int:
+        """Return the number of microbatches of a batch of ``train.batch_ramp``.
+
+        A microbatch has the same size in all batches. A smaller batch is one microbatch.
+        """
+        return max(1, self.microbatches * batch_size // self.config.train.batch_size)
+
     def micro_batch_size(self, stage: StagePlan) -> int:
         """Return the microbatch of a device of a stage, in samples."""
         return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards

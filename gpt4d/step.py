@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d import optim
 from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
 from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
 from gpt4d.model.init import initialize
+from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid, backend_of
 from gpt4d.parallel.layers import attention_kernels, conv_kernels, float8_kernels
+from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
@@ -72,6 +73,8 @@ def build_stage(
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))
     weights.replicate(description.replicated_weights)
+    if config.optim.uses_muon:
+        grid.join()
     if initialized:
         initialize(module, train.seed, grid)
     cached = description.weights_of(description.cached_units(config.parallel.cache_layers))
@@ -84,6 +87,7 @@ def build_stage(
         parts=parts,
         layer_weights={place: whole.stage([part]).layer_weights(context.recompute) for place, part in bounds.items()},
         contributions=dict(description.contributions),
+        copies=tuple(description.copied),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
         chunk_contributions=description.chunk_contributions(config.parallel.chunks),
@@ -155,11 +159,14 @@ class TrainStep:
     ):
         self.stage, self.config = stage, config
         self.before_update, self.is_spike = before_update, is_spike
-        parameters = {name: p for name, p in stage.module.named_parameters() if name not in stage.copies}
+        named = stage.module.named_parameters()
+        parameters = {name: p for name, p in named if name not in stage.copies and not spec_of(p).frozen}
         self.reducer = GradientReducer(stage.weights, parameters, overlap_data, shard=config.shard_states)
         self.shards: Sequence[nn.Parameter] = self.reducer.optimizer_shards
         self._counted = [shard for shard in self.shards if gradient_reducer.counted_once(shard, stage.grid)]
-        self.optimizer = optim.build_optimizer(zip(parameters, self.shards, strict=True), config)
+        self.optimizer = Optimizer(
+            zip(parameters, self.shards, strict=True), config, stage.grid, stage.weights.context.compute_dtype
+        )
         self.runtime = StageRuntime(stage, self.reducer, compute, cuda_graphs)
 
     def __call__(
@@ -170,13 +177,12 @@ class TrainStep:
         Args:
             batches: this rank's microbatches of the global batch.
             microbatches: number of microbatches.
-            units: number of tokens or images of the global batch, by which the loss is divided.
+            units: number of tokens or images of the global batch that have a loss, by which the loss is divided.
             lr: learning rate of this step.
             stop: this rank has been asked to stop; all ranks learn it.
         """
         grid, device = self.stage.grid, self.stage.weights.device
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.set_learning_rate(lr)
         loss = self.runtime.forward_backward(batches, microbatches, units)
         squared_norm = gradient_reducer.squared_norm(self._counted, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
@@ -187,7 +193,7 @@ class TrainStep:
         if self.is_spike and self.is_spike(loss.item(), norm.item()):
             skipped = torch.ones_like(skipped)
         self.before_update()
-        optim.update(self.optimizer, skipped, norm, self.config.clip_norm)
+        self.optimizer.step(skipped, norm, self.config.clip_norm)
         self.reducer.start_param_all_gather()
         self.stage.send_copied_weights()
         self.optimizer.zero_grad(set_to_none=True)

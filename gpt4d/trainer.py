@@ -1,21 +1,24 @@
 """The training loop, from initial weights to the last checkpoint."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from gpt4d import activity, measuring, metrics, optim, starts
+from gpt4d import activity, measuring, metrics, starts
 from gpt4d.activity import MAIN
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.checkpoint.run import RunCheckpoints
-from gpt4d.config import ConfigError, with_epochs
+from gpt4d.config import HELD_OUT, ConfigError, batch_size_at, with_epochs
+from gpt4d.evaluation.during_training import TrainingEvaluation
 from gpt4d.model import registry
 from gpt4d.monitor import LossMonitor, PendingMetrics, StepMetrics
+from gpt4d.optim.schedule import check_schedule, learning_rate
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.plan import ParallelPlan
@@ -31,6 +34,7 @@ from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
+from gpt4d.task.task import ValidationSet
 from gpt4d.writing import optional_file, required_file
 
 _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
@@ -58,6 +62,7 @@ class Trainer:
         task_name = registry.of(config.model).task
         self.task = tasks.get(task_name).create(config)
         config = with_epochs(config, self.task.samples)
+        check_schedule(config)
         self.plan = plan = replace(plan, config=config)
         self.config = config
         run_on_rank0(self._enter_run_dir, "locking run.dir")
@@ -76,6 +81,12 @@ class Trainer:
             self.hang_detector.places = {rank: f"stage {stage.index}" for stage in plan.stages for rank in stage.ranks}
         self.hang_detector.name_layers(self.stage.module)
         self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
+        best = config.checkpoint.keep_best
+        if best and not (best in self.task.validation and self.task.validation[best].steps):
+            raise ConfigError(
+                f"checkpoint.keep_best={best}: the data have no batch of this validation set; raise "
+                "data.validation_fraction, or name a set of data.validation"
+            )
         self.monitor = LossMonitor(config.train, config.optim.lr)
         self.checkpoints = RunCheckpoints(plan, self.stage, self.task, task_name, self.monitor)
         self.train_step = TrainStep(
@@ -92,6 +103,9 @@ class Trainer:
             for link in self.stage.exchange.links.values() if self.stage.exchange else ():
                 if link.worker is not None:
                     link.worker.on_error = watchdog.end_job
+        self.evaluation: TrainingEvaluation | None = None
+        if config.evaluate.every:
+            self.evaluation = TrainingEvaluation(plan, self.stage, self.task, self.train_step.runtime)
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
@@ -146,7 +160,7 @@ class Trainer:
 
     def _loop(self, profile: Profile, stop: StopRequest) -> None:
         config, progress, train = self.config, self.progress, self.config.train
-        self.meter.restart(progress.step)
+        self.meter.restart(progress)
         self.hang_detector.begin_steps()
         unread: deque[PendingMetrics] = deque()
         first, stopping = progress.step, False
@@ -155,7 +169,8 @@ class Trainer:
             last = step == train.steps
             validating = last or _due(step, train.validate_every)
             saving = last or _due(step, config.checkpoint.every)
-            reporting = validating or saving or _due(step, config.logging.every)
+            evaluating = self.evaluation and (last or _due(step, config.evaluate.every))
+            reporting = validating or evaluating or saving or _due(step, config.logging.every)
             # Timing of communication slows a GPU, so only the last step before a report is timed.
             self.meter.time_communication(reporting or profile.includes(step) or self.device.type == "cpu")
             with profile.step(step):
@@ -169,12 +184,13 @@ class Trainer:
                 stopping |= step_metrics.stopping
             if reporting or stopping:
                 self.log.step(self.meter.measure(step_metrics, progress, self.log))
-                if validating:
-                    self._validate()
+                losses = self._validate() if validating else {}
+                if self.evaluation and evaluating:
+                    self.evaluation.report(self.log, progress)
                 if (saving or stopping) and self.monitor.is_finite:
                     run_on_rank0(self._keep_run_dir, "checking run.dir")
-                    self.checkpoints.save(self.train_step, progress)
-                self.meter.restart(step)
+                    self.checkpoints.save(self.train_step, progress, losses)
+                self.meter.restart(progress)
         self.hang_detector.end_startup()
         self.checkpoints.report_saved(wait=True)
         if progress.step == train.steps and not self.monitor.is_finite:
@@ -188,13 +204,15 @@ class Trainer:
     def _step(self, stop: StopRequest) -> PendingMetrics:
         """Train on the next batch; the update is skipped if loss or gradient norm are not finite."""
         train, progress = self.config.train, self.progress
-        lr = optim.learning_rate(progress.step, self.config.optim, train.steps)
-        units = train.batch_size * self.task.units_per_sample
+        lr = learning_rate(progress.step, self.config.optim, train.steps)
+        batch_size = batch_size_at(train, progress.samples)
+        microbatches = self.plan.microbatches_of(batch_size)
         batches = self.task.batches(progress.samples)
-        result = self.train_step(batches, self.plan.microbatches, units, lr, stop=stop.signal is not None)
+        counted = self.task.counted_units(progress.samples)
+        result = self.train_step(batches, microbatches, counted, lr, stop=stop.signal is not None)
         progress.step += 1
-        progress.samples += train.batch_size
-        progress.units += units
+        progress.samples += batch_size
+        progress.units += batch_size * self.task.units_per_sample
         self.task.after_update(progress.step)
         values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))
         return PendingMetrics(progress.step, lr, values)
@@ -207,16 +225,35 @@ class Trainer:
             self.log.event("skipped" if step_metrics.skipped else "spike", message, **values)
         return step_metrics
 
-    def _validate(self) -> None:
-        """Report the mean loss of the first ``train.validation_batches`` held-out batches."""
-        steps, train = self.task.validation_steps, self.config.train
-        if not steps:
-            return
-        batches = chain.from_iterable(self.task.validation_batches(index) for index in range(steps))
-        total = self.train_step.evaluate(batches, steps * self.plan.microbatches).item()
-        self.validation_loss = total / (steps * train.batch_size * self.task.units_per_sample)
-        message = f"step {self.progress.step}/{train.steps}  validation loss {self.validation_loss:.4f}"
-        self.log.event("validation", message, **self.progress.values(self.task.unit), loss=self.validation_loss)
+    def _validate(self) -> dict[str, float]:
+        """Report the losses of the validation sets, and return the mean loss per counted unit of each set.
+
+        With ``optim.validate_averages``, also report the losses of the averaged weights.
+        """
+        sets = {name: data for name, data in self.task.validation.items() if data.steps}
+        results = {name: self._evaluate(data) for name, data in sets.items()}
+        if not results:
+            return {}
+        losses = {name: result["loss"] for name, result in results.items()}
+        if self.config.optim.validate_averages:
+            with self.task.averaged():
+                for name, data in sets.items():
+                    results[name]["average_loss"] = self._evaluate(data)["loss"]
+        held_out: Mapping[str, float | None] = results.pop(HELD_OUT, {"loss": None})
+        self.validation_loss = held_out["loss"]
+        shown = [f"{name} {loss:.4f}".removeprefix(f"{HELD_OUT} ") for name, loss in losses.items()]
+        if "average_loss" in held_out:
+            shown[0] += f", of averaged weights {held_out['average_loss']:.4f}"
+        message = f"step {self.progress.step}/{self.config.train.steps}  validation loss {', '.join(shown)}"
+        values: Mapping[str, Any] = {**held_out, "sets": results} if results else held_out
+        self.log.event("validation", message, **self.progress.values(self.task.unit), **values)
+        return losses
+
+    def _evaluate(self, data: ValidationSet) -> dict[str, float]:
+        """Return the loss per counted unit of a validation set; for text also its perplexity and bits per byte."""
+        batches = chain.from_iterable(map(data.batches, range(data.steps)))
+        total = self.train_step.evaluate(batches, data.steps * self.plan.microbatches).item()
+        return metrics.of_loss(total, data.units, data.text_bytes())
 
     def _enter_run_dir(self) -> None:
         """Create the run directory and lock it until the end of the run."""

@@ -1,7 +1,9 @@
 """The validation of a run: every check that needs no process group, in one call. No torch here."""
 
 from gpt4d.config import Config, check_pipeline, check_unused, check_values
+from gpt4d.evaluation.tasks import check_names, named_as_in_training
 from gpt4d.model import registry
+from gpt4d.optim.schedule import check_schedule
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import check_memory
 from gpt4d.planner.resolve import resolve
@@ -18,6 +20,11 @@ def validate(config: Config, world_size: int) -> ParallelPlan:
     check_pipeline(config)
     tasks.get(family.task).check(config)
     check_unused(config)
+    if config.train.epochs is None:  # else the data determine the number of steps
+        check_schedule(config)
+    if config.evaluate.tasks:
+        with named_as_in_training():
+            check_names(config.evaluate.tasks)
     plan = resolve(config, world_size)
     check_memory(plan, config.cluster)
     return plan

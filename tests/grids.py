@@ -117,11 +117,16 @@ def to_hf(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, to
     return {name: tensor for pairs in theirs for name, tensor in pairs}
 
 
-def hf_state(model: Model) -> dict[str, torch.Tensor]:
-    """Return a serial model's weights as a state dict of GPT2LMHeadModel."""
-    grid = model.context.grid
-    state = to_hf({n: unpadded(p, p.spec, grid).clone() for n, p in model.named_parameters()}, model.spec.config)
-    return {**state, "lm_head.weight": state["transformer.wte.weight"]}
+def hf_model(model: Model) -> torch.nn.Module:
+    """Return transformers' model with the weights of a serial model of text."""
+    from transformers import AutoModelForCausalLM
+
+    grid, config = model.context.grid, model.spec.config
+    adapter = registry.of(config).hugging_face()
+    state = to_hf({n: unpadded(p, p.spec, grid) for n, p in model.named_parameters()}, config)
+    theirs = AutoModelForCausalLM.from_config(adapter.hf_config(config))
+    theirs.load_state_dict(state | {copy: state[name] for copy, name in adapter.copies(config).items()})
+    return theirs
 
 
 def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:

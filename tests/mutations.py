@@ -69,8 +69,8 @@ MUTATIONS = [
     ),
     Mutation(
         "config/length.py",
-        "steps = math.ceil(train.tokens /",
-        "steps = math.floor(train.tokens /",
+        "steps_for(train, math.ceil(train.tokens /",
+        "steps_for(train, math.floor(train.tokens /",
         "a run reads at least train.tokens",
         "tests/test_length.py",
     ),
@@ -226,11 +226,32 @@ MUTATIONS = [
     ),
     # The step and the optimizer
     Mutation(
-        "optim.py",
-        "fused.grad_scale = (norm / limit).clamp(min=1).float()",
-        "fused.grad_scale = (norm / limit).float()",
+        "optim/optimizer.py",
+        "divisor = (norm / limit).clamp(min=1).float()",
+        "divisor = (norm / limit).float()",
         "gradients below the limit are not scaled",
-        "tests/test_optim.py tests/test_trainer.py::test_a_run_equals_plain_torch_with_transformers_model",
+        "tests/optim/test_optimizer.py tests/test_trainer.py::test_a_run_equals_plain_torch_with_transformers_model",
+    ),
+    Mutation(
+        "optim/muon.py",
+        "complete[message.matrix][tuple(slice(*ends) for ends in message.region)] = part",
+        "complete[message.matrix].flatten()[: part.numel()] = part.flatten()",
+        "a home has the complete matrix",
+        "tests/optim/test_muon.py",
+    ),
+    Mutation(
+        "parallel/grid.py",
+        "members, world = sorted(self.ranks), self.world",
+        "members, world = list(self.ranks), self.world",
+        "the axis of a stage's ranks has the order of its process group",
+        "tests/optim/test_muon.py",
+    ),
+    Mutation(
+        "parallel/layers/loss_kernels.py",
+        "scale = scale * (1 + 2 * z_loss * log_sums)",
+        "scale = scale * (1 + z_loss * log_sums)",
+        "the z-loss has the gradient of its square",
+        "tests/parallel/layers/test_layers.py",
     ),
     Mutation(
         "step.py",
@@ -293,10 +314,18 @@ MUTATIONS = [
     ),
     Mutation(
         "task/generation.py",
-        "texts = [text[-self.capacity :] for text in texts]",
-        "texts = [text[: self.capacity] for text in texts]",
+        "rows = [texts[index][-self.capacity :] for index in self.own]",
+        "rows = [texts[index][: self.capacity] for index in self.own]",
         "a text that is longer than the model's positions is continued from its last tokens",
         "tests/task/test_generation.py",
+    ),
+    # Evaluation
+    Mutation(
+        "evaluation/harness.py",
+        "self.tok_encode(requests[index].args[0])[-longest:]",
+        "self.tok_encode(requests[index].args[0])[:longest]",
+        "a prompt that is too long for the model is truncated from its beginning",
+        "tests/evaluation/test_harness.py",
     ),
     # Checkpoints
     Mutation(

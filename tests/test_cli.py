@@ -103,12 +103,12 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp
 
     generate, arguments = ("-m", "gpt4d.generate"), ("prompt=alpha: ${beta} = ", "tokens=5", "temperature=0")
     texts = [run_command(ranks.context, *generate, f"checkpoint={run}", *arguments) for run in (serial, grid)]
-    texts.append(run_command(ranks.context, *generate, f"checkpoint={serial}", *arguments, "gx=2", "gz=2", ranks=4))
+    texts.append(run_command(ranks.context, *generate, f"checkpoint={serial}", *arguments, "gx=2", "stages=2", ranks=4))
     assert all(text.returncode == 0 for text in texts), [text.stderr for text in texts]
     assert texts[0].stdout == texts[1].stdout == texts[2].stdout
     assert texts[0].stdout.startswith("alpha: ${beta} = ")
     alone = run_command(ranks.context, *generate, f"checkpoint={run}", "prompt=a", "gx=2")
-    assert "error: gx·gy·gz=2·1·1: not a grid of 1 process(es)" in alone.stderr
+    assert "error: gx·gy·gz·gdata·stages=2·1·1·1·1: not a plan for 1 process(es)" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHI
         ("train.steps=1.5", "train.steps: Value '1.5' of type 'float' could not be converted to Integer"),
         ("model=gpt_125M", "model=gpt_125M: there is no such choice; did you mean gpt_125m?"),
         ("cluster=a100", "did you mean dgx_a100?"),
-        ("train=foo", "use one of default, long_context"),
-        ("optim=muon", "the optimizer is AdamW; use optim=adamw"),
+        ("train=foo", "use one of default, finetune, long_context"),
+        ("optim=lion", "use optim=adamw or optim=muon"),
         ("parallel.tp=2", "use parallel.gx, and parallel.gy for a second dimension"),
         ("parallel.pp=2", "did you mean parallel.pipeline.stages?"),
         ("parallel.pipeline=2", "parallel.pipeline=2: a group of keys; set parallel.pipeline.stages=2"),
@@ -60,8 +60,8 @@ ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHI
         ("learning_rate=1e-4", "did you mean optim.lr?"),
         ("batch_size=8", "did you mean train.batch_size?"),
         ("optim.min_lr=1e-4", "use optim.min_lr_ratio, a fraction of optim.lr"),
-        ("optim.schedule=wsd", "the schedule is a cosine after a linear warm-up; use optim.warmup_steps"),
-        ("optim.name=muon", "the optimizer is AdamW; use optim.lr"),
+        ("lr_scheduler_type=linear", "did you mean optim.schedule?"),
+        ("optim.name=muon", "use optim=muon, or optim=adamw"),
         ("wandb.mode=offline", "wandb.mode: there is no such key; did you mean logging.wandb.mode?"),
         ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
         ("name=a", "name: there is no such key; use one of checkpoint.…"),
@@ -164,6 +164,11 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["profile.steps=12-10"], "profile.steps=12-10: the range ends before it begins; use 10-12"),
         (1, ["profile.steps=601-700"], "profile.steps=601-700: the run ends with step train.steps=600"),
         (1, ["optim.min_lr_ratio=2"], "optim.min_lr_ratio=2.0: use a value of at most 1"),
+        (
+            1,
+            ["optim=muon", "optim.muon.coefficients=[2,-1]"],
+            "optim.muon.coefficients=[2.0, -1.0]: 2 numbers; use three",
+        ),
     ],
 )
 def test_an_invalid_value_is_reported_with_a_remedy(world_size, overrides, message):
@@ -331,6 +336,9 @@ OPTIMIZERS = [  # settings, optim.lr, optim.warmup_steps, optim.ema_decay
     (["model=unet_1b", "optim=finetune"], 2e-5, 50, 0),
     (["optim=finetune", "model=unet_1b", "optim.lr=1e-5"], 1e-5, 50, 0),
     (["model=unet_1b", "optim=unet"], 1e-4, 500, 0.9999),
+    (["model=unet_1b", "train=finetune"], 2e-5, 50, 0),
+    (["train=finetune", "optim.lr=1e-5"], 1e-5, 50, 0),
+    (["train=finetune", "optim=unet", "model=gpt_10b"], 1e-4, 500, 0.9999),
 ]
 
 
@@ -338,6 +346,14 @@ OPTIMIZERS = [  # settings, optim.lr, optim.warmup_steps, optim.ema_decay
 def test_a_model_sets_the_optimizer_unless_the_user_does(overrides, lr, warmup_steps, ema_decay):
     optim = compose(overrides).optim
     assert (optim.lr, optim.warmup_steps, optim.ema_decay) == (lr, warmup_steps, ema_decay)
+
+
+def test_fine_tuning_lasts_some_epochs_unless_the_user_sets_another_length():
+    assert compose(["train=finetune"]).train.epochs == 3
+    assert compose(["train=finetune", "train.epochs=0.5"]).train.epochs == 0.5
+    assert compose(["train=finetune", "train.epochs=null", "train.steps=9"]).train.steps == 9
+    with pytest.raises(ConfigError, match=r"train\.steps=9: train\.epochs=3\.0 sets the length; set only one"):
+        compose(["train=finetune", "train.steps=9"])
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)

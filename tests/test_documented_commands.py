@@ -59,7 +59,7 @@ def directory(tmp_path_factory):
     """Return a directory with the files that the documentation names."""
     directory = tmp_path_factory.mktemp("documented")
     tokenizer = re.search(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))
-    for name in ("books/a.txt", "letters/a.txt", tokenizer[1]):
+    for name in ("books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", tokenizer[1]):
         path = directory / name
         path.parent.mkdir(parents=True)
         path.write_text("text " * 1000)
@@ -67,6 +67,9 @@ def directory(tmp_path_factory):
         path = directory / "tokens" / name / "train_0000.bin"
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(1000))
+        (path.parent / "header.json").write_text("{}")
+    for path in re.findall(r"checkpoint.resume=(\S+/step_\d+)", "\n".join(COMMANDS)):
+        (directory / path).mkdir(parents=True)
     (directory / "photos").mkdir()
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(directory / "photos/a.jpg")
     return directory

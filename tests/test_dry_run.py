@@ -6,6 +6,7 @@ from gpt4d import dry_run
 from gpt4d.checkpoint import space
 from gpt4d.config import ConfigError
 from gpt4d.validation import validate
+from tests.chat import chat_overrides
 from tests.jobs import run_command
 
 
@@ -38,6 +39,19 @@ def test_a_dry_run_names_what_cannot_be_read_or_written(tiny, tmp_path, monkeypa
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"run\.dir=.*: a checkpoint takes .* and 1 kB are free"):
         dry_run.report(plan, tiny())
+
+
+def test_a_dry_run_counts_the_files_of_validation_sets(tiny, tmp_path):
+    (tmp_path / "header.json").write_text("{}")
+    config = tiny(f"data.validation={{metrics: tests/test_metrics.py, books: {tmp_path}}}")
+    report = dry_run.report(validate(config, 1), config)
+    assert "validation set metrics: 1 file(s), " in report and f"validation set books: {tmp_path}" in report
+
+
+def test_a_dry_run_counts_the_files_of_conversations(tiny, tmp_path):
+    config = tiny(*chat_overrides(tmp_path))
+    report = dry_run.report(validate(config, 1), config)
+    assert "chat: 1 file(s)" in report and f"tokenizer {tmp_path / 'tokenizer' / 'tokenizer.json'}" in report
 
 
 def test_a_start_without_space_for_a_checkpoint_is_one_line(tiny, monkeypatch):

@@ -24,17 +24,20 @@ from gpt4d.config import (
 from gpt4d.data.preparation import identity_of
 from gpt4d.model import registry
 from gpt4d.validation import validate
+from tests.evaluation.offline_tasks import write_tasks
 from tests.grids import metric_lines, train_in_rank
 
 # Other values of the keys that leave results unchanged, in as few runs as possible: processes and overrides.
 NONE_RUN = (
     1,
-    ["model.name=other", "data.name=other", "data.processes=1", "data.workers=0", "parallel.timeout_s=600",
+    ["model.name=other", "data.name=other", "data.processes=1", "data.workers=0",
+     "data.validation={a: tests/test_m*.py}", "parallel.timeout_s=600", "checkpoint.keep_best=a",
      "train.max_skipped=3", "train.validate_every=1", "train.validation_batches=1", "checkpoint.every=1",
      "checkpoint.keep=1", "checkpoint.keep_every=2", "checkpoint.async_save=false", "checkpoint.resume=never",
      "checkpoint.allow_changes=[optim.lr]", "run.dry=true", "run.world_size=2", "logging.every=3",
      "logging.wandb.mode=offline", "logging.wandb.project=other", "logging.sample_prompt=alpha",
      "logging.sample_tokens=2", "profile.steps=3",
+     "evaluate.every=1", "evaluate.tasks=", "evaluate.limit=2", "evaluate.num_fewshot=1", "evaluate.batch_size=3",
      "run.name=other", "run.dir=", "data.cache_dir="],
 )  # fmt: skip
 CLUSTER = [
@@ -73,15 +76,27 @@ FAMILIES = {
     "gpt2": [], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny"], "gemma3": ["model=gemma3_tiny"],
     "unet": ["model=unet_tiny"],
 }  # fmt: skip
+BASES = FAMILIES | {"muon": ["optim=muon"]}  # other values of keys are set in addition to these overrides
 RESULTS = {
     "gpt2": {
         "model.vocab_size": 301, "model.layers": 3, "model.hidden": 28, "model.heads": 2, "model.max_positions": 64,
         "model.dropout": 0.1, "model.attention_dropout": 0.1, "model.norm_epsilon": 1e-6, "data.shuffle": "false",
-        "data.reset_attention": "true", "train.seq_len": 8, "train.batch_size": 4, "train.seed": 1,
-        "train.precision": "bf16", "train.skip_spikes": "true", "optim.lr": 1e-4, "optim.min_lr_ratio": 0.2,
-        "optim.warmup_steps": 2, "optim.schedule_steps": 30, "optim.beta1": 0.8, "optim.beta2": 0.9,
+        "data.reset_attention": "true", "train.seq_len": 8,
+        "train.batch_size": 4, "train.batch_ramp": "[[0,4],[64,8]]", "train.seed": 1,
+        "train.precision": "bf16", "train.skip_spikes": "true", "train.z_loss": 1e-3, "optim.lr": 1e-4,
+        "optim.min_lr_ratio": 0.2,
+        "optim.warmup_steps": 2, "optim.schedule_steps": 30, "optim.schedule": "linear", "optim.decay_fraction": 0.3,
+        "optim.decay_shape": "linear", "optim.decay_from": 99, "optim.beta1": 0.8, "optim.beta2": 0.9,
         "optim.epsilon": 1e-6, "optim.weight_decay": 0, "optim.clip_norm": 0, "optim.ema_decay": 0.9,
-        "checkpoint.init": "runs/other",
+        "checkpoint.init": "runs/other", "lora.rank": 2, "lora.alpha": 3, "lora.targets": "[qkv]",
+        "optim.algorithm": "muon", "optim.lr_factors.matrices": 2, "optim.lr_factors.embeddings": 2,
+        "optim.lr_factors.head": 2, "optim.lr_factors.adapters": 2, "optim.lr_factors.vectors": 2,
+        "optim.weight_decays.matrices": 0.2, "optim.weight_decays.embeddings": 0.2, "optim.weight_decays.head": 0.2,
+        "optim.weight_decays.adapters": 0.2, "optim.weight_decays.vectors": 0.2,
+    },
+    "muon": {
+        "optim.muon.momentum": 0.9, "optim.muon.nesterov": "false", "optim.muon.steps": 6,
+        "optim.muon.coefficients": "[2,-1.5,0.5]", "optim.muon.epsilon": 1e-6, "optim.muon.scale": "original",
     },
     "llama": {
         "model.key_value_heads": 4, "model.head_size": 16, "model.inner": 512, "model.tied": "false",
@@ -106,18 +121,21 @@ RESULTS = {
 }  # fmt: skip
 DATA = {  # a source that reads the key, and another value
     "data.source": (["data=text"], "parquet"),
-    "data.path": (["data=text"], "tests/test_o*.py"),
+    "data.path": (["data=text"], "tests/test_m*.py"),
     "data.subset": (["data=c4"], "fr"),
     "data.split": (["data=c4"], "test"),
     "data.column": (["data=jsonl"], "title"),
     "data.skip_empty": (["data=text"], "true"),
     "data.tokenizer": (["data=text", "model.vocab_size=50257"], "gpt2"),
     "data.tokenizer_vocab": (["data=text"], "300"),
+    "data.chat_template": (["data=chat", "data.tokenizer=gpt2", "model.vocab_size=50257"], "tests/__init__.py"),
+    "data.train_on": (["data=chat", "data.tokenizer=gpt2", "model.vocab_size=50257"], "all"),
     "data.validation_fraction": (["data=text"], "0.2"),
     "data.blend": (["data=blend"], "{b: 1}"),
 }
 UNUSED_ON_A_CPU = {"train.cuda_graphs": "true"}  # tests/parallel/test_cuda_graphs.py compares the losses
-UNUSED_ON_TEXT = {"logging.sample_images": "8", "logging.sample_steps": "8"}
+UNUSED_WITHOUT_AVERAGES = {"optim.validate_averages": "true"}  # tests/task/test_validation_sets.py compares losses
+UNUSED_ON_TEXT = {"data.skip_long": "false", "logging.sample_images": "8", "logging.sample_steps": "8"}
 
 
 def keys_of(overrides):
@@ -126,7 +144,7 @@ def keys_of(overrides):
 
 def test_every_key_has_a_row_for_its_effect():
     rows = {
-        Effect.NONE: keys_of(NONE_RUN[1]) | set(UNUSED_ON_TEXT) | set(UNUSED_ON_A_CPU),
+        Effect.NONE: keys_of(NONE_RUN[1]) | {*UNUSED_ON_TEXT, *UNUSED_ON_A_CPU, *UNUSED_WITHOUT_AVERAGES},
         Effect.ROUNDING: {key for _, words in ROUNDING_RUNS.values() for key in keys_of(words)} - {"model.layers"},
         Effect.LENGTH: set(LENGTHS),
         Effect.RESULTS: {key for values in RESULTS.values() for key in values},
@@ -140,18 +158,18 @@ def test_every_key_has_a_row_for_its_effect():
 
 
 @functools.cache
-def default_of(family):
-    return compose(FAMILIES[family])
+def default_of(base):
+    return compose(BASES[base])
 
 
 @pytest.mark.parametrize(
-    ("family", "key", "value"),
-    [(family, key, value) for family, values in RESULTS.items() for key, value in values.items()],
+    ("base", "key", "value"),
+    [(base, key, value) for base, values in RESULTS.items() for key, value in values.items()],
 )
-def test_another_value_of_a_key_with_results_is_refused_or_rejected(family, key, value):
-    before = default_of(family)
+def test_another_value_of_a_key_with_results_is_refused_or_rejected(base, key, value):
+    before = default_of(base)
     try:
-        after = compose([*FAMILIES[family], f"{key}={value}"])
+        after = compose([*BASES[base], f"{key}={value}"])
         validate(after, 1)
     except ConfigError as error:
         assert key in str(error)
@@ -169,8 +187,8 @@ def test_another_length_is_found_and_not_refused(key, value):
     check_changes(found, [], "runs/a")
 
 
-@pytest.mark.parametrize(("key", "value"), (UNUSED_ON_TEXT | UNUSED_ON_A_CPU).items())
-def test_keys_of_images_and_of_gpus_are_rejected_on_text_on_a_cpu(key, value):
+@pytest.mark.parametrize(("key", "value"), (UNUSED_ON_TEXT | UNUSED_ON_A_CPU | UNUSED_WITHOUT_AVERAGES).items())
+def test_keys_that_a_text_on_a_cpu_does_not_read_are_rejected(key, value):
     assert key in unused_keys(compose(["cluster=local", f"{key}={value}"]))
 
 
@@ -178,7 +196,8 @@ def test_keys_of_images_and_of_gpus_are_rejected_on_text_on_a_cpu(key, value):
 def test_another_value_of_a_key_of_the_data_makes_other_data(key, source, value, tmp_path):
     for name in ("a.txt", "a.jsonl", "a.parquet"):
         (tmp_path / name).write_text("words")
-    paths = {"data=text": f"data.path={tmp_path}/a.*", "data=jsonl": f"data.path={tmp_path}/a.jsonl"}
+    lines = f"data.path={tmp_path}/a.jsonl"
+    paths = {"data=text": f"data.path={tmp_path}/a.*", "data=jsonl": lines, "data=chat": lines}
     base = [*source, *([paths[source[0]]] if source[0] in paths else [])]
     before, after = compose(base).data, compose([*base, f"{key}={value}"]).data
     if key == "data.blend":
@@ -202,7 +221,11 @@ def train_with_a_tracker_that_ignores(config):
 
 def losses_of(ranks, tiny, directory, name, world, words):
     run_dir = directory / name
-    given = {"run.dir=": f"run.dir={run_dir}", "data.cache_dir=": f"data.cache_dir={directory / 'cache'}"}
+    given = {
+        "run.dir=": f"run.dir={run_dir}",
+        "data.cache_dir=": f"data.cache_dir={directory / 'cache'}",
+        "evaluate.tasks=": f"evaluate.tasks=[{write_tasks(directory)['choices']}]",
+    }
     words = [given.get(word, word) for word in words]
     config = tiny("train.steps=3", "optim.warmup_steps=1", f"run.dir={run_dir}", *words)
     ranks.run(world, train_with_a_tracker_that_ignores, config)

@@ -84,6 +84,15 @@ def test_more_steps_say_what_happens_to_the_learning_rate(ranks, tiny):
     assert line["next_lr"] == [pytest.approx(0.0005), rates[11]]
 
 
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+def test_more_steps_of_a_schedule_without_an_end_change_no_learning_rate(ranks, tiny, schedule):
+    for steps in (6, 8):
+        config = tiny(f"train.steps={steps}", f"optim.schedule={schedule}")
+        ranks.run(1, train_in_rank, config)
+    (line,) = lines_of(config, "change")
+    assert (line["key"], line["before"], line["after"]) == ("train.steps", 6, 8) and "next_lr" not in line
+
+
 def test_time_passes_over_restarts(ranks, tiny):
     for steps in (2, 4):
         ranks.run(1, train_in_rank, tiny(f"train.steps={steps}"))

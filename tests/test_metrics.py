@@ -1,5 +1,7 @@
 """Console line of a step, and the unit of the task in it and in metrics.jsonl."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,14 @@ def test_the_step_line_splits_time_into_compute_hidden_and_exposed():
 
 def test_one_device_prints_no_communication_times():
     assert metrics.time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
+
+
+def test_perplexity_is_infinite_where_it_overflows_and_no_bytes_give_no_bits():
+    assert metrics.of_loss(6.0, 3, None) == {"loss": 2.0}
+    assert metrics.of_loss(6.0, 3, 2) == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": 3 / math.log(2)}
+    values = metrics.of_loss(3e3, 3, 0)
+    assert metrics.without_nan(values) == {"loss": 1e3, "perplexity": None, "bits_per_byte": None}
+    assert {*metrics.without_nan(metrics.of_loss(math.nan, 3, 2)).values()} == {None}
 
 
 def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_history(tmp_path, capsys):

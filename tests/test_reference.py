@@ -36,8 +36,8 @@ def test_families_with_different_settings_of_one_key_are_listed():
     ("words", "keys"),
     [
         (["warmup"], {"optim.warmup_steps"}),
-        (["Cosine", "schedule"], {"optim.schedule_steps", "model.noise_schedule"}),
-        (["gradients", "average"], {"optim.beta1", "optim.beta2"}),
+        (["Cosine", "schedule"], {"optim.schedule", "optim.schedule_steps", "model.noise_schedule"}),
+        (["gradients", "average"], {"optim.beta1", "optim.beta2", "optim.muon.momentum"}),
         (["learning_rate"], {"optim.lr"}),  # a name of other trainers
         (["checkpoint.keep"], {"checkpoint.keep"}),  # not checkpoint.keep_every
     ],
@@ -92,7 +92,7 @@ def documented_keys():
 
 def test_the_table_of_the_documentation_has_existing_keys_and_their_defaults():
     rows = list(documented_keys())
-    known, found = {*known_keys(), "model", "data", "cluster"}, 0
+    known, found = {*known_keys(), "model", "data", "train", "cluster"}, 0
     for keys, meaning in rows:
         for key in keys:
             assert key in known or (key.endswith(".*") and any(each.startswith(key[:-1]) for each in known)), key

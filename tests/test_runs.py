@@ -229,6 +229,30 @@ def test_runs_are_listed_recursively_with_differing_settings(two_runs, capsys, m
     )
 
 
+def test_validation_sets_of_a_run_are_read_listed_and_plotted(two_runs, tmp_path, capsys, monkeypatch):
+    sets = [{"books": {"loss": 3.0, "perplexity": 20.1}, "code": {"loss": None}}, {"books": {"loss": 2.5}}]
+    lines = [event("validation", step, loss=None, sets=values) for step, values in zip((1, 2), sets, strict=True)]
+    path = write_run(tmp_path / "sweep/sets", event("start"), step(1, 4.0), *lines, config=config(0.3))
+    history = History(path)
+    assert not history.validation and history.sets["books"] == {1: Point(1, 10, 1.0, 3.0), 2: Point(2, 20, 1.0, 2.5)}
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(event("start", 1)) + "\n")
+    history.update()
+    assert list(history.sets["books"]) == [1] and not history.sets["code"]
+    monkeypatch.chdir(two_runs)  # a long path takes a second line
+    main(["sweep"])
+    heading, *rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert heading == "run optim.lr state step loss (last 10) validation books code speed left last line"
+    assert any("sweep/sets 0.3 interrupted 1/3 4.0000 3.0000 20 tokens/s" in row for row in rows)
+    main([str(path), "format=json"])
+    assert json.loads(capsys.readouterr().out)[0]["validation_sets"] == {"books": 3.0, "code": None}
+    for runs in ([path], [path, two_runs / "sweep/lr=0.1"]):
+        main(["plot", *map(str, runs), f"out={tmp_path / 'losses.svg'}"])
+        text = (tmp_path / "losses.svg").read_text()
+        assert ("points: validation, squares: books, triangles: code" in text) == (len(runs) > 1)
+        assert ("<!-- books -->" in text) == (len(runs) == 1)
+
+
 def test_a_difference_of_runs_names_settings_commit_versions_and_not_equal_ones(two_runs, capsys):
     main(["diff", str(two_runs / "sweep/lr=0.1"), str(two_runs / "sweep/lr=0.2")])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()][2:]

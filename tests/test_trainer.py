@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d import optim
 from gpt4d.config import GridSizes
 from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
-from gpt4d.model.gpt2 import hugging_face as hf
+from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.context import Context
 from tests.data import batch
 from tests.grids import (
@@ -21,7 +20,7 @@ from tests.grids import (
     bytes_planned,
     bytes_sent,
     full,
-    hf_state,
+    hf_model,
     metric_lines,
     on_grid,
     sampled,
@@ -51,27 +50,38 @@ def serial_run(ranks, corpus, tmp_path_factory):
     return lines
 
 
-def plain_torch_run(config, state):
-    """Losses and norms of the same 20 steps with transformers' model and torch's optimizer, schedule and clipping."""
-    from transformers import GPT2LMHeadModel
+def mean_loss(config):
+    tokens = prepared(config.data).first.tokens("train")
+    data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
 
-    model = GPT2LMHeadModel(hf.hf_config(config.model))
-    model.load_state_dict(state)
+    def loss_of(model, step):
+        ids, targets = batch(data, step * config.train.batch_size, config.train.batch_size)
+        return F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
+
+    return loss_of
+
+
+def plain_torch_run(config, model, loss_of=None):
+    """Train a model of transformers with torch's optimizer, our schedule and clipping. Return the losses and norms.
+
+    ``loss_of`` returns the loss of the model in a step, by default the mean over the tokens of the configured data.
+    """
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (config.optim.beta1, config.optim.beta2)
     optimizer = torch.optim.AdamW(groups, lr=config.optim.lr, betas=betas, eps=config.optim.epsilon)
-    tokens = prepared(config.data).first.tokens("train")
-    data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
+    loss_of = loss_of or mean_loss(config)
     losses, norms = [], []
     for step in range(config.train.steps):
-        ids, targets = batch(data, step * config.train.batch_size, config.train.batch_size)
-        loss = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
+        loss = loss_of(model, step)
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm).item())
+        # In float64, because clip_grad_norm_ sums the squares of a large float32 tensor with an error of 2e-4.
+        norm = torch.stack([p.grad.norm(dtype=torch.float64) for p in model.parameters()]).norm()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optim.clip_norm, norm.float())
+        norms.append(norm.item())
         for group in optimizer.param_groups:
-            group["lr"] = optim.learning_rate(step, config.optim, config.train.steps)
+            group["lr"] = learning_rate(step, config.optim, config.train.steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -81,12 +91,42 @@ def plain_torch_run(config, state):
 def test_a_run_equals_plain_torch_with_transformers_model(serial_run, tiny):
     config = tiny()
     start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
-    state = hf_state(start)
     losses, norms = losses_and_norms(serial_run(tiny))
-    expected_losses, expected_norms = plain_torch_run(config, state)
+    expected_losses, expected_norms = plain_torch_run(config, hf_model(start))
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert losses[-1] < 0.6 * losses[0], "nothing was learnt"
+
+
+def loss_with_z_loss(config):
+    """Return the function of ``plain_torch_run`` whose gradients include the z-loss, but whose value does not."""
+    parts = []
+
+    def keep_logits(module, arguments, result):
+        parts.append(result.logits)
+
+    def loss_of(model, step):
+        hook = model.register_forward_hook(keep_logits)
+        loss = mean_loss(config)(model, step)
+        hook.remove()
+        term = config.train.z_loss * parts.pop().logsumexp(-1).square().mean()
+        return loss + term - term.detach()
+
+    return loss_of
+
+
+def test_a_run_with_z_loss_equals_plain_torch_and_its_loss_on_a_grid(ranks, tiny, tmp_path):
+    z_loss, grid = ("train.z_loss=0.02", "train.loss_chunks=2"), on_grid(GridSizes(2, 1, 2))
+    config, on_four = tiny(*z_loss, f"run.dir={tmp_path / 'one'}"), tiny(*z_loss, *grid)
+    ranks.run(1, train_in_rank, config)
+    ranks.run(4, train_in_rank, on_four)
+    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
+    expected_losses, expected_norms = plain_torch_run(config, hf_model(start), loss_with_z_loss(config))
+    without, _ = plain_torch_run(config, hf_model(start))
+    for run in (config, on_four):
+        losses, norms = losses_and_norms(metric_lines(run.run.dir))
+        assert losses == pytest.approx(expected_losses, rel=1e-5) and norms == pytest.approx(expected_norms, rel=1e-4)
+    assert max(abs(a - b) for a, b in zip(expected_losses, without, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:], PAIRWISE_GRIDS[2:4]))

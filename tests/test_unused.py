@@ -26,13 +26,28 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "data=tokens", "data.validation_fraction=0.1"], "data.source=tokens was prepared", ["data=text"]),
     ([TEXT, "data=tokens", "data.processes=2"], "data.source=tokens was prepared", ["data=text"]),
     ([TEXT, "data=tokens", "data.tokenizer=gpt2"], "has the tokenizer that made its tokens", ["data=text"]),
+    ([TEXT, "data.chat_template=a.jinja"], "data.source=sotu does not read it", ["data=chat"]),
+    ([TEXT, "data.train_on=all"], "set data.source=chat", ["data=chat"]),
+    ([TEXT, "data.skip_long=false"], "set data.source=chat or tokens or blend", ["data=tokens"]),
+    ([TEXT, "data=chat", "data.reset_attention=true"], "attention never crosses conversations", ["data=text"]),
     ([TEXT, "data.blend={a: 1}"], "data.source=sotu does not read it", ["data=blend"]),
+    ([TEXT, "lora.alpha=3"], "lora.rank=0 does not read it; leave it out, or set lora.rank", ["lora.rank=2"]),
+    ([TEXT, "lora.targets=[qkv]"], "lora.rank=0 does not read it", ["lora.rank=2"]),
+    ([TEXT, "optim.lr_factors.adapters=2"], "lora.rank=0 does not read it", ["lora.rank=2"]),
+    ([TEXT, "optim.weight_decays.adapters=0"], "lora.rank=0 does not read it", ["lora.rank=2"]),
+    ([TEXT, "optim.lr_factors.head=2"], "is the token embedding; set the group embeddings", [PICTURES]),
+    ([TEXT, "optim.weight_decays.head=0"], "is the token embedding; set the group embeddings", [PICTURES]),
     ([TEXT, "data.flip=false"], "data.flip=false: model=gpt_tiny is trained on text, not on images", [PICTURES]),
+    ([PICTURES, "data.validation={a: '*.py'}"], "model=unet_tiny is trained on images, not on text", [TEXT]),
+    ([TEXT, "checkpoint.keep_best=held_out", "train.validation_batches=0"], "set train.validation_batches",
+     ["train.validation_batches=1"]),
     ([PICTURES, "data.reset_attention=true"], "model=unet_tiny is trained on images, not on text", [TEXT]),
     ([PICTURES, "data.tokenizer_vocab=300"], "model=unet_tiny is trained on images", [TEXT]),
     ([TEXT, "cluster=local", "train.cuda_graphs=true"], "cluster.device=cpu does not read it; leave it out",
      ["cluster=dgx_h100"]),
     ([PICTURES, "train.loss_chunks=2"], "model=unet_tiny is trained on images", [TEXT]),
+    ([TEXT, "optim.validate_averages=true"], "optim.ema_decay=0.0 does not read it", ["optim.ema_decay=0.9"]),
+    ([PICTURES, "train.z_loss=0.1"], "model=unet_tiny is trained on images", [TEXT]),
     ([TEXT, "train.validate_every=9", "train.validation_batches=0"], "=0 does not", ["train.validation_batches=1"]),
     ([PICTURES, "logging.sample_tokens=8"], "model=unet_tiny is trained on images", [TEXT]),
     ([PICTURES, "logging.sample_prompt=So"], "model=unet_tiny is trained on images", [TEXT]),
@@ -40,8 +55,27 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "logging.sample_tokens=8", "logging.sample_prompt="], "does not read it", ["logging.sample_prompt=So"]),
     ([TEXT, "logging.sample_images=8"], "model=gpt_tiny is trained on text", [PICTURES]),
     ([PICTURES, "logging.sample_steps=8", "logging.sample_images=0"], "does not", ["logging.sample_images=8"]),
+    ([PICTURES, "evaluate.every=9"], "model=unet_tiny is trained on images", [TEXT]),
+    *[
+        ([TEXT, f"evaluate.{key}={value}"], "evaluate.every=0 does not read it", ["evaluate.every=9"])
+        for key, value in (("tasks", "[a]"), ("limit", 9), ("num_fewshot", 2), ("batch_size", 4))
+    ],
     ([TEXT, "logging.wandb.project=a"], "logging.wandb.mode=disabled does not read it", ["logging.wandb.mode=offline"]),
+    *[
+        ([TEXT, f"optim.muon.{key}={value}"], "optim.algorithm=adamw does not read it", ["optim.algorithm=muon"])
+        for key, value in (("momentum", 0.9), ("nesterov", "false"), ("steps", 6), ("coefficients", "[3,-4,2]"),
+                           ("epsilon", 1e-6), ("scale", "original"))
+    ],
+    ([TEXT, "optim.schedule=constant", "optim.min_lr_ratio=0"], "set optim.schedule=cosine, linear or wsd",
+     ["optim.schedule=linear"]),
     (["model=unet_50m", "optim.schedule_steps=9"], "optim.min_lr_ratio=1.0 does not", ["optim.min_lr_ratio=0.1"]),
+    ([TEXT, "optim.schedule=inverse_sqrt", "optim.schedule_steps=9"], "=inverse_sqrt does not", ["optim.schedule=wsd"]),
+    *[
+        ([TEXT, f"optim.{key}={value}"], "optim.schedule=cosine does not read it", ["optim.schedule=wsd"])
+        for key, value in (("decay_fraction", 0.1), ("decay_shape", "linear"), ("decay_from", 99))
+    ],
+    ([TEXT, "optim.schedule=wsd", "optim.decay_from=99", "optim.decay_fraction=0.1"], "until the end of the run",
+     ["optim.decay_from=null"]),
     ([TEXT, "parallel.overlap.all_gather=false", "parallel.overlap.prefetch=3"], "",
      ["parallel.overlap.all_gather=true"]),
     ([TEXT, "parallel.pipeline.cuts=[2]"], "there is one stage; set parallel.pipeline.stages", [STAGES]),
@@ -106,6 +140,8 @@ def test_an_unused_key_ends_the_run_before_it_starts():
         [TEXT, "logging.sample_images=0", "logging.sample_tokens=0", "train.validation_batches=0"],
         [TEXT, "train.validate_every=0", "train.validation_batches=0"],
         ["data=tokens", "data.cache_dir=/scratch"],
+        ["model=unet_tiny", "optim.schedule=constant"],  # min_lr_ratio has its value in the model's file
+        ["model=unet_50m", "optim.schedule=inverse_sqrt"],  # min_lr_ratio has its value in configs/optim
     ],
 )
 def test_presets_and_values_that_switch_off_are_no_unused_keys(overrides):

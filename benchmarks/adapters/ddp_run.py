@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.adapters.library_models import library_model
-from gpt4d import optim
 from gpt4d.config import Config, compose
 from gpt4d.data.batch import Batch
 from gpt4d.model import registry
+from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -57,7 +57,7 @@ def run(config: Config) -> list[float]:
         loss.backward()
         clip_grad_norm_(model.parameters(), settings.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = optim.learning_rate(step, settings, config.train.steps)
+            group["lr"] = learning_rate(step, settings, config.train.steps)
         optimizer.step()
         total = loss.detach().double()
         dist.all_reduce(total)

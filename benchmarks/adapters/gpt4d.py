@@ -167,7 +167,7 @@ class Blocks:
     def collect_results(self) -> dict:
         grid = self.weights.context.grid
         exposed = {axis.name: axis.traffic.read()["exposed_s"] for axis in (grid.x, grid.y, grid.z)}
-        matrices = [p for p in self.blocks.parameters() if p.spec.decay]
+        matrices = [p for p in self.blocks.parameters() if p.spec.group == "matrices"]
         norms = take_gradient_norms(self.inputs, matrices, grid.sizes)
         self.blocks.zero_grad(set_to_none=True)
         return {"exposed_s": exposed, **norms}

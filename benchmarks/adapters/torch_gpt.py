@@ -73,7 +73,7 @@ def build_torch_gpt(weights: Mapping[str, torch.Tensor], config: GPT2Config) -> 
 
 
 def adamw(*groups: Iterable[torch.Tensor]) -> torch.optim.AdamW:
-    """Return the AdamW of ``gpt4d.optim.build_optimizer``: only matrices decay. Each group is updated separately."""
+    """Return the AdamW of ``gpt4d.optim.optimizer``: only matrices decay. Each group is updated separately."""
     settings = []
     for parameters in map(list, groups):
         settings += [

@@ -5,8 +5,10 @@
     export  checkpoint=runs/NAME out=DIR     for transformers or diffusers: AutoModelForCausalLM.from_pretrained("DIR")
             dtype=float32|bfloat16|float16   by default the dtype of an imported model, otherwise float32
             weights=average|raw              by default the averages from which samples are drawn, if present
+            adapter=true                     only the adapters of lora.*, for peft; by default they are merged
     import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: weights to train further
             tokenizer=none|NAME              instead of the tokenizer in source: a file, a directory or a hub name
+            adapter=DIR                      also the adapters that peft has written to this directory
 
 ``checkpoint`` is a checkpoint or a run directory. In a run directory, ``verify`` checks all checkpoints, and every
 further command uses the newest checkpoint.
@@ -25,7 +27,6 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, committed
 from gpt4d.config import ConfigError, asks_for_help, from_arguments
 from gpt4d.model import registry
 from gpt4d.runtime.errors import one_line_errors
-from gpt4d.task import registry as tasks
 
 # Modules that import torch or transformers, which takes seconds, are imported where they are needed.
 
@@ -45,6 +46,7 @@ class ExportConfig:
     out: str = MISSING
     dtype: str | None = None
     weights: str | None = None
+    adapter: bool = False
 
 
 @dataclass
@@ -54,6 +56,7 @@ class ImportConfig:
     source: str = MISSING
     out: str = MISSING
     tokenizer: str | None = None
+    adapter: str | None = None
 
 
 def verify(config: ReadConfig) -> None:
@@ -86,6 +89,7 @@ def inspect(config: ReadConfig) -> None:
     meta, files, entries = checkpoint.meta, checkpoint.files, checkpoint.manifest
     family = registry.of(meta.model)
     grids = ", ".join("x".join(map(str, grid.values())) for grid in meta.grids)
+    losses = f"  losses    {_key_values(meta.validation)}\n" if meta.validation else ""
     print(
         f"{checkpoint.path}\n"
         f"  progress  {', '.join(f'{key} {value:,}' for key, value in asdict(meta.progress).items())}\n"
@@ -93,6 +97,7 @@ def inspect(config: ReadConfig) -> None:
         f"  model     {meta.model.name}, {family.name}: "
         f"{_key_values({key: getattr(meta.model, key) for key in family.structure})}\n"
         f"  grid      {f'{grids} (x, y, z, data)' if grids else 'none (imported)'}\n"
+        f"{losses}"
         f"  files     {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
     )
     groups: dict[str, list[storage.StoredTensor]] = {}
@@ -117,19 +122,25 @@ def export(config: ExportConfig) -> None:
     from gpt4d.checkpoint.model_directory import adapter_of
 
     checkpoint, out = Checkpoint.open(Path(config.checkpoint)), Path(config.out)
+    if config.adapter:
+        if config.dtype:
+            raise ConfigError(f"dtype={config.dtype}: adapters are exported in float32; leave it out")
+        exporter.export_adapter(checkpoint, out, config.weights)
+        print(f'{out}: adapters of {checkpoint.path}; load them with PeftModel.from_pretrained(model, "{out}")')
+        return
     weights = exporter.export(checkpoint, out, config.dtype, config.weights)
     adapter = adapter_of(registry.of(checkpoint.meta.model))
     print(f'{out}: exported from {checkpoint.path}, {weights}; load it with {adapter.CLASS}.from_pretrained("{out}")')
 
 
 def import_(config: ImportConfig) -> None:
-    """Create a run at step 0 from a model of transformers or diffusers, and print the command that trains it."""
+    """Create a run at step 0 from a model of transformers or diffusers, and print the commands that train it."""
     from gpt4d.checkpoint import finetuning, importer
 
-    model = importer.import_model(config.source, Path(config.out), config.tokenizer)
-    kind = tasks.get(registry.of(model).task).own_data.partition(": ")[0]
-    print(f"{config.out}: imported at step 0. To train it on your {kind}:\n")
-    print(finetuning.command(Path(config.out), model))
+    model = importer.import_model(config.source, Path(config.out), config.tokenizer, config.adapter)
+    print(f"{config.out}: imported at step 0.")
+    for kind, command in finetuning.commands(Path(config.out), model).items():
+        print(f"\nTo train it on your {kind}:\n\n{command}")
 
 
 def _key_values(values: Mapping) -> str:

@@ -8,7 +8,6 @@ rename that removes the suffix (``gpt4d.checkpoint.lifecycle``). Directories wit
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -21,18 +20,22 @@ import xxhash
 
 from gpt4d import starts
 from gpt4d.config import (
+    CHECKPOINT,
     Change,
     Config,
     ConfigError,
+    LoraConfig,
     ModelConfig,
     changes,
     check_changes,
     is_allowed,
     recorded_settings,
 )
+from gpt4d.data.transformers_tokenizer import GENERATION_SETTINGS
 from gpt4d.files import FileEntry, checksum, counts, sync, write_file
 from gpt4d.model import registry
 from gpt4d.model.family import Family
+from gpt4d.optim.schedule import SCHEDULE_KEYS, check_past_rates
 
 if TYPE_CHECKING:
     from gpt4d.checkpoint.storage import Files
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 META, MANIFEST = "meta.json", "manifest.json"
-MODEL_FILES = "config.json", "generation_config.json"  # files of an imported model that its export needs
+MODEL_FILES = "config.json", GENERATION_SETTINGS  # files of an imported model that its export needs
 _FORMAT = 6
 _NEW_RUN, OTHER_INIT = "set another run.name", "set another checkpoint.init"  # remedies
 
@@ -75,6 +78,7 @@ class Meta:
         identity: fingerprints of the data (``check_task``), such as the tokenizer's checksum.
         monitor: state of the loss monitor: named numbers per metric.
         settings: the settings that decide the run's results (``recorded_settings``); empty for an imported model.
+        validation: the loss of each validation set at this step, by name; empty without a validation at this step.
         extra: names of additional tensors, stored as ``extra.NAME``. ``Saver`` sets it.
     """
 
@@ -85,6 +89,7 @@ class Meta:
     identity: dict[str, str]
     monitor: dict[str, dict[str, float]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
@@ -114,6 +119,8 @@ class Meta:
                 raise ValueError("task, identity or extra contains something other than printable text")
             if not isinstance(meta.settings, dict):
                 raise ValueError(f"settings={meta.settings} is not a dictionary")
+            if not all(isinstance(loss, int | float) for loss in meta.validation.values()):
+                raise ValueError(f"validation={meta.validation} has values other than numbers")
             return meta
 
         return parse_json(directory / META, convert)
@@ -121,7 +128,8 @@ class Meta:
 
 def _to_model(family: Family, values: dict) -> ModelConfig:
     """Return a model's settings. Raises ValueError or TypeError if they are invalid."""
-    model = family.config(**values)
+    adapters = values.pop("lora", None)
+    model = family.config(**values, lora=adapters and LoraConfig(**adapters))
     try:
         registry.check_model(model)
     except ConfigError as error:
@@ -186,7 +194,7 @@ class Checkpoint:
     def check_fits(self, model: ModelConfig, remedy: str = _NEW_RUN) -> None:
         """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
 
-        ``remedy``: the alternative to the checkpoint's value, for the message.
+        Adapters of ``model`` may be new. ``remedy``: the alternative to the checkpoint's value, for the message.
         """
         stored, family = self.meta.model, registry.of(model)
         if type(stored) is not family.config:
@@ -200,6 +208,13 @@ class Checkpoint:
                     f"model.{key}={getattr(model, key)}: the checkpoint {self.path} has {getattr(stored, key)}; use "
                     f"that value or {remedy}"
                 )
+        if stored.lora not in (None, model.lora):
+            targets = ",".join(stored.lora.targets)
+            raise ConfigError(
+                f"lora.rank={model.lora.rank if model.lora else 0}: the checkpoint {self.path} has other adapters; use "
+                f"lora.rank={stored.lora.rank} lora.alpha={stored.lora.alpha or 'null'} lora.targets=[{targets}], or "
+                "merge its adapters with python -m gpt4d.checkpoint export and import the result"
+            )
 
     def check_task(
         self, task: str, identity: Mapping[str, str], allowed: Collection[str] = (), remedy: str = _NEW_RUN
@@ -237,11 +252,17 @@ class Checkpoint:
         """Return the settings that differ from those with which the checkpoint was trained.
 
         Raises ConfigError if the checkpoint does not fit the model, or if a difference changes results and
-        ``checkpoint.allow_changes`` does not list it.
+        ``checkpoint.allow_changes`` does not list it. A new ``optim.decay_from`` and the other settings of the schedule
+        need not be listed: they must not change the learning rates with which the checkpoint was trained.
         """
         self.check_fits(config.model)
         found = changes(self.meta.settings, recorded_settings(asdict(config)))
-        check_changes(found, config.checkpoint.allow_changes, str(self.path))
+        allowed = list(config.checkpoint.allow_changes)
+        decay = found.get("optim.decay_from")
+        if decay and decay.after is not None and not is_allowed("optim.decay_from", allowed):
+            check_past_rates(self.meta.settings, config, self.meta.progress.step, self.path)
+            allowed += SCHEDULE_KEYS
+        check_changes(found, allowed, str(self.path))
         return found
 
 
@@ -257,7 +278,7 @@ def step_of(directory: Path) -> int:
 
 def committed(run_dir: Path) -> list[Path]:
     """Return the committed checkpoints of a run, oldest first. Raises ConfigError if its directory is not readable."""
-    paths = (path for path in listing(run_dir) if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
+    paths = (path for path in listing(run_dir) if CHECKPOINT.fullmatch(path.name) and path.is_dir())
     return sorted(paths, key=step_of)
 
 

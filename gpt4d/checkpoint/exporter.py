@@ -5,19 +5,20 @@ Weights are converted file by file, so a process holds at most one file of weigh
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import checkpoint_dir, model_card, storage
+from gpt4d.checkpoint import adapter_files, checkpoint_dir, model_card, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory
 from gpt4d.config import ConfigError, ModelConfig, check_choice
-from gpt4d.data import tokenizers
+from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
 from gpt4d.task.averages import PREFIX
@@ -60,7 +61,7 @@ def export(
         if tokenizer:
             if not source:  # An imported model keeps its own ids.
                 documents[_MODEL_SETTINGS] |= _special_token_ids(tokenizer, stored)
-            _export_tokenizer(tokenizer, stored, directory, meta.model)
+            transformers_tokenizer.write(tokenizer, stored, directory, cast(Any, meta.model).max_positions)
         if adapter.HAS_TOKENIZER:
             key = "torch_dtype" if "torch_dtype" in source else "dtype"
             documents[_MODEL_SETTINGS][key] = dtype
@@ -76,6 +77,20 @@ def export(
         for file in directory.rglob("*.safetensors"):  # which safetensors creates unreadable for others
             file.chmod((directory / "README.md").stat().st_mode)
     return description
+
+
+def export_adapter(checkpoint: Checkpoint, out: Path, weights: str | None = None) -> None:
+    """Write the adapters of a checkpoint to the new directory ``out``, in the format of peft.
+
+    Arguments as for ``export``. Raises ConfigError if the checkpoint has no adapters.
+    """
+    storage.verify(checkpoint)
+    files, model = checkpoint.files, checkpoint.meta.model
+    if model.lora is None:
+        raise ConfigError(f"adapter=true: {checkpoint.path} has no adapters; leave it out to export the model")
+    prefix = _weights_prefix(files, weights)
+    with new_directory(out) as directory:
+        adapter_files.write(directory, lambda name: files.global_tensor(f"{prefix}{name}"), model)
 
 
 def _weights_prefix(files: storage.Files, weights: str | None) -> str:
@@ -98,7 +113,7 @@ def _export_weights(
     dtype: str,
     max_file_size: str,
 ) -> None:
-    shapes = storage.shapes(model)
+    shapes = storage.shapes(replace(model, lora=None))
     names = {ours: adapter.names(ours, model) for ours in shapes}
     empty: dict[str, torch.Tensor] = {}
     for ours, shape in shapes.items():
@@ -106,12 +121,13 @@ def _export_weights(
         empty |= zip(names[ours], theirs, strict=True)
     pattern = f"{adapter.FILE}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_file_size)
+    read = adapter_files.merging(lambda name: files.global_tensor(f"{prefix}{name}"), model)
     for file, keys in split.filename_to_tensors.items():
         wanted, tensors = set(keys), dict[str, torch.Tensor]()
         for ours in shapes:
             if wanted.isdisjoint(names[ours]):
                 continue
-            theirs = adapter.to_hf(ours, files.global_tensor(f"{prefix}{ours}"), model)
+            theirs = adapter.to_hf(ours, read(ours), model)
             for name, tensor in zip(names[ours], theirs, strict=True):
                 if name in wanted:
                     tensors[name] = tensor.to(DTYPES[dtype]).contiguous()
@@ -141,28 +157,6 @@ def _special_token_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict
     own = {key: tokenizer.token_to_id(token) for key, token in tokenizers.special_tokens(files).items()}
     ids = {f"{key}_id": token_id for key, token_id in own.items() if token_id is not None}
     return {"bos_token_id": end, "eos_token_id": end} | ids
-
-
-def _export_tokenizer(tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, model: Any) -> None:
-    """Write the tokenizer such that transformers 4 and 5 load it."""
-    if tokenizers.SETTINGS in files:
-        for name in {tokenizers.FILE, *tokenizers.COMPANIONS} & files.keys():
-            (directory / name).write_bytes(files[name])
-    else:
-        from transformers import PreTrainedTokenizerFast
-
-        end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
-        special = {"bos_token": end, "eos_token": end} | tokenizers.special_tokens(files)
-        exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=model.max_positions, **special)
-        exported.save_pretrained(directory)
-    settings = dict(json.loads((directory / tokenizers.SETTINGS).read_bytes()))
-    before = dict(settings)
-    if settings.get("tokenizer_class") in (None, "TokenizersBackend"):  # transformers 5 only
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects a dictionary there
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    if settings != before:
-        _write_json(directory / tokenizers.SETTINGS, settings)
 
 
 def _export_generation_settings(stored: Mapping[str, bytes], directory: Path, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The command that trains an imported model further, with settings that fit this machine. No torch here."""
+"""The commands that train an imported model further, with settings that fit this machine. No torch here."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes, ModelConfig, compose
+from gpt4d.data import chat_template, tokenizers
 from gpt4d.model import registry
 from gpt4d.planner.capacity import largest_micro_batch
 from gpt4d.planner.estimate import Estimate
@@ -15,22 +16,29 @@ from gpt4d.task import registry as tasks
 _MAX_LENGTH = 1024  # tokens; longer sequences need memory that few machines have
 
 
-def command(imported: Path, model: ModelConfig) -> str:
-    """Return the command that trains the import in ``imported`` on the user's data, in a separate run directory."""
+def commands(imported: Path, model: ModelConfig) -> dict[str, str]:
+    """Return the commands that train the import in ``imported`` in a separate run directory, by the kind of data.
+
+    A model with a chat template has a second command, for conversations.
+    """
     family = registry.of(model)
     defaults = asdict(type(model)(name=model.name))
-    changed = {key: value for key, value in asdict(model).items() if value != defaults[key]}
+    changed = {key: value for key, value in asdict(model).items() if value != defaults[key] and key != "lora"}
     settings = [f"model={family.name}", *(f"model.{key}={_text(value)}" for key, value in changed.items())]
-    settings.append("optim=finetune")
+    if model.lora:
+        settings += [f"lora.{key}={_text(value)}" for key, value in asdict(model.lora).items()]
     most = getattr(model, "max_positions", None)  # only text models have it
     if most:
         settings.append(f"train.seq_len={min(most, _MAX_LENGTH)}")
-    settings += _fitting(settings)
-    data = tasks.get(family.task).own_data.partition(": ")[2]
-    tokenizer = Checkpoint.open(imported).path / "tokenizer.json"
-    if tokenizer.exists():
-        data += f" data.tokenizer={tokenizer}"
-    return f"python train.py checkpoint.init={imported} run.dir={imported}-finetuned {' '.join(settings)} {data}"
+    settings += _fitting([*settings, "optim=finetune"])
+    files = Checkpoint.open(imported).documents((tokenizers.FILE, *tokenizers.COMPANIONS))
+    tokenizer = [f"data.tokenizer={imported}"] if tokenizers.FILE in files else []
+    task = tasks.get(family.task)
+    choices = {task.data: ["optim=finetune", task.own_data]}
+    if tokenizer and chat_template.find(files):
+        choices["conversations"] = ["train=finetune", "data=chat data.path='…'"]
+    start = f"python train.py checkpoint.init={imported} run.dir={imported}-finetuned"
+    return {kind: " ".join([start, *settings, *choice, *tokenizer]) for kind, choice in choices.items()}
 
 
 def _fitting(settings: list[str]) -> list[str]:
@@ -47,4 +55,6 @@ def _fitting(settings: list[str]) -> list[str]:
 
 def _text(value: Any) -> str:
     """Return a value as Hydra reads it."""
+    if value is None:
+        return "null"
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)

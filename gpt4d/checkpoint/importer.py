@@ -4,6 +4,7 @@ Weights are converted tensor by tensor from file to file, so the model need not 
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage, writer
+from gpt4d.checkpoint import adapter_files, checkpoint_dir, lifecycle, storage, writer
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory
 from gpt4d.checkpoint.source_weights import SourceWeights
 from gpt4d.config import ConfigError, ModelConfig
@@ -23,16 +24,19 @@ from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
 
 
-def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> ModelConfig:
+def import_model(
+    source: str, run_dir: Path, tokenizer: str | None = None, adapter_dir: str | None = None
+) -> ModelConfig:
     """Create ``run_dir`` with a checkpoint of step 0 from a model of transformers or diffusers.
 
     Args:
         source: a directory, or a name on the Hugging Face hub: a model, or a pipeline of a U-Net and a scheduler.
         run_dir: the directory to create.
         tokenizer: ``none``, or gpt2, a file, a directory or a hub name; None for the tokenizer in ``source``.
+        adapter_dir: a directory in which peft has saved adapters of this model; None for a model without adapters.
 
-    Raises ConfigError if gpt4d does not support the model, if a language model has no tokenizer, or if ``run_dir``
-    exists.
+    Raises ConfigError if gpt4d does not support the model or its adapters, if a language model has no tokenizer, or if
+    ``run_dir`` exists.
     """
     directory = _find(source)
     if (directory / "model_index.json").exists():
@@ -46,6 +50,9 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     model = _model(source, values, adapter)
     shapes = storage.shapes(model)
     weights = SourceWeights(directory, values, model, adapter, shapes)
+    adapters: dict[str, torch.Tensor] = {}
+    if adapter_dir is not None:
+        model.lora, adapters = adapter_files.read(Path(os.path.expanduser(adapter_dir)), model)
     identity, documents = {"data": source}, dict[str, bytes]()
     if adapter.HAS_TOKENIZER:
         documents = {
@@ -59,9 +66,11 @@ def import_model(source: str, run_dir: Path, tokenizer: str | None = None) -> Mo
     with new_directory(run_dir) as temporary:
         partial = lifecycle.begin(temporary, step=0)
         partial.mkdir()
-        entry, starts = writer.write_values(partial / "imported.bin", _read_tensors(weights, shapes, model, adapter))
+        read = itertools.chain(_read_tensors(weights, shapes, model, adapter), adapters.values())
+        all_shapes = shapes | {name: tuple(tensor.shape) for name, tensor in adapters.items()}
+        entry, starts = writer.write_values(partial / "imported.bin", read)
         tensors = {}
-        for (name, shape), start in zip(shapes.items(), starts, strict=True):
+        for (name, shape), start in zip(all_shapes.items(), starts, strict=True):
             chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
             tensors[f"model.{name}"] = storage.StoredTensor(torch.float32, shape, [chunk])
         meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, [], family.task, identity)

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpt4d.checkpoint import checkpoint_dir
@@ -12,6 +12,7 @@ from gpt4d.files import sync
 from gpt4d.writing import warn
 
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
+BEST = "best"  # link to the checkpoint with the lowest validation loss
 
 
 def begin(run_dir: Path, step: int) -> Path:
@@ -37,15 +38,22 @@ def commit(partial: Path) -> Path:
     return final
 
 
-def retain(newest: Path, keep: int, keep_every: int | None) -> None:
-    """Remove all checkpoints except ``newest``, the ``keep`` - 1 before it, and multiples of ``keep_every``.
+def retain(newest: Path, keep: int, keep_every: int | None, keep_best: str | None = None) -> Path | None:
+    """Remove all checkpoints except ``newest``, the ``keep`` - 1 before it, multiples of ``keep_every``, and the best.
 
-    Print a warning for a checkpoint that cannot be removed: the newest one is complete nevertheless.
+    The best checkpoint has the lowest loss of the validation set ``keep_best``; it is marked and returned. Print a
+    warning for a checkpoint that cannot be removed: the newest one is complete nevertheless. If a validation loss
+    cannot be read, no checkpoint is removed.
     """
     run_dir = newest.parent.parent
+    try:
+        best = mark_best(run_dir, keep_best)
+    except ConfigError as error:
+        warn(f"the best checkpoint is not known ({error}), so no checkpoint is removed; a later save tries again")
+        return None
     older = [path for path in checkpoint_dir.committed(run_dir) if path != newest]
     for path in older[: len(older) - (keep - 1)]:
-        if not keep_every or checkpoint_dir.step_of(path) % keep_every:
+        if path != best and (not keep_every or checkpoint_dir.step_of(path) % keep_every):
             with _warning(path):
                 # Rename first, so that a partly removed checkpoint does not look complete.
                 _remove(_add_suffix(path, _REMOVED))
@@ -53,6 +61,43 @@ def retain(newest: Path, keep: int, keep_every: int | None) -> None:
         if path.name.endswith(_DAMAGED):
             with _warning(path):
                 _remove(path)
+    return best
+
+
+def mark_best(run_dir: Path, validation_set: str | None) -> Path | None:
+    """Let the link ``checkpoints/best`` name the checkpoint with the lowest loss of a validation set, and return it.
+
+    The link is removed if ``validation_set`` is null or no checkpoint has its loss. The checkpoints contain the losses,
+    so that a crash cannot separate them. Print a warning if the link cannot be written. Raises ConfigError if a loss
+    cannot be read.
+    """
+    best = _best(run_dir, validation_set) if validation_set else None
+    link = run_dir / "checkpoints" / BEST
+    try:
+        if best is None:
+            link.unlink(missing_ok=True)
+        elif not link.is_symlink() or os.readlink(link) != best.name:
+            new = link.with_name(f"{BEST}.new")
+            new.unlink(missing_ok=True)
+            new.symlink_to(best.name)
+            os.replace(new, link)
+            sync(link.parent)
+    except OSError as error:
+        warn(f"{link} cannot be written ({error.strerror or error}); it should name {best and best.name}")
+    return best
+
+
+def _best(run_dir: Path, validation_set: str) -> Path | None:
+    """Return the complete checkpoint with the lowest loss of a validation set; None if no checkpoint has its loss.
+
+    Damaged metadata are ignored. Raises ConfigError if metadata cannot be read.
+    """
+    losses = {}
+    for path in checkpoint_dir.committed(run_dir):
+        with suppress(checkpoint_dir.Damaged):
+            if (loss := checkpoint_dir.Checkpoint(path).meta.validation.get(validation_set)) is not None:
+                losses[path] = loss
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def quarantine(directory: Path) -> Path:

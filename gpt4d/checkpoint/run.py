@@ -1,20 +1,21 @@
 """The checkpoints of a running job: selection of the checkpoint to resume from, saves, and events about both."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-
-from gpt4d import optim, starts
+from gpt4d import starts
 from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, Meta, Progress
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.data import tokenizers
 from gpt4d.monitor import LossMonitor, all_finite
+from gpt4d.optim.optimizer import Optimizer
+from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.runtime import gpu
@@ -82,6 +83,8 @@ class RunCheckpoints:
             changes = run_on_rank0(lambda: starts.check_last(config), "comparing the settings with the last start")
             self.changes = {key: Change(*change) for key, change in changes.items()}
             self._initialize()
+        best = config.checkpoint.keep_best
+        run_on_rank0(lambda: _mark_best(self.run_dir, best), "marking the best checkpoint")
         for path in damaged:
             aside = run_on_rank0(partial(_quarantine, path), f"renaming {path.name}")
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=aside)
@@ -94,7 +97,7 @@ class RunCheckpoints:
         selected = checkpoint_dir.resume_candidates(self.plan.config.checkpoint.resume, self.run_dir)
         return [str(checkpoint.path) for checkpoint in selected]
 
-    def _load(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> Progress:
+    def _load(self, checkpoint: Checkpoint, optimizer: Optimizer) -> Progress:
         config = self.plan.config
         name = f"reading the settings of {checkpoint.path.name}"
         self.changes = run_on_all_ranks(lambda: checkpoint.check_settings(config), name)
@@ -139,18 +142,25 @@ class RunCheckpoints:
         for key, (before, after) in self.changes.items():
             message, values = f"{key}={after}: {before} until step {step}", {}
             if key == "train.steps" and not config.optim.schedule_steps:
-                rates = [optim.learning_rate(step, config.optim, steps) for steps in (before, after)]
+                rates = [learning_rate(step, config.optim, steps) for steps in (before, after)]
                 if rates[0] != rates[1]:
                     values = {"next_lr": rates}
                     message += (
                         f"; the schedule now ends at step {after}, so the next learning rate is {rates[1]:.3g} instead "
-                        f"of {rates[0]:.3g} (to keep the old schedule, add optim.schedule_steps={before} and "
-                        "checkpoint.allow_changes=[optim.schedule_steps])"
+                        f"of {rates[0]:.3g}"
                     )
+                    if config.optim.decay_from is None:
+                        message += (
+                            f" (to keep the old schedule, add optim.schedule_steps={before} and "
+                            "checkpoint.allow_changes=[optim.schedule_steps])"
+                        )
             self.log.event("change", message, step=step, key=key, before=before, after=after, **values)
 
-    def save(self, step: TrainStep, progress: Progress) -> None:
-        """Start to save. Raises ConfigError if a weight or an optimizer state is not finite."""
+    def save(self, step: TrainStep, progress: Progress, validation: Mapping[str, float]) -> None:
+        """Start to save. Raises ConfigError if a weight or an optimizer state is not finite.
+
+        ``validation``: the loss of each validation set at this step; empty without a validation at this step.
+        """
         self.report_saved(wait=True)
         step.reducer.wait_params()
         shards = storage.parts(self.stage.module, step.optimizer, self.task.extra_state(), self.stage.copies)
@@ -163,7 +173,8 @@ class RunCheckpoints:
         grids = [stage.sizes._asdict() for stage in self.plan.stages]
         model, identity = self.plan.config.model, self.task.identity()
         settings = recorded_settings(asdict(self.plan.config))
-        meta = Meta(replace(progress), model, grids, self.task_name, identity, self.monitor.state(), settings)
+        losses = {name: loss for name, loss in validation.items() if math.isfinite(loss)}
+        meta = Meta(replace(progress), model, grids, self.task_name, identity, self.monitor.state(), settings, losses)
         self._saver.start(meta, shards, {**self._inherited, **self.task.documents()})
 
     def report_saved(self, wait: bool = False) -> None:
@@ -172,8 +183,15 @@ class RunCheckpoints:
         if saved:
             message = f"saved {saved.path} in {saved.seconds:.2f} s, training was blocked for {saved.blocked_s:.2f} s"
             times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}
-            values = saved.progress.values(self.task.unit)
+            values: dict[str, Any] = saved.progress.values(self.task.unit)
+            if saved.best:
+                message += f"; the best for {self.plan.config.checkpoint.keep_best} is {saved.best.name}"
+                values["best"] = str(saved.best)
             self.log.event("checkpoint", message, **values, path=str(saved.path), **times)
+
+
+def _mark_best(run_dir: Path, validation_set: str | None) -> None:
+    lifecycle.mark_best(run_dir, validation_set)
 
 
 def _quarantine(directory: Path) -> str:

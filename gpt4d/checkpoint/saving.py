@@ -34,6 +34,7 @@ class Saved:
     progress: checkpoint_dir.Progress
     seconds: float
     blocked_s: float
+    best: Path | None = None  # the best checkpoint after this save, on rank 0
 
 
 class _PendingSave(NamedTuple):
@@ -81,8 +82,8 @@ class Saver:
         partial = Path(run_on_rank0(lambda: str(self._begin(step)), f"beginning to save step {step}"))
         extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
         documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}
-        writer = Writer(partial, documents, lambda: self._commit(partial))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
+        writer = Writer(partial, documents, lambda: self._commit(partial, saved))
         planner = SavePlanner(values, *([copied.synchronize] if copied else []))
         written = self._thread.submit(self._write, planner, writer, saved, started)
         self._pending = _PendingSave(written, copied, saved)
@@ -152,8 +153,9 @@ class Saver:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         saved.seconds = time.perf_counter() - started
 
-    def _commit(self, partial: Path) -> None:
-        lifecycle.retain(lifecycle.commit(partial), self.config.keep, self.config.keep_every)
+    def _commit(self, partial: Path, saved: Saved) -> None:
+        config = self.config
+        saved.best = lifecycle.retain(lifecycle.commit(partial), config.keep, config.keep_every, config.keep_best)
 
     def _to_user_error(self, failure: BaseException, saved: Saved) -> BaseException:
         """Return the error to raise for a failed save. Its files are removed, since they may fill the disk."""

@@ -1,15 +1,16 @@
 """The disk space of a run's checkpoints. No torch here."""
 
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from gpt4d.config import Config, ConfigError
+from gpt4d.optim.matrices import num_states
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
-
-_STATES = 3  # tensors of a checkpoint per parameter: the weight and AdamW's two averages
+from gpt4d.planner.workload import compute_bytes
 
 
 class Space(NamedTuple):
@@ -30,7 +31,12 @@ class Space(NamedTuple):
 def check_space(plan: ParallelPlan) -> Space:
     """Return the space that a run's checkpoints take. Raises ConfigError if the first checkpoint does not fit."""
     config = plan.config
-    needed = plan.description.num_parameters * MASTER_BYTES * (_STATES + (config.optim.ema_decay > 0))
+    tensors = 1 + (config.optim.ema_decay > 0)  # the weight and its average
+    needed = 0
+    for spec, count in plan.description.parameter_counts:
+        states = num_states(spec, config.optim)
+        nbytes = compute_bytes(config) * tensors if spec.frozen else MASTER_BYTES * (tensors + states)
+        needed += count * math.prod(spec.stored_shape) * nbytes
     run_dir = Path(config.run.dir).resolve()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(existing, os.W_OK):
@@ -53,7 +59,9 @@ def _most(config: Config, needed: float) -> float | None:
     kept = min(saved, checkpoint.keep)
     if checkpoint.keep_every:
         kept += steps // checkpoint.keep_every
-    return needed * (kept + (saved > kept))  # the oldest is removed after the next one is complete
+    if checkpoint.keep_best:
+        kept += 1
+    return needed * min(saved, kept + 1)  # the oldest is removed after the next one is complete
 
 
 def readable_size(nbytes: float) -> str:

@@ -24,6 +24,7 @@ from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data import tokenizers
 from gpt4d.files import FileEntry, counts
 from gpt4d.model import registry
+from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.runtime.consensus import run_on_all_ranks
@@ -32,7 +33,7 @@ from gpt4d.task.averages import PREFIX
 TENSORS = "tensors.json"
 Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a global tensor
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-_STATES = ("exp_avg", "exp_avg_sq")  # AdamW's states per element; its counter is the run's number of updates
+_STATES = {"exp_avg", "exp_avg_sq"}, {"momentum"}  # of AdamW and of Muon; a counter is the run's number of updates
 
 
 class Chunk(NamedTuple):
@@ -182,7 +183,7 @@ class LocalShard(NamedTuple):
 
 def parts(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
     without: Collection[str] = (),
 ) -> dict[str, LocalShard]:
@@ -196,10 +197,8 @@ def parts(
     """
     shards = {name: shard for name, shard in _weights(model).items() if name.removeprefix("model.") not in without}
     if optimizer is not None:
-        for group in optimizer.param_groups:
-            for n, p in zip(group["param_names"], group["params"], strict=True):
-                shards[f"model.{n}"] = LocalShard(p.detach(), p.spec)
-                shards |= {f"optim.{n}.{k}": LocalShard(optimizer.state[p][k], p.spec) for k in _STATES}
+        shards |= {f"model.{name}": LocalShard(p.detach(), p.spec) for name, p in optimizer.shards()}
+        shards |= {f"optim.{name}": LocalShard(*state) for name, state in optimizer.states().items()}
     return shards | {f"extra.{n}": LocalShard(*shard) for n, shard in (extra or {}).items()}
 
 
@@ -212,7 +211,7 @@ def _weights(model: nn.Module) -> dict[str, LocalShard]:
 def load(
     checkpoint: Checkpoint,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     grid: Grid,
     extra: Mapping[str, tuple[torch.Tensor, ParameterSpec]] | None = None,
 ) -> None:
@@ -229,10 +228,11 @@ def load(
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = extra = None
     shards = parts(model, optimizer, extra) | _weights(model)  # every rank needs all rows
+    if checkpoint.meta.model.lora is None:  # the adapters are new
+        shards = {name: shard for name, shard in shards.items() if not shard.spec.is_adapter}
     run_on_all_ranks(lambda: fill(shards, files, grid), f"loading {name}")
     if optimizer is not None:
-        for state in optimizer.state.values():
-            state["step"].fill_(progress.step - progress.skipped)
+        optimizer.set_updates(progress.step - progress.skipped)
 
 
 def load_averages(checkpoint: Checkpoint, model: nn.Module, grid: Grid) -> bool:
@@ -244,7 +244,11 @@ def load_averages(checkpoint: Checkpoint, model: nn.Module, grid: Grid) -> bool:
     if not any(name.startswith(f"extra.{PREFIX}") for name in files.tensors):
         return False
     named: dict[str, Any] = dict(model.named_parameters())
-    shards = {f"extra.{PREFIX}{name}": LocalShard(p.detach(), p.spec) for name, p in named.items()}
+    shards = {
+        f"extra.{PREFIX}{name}": LocalShard(p.detach(), p.spec)
+        for name, p in named.items()
+        if not p.spec.is_adapter or checkpoint.meta.model.lora is not None
+    }
     run_on_all_ranks(lambda: fill(shards, files, grid), f"loading averages of {checkpoint.path.name}")
     return True
 
@@ -253,11 +257,19 @@ def fill(shards: Mapping[str, LocalShard], files: Files, grid: Grid) -> None:
     """Read ``shards`` in place. Raises ConfigError if the files lack a tensor of the same name, shape and dtype."""
     for name, shard in shards.items():
         stored, expected = files.tensors.get(name), (shard.spec.stored_shape, shard.local.dtype)
+        if stored is not None and shard.spec.frozen:
+            expected = (shard.spec.stored_shape, stored.dtype)  # converted to the compute dtype of this run
         if stored is None or (stored.shape, stored.dtype) != expected:
             actual = "missing" if stored is None else f"of shape {list(stored.shape)}, {stored.dtype}"
+            remedy = "use a checkpoint of the same model or set run.name"
+            if stored is None and name.startswith("optim."):
+                remedy = (
+                    "the checkpoint has the states of another optimizer: set the old optim.algorithm, or another "
+                    f"run.name and checkpoint.init={files.directory}"
+                )
             raise ConfigError(
                 f"{files.directory}: {name} is {actual}, but this run needs shape {list(shard.spec.stored_shape)}, "
-                f"{shard.local.dtype}; use a checkpoint of the same model or set run.name"
+                f"{shard.local.dtype}; {remedy}"
             )
         into = shard.stored(grid)
         if into.shape != shard.local.shape:
@@ -280,10 +292,17 @@ def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
     directory, meta, tensors = checkpoint.path, checkpoint.meta, checkpoint.files.tensors
     if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
         raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
-    states = {name.rpartition(".")[2] for name in tensors if name.startswith("optim.")}
+    states: dict[str, set[str]] = {}  # by parameter
+    for name in tensors:
+        if name.startswith("optim."):
+            parameter, _, state = name.removeprefix("optim.").rpartition(".")
+            states.setdefault(parameter, set()).add(state)
     unknown = {name for name in tensors if not name.startswith("extra.")}  # ``meta`` lists the extra tensors of rank 0
-    for parameter, shape in shapes(meta.model).items():
-        for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in states)):
+    for parameter, spec in registry.describe(meta.model).parameters.items():
+        shape, found = spec.stored_shape, states.get(parameter, set())
+        complete = next((each for each in _STATES if found & each), _STATES[0])
+        expected = sorted(complete) if states and not spec.frozen else []
+        for name in (f"model.{parameter}", *(f"optim.{parameter}.{state}" for state in expected)):
             if name not in tensors or tensors[name].shape != shape:
                 raise Damaged(f"{directory / TENSORS}: {name} of shape {list(shape)} is missing")
             unknown.remove(name)

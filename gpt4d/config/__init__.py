@@ -3,8 +3,11 @@
 # Other packages import these names from here.
 # ruff: noqa: F401
 
+from gpt4d.config.batch_ramp import batch_size_at, batch_sizes, samples_of, steps_for
 from gpt4d.config.checks import (
+    CHECKPOINT,
     FLOAT8_MULTIPLE,
+    HEADER,
     Divisibility,
     check_data,
     check_image_data,
@@ -14,6 +17,7 @@ from gpt4d.config.checks import (
     matching_files,
     profiled_steps,
     tokenizer_file,
+    written_source,
 )
 from gpt4d.config.composing import (
     CONFIG_DIR,
@@ -60,14 +64,18 @@ from gpt4d.config.pipeline import (
 )
 from gpt4d.config.reference import train_help
 from gpt4d.config.schema import (
+    HELD_OUT,
+    LORA_TARGETS,
     CheckpointConfig,
     ClusterConfig,
     Config,
     DataConfig,
     GridSizes,
     LevelConfig,
+    LoraConfig,
     MeasuredConfig,
     ModelConfig,
+    MuonConfig,
     OptimConfig,
     OverlapConfig,
     ParallelConfig,

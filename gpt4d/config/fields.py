@@ -77,6 +77,11 @@ def setting(default: Any, meaning: str, **limits: Any) -> Any:
     return field(metadata=metadata, **({"default_factory" if isinstance(default, type) else "default": default}))
 
 
+def derived(default: Any) -> Any:
+    """Return a field of a dataclass of settings that is no key: other settings determine it."""
+    return field(default=default, kw_only=True, metadata={"derived": True})
+
+
 def redefined(schema: type, name: str, default: Any) -> Any:
     """Return the field ``name`` of a base class with another default."""
     (base,) = [each for each in fields(schema) if each.name == name]
@@ -89,6 +94,8 @@ def check_limits(settings: Any, prefix: str = "") -> None:
     Raises ConfigError for the first value outside them. ``prefix``: group of the keys, such as ``model.``.
     """
     for each in fields(settings):
+        if each.metadata.get("derived"):  # the keys that it derives from are checked
+            continue
         _check(f"{prefix}{each.name}", getattr(settings, each.name), each.metadata.get("limits", Limits()))
 
 

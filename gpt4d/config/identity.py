@@ -32,6 +32,8 @@ _EFFECTS = {
     "data.shuffle": Effect.RESULTS,
     "data.flip": Effect.RESULTS,
     "data.reset_attention": Effect.RESULTS,
+    "data.skip_long": Effect.NONE,  # the remaining conversations do not depend on it
+    "data.validation": Effect.NONE,
     "data.processes": Effect.NONE,
     "data.workers": Effect.NONE,
     "data.cache_dir": Effect.NONE,
@@ -52,7 +54,10 @@ _EFFECTS = {
     "train.validation_batches": Effect.NONE,
     "optim": Effect.RESULTS,
     "optim.shard_states": Effect.ROUNDING,
+    "optim.validate_averages": Effect.NONE,
+    "lora": Effect.RESULTS,
     "cluster": Effect.ROUNDING,  # the planner's choices depend on it
+    "evaluate": Effect.NONE,
     "checkpoint": Effect.NONE,
     "checkpoint.init": Effect.RESULTS,
     "logging": Effect.NONE,

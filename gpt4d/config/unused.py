@@ -6,19 +6,20 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
-from gpt4d.config.checks import tokenizer_file
-from gpt4d.config.composing import preset
+from gpt4d.config.checks import tokenizer_file, written_source
+from gpt4d.config.composing import CONFIG_DIR, preset
 from gpt4d.config.fields import ConfigError
-from gpt4d.config.schema import Config
+from gpt4d.config.schema import Config, MuonConfig
 from gpt4d.config.values import value_of
 
 # Why a configuration does not read a key, and the remedy: "reason; remedy". None if it reads the key.
 Condition = Callable[[Config], str | None]
 
 _TOKENS = ("tokens", "blend")  # sources that are token files already
+_CONVERSATIONS = ("chat", *_TOKENS)  # sources that may contain conversations
 _ROWS = ("jsonl", "parquet", "hub")  # sources with columns
 # Values that disable a feature. They are accepted even where the feature does not exist.
 _OFF = {
@@ -32,8 +33,8 @@ _OFF = {
 def unused_keys(config: Config) -> dict[str, str]:
     """Return the keys that are set but not read by a run of ``config``, each with the reason and the remedy.
 
-    A key is set if its value differs from the schema's default. Keys of ``data`` and ``model`` must also differ from
-    the value in the chosen file of ``configs/``.
+    A key is set if its value differs from the schema's default. Keys of ``data``, ``model`` and ``optim`` must also
+    differ from the value in the chosen file of ``configs/``.
     """
     reasons = {key: condition(config) for key, condition in _CONDITIONS.items() if _is_set(config, key)}
     return {key: reason for key, reason in reasons.items() if reason}
@@ -60,6 +61,9 @@ def _is_set(config: Config, key: str) -> bool:
         return False
     if key in _OFF and value == _OFF[key]:
         return False
+    if group == "optim":  # from the model's file, or a file of configs/optim, which the model's file may name
+        files = [preset("optim", path.stem) for path in CONFIG_DIR.glob("optim/*.yaml")]
+        return all(value != file.get(name) for file in [preset("model", config.model.name, "optim"), *files])
     return group not in ("data", "model") or value != preset(group, getattr(config, group).name).get(name, default)
 
 
@@ -124,9 +128,10 @@ def _with_path(config: Config) -> str | None:
 
 def _reader(path: str, pictures: bool) -> str:
     """Return the source that probably reads ``path``."""
-    named = [source for source in ("jsonl", "parquet") if f".{source}" in Path(path).suffixes]
-    is_directory = os.path.isdir(os.path.expanduser(path))
-    return "pictures" if pictures else named[0] if named else "tokens" if is_directory else "text"
+    if pictures:
+        return "pictures"
+    source = written_source(path)
+    return "tokens" if source == "text" and os.path.isdir(os.path.expanduser(path)) else source
 
 
 def _with_tokenizer(config: Config) -> str | None:
@@ -152,6 +157,17 @@ def _on_equal_grids(config: Config) -> str | None:
     return None if given is None else "parallel.pipeline.stage_grids has the grid of each stage; leave it out"
 
 
+def _with_own_head(config: Config) -> str | None:
+    if not getattr(config.model, "tied", False):
+        return None
+    return f"the output head of model={config.model.name} is the token embedding; set the group embeddings"
+
+
+def _without_decay_from(config: Config) -> str | None:
+    begin = config.optim.decay_from
+    return None if begin is None else f"optim.decay_from={begin} decays until the end of the run; leave it out"
+
+
 def _unless(key: str, *values: Any, remedy: str) -> Condition:
     """Return the condition of a setting that a run ignores while ``key`` has one of ``values``."""
 
@@ -162,12 +178,29 @@ def _unless(key: str, *values: Any, remedy: str) -> Condition:
     return condition
 
 
+_without_validation = _unless("train.validation_batches", 0, remedy="set train.validation_batches")
+_with_minimum = _unless("optim.schedule", "constant", "inverse_sqrt", remedy="set optim.schedule=cosine, linear or wsd")
+_below_maximum = _unless("optim.min_lr_ratio", 1, remedy="set optim.min_lr_ratio, such as 0.1")
+_in_wsd = _unless("optim.schedule", "cosine", "linear", "constant", "inverse_sqrt", remedy="set optim.schedule=wsd")
+_evaluated = _any(_on_text, _unless("evaluate.every", 0, remedy="set evaluate.every, such as 500"))
+
+
 def _rope(*scalings: str) -> Condition:
     others = {"none", "llama3", "yarn"} - {*scalings}
     return _unless("model.rope_scaling", *others, remedy=f"set model.rope_scaling={' or '.join(scalings)}")
 
 
 _CONDITIONS: dict[str, Condition] = {
+    **dict.fromkeys(
+        ("lora.alpha", "lora.targets", "optim.lr_factors.adapters", "optim.weight_decays.adapters"),
+        _unless("lora.rank", 0, remedy="leave it out, or set lora.rank"),
+    ),
+    **dict.fromkeys(("optim.lr_factors.head", "optim.weight_decays.head"), _with_own_head),
+    "optim.validate_averages": _unless("optim.ema_decay", 0, remedy="set optim.ema_decay, such as 0.999"),
+    **dict.fromkeys(
+        (f"optim.muon.{field.name}" for field in fields(MuonConfig)),
+        _unless("optim.algorithm", "adamw", remedy="leave it out, or add optim=muon"),
+    ),
     "data.path": _with_path,
     "data.subset": _from("hub"),
     "data.split": _from("hub"),
@@ -176,9 +209,15 @@ _CONDITIONS: dict[str, Condition] = {
     "data.blend": _from("blend"),
     "data.tokenizer": _any(_on_text, _with_tokenizer),
     "data.tokenizer_vocab": _on_text,
+    "data.chat_template": _from("chat"),
+    "data.train_on": _from("chat"),
+    "data.skip_long": _from(*_CONVERSATIONS),
     "data.validation_fraction": _before_preparation,
+    "data.validation": _any(_on_text, _without_validation),
     "data.flip": _on_images,
-    "data.reset_attention": _on_text,
+    "data.reset_attention": _any(
+        _on_text, _unless("data.source", "chat", remedy="leave it out, as attention never crosses conversations")
+    ),
     "data.processes": _any(_on_text, _before_preparation),
     **{f"parallel.{axis}": _on_equal_grids for axis in ("gx", "gy", "gz", "gdata")},
     "parallel.overlap.prefetch": _unless("parallel.overlap.all_gather", False, remedy="leave it out"),
@@ -187,8 +226,15 @@ _CONDITIONS: dict[str, Condition] = {
     "parallel.pipeline.strategy": _in_possible_stages,
     "train.cuda_graphs": _unless("cluster.device", "cpu", remedy="leave it out"),
     "train.loss_chunks": _on_text,
-    "train.validate_every": _unless("train.validation_batches", 0, remedy="set train.validation_batches"),
-    "optim.schedule_steps": _unless("optim.min_lr_ratio", 1, remedy="set optim.min_lr_ratio, such as 0.1"),
+    "train.z_loss": _on_text,
+    "train.validate_every": _without_validation,
+    "checkpoint.keep_best": _without_validation,
+    "optim.min_lr_ratio": _with_minimum,
+    "optim.schedule_steps": _any(_with_minimum, _below_maximum, _without_decay_from),
+    "optim.decay_fraction": _any(_in_wsd, _below_maximum, _without_decay_from),
+    **dict.fromkeys(("optim.decay_shape", "optim.decay_from"), _any(_in_wsd, _below_maximum)),
+    "evaluate.every": _on_text,
+    **{f"evaluate.{key}": _evaluated for key in ("tasks", "limit", "num_fewshot", "batch_size")},
     "logging.wandb.project": _unless(
         "logging.wandb.mode", "disabled", remedy="add logging.wandb.mode=offline or online"
     ),

@@ -6,17 +6,17 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt4d.config import ConfigError, DataConfig, matching_files
-from gpt4d.data import sources
+from gpt4d.data import conversations, sources
 from gpt4d.data.sources import one_line
 
 _COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
 
 
 class Document(NamedTuple):
-    """The text of a document and its location in the corpus."""
+    """The text of a document, or a conversation as JSON, and its location in the corpus."""
 
     text: str
     location: str  # for error messages: books.jsonl:17
@@ -30,13 +30,14 @@ def documents(config: DataConfig) -> Iterator[Document]:
     ``data.skip_empty`` is set.
     """
     texts, parquet, hub = _read_texts, _read_parquet, _read_hub
-    readers = {"sotu": texts, "text": texts, "jsonl": _read_jsonl, "parquet": parquet, "hub": hub}
+    readers = {"sotu": texts, "text": texts, "jsonl": _read_jsonl, "parquet": parquet, "hub": hub, "chat": _read_chat}
     for document in readers[config.source](config):
         text = document.text.strip()
         if text:
             yield document._replace(text=text)
         elif not config.skip_empty:
-            raise ConfigError(f"{document.location}: an empty document; remove it, or set data.skip_empty=true")
+            problem = "a conversation without an answer" if config.source == "chat" else "an empty document"
+            raise ConfigError(f"{document.location}: {problem}; remove it, or set data.skip_empty=true")
 
 
 def files(config: DataConfig) -> list[Path]:
@@ -147,6 +148,21 @@ def _read_texts(config: DataConfig) -> Iterator[Document]:
 
 
 def _read_jsonl(config: DataConfig) -> Iterator[Document]:
+    for row, location, bytes_read in _rows(config):
+        yield Document(_text_of(row, config.column, location), location, bytes_read)
+
+
+def _read_chat(config: DataConfig) -> Iterator[Document]:
+    for row, location, bytes_read in _rows(config):
+        conversation = conversations.parse(row, location)
+        trained = conversation.messages if config.train_on == "all" else conversation.answers()
+        text = conversation.to_text() if trained else ""
+        _check_encodable(text, location, "the conversation")
+        yield Document(text, location, bytes_read)
+
+
+def _rows(config: DataConfig) -> Iterator[tuple[Any, str, int]]:
+    """Yield the rows of files of JSON lines, each with its location and the position of its end."""
     for path, offset in _files_with_offsets(config):
         for number, (line, bytes_read) in enumerate(_lines(path), 1):
             location = f"{path}:{number}"
@@ -155,7 +171,7 @@ def _read_jsonl(config: DataConfig) -> Iterator[Document]:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
                 raise ConfigError(f"{location}: invalid JSON ({one_line(error)}); fix or remove the line") from None
-            yield Document(_text_of(row, config.column, location), location, offset + bytes_read)
+            yield row, location, offset + bytes_read
 
 
 def _read_parquet(config: DataConfig) -> Iterator[Document]:
@@ -191,11 +207,14 @@ def _text_of(row, column: str, location: str) -> str:
         raise ConfigError(
             f"{location}: no text in data.column={column}; set it to a column with text (here: {there or 'none'})"
         )
+    _check_encodable(row[column], location, f"data.column={column}")
+    return row[column]
+
+
+def _check_encodable(text: str, location: str, name: str) -> None:
     try:
-        row[column].encode()
+        text.encode()
     except UnicodeEncodeError as error:  # "\ud800" in JSON
         raise ConfigError(
-            f"{location}: character {error.start} of data.column={column} is half of a surrogate pair; fix or remove "
-            "the line"
+            f"{location}: character {error.start} of {name} is half of a surrogate pair; fix or remove the line"
         ) from None
-    return row[column]

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -14,26 +14,59 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers
+from gpt4d.data.chat_template import ChatEncoder
+from gpt4d.data.conversations import Conversation
 from gpt4d.data.documents import Document, is_held_out
 from gpt4d.runtime.parent import end_with_parent
 
 BATCH_CHARACTERS = 1 << 18  # characters that one task encodes
 
-Encoded = tuple[bool, np.ndarray]  # whether the document is held out; its ids, the end-of-text id last
-_process_state: "tuple[Tokenizer, Encoding]"  # set in each encoding process
+Encode = Callable[[Document], "Encoded"]
+_process_state: Encode  # set in each encoding process
+
+
+class Encoded(NamedTuple):
+    """The tokens of a document.
+
+    Attributes:
+        held_out: whether the document is in the validation split.
+        ids: its token ids in the dtype of the files. A text ends with the end-of-text id.
+        mask: uint8, 1 for the tokens of a conversation that have a loss; None for a text, whose tokens all have one.
+    """
+
+    held_out: bool
+    ids: np.ndarray
+    mask: np.ndarray | None = None
 
 
 class Encoding(NamedTuple):
     """Settings of an encoding process."""
 
     tokenizer: Path
-    end: int  # end-of-text id, appended to every document
+    end: int  # end-of-text id, appended to every text
     dtype: str
     fraction: float  # fraction of documents that is held out for validation
+    train_on: str | None = None  # messages of conversations that have a loss; None: the documents are texts
+
+    def encoder(self) -> Encode:
+        """Return the function that encodes a document."""
+        tokenizer = tokenizers.read(self.tokenizer)
+        if self.train_on is None:
+            return lambda document: Encoded(
+                is_held_out(document.text, self.fraction),
+                np.array([*tokenizers.encode(tokenizer, document.text), self.end], self.dtype),
+            )
+        chat = ChatEncoder(tokenizer, tokenizers.companions(self.tokenizer.parent), self.train_on)
+
+        def encode(document: Document) -> Encoded:
+            ids, mask = chat.encode(Conversation.from_text(document.text), document.location)
+            held_out = is_held_out(document.text, self.fraction)
+            return Encoded(held_out, np.array(ids, self.dtype), mask.astype(np.uint8))
+
+        return encode
 
 
 def encode_documents(documents: Iterable[Document], encoding: Encoding, processes: int | None) -> Generator[Encoded]:
@@ -45,9 +78,9 @@ def encode_documents(documents: Iterable[Document], encoding: Encoding, processe
     batches = _batches(documents)
     first = list(itertools.islice(batches, 2))
     if processes == 1 or len(first) < 2:  # one batch is not worth starting a process
-        tokenizer = tokenizers.read(encoding.tokenizer)
-        for texts in itertools.chain(first, batches):
-            yield from _encode_batch(texts, tokenizer, encoding)
+        encode = encoding.encoder()
+        for batch in itertools.chain(first, batches):
+            yield from map(encode, batch)
         return
     # If this process is killed, multiprocessing's tracker removes the pool's semaphores. It inherits the options of
     # warnings and need not report that.
@@ -56,9 +89,9 @@ def encode_documents(documents: Iterable[Document], encoding: Encoding, processe
     sys.warnoptions.pop()
     try:
         pending: deque = deque()  # bounded, since a corpus may be larger than memory
-        for texts in itertools.chain(first, batches):
+        for batch in itertools.chain(first, batches):
             with _blocked_ctrl_c():
-                pending.append(pool.submit(_encode_in_process, texts))  # starts a process if all are busy
+                pending.append(pool.submit(_encode_in_process, batch))  # starts a process if all are busy
             if len(pending) > 2 * processes:
                 yield from pending.popleft().result()
         while pending:
@@ -72,27 +105,17 @@ def encode_documents(documents: Iterable[Document], encoding: Encoding, processe
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Group texts into batches of about ``BATCH_CHARACTERS``."""
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches of about ``BATCH_CHARACTERS``."""
     batch, size = [], 0
     for document in documents:
-        batch.append(document.text)
+        batch.append(document)
         size += len(document.text)
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encode_batch(texts: list[str], tokenizer: Tokenizer, encoding: Encoding) -> list[Encoded]:
-    return [
-        (
-            is_held_out(text, encoding.fraction),
-            np.array([*tokenizers.encode(tokenizer, text), encoding.end], encoding.dtype),
-        )
-        for text in texts
-    ]
 
 
 @contextmanager
@@ -111,11 +134,11 @@ def _start_process(encoding: Encoding) -> None:
     assert parent is not None
     end_with_parent(parent.sentinel)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
-    _process_state = tokenizers.read(encoding.tokenizer), encoding
+    _process_state = encoding.encoder()
 
 
-def _encode_in_process(texts: list[str]) -> list[Encoded]:
-    return _encode_batch(texts, *_process_state)
+def _encode_in_process(batch: list[Document]) -> list[Encoded]:
+    return [_process_state(document) for document in batch]
 
 
 def _cores() -> int:

@@ -22,28 +22,36 @@ def dtype_for(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-class TokenShardWriter:
-    """Writer of the files of one part: tokens and document ends of both splits."""
+def suffixes(masked: bool) -> tuple[str, ...]:
+    """Return the suffixes of a part's files: tokens, ends of documents and, with ``masked``, the loss mask."""
+    return ("bin", "idx", "msk") if masked else ("bin", "idx")
 
-    def __init__(self, directory: Path, number: int):
+
+class TokenShardWriter:
+    """Writer of the files of one part: tokens and document ends of both splits, and with ``masked`` the loss mask."""
+
+    def __init__(self, directory: Path, number: int, masked: bool = False):
         self.directory, self.number = directory, number
         self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
         self.files = {
             (split, suffix): NewFile(directory / file_name(split, number, suffix))
             for split in SPLITS
-            for suffix in ("bin", "idx")
+            for suffix in suffixes(masked)
         }
 
     @property
     def documents(self) -> int:
         return sum(count["documents"] for count in self.counts.values())
 
-    def add(self, split: str, ids: np.ndarray) -> None:
-        """Append the token ids of a document, which must have the dtype of the files."""
+    def add(self, split: str, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Append the token ids of a document, which must have the dtype of the files, and its mask, uint8."""
         count = self.counts[split]
         count["tokens"] += len(ids)
         count["documents"] += 1
         self.files[split, "bin"].write(ids.data.cast("B"))
+        if mask is not None:
+            count["trained"] = count.get("trained", 0) + int(mask.sum())
+            self.files[split, "msk"].write(mask.data.cast("B"))
         self.files[split, "idx"].write(np.asarray([count["tokens"]], np.uint64).data.cast("B"))
 
     def to_dict(self) -> dict:
@@ -62,7 +70,7 @@ class TokenShardWriter:
             file.__exit__(*error)
 
 
-def parse_parts(parts: Any, dtype: str) -> list[dict]:
+def parse_parts(parts: Any, dtype: str, masked: bool = False) -> list[dict]:
     """Return parts read from JSON. Raises ValueError, KeyError or TypeError if ``to_dict`` cannot have made them."""
     itemsize = np.dtype(dtype).itemsize
     for number, part in enumerate(parts):
@@ -71,6 +79,8 @@ def parse_parts(parts: Any, dtype: str) -> list[dict]:
             counts(part[split].values())
             sizes[file_name(split, number, "bin")] = part[split]["tokens"] * itemsize
             sizes[file_name(split, number, "idx")] = part[split]["documents"] * 8
+            if masked:
+                sizes[file_name(split, number, "msk")] = part[split]["tokens"]
         files = {name: FileEntry(**entry) for name, entry in part["files"].items()}
         if {name: entry.bytes for name, entry in files.items()} != sizes:
             raise ValueError(f"the files of part {number} do not match its tokens and documents")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import documents, encoding, parts, tokenizers, tokens
+from gpt4d.config import HEADER, ConfigError, DataConfig
+from gpt4d.data import chat_template, documents, encoding, parts, tokenizers, tokens
 from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
 from gpt4d.data.tokens import TokenFiles
@@ -27,7 +27,9 @@ REPORT_INTERVAL_S = 2.0
 def identity_of(config: DataConfig) -> str:
     """Return a hash of the corpus, the settings and all other inputs of the token files."""
     tokenizer = sorted(tokenizers.from_config(config).items()) if config.tokenizer else config.tokenizer_vocab
-    facts = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
+    facts: tuple = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
+    if config.source == "chat":
+        facts += (config.train_on,)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -42,6 +44,7 @@ class Preparation:
         self.tokenizer_file = directory / tokenizers.FILE
         self.parts: list[dict] = []
         self.documents_done = 0  # in finished parts
+        self.masked = config.source == "chat"
         tokenizer = self._resume() or self._start()
         self.vocabulary = tokenizers.vocabulary(tokenizer)
         self.end = tokenizers.end_of_text(tokenizer, tokenizers.companions(directory))
@@ -49,7 +52,8 @@ class Preparation:
 
     def run(self) -> None:
         """Write the remaining parts and the header. Raises ConfigError if there is no text to train on."""
-        settings = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction)
+        train_on = self.config.train_on if self.masked else None
+        settings = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction, train_on)
         pace = _Pace(documents.size(self.config))
         remaining = pace.track(itertools.islice(documents.documents(self.config), self.documents_done, None))
         with closing(encoding.encode_documents(remaining, settings, self.config.processes)) as encoded:
@@ -67,17 +71,18 @@ class Preparation:
             "tokenizer": TokenFiles(self.directory).fingerprint(),
             "vocabulary": self.vocabulary,
             "end_of_text": self.end,
+            **({"masked": True} if self.masked else {}),
             "parts": self.parts,
         }
-        write_file(self.directory / tokens.HEADER, json.dumps(header, indent=1).encode())
+        write_file(self.directory / HEADER, json.dumps(header, indent=1).encode())
         sync(self.directory)
 
     def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
         """Write one part and return True; or return False if no document is left."""
-        writer = parts.TokenShardWriter(self.directory, len(self.parts))
+        writer = parts.TokenShardWriter(self.directory, len(self.parts), self.masked)
         with writer:
-            for held_out, ids in encoded:
-                writer.add("validation" if held_out else "train", ids)
+            for held_out, ids, mask in encoded:
+                writer.add("validation" if held_out else "train", ids, mask)
                 if pace.report_due():
                     all_parts = (*self.parts, writer.counts)
                     count = sum(part[split]["tokens"] for part in all_parts for split in parts.SPLITS)
@@ -118,7 +123,8 @@ class Preparation:
         if TokenFiles(self.directory).fingerprint() != progress["tokenizer"]:
             raise ValueError("another tokenizer.json")
         tokenizer = tokenizers.read(self.tokenizer_file)
-        finished = parts.parse_parts(progress["parts"], parts.dtype_for(tokenizers.vocabulary(tokenizer)))
+        dtype = parts.dtype_for(tokenizers.vocabulary(tokenizer))
+        finished = parts.parse_parts(progress["parts"], dtype, self.masked)
         count = sum(part[split]["documents"] for part in finished for split in parts.SPLITS)
         if progress["documents"] != count:
             raise ValueError(f"{progress['documents']} documents, but its parts have {count}")
@@ -134,6 +140,11 @@ class Preparation:
             files = tokenizers.from_config(self.config)
         else:
             files = {tokenizers.FILE: self._train_tokenizer().to_str().encode()}
+        if self.masked and chat_template.find(files) is None:
+            raise ConfigError(
+                f"data.tokenizer={self.config.tokenizer}: it has no chat template; set data.chat_template to a file "
+                "with the Jinja template of the conversations"
+            )
         for name, content in files.items():
             write_file(self.directory / name, content)
         self._save_progress()

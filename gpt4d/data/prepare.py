@@ -1,6 +1,7 @@
 """Turn a corpus into token files: ``python -m gpt4d.data.prepare data=text data.path="GLOB" out=DIR``.
 
-Other arguments are overrides as for train.py: ``data=jsonl data.path='*.jsonl.gz' data.tokenizer=gpt2``. Train on the
+Other arguments are overrides as for train.py: ``data=jsonl data.path='*.jsonl.gz' data.tokenizer=gpt2``, or
+``data=chat data.path='sft/*.jsonl' data.tokenizer=RUN`` for conversations. Train on the
 files with ``data=tokens data.path=DIR``. The same command resumes an interrupted preparation. ``python -m
 gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
 """
@@ -16,8 +17,8 @@ from typing import cast
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gpt4d import activity
-from gpt4d.config import ConfigError, DataConfig, asks_for_help, check_data, check_limits, compose, unused_keys
-from gpt4d.data import parts, tokens
+from gpt4d.config import HEADER, ConfigError, DataConfig, asks_for_help, check_data, check_limits, compose, unused_keys
+from gpt4d.data import parts
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
 from gpt4d.data.sampler import integer_shares
@@ -61,6 +62,11 @@ def corpus(config: DataConfig) -> Corpus:
                     f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab "
                     "if set"
                 )
+            if files.masked != sources[0].masked:
+                text, chat = sorted((files, sources[0]), key=lambda each: each.masked)
+                raise ConfigError(
+                    f"data.blend: {chat.directory} has conversations and {text.directory} has text; blend one kind"
+                )
             if files.fingerprint() != sources[0].fingerprint():
                 raise ConfigError(
                     f"{files.directory}: made with another tokenizer than {sources[0].directory}; prepare it again "
@@ -87,7 +93,7 @@ def prepare(
     created = write_once(out, lambda partial: Preparation(config, identity, partial, on_progress).run(), on_progress)
     if created:
         (out / PROGRESS).unlink()  # a preparation without this file starts over, so it is removed last
-    elif not (out / tokens.HEADER).exists():
+    elif not (out / HEADER).exists():
         raise ConfigError(f"out={out}: exists and has no token files; choose another directory, or remove it")
     files = TokenFiles.open(out)
     if files.header["identity"] != identity:
@@ -129,13 +135,14 @@ def main(arguments: list[str]) -> None:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as display:
         line = display.add_task(f"preparing {out}", total=None)
         files = prepare(config, out, lambda text: display.update(line, description=text))
+    kind = "conversations" if files.masked else "documents"
     counts = ", ".join(
-        f"{split} {files.count(split, 'documents'):,} documents of {files.count(split, 'tokens'):,} tokens"
+        f"{split} {files.count(split, 'documents'):,} {kind} of {files.count(split, 'tokens'):,} tokens"
+        + f" ({files.count(split, 'trained'):,} have a loss)" * files.masked
         for split in parts.SPLITS
     )
-    print(
-        f"{out}: {counts}\ntrain on it with data=tokens data.path={out} model.vocab_size={files.header['vocabulary']}"
-    )
+    model = "train=finetune checkpoint.init=RUN" if files.masked else f"model.vocab_size={files.header['vocabulary']}"
+    print(f"{out}: {counts}\ntrain on it with data=tokens data.path={out} {model}")
 
 
 def _check_tokenizer(config: DataConfig, vocabulary_is_set: bool) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import math
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,7 @@ class Sequences:
     """Tokens cut into ``count`` sequences of ``length``, each followed by one more token as the last target."""
 
     def __init__(self, tokens: Tokens, length: int, seed: int, shuffle: bool):
-        self.tokens, self.length = tokens, length
+        self.tokens, self.length, self.dtype = tokens, length, tokens.dtype
         self.count = max(0, len(tokens) - 1) // length
         self.row_shape: tuple[int, ...] = (length + 1,)
         self.order = Order(self.count, seed, shuffle)
@@ -101,14 +102,14 @@ class Sequences:
 
 
 class Blend:
-    """A mixture of several ``Sequences`` by weight.
+    """A mixture of several sources of equal rows (gpt4d.data.loader.Source) by weight.
 
     Among the first n samples of a run, each source has its share of n, rounded up or down. So among any n consecutive
     samples, its count differs from its share by less than two. The choices repeat after ``period`` samples, whose
     counts match the weights exactly: after ten for 0.7 and 0.3. Raises ConfigError for weights with too long a period.
     """
 
-    def __init__(self, sources: list[Sequences], weights: list[float]):
+    def __init__(self, sources: list[Any], weights: list[float]):
         assert len(sources) == len(weights) and all(source.count for source in sources)
         self.sources = sources
         shares = integer_shares(weights)
@@ -140,10 +141,20 @@ class Blend:
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the samples as rows [n, length + 1] in the files' dtype."""
         sources, source_ids = self.choose(sample_ids)
-        rows = np.empty((len(sample_ids), *self.row_shape), self.sources[0].tokens.dtype)
+        rows = np.empty((len(sample_ids), *self.row_shape), self.sources[0].dtype)
         for source in np.unique(sources).tolist():
             rows[sources == source] = self.sources[source].rows(source_ids[sources == source])
         return rows
+
+    def trained(self, sample_ids: np.ndarray) -> int:
+        """Return the number of tokens of the samples that have a loss, for sources of conversations."""
+        parts = zip(self.sources, self.by_source(sample_ids), strict=True)
+        return sum(source.trained(source_ids) for source, source_ids in parts if len(source_ids))
+
+    def by_source(self, sample_ids: np.ndarray) -> list[np.ndarray]:
+        """Return the samples of each source as sample ids within that source."""
+        sources, source_ids = self.choose(sample_ids)
+        return [source_ids[sources == number] for number in range(len(self.sources))]
 
 
 def integer_shares(weights: list[float]) -> list[int]:

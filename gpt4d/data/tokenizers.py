@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -19,13 +20,15 @@ FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _PIECES_AT_ONCE = 64  # bounds memory, since the library needs a hundred bytes per token
 SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 # Further files of a transformers tokenizer: settings, chat templates, and older formats of the same tokenizer.
 COMPANIONS = (
     SETTINGS,
     _SPECIAL_TOKENS,
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE,
+    "chat_template.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
@@ -64,6 +67,18 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
             if token := token.get("content") if isinstance(token, dict) else token:
                 found[key] = str(token)
     return found
+
+
+def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:
+    """Return the tokenizer in a checkpoint's files. Raises ConfigError if it is missing or damaged.
+
+    ``checkpoint``: the path in the message.
+    """
+    if FILE not in files:
+        raise ConfigError(
+            f"checkpoint={checkpoint}: it was imported without a tokenizer; import the model again with tokenizer=NAME"
+        )
+    return parse(files, checkpoint)
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:
@@ -109,7 +124,7 @@ def load(key: str, name: str) -> dict[str, bytes]:
 
 
 def from_config(config: DataConfig) -> dict[str, bytes]:
-    """Return the files of ``data.tokenizer`` (``load``).
+    """Return the files of ``data.tokenizer`` (``load``), with the template of ``data.chat_template`` if that is set.
 
     Raises ConfigError if it cannot be used, or has more than ``data.tokenizer_vocab`` tokens (None: no limit).
     """
@@ -122,6 +137,8 @@ def from_config(config: DataConfig) -> dict[str, bytes]:
             f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
             f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"
         )
+    if config.chat_template:
+        files[TEMPLATE] = Path(os.path.expanduser(config.chat_template)).read_bytes()
     return files
 
 

@@ -1,7 +1,8 @@
 """Token files: a corpus as token ids, memory-mapped.
 
 A directory contains the files of each part, ``train_00000.bin`` and ``validation_00000.bin`` (uint16 or uint32). Each
-file has an index, such as ``train_00000.idx``, with the uint64 ends of its documents. The directory also contains
+file has an index, such as ``train_00000.idx``, with the uint64 ends of its documents. Files of conversations have a
+mask, such as ``train_00000.msk``: one byte per token, 1 if the token has a loss. The directory also contains
 ``tokenizer.json`` and, written last, ``header.json`` with counts, sizes and checksums.
 """
 
@@ -14,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from gpt4d.config import ConfigError
+from gpt4d.config import HEADER, ConfigError
 from gpt4d.data import parts, tokenizers
 from gpt4d.files import FileEntry, counts
 from gpt4d.runtime.errors import RankError
 
-HEADER = "header.json"
 FORMAT = 3
+ALL = "all"  # a split that consists of the training split and, after it, the validation split
 
 
 class Tokens:
@@ -62,14 +63,24 @@ class Tokens:
         rows = self._rows(starts, size)
         if rows.size and rows.max() >= self.vocabulary:
             row, column = np.argwhere(rows >= self.vocabulary)[0].tolist()
-            place = int(starts[row]) + column
-            number = int(np.searchsorted(self.ends, place, side="right"))
-            offset = (place - int(self._starts[number])) * self.dtype.itemsize
-            raise RankError(
-                f"{self.paths[number]}: damaged, the token at byte {offset} is {rows[row, column]}, but the vocabulary "
-                f"has {self.vocabulary} tokens; prepare the tokens again"
-            )
+            raise self._damaged(int(starts[row]) + column, rows[row, column])
         return rows
+
+    def document(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens from ``start`` to ``stop``. Raises RankError as ``rows`` does."""
+        ids = self[start:stop]
+        if len(ids) and ids.max() >= self.vocabulary:
+            index = int(ids.argmax())
+            raise self._damaged(start + index, ids[index])
+        return ids
+
+    def _damaged(self, place: int, token: int) -> RankError:
+        number = int(np.searchsorted(self.ends, place, side="right"))
+        offset = (place - int(self._starts[number])) * self.dtype.itemsize
+        return RankError(
+            f"{self.paths[number]}: damaged, the token at byte {offset} is {token}, but the vocabulary has "
+            f"{self.vocabulary} tokens; prepare the tokens again"
+        )
 
     def _rows(self, starts: np.ndarray, size: int) -> np.ndarray:
         numbers = np.searchsorted(self.ends, starts, side="right")
@@ -144,9 +155,16 @@ class TokenFiles:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
     def checksums(self) -> list[str]:
-        """Return the checksums of the files of tokens, part after part, training split first."""
+        """Return the checksums of the files that decide a run's samples, part after part, training split first.
+
+        For conversations, these are all files, because they are packed by their ends.
+        """
+        suffixes = parts.suffixes(masked=True) if self.masked else ("bin",)
         names = (
-            parts.file_name(split, part, "bin") for part in range(len(self.header["parts"])) for split in parts.SPLITS
+            parts.file_name(split, part, suffix)
+            for part in range(len(self.header["parts"]))
+            for split in parts.SPLITS
+            for suffix in suffixes
         )
         entries = {path.name: entry for path, entry in self.entries()}
         return [entries[name].xxh3_128 for name in names]
@@ -155,15 +173,40 @@ class TokenFiles:
     def end_of_text(self) -> int:
         return self.header["end_of_text"]
 
+    @property
+    def masked(self) -> bool:
+        """Whether the documents are conversations, which have a loss mask."""
+        return self.header.get("masked", False)
+
     def tokens(self, split: str) -> Tokens:
-        dtype, numbered = self.header["dtype"], enumerate(self.header["parts"])
-        paths = [self.directory / parts.file_name(split, n, "bin") for n, part in numbered if part[split]["documents"]]
+        return self._mapped(split, "bin", self.header["dtype"], self.header["vocabulary"])
+
+    def mask(self, split: str) -> Tokens:
+        """Return the loss mask of conversations: 1 for each token that has a loss."""
+        return self._mapped(split, "msk", "uint8", 2)
+
+    def document_ends(self, split: str) -> np.ndarray:
+        """Return the end of each document in ``tokens(split)``, int64."""
+        index = self._mapped(split, "idx", "uint64", 0)
+        found, start = [np.empty(0, np.int64)], 0
+        for part in index.parts:
+            found.append(part.astype(np.int64) + start)
+            start = int(found[-1][-1])
+        return np.concatenate(found)
+
+    def _mapped(self, split: str, suffix: str, dtype: str, vocabulary: int) -> Tokens:
+        paths = [
+            self.directory / parts.file_name(each, number, suffix)
+            for each in (parts.SPLITS if split == ALL else (split,))
+            for number, part in enumerate(self.header["parts"])
+            if part[each]["documents"]
+        ]
         mapped = [np.memmap(path, dtype, "r").view(np.ndarray) for path in paths]  # slicing a plain array is faster
-        return Tokens(mapped, dtype, paths, self.header["vocabulary"])
+        return Tokens(mapped, dtype, paths, vocabulary)
 
     def count(self, split: str, kind: str) -> int:
-        """Return the number of ``tokens`` or ``documents`` (``kind``) in a split."""
-        return sum(part[split][kind] for part in self.header["parts"])
+        """Return the number of ``tokens``, ``documents`` or tokens with a loss (``trained``) in a split."""
+        return sum(part[split].get(kind, 0) for part in self.header["parts"])
 
 
 def _parse_header(header: dict) -> dict:
@@ -176,5 +219,8 @@ def _parse_header(header: dict) -> dict:
     for key in ("tokenizer", "identity"):
         if not isinstance(header[key], str):
             raise TypeError(f"{key} is not a string")
-    parts.parse_parts(header["parts"], header["dtype"])
+    masked = header.get("masked", False)
+    if not isinstance(masked, bool):
+        raise TypeError("masked is not true or false")
+    parts.parse_parts(header["parts"], header["dtype"], masked)
     return header

@@ -252,7 +252,10 @@ class Description:
 
         A weight of a block must not be used outside the blocks.
         """
-        return dict.fromkeys(self.weights_of([unit.name for unit in self.blocks]), count) if count > 1 else {}
+        if count == 1:
+            return {}
+        adapters = [name for name, spec in self.parameters.items() if spec.is_adapter]
+        return dict.fromkeys((*self.weights_of([unit.name for unit in self.blocks]), *adapters), count)
 
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
         """Return the weights that each unit takes from the prefetcher; with ``recompute``, blocks are recomputed."""
@@ -359,11 +362,12 @@ def _unit_name(parameter: str) -> str:
 
 
 def copied_parameters(stages: Sequence[Description]) -> list[tuple[str, int, int, ParameterSpec]]:
-    """Return each copy of a parameter as its name, the stage that owns it, the stage of the copy, and its spec."""
+    """Return each copy of a trained parameter as its name, its stage, the stage of the copy, and its spec."""
     return [
         (name, owner, holder, spec)
         for holder, description in enumerate(stages)
         for name, spec in description.copied.items()
+        if not spec.frozen
         for owner, other in enumerate(stages)
         if name in other.parameters and name not in other.copied
     ]

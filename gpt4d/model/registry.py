@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits, register_model
 from gpt4d.model import gemma3, gpt2, llama, olmo2, unet
+from gpt4d.model.adapters import adapted
 from gpt4d.model.description import Description
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
@@ -53,6 +54,8 @@ def check_model(model: ModelConfig) -> None:
     Raises ConfigError unless each value has the type of its field and the model is possible on some grid.
     """
     for key, kind in get_type_hints(type(model)).items():
+        if key == "lora":
+            continue
         if not _has_type(value := getattr(model, key), kind):
             raise ConfigError(f"model.{key}={value!r}: not of type {getattr(kind, '__name__', kind)}; correct it")
     check_limits(model, "model.")
@@ -77,8 +80,9 @@ def family_of_hf(model_type: object) -> Family:
 
 
 def describe(config: ModelConfig) -> Description:
-    """Return the torch-free description of the model with these settings."""
-    return of(config).describe(config)
+    """Return the torch-free description of the model with these settings, with its adapters."""
+    description = of(config).describe(config)
+    return description if config.lora is None else adapted(description, config.lora)
 
 
 def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description:
@@ -99,7 +103,7 @@ def build(config: ModelConfig, weights: "ShardedWeights", parts: Sequence[Part] 
     """
     from gpt4d.model.module import Model  # imports torch
 
-    description = of(config).describe(config)
+    description = describe(config)
     model = Model(description.model(parts or [description.part(0, len(description.units))]), weights)
     weights.bind(dict(model.named_parameters()))
     return model

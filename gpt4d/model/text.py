@@ -12,7 +12,7 @@ from typing import Any
 from gpt4d.model.parts import Part
 from gpt4d.model.spec import ModelSpec
 from gpt4d.model.text_config import head, token_embedding
-from gpt4d.parallel.engine.interleave import run_alone, run_blocks
+from gpt4d.parallel.engine.interleave import join, run_alone, run_blocks
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum, head_loss
@@ -89,10 +89,14 @@ class TextModelSpec(ModelSpec):
         targets_BS: Any,
         sample_ids_B: Any,
         documents: Any = None,
+        masked: bool = False,
+        with_token_losses: bool = False,
     ) -> dict[str, Any]:
         """Return the residual stream [T, H] after a part as ``stream``, or the ``loss`` of the last part.
 
-        The loss is the cross-entropy, summed, not averaged, over this rank's tokens.
+        The loss is the cross-entropy, summed, not averaged, over this rank's tokens with a target. Its gradient
+        includes the z-loss (``train.z_loss``).
+        ``with_token_losses`` adds the loss of each token as ``token_losses`` [B, S], without a gradient.
 
         Args:
             model: the layer of this spec.
@@ -102,20 +106,28 @@ class TextModelSpec(ModelSpec):
             targets_BS: ids of the tokens to predict.
             sample_ids_B: as for ``forward``.
             documents: as for ``forward``.
+            masked: tokens with a negative target have no target.
+            with_token_losses: also return the losses of the tokens.
         """
         tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents)
         x_TH = self._stream(model, part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}
         targets_T, vocabulary, chunks = tokens.gathered(targets_BS), self.config.vocab_size, model.context.loss_chunks
+        losses: list[Any] | None = [] if with_token_losses else None
         if chunks == 1:
             logits = self._logits(model, x_TH)
             del x_TH
-            return {"loss": cross_entropy_sum(logits, targets_T, vocabulary, model.context.grid.x)}
-        weight = model.tokens.weight if self.config.tied else model.head.weight
-        _, normal_TH = model.norm(x_TH)
-        normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss saves no input
-        return {"loss": head_loss(normal_TH, weight, targets_T, vocabulary, model.head.product, chunks)}
+            loss = cross_entropy_sum(
+                logits, targets_T, vocabulary, model.context.grid.x, model.context.z_loss, masked, losses
+            )
+        else:
+            weight = model.tokens.weight if self.config.tied else model.head.weight
+            _, normal_TH = model.norm(x_TH)
+            normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss saves no input
+            head = model.head.product
+            loss = head_loss(normal_TH, weight, targets_T, vocabulary, head, chunks, masked, losses)
+        return {"loss": loss, **({"token_losses": tokens.restored(join(*losses))} if losses else {})}
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
         return (*(tensor((samples, length), "int64") for _ in range(2)), tensor((samples,), "int64"))

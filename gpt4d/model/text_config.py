@@ -26,7 +26,9 @@ class TextConfig(Protocol):
 
 def head(config: TextConfig) -> LinearSpec:
     """Return the spec of the layer from hidden features to logits, unless it is tied to the token embedding."""
-    return LinearSpec(config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size, float8=False)
+    return LinearSpec(
+        config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size, float8=False, group="head"
+    )
 
 
 def token_embedding(config: TextConfig) -> TokenEmbeddingSpec:

@@ -73,6 +73,9 @@ class _Weights:
     def __init__(self, context: Context):
         self.context = context
 
+    def trains(self, weight: nn.Parameter) -> bool:
+        return True
+
     def gather(self, weight: nn.Parameter) -> torch.Tensor:
         return weight.detach().to(self.context.compute_dtype)
 

@@ -22,6 +22,7 @@ class Context:
         recompute_inputs: products do not keep inputs that are easily recomputed.
         num_chunks: chunks of a microbatch that the blocks interleave.
         loss_chunks: chunks of the tokens for the loss, which has the logits of one chunk at a time.
+        z_loss: weight of log²(Σ exp(logits)) in the gradients of the loss.
         scatter_heads: y splits the heads of attention too, if it divides their number.
         sequence_parallel: x splits the tokens between the layers; always false on a grid without x.
         float8: linear layers of blocks multiply in float8 (gpt4d.parallel.layers.float8).
@@ -34,6 +35,7 @@ class Context:
     recompute_inputs: bool = False
     num_chunks: int = 1
     loss_chunks: int = 1
+    z_loss: float = 0.0
     scatter_heads: bool = True
     sequence_parallel: bool = False
     float8: bool = False
@@ -48,7 +50,12 @@ class Context:
         return sharding.head_axes(heads, self.grid.x.size, self.grid.y.size, self.scatter_heads, stream)
 
     def batch_axes(self, spec: ParameterSpec) -> tuple[str, ...]:
-        """Return the axes that split the samples, tokens or heads that a parameter acts on, innermost first."""
+        """Return the axes over which a parameter's gradient is summed, innermost first.
+
+        They split the samples, tokens, heads or features that the parameter acts on.
+        """
+        if spec.summed is not None:
+            return (*spec.summed, "z", "data")
         if spec.head_parts:
             return (*reversed(self.head_axes(spec.head_parts)), "z", "data")
         return ("x", "z", "data") if self.sequence_parallel and spec.between_layers else ("z", "data")
@@ -62,6 +69,7 @@ def layer_settings(config: Config) -> dict[str, Any]:
         "recompute_inputs": train.activation_checkpointing == "selective",
         "num_chunks": parallel.chunks,
         "loss_chunks": train.loss_chunks,
+        "z_loss": train.z_loss,
         "scatter_heads": parallel.scatter_heads,
         "sequence_parallel": parallel.sequence_parallel,
         "float8": train.precision == "fp8",

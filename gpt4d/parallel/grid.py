@@ -19,7 +19,8 @@ class Grid:
     ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
 
     One more axis, ``world``, contains all ranks of the job. On a GPU, another axis with all ranks of the job uses its
-    group: a communicator of NCCL takes more than half a GB.
+    group: a communicator of NCCL takes more than half a GB. After ``join``, the axis ``stage`` contains all ranks of
+    the grid.
 
     Args:
         sizes: devices along each axis; their product is the number of ranks of the stage.
@@ -34,6 +35,7 @@ class Grid:
     z: Axis
     data: Axis
     world: Axis
+    stage: Axis
 
     def __init__(
         self,
@@ -72,6 +74,19 @@ class Grid:
             transport = transport_of(group, self.device_type)
         return Axis(name, len(members), index, group, transport)
 
+    def join(self) -> None:
+        """Create the axis ``stage`` of all ranks of the grid, which must call this together.
+
+        Its order is the order of the ranks in the job, as in every process group, even if ``parallel.rank_order``
+        changes the order on the grid.
+        """
+        members, world = sorted(self.ranks), self.world
+        index = members.index(self.ranks[self.index])
+        if len(members) == world.size:
+            self.stage = Axis("stage", world.size, index, world.group, world.transport)
+        else:
+            self.stage = self._axis("stage", members, index)
+
     @classmethod
     def single_device(cls) -> "Grid":
         """Return the grid of one device, independent of process groups. It serves shapes, not training."""
@@ -99,6 +114,8 @@ class Grid:
 
     def __iter__(self) -> Iterator[Axis]:
         yield from (self.x, self.y, self.z, self.data, self.world)
+        if hasattr(self, "stage"):
+            yield self.stage
 
     @property
     def active_axes(self) -> dict[str, Axis]:

@@ -58,6 +58,26 @@ class Layout:
         return f"Layout({', '.join(map(repr, self.dims))})"
 
 
+# Parameters of hidden layers, of layers from ids or images, of layers to logits or images, and of adapters; all others.
+GROUPS = "matrices", "embeddings", "head", "adapters", "vectors"
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """How a weight consists of matrices from input features to output features, which Muon orthogonalizes.
+
+    Attributes:
+        outputs: the dim of the output features. All further dims, except ``fused``, have the input features.
+        fused: the dim whose entries are matrices of equal shape; None if there is no such dim.
+        pattern: numbers of consecutive output features of each matrix, which repeat along ``outputs``; empty if all
+            output features belong to one matrix.
+    """
+
+    outputs: int = 1
+    fused: int | None = None
+    pattern: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """A parameter as a global tensor, with its layout and its initial values."""
@@ -67,11 +87,19 @@ class ParameterSpec:
     unpadded_shape: tuple[int, ...] | None = None  # without padding at the ends of dims; None: there is no padding
     mean: float = 0.0  # initial values are mean + std · normal
     std: float = 0.0
-    decay: bool = False  # weight decay applies, as to all matrices
+    group: str = "vectors"  # one of GROUPS, which decides about learning rate and weight decay
+    matrices: Matrices | None = None  # of a weight in the group matrices
     streamed: bool = False  # the sharded weights gather it over z before each use
     float8: bool = False  # with train.precision=fp8, it is gathered and multiplied in float8
     between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
     head_parts: int = 0  # it acts on heads of attention, which can be split into this many parts; 0: not on heads
+    frozen: bool = False  # it is not trained: it has no gradient and no optimizer states, and has the compute dtype
+    summed: tuple[str, ...] | None = None  # an adapter's: further axes over which its gradient is summed
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it belongs to an adapter of a layer."""
+        return self.summed is not None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -98,6 +126,8 @@ class ParameterSpec:
 
     def optimized_elements(self, sizes: GridSizes, shard_states: bool) -> int:
         """Return the number of elements that a device optimizes. ``shard_states``: data splits them (ZeRO-1)."""
+        if self.frozen:
+            return 0
         layout = over_data(self, sizes._asdict()) if shard_states else self.layout
         return self._elements(layout, sizes)
 

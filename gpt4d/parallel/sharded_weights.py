@@ -52,12 +52,20 @@ class ShardedWeights(Weights):
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
         """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""
-        local = torch.empty(
-            self.context.grid.local_shape(spec.shape, spec.layout), dtype=self.dtype, device=self.device
-        )
-        parameter: Any = nn.Parameter(local)
+        shape = self.context.grid.local_shape(spec.shape, spec.layout)
+        local = torch.empty(shape, dtype=self._dtype_of(spec), device=self.device)
+        # The backward of a stage begins at its streamed weights, even if they are frozen.
+        parameter: Any = nn.Parameter(local, requires_grad=spec.streamed or not spec.frozen)
         parameter.spec = spec
         return parameter
+
+    def trains(self, shard: nn.Parameter) -> bool:
+        spec: ParameterSpec | None = getattr(shard, "spec", None)  # weights of ATPLinear have none
+        return spec is None or not spec.frozen
+
+    def _dtype_of(self, spec: ParameterSpec) -> torch.dtype:
+        """Return the dtype of a parameter: frozen parameters have no master weights."""
+        return self.context.compute_dtype if spec.frozen else self.dtype
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Set the global names of the parameters, which the order of uses refers to."""
@@ -71,7 +79,7 @@ class ShardedWeights(Weights):
             parameter: Any = self._parameters[name]
             parameter.spec = spec_of(parameter).replicated()
             shape = self.context.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
-            parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
+            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=self.device)
         self._device.forget_axes()
 
     @property

@@ -30,6 +30,7 @@ class Stage:
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
         chunk_contributions: number of chunks per microbatch that contribute to a weight's gradient, by weight.
+        copies: names of the parameters that are copies of another stage's weights, which that stage saves and updates.
         crossing: names of the tensors on each edge of the pipeline, by producing and consuming virtual stage.
         exchange: the edges to other stages; None if there are none.
         evaluation_exchange: the edges in an evaluation, where x does not split tokens.
@@ -47,6 +48,7 @@ class Stage:
     cached: Collection[str] = ()
     cached_for_step: Collection[str] = ()
     chunk_contributions: Mapping[str, int] = field(default_factory=dict)
+    copies: Collection[str] = ()
     crossing: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
     exchange: Exchange | None = None
     evaluation_exchange: Exchange | None = None
@@ -59,9 +61,9 @@ class Stage:
         return {**self.grid.active_axes, **(self.exchange.axes if self.exchange else {})}
 
     @property
-    def copies(self) -> list[str]:
-        """Names of the parameters that are copies of another stage's weights, which that stage updates and saves."""
-        return self.exchange.held if self.exchange else []
+    def batch_shards(self) -> int:
+        """The number of which all batches have a multiple, so that each stage can split them among its batch shards."""
+        return self.exchange.batch_shards if self.exchange else self.grid.sizes.batch_shards
 
     def send_copied_weights(self) -> None:
         """Start to send weights to the stages that have copies of them. The next forward waits for the copies.

@@ -113,6 +113,10 @@ class Weights(ABC):
 
     # ------------------------------------------------------------------------------------------- gradients
 
+    @abstractmethod
+    def trains(self, shard: Any) -> bool:
+        """Return whether a weight is trained. A frozen weight has no gradient."""
+
     @contextmanager
     def delaying_weight_gradients(self) -> Iterator[None]:
         """Delay the gradients of gathered weights in a backward until ``compute_delayed_gradients``."""

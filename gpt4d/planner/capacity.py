@@ -10,7 +10,7 @@ from gpt4d.planner import pipelines
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.options import Level, levels
 from gpt4d.planner.topology import for_devices, usable_gib
-from gpt4d.planner.workload import grids, micro_batch_sizes, training_state
+from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes, training_state
 
 
 def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | None, float]:
@@ -94,7 +94,7 @@ def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int 
     """
     smallest = levels(config, keys)[-1]
     description, parallel = smallest.description, smallest.config.parallel
-    state_gib = sum(training_state(description, GridSizes(), shard_states=False).values()) / GIB
+    state_gib = sum(training_state(description, GridSizes(), config.optim, compute_bytes(config)).values()) / GIB
     for devices in range(1, int(min(limit, devices_of(config.cluster))) + 1):
         cluster = for_devices(config.cluster, devices)
         available = usable_gib(cluster) - cluster.reserved_gib

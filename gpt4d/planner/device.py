@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.symbolic.tensor import Computation
-from gpt4d.planner.topology import Speed, spans, speed
+from gpt4d.planner.topology import RankSpan, Speed, spans, speed
 
-AXES = (*GridSizes._fields, "world")
+AXES = (*GridSizes._fields, "world", "stage")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"
 _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel
 
@@ -41,12 +41,15 @@ class CollectiveCost(NamedTuple):
 
 
 class Links:
-    """Speed of each kind of collective on each axis of a grid, and the size of each axis (``topology.spans``)."""
+    """Speed of each kind of collective on each axis of a grid, and the size of each axis (``topology.spans``).
+
+    The axis ``stage`` consists of all devices of the grid.
+    """
 
     def __init__(
         self, cluster: ClusterConfig, sizes: GridSizes, rank_order: str | None = None, world: int | None = None
     ):
-        by_axis = spans(sizes, rank_order, world)
+        by_axis = spans(sizes, rank_order, world) | {"stage": RankSpan(1, sizes.devices)}
         self.sizes = {axis: span.size for axis, span in by_axis.items()}
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS

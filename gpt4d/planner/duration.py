@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpt4d.config import Config
+from gpt4d.config import Config, batch_sizes, samples_of
 from gpt4d.model import registry
 
 
@@ -12,14 +12,18 @@ class Duration:
 
     steps: int | None  # None: train.epochs, whose number of steps depends on the data
     devices: int
-    units: int  # tokens or images per step
+    total: int | None  # tokens or images of the run; None as for steps
+    units: int  # tokens or images per step of train.batch_size
     unit: str
     step_time_s: float
 
     @property
     def hours(self) -> float | None:
-        """Hours of all steps, without validation, checkpoints and restarts; None if their number is unknown."""
-        return None if self.steps is None else self.steps * self.step_time_s / 3600
+        """Hours of all steps, without validation, checkpoints and restarts; None if their number is unknown.
+
+        The smaller batches of ``train.batch_ramp`` are assumed to have the same throughput.
+        """
+        return None if self.total is None else self.total / self.units * self.step_time_s / 3600
 
     @property
     def device_hours(self) -> float | None:
@@ -33,10 +37,10 @@ class Duration:
 
     def __str__(self) -> str:
         speed = f"{_rounded(self.units_per_s)} {self.unit}/s"
-        if self.steps is None or self.hours is None or self.device_hours is None:
+        if self.steps is None or self.total is None or self.hours is None or self.device_hours is None:
             return f"{speed}; the data decide how many steps train.epochs takes"
         return (
-            f"{speed}; {self.steps:,} steps ({_short(self.steps * self.units)} {self.unit}) take {_hours(self.hours)}, "
+            f"{speed}; {self.steps:,} steps ({_short(self.total)} {self.unit}) take {_hours(self.hours)}, "
             f"{_rounded(self.device_hours)} device-hours"
         )
 
@@ -44,16 +48,19 @@ class Duration:
 def duration(config: Config, devices: int, step_time_s: float) -> Duration:
     """Return the duration of a run with ``step_time_s`` seconds per step."""
     train, family = config.train, registry.of(config.model)
+    units = family.units_per_sample(config)
     steps = train.steps if train.epochs is None else None
-    return Duration(steps, devices, train.batch_size * family.units_per_sample(config), family.unit, step_time_s)
+    total = None if steps is None else samples_of(train, steps) * units
+    return Duration(steps, devices, total, train.batch_size * units, family.unit, step_time_s)
 
 
 def batch_text(config: Config) -> str:
     """Return a readable description of the batch, since the planner's answers depend on it."""
     train, unit = config.train, registry.of(config.model).unit
+    size = " to ".join(f"{size:,}" for size in dict.fromkeys((batch_sizes(train)[0], train.batch_size)))
     if unit != "tokens":
-        return f"{train.batch_size:,} {unit} per step"
-    return f"{train.batch_size:,} sequences of {train.seq_len:,} tokens per step"
+        return f"{size} {unit} per step"
+    return f"{size} sequences of {train.seq_len:,} tokens per step"
 
 
 def _hours(hours: float) -> str:

@@ -15,7 +15,7 @@ from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.options import as_overrides
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import reserved_gib
-from gpt4d.planner.workload import gathered_bytes, splits_backwards, training_state, utilization
+from gpt4d.planner.workload import compute_bytes, gathered_bytes, splits_backwards, training_state, utilization
 
 GIB = 2**30
 MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
@@ -125,8 +125,8 @@ class Estimate:
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config, [sizes])
         self.links = Links(config.cluster, sizes, config.parallel.rank_order, world)
-        self.reserved_gib = reserved_gib(config.cluster, sizes, world or sizes.devices)
-        self.state = training_state(self.description, sizes, config.optim.shard_states)
+        self.reserved_gib = reserved_gib(config.cluster, sizes, world or sizes.devices, config.optim.uses_muon)
+        self.state = training_state(self.description, sizes, config.optim, compute_bytes(config))
         self.share = config.train.batch_size // sizes.batch_shards
         self.cached = self.description.cached_units(config.parallel.cache_layers)
         self.few = self._first_of_each_kind(BLOCKS_PER_KIND)
@@ -210,7 +210,7 @@ class Estimate:
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
             for n, axis in enumerate(AXES)
-            if self.links.sizes[axis] > 1
+            if self.links.sizes[axis] > 1 and (axis != "stage" or config.optim.uses_muon)
         }
         memory = {kind: nbytes / GIB for kind, nbytes in state.items()}
         memory["reserved"] = self.reserved_gib
@@ -287,8 +287,9 @@ class Estimate:
                 spec = self.description.parameters[name]
                 element = gathered_bytes(self.config, spec)
                 parts = self.sizes.z if "z" in spec.layout.axes else 1
-                copied = parts > 1 or element != MASTER_BYTES
-                held += spec.local_elements(self.sizes) * (parts * element * copied + (parts - 1) * MASTER_BYTES)
+                copied = parts > 1 or (element != MASTER_BYTES and not spec.frozen)
+                gradient = 0 if spec.frozen else (parts - 1) * MASTER_BYTES
+                held += spec.local_elements(self.sizes) * (parts * element * copied + gradient)
         return held
 
 

@@ -14,7 +14,7 @@ from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.options import Level
 from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import reserved_gib, usable_gib
-from gpt4d.planner.workload import compute_s, grids, training_state
+from gpt4d.planner.workload import compute_bytes, compute_s, grids, training_state
 
 _NUM_ESTIMATED = 8  # number of pipelines that are estimated in full, after the quick estimate
 _NUM_IMPROVED = 3  # number of fastest pipelines that are tried with other microbatches, schedules and grids
@@ -139,8 +139,11 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
                 problem = problem or _no_numbers(staged)
                 ranking.problem = ranking.problem or problem
                 continue
-            state = training_state(level.describe([sizes]), sizes, config.optim.shard_states)
-            needed = reserved_gib(config.cluster, sizes, devices) + sum(state.values()) / stages / GIB
+            state = training_state(level.describe([sizes]), sizes, config.optim, compute_bytes(config))
+            needed = (
+                reserved_gib(config.cluster, sizes, devices, config.optim.uses_muon)
+                + sum(state.values()) / stages / GIB
+            )
             if needed > usable_gib(config.cluster):
                 ranking.too_large[sizes] = needed
                 ranking.exact[sizes] = partial(search.least_gib, (sizes,) * stages)

@@ -298,8 +298,8 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
 
 
 def converts_weights(config: Config, sizes: GridSizes) -> bool:
-    """Return whether weights are converted, but not gathered."""
-    return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES
+    """Return whether master weights are converted to the compute dtype without a gather, so that caching them pays."""
+    return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES and config.model.lora is None
 
 
 def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:

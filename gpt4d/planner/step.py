@@ -17,7 +17,8 @@ from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.recording import Settings, compute_dtype, recording_of
-from gpt4d.planner.workload import compiles, splits_backwards, training_state
+from gpt4d.planner.update import update
+from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
 
 
 class StepWalk:
@@ -63,7 +64,7 @@ class StepWalk:
         self.cached = frozenset() if for_step else weights
         self.cached_for_step = weights if for_step else frozenset()
         if gradient_bytes is None:
-            gradient_bytes = training_state(self.description, sizes, shard_states=False)["gradients"]
+            gradient_bytes = training_state(self.description, sizes, config.optim)["gradients"]
         self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
 
     def run(self, microbatches: int, continued: bool = False, last: int | None = None) -> Device:
@@ -104,7 +105,7 @@ class StepWalk:
             return device
         weights.schedule.finish()
         weights.reduction.finish()
-        weights.reduction.update()
+        update(device, description.parameters, self.sizes, config.optim, compute_bytes(config))
         return device
 
     def _continue(self) -> dict[str, tuple[SymbolicTensor, SymbolicTensor]]:
@@ -192,7 +193,8 @@ class _Omitted:
         self.walk, self.more = walk, more
         weights, prefix = walk.weights, walk.prefixes[place]
         self.weights = walk.description.probe.weights(walk.description.blocks[place]).forward
-        elements = sum(weights.elements(name) for name in walk.description.parameters if name.startswith(prefix))
+        trained = (name for name, spec in walk.description.parameters.items() if not spec.frozen)
+        elements = sum(weights.elements(name) for name in trained if name.startswith(prefix))
         self.gradient_bytes = 0 if walk.continued else more * elements * MASTER_BYTES
         self.before = self.kept = self.delayed = 0
 

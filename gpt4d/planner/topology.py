@@ -77,16 +77,17 @@ def total_gib(cluster: ClusterConfig) -> float:
     return cluster.memory_gib
 
 
-def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int) -> float:
+def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int, joined: bool = False) -> float:
     """Return the memory that libraries and the groups of the grid and the job take on a device.
 
     Args:
         cluster: the machine.
         sizes: the grid of the device's stage.
         world: number of devices of all stages.
+        joined: there is a group of all devices of the grid.
     """
     # An axis with all ranks uses the group of the job (gpt4d.parallel.grid).
-    groups = (world > 1) + sum(1 < size < world for size in sizes)
+    groups = (world > 1) + sum(1 < size < world for size in (*sizes, *[sizes.devices] * joined))
     return cluster.reserved_gib + groups * cluster.communicator_gib
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Iterator
 
-from gpt4d.config import Config, GridSizes, chunk_problem, divisors
+from gpt4d.config import Config, GridSizes, OptimConfig, batch_sizes, chunk_problem, divisors
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
+from gpt4d.optim.matrices import num_states
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 
@@ -18,14 +19,26 @@ def grids(devices: int) -> Iterator[GridSizes]:
                 yield GridSizes(x, y, z, devices // x // y // z)
 
 
-def training_state(description: Description, sizes: GridSizes, shard_states: bool) -> dict[str, int]:
-    """Return bytes on a device: persistent ``weights`` and ``optimizer`` states, and ``gradients`` of each step."""
+def training_state(
+    description: Description, sizes: GridSizes, optim: OptimConfig, frozen_bytes: int = MASTER_BYTES
+) -> dict[str, int]:
+    """Return bytes on a device: persistent ``weights`` and ``optimizer`` states, and ``gradients`` of each step.
+
+    ``frozen_bytes``: bytes of an element of a frozen weight, which has the compute dtype.
+    """
     counts = description.parameter_counts
-    weights = sum(count * spec.local_elements(sizes) for spec, count in counts) * MASTER_BYTES
-    states = sum(count * spec.optimized_elements(sizes, shard_states) for spec, count in counts) * MASTER_BYTES
-    # Another stage updates a copied weight.
-    states -= sum(spec.optimized_elements(sizes, shard_states) for spec in description.copied.values()) * MASTER_BYTES
-    return {"weights": weights, "gradients": weights, "optimizer": 2 * states}
+    trained = [(spec, count) for spec, count in counts if not spec.frozen]
+    gradients = sum(count * spec.local_elements(sizes) for spec, count in trained) * MASTER_BYTES
+    frozen = sum(count * spec.local_elements(sizes) for spec, count in counts if spec.frozen) * frozen_bytes
+    states = sum(count * _state_elements(spec, sizes, optim) for spec, count in counts)
+    states -= sum(_state_elements(spec, sizes, optim) for spec in description.copied.values())  # another stage has them
+    return {"weights": gradients + frozen, "gradients": gradients, "optimizer": states * MASTER_BYTES}
+
+
+def _state_elements(spec: ParameterSpec, sizes: GridSizes, optim: OptimConfig) -> int:
+    """Return the number of elements of a parameter's optimizer states on a device. Data splits Muon's momentum."""
+    count = num_states(spec, optim)
+    return count * spec.optimized_elements(sizes, optim.shard_states or count == 1)
 
 
 class Descriptions:
@@ -106,8 +119,10 @@ def splits_backwards(config: Config) -> bool:
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
     """Return the possible microbatch sizes of a device, largest first; only ``train.micro_batch_size`` if it is set.
 
-    Sizes that cannot be cut into ``parallel.chunks`` are omitted.
+    Sizes that cannot be cut into ``parallel.chunks``, or do not divide a larger batch of ``train.batch_ramp``, are
+    omitted.
     """
-    share, given = config.train.batch_size // sizes.batch_shards, config.train.micro_batch_size
-    choices = [given] if given is not None else divisors(share)[::-1]
+    shares, given = [size // sizes.batch_shards for size in batch_sizes(config.train)], config.train.micro_batch_size
+    possible = [size for size in divisors(shares[-1])[::-1] if all(share % min(size, share) == 0 for share in shares)]
+    choices = [given] if given is not None else possible
     return [size for size in choices if not chunk_problem(config.train, config.parallel, sizes, size)]

@@ -23,7 +23,8 @@ class History:
 
     Attributes:
         training: logged training losses by step. Steps that a restart repeats or discards count once or not at all.
-        validation: validation losses by step.
+        validation: losses of the held-out data by step.
+        sets: losses of each further validation set by step, by the name of the set.
         unit: the unit of ``Point.seen``, tokens or images.
         step: the last logged step.
         step_time_s: seconds per step, from the last line of a step.
@@ -38,6 +39,7 @@ class History:
         self.path = run_dir / "metrics.jsonl"
         self.training: dict[int, Point] = {}
         self.validation: dict[int, Point] = {}
+        self.sets: dict[str, dict[int, Point]] = {}
         self.unit = "tokens"
         self.step = 0
         self.step_time_s: float | None = None
@@ -72,9 +74,11 @@ class History:
             self._add_loss(self.training, line)
         elif event == "validation":
             self._add_loss(self.validation, line)
+            for name, values in line.get("sets", {}).items():
+                self._add_loss(self.sets.setdefault(name, {}), {**line, **values})
         elif event == "start":
             self.started, self.ending, self.problem, self.step = True, None, None, step
-            for losses in (self.training, self.validation):
+            for losses in (self.training, self.validation, *self.sets.values()):
                 for later in [known for known in losses if known > step]:
                     del losses[later]
         elif event in _ENDINGS:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gpt4d.runs.history import History, Point, interval_means
 
 _INTERVALS = 200
 _MAX_LEGEND = 40
+_MARKERS, _MARKER_NAMES = "os^Dv", ("points", "squares", "triangles", "diamonds", "inverted triangles")
 _X: dict[str, Callable[[Point], float]] = {
     "step": lambda point: point.step,
     "tokens": lambda point: point.seen,
@@ -17,6 +19,8 @@ X_AXES = tuple(_X)
 
 def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", title: str = "") -> None:
     """Plot training losses as lines, smoothed by the means of intervals, and validation losses as points.
+
+    The points of each validation set have a marker, and for a single run also a color, of their own.
 
     Args:
         runs: the histories of the runs by name.
@@ -32,20 +36,23 @@ def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", titl
     figure = Figure(figsize=(10 if several else 8, 5), layout="constrained")
     axes = figure.add_subplot()
     colors = colormaps["tab10"].colors if len(runs) <= 10 else colormaps["viridis"].resampled(len(runs)).colors  # type: ignore[attr-defined]
-    initial = []
+    initial, markers = [], dict[str, str]()
     for (name, history), color in zip(runs.items(), colors, strict=False):
         training = interval_means([history.training[step] for step in sorted(history.training)], _INTERVALS)
-        validation = [history.validation[step] for step in sorted(history.validation)]
         initial += [point.loss for point in training[:1]]
         of_x, of_loss = (lambda points: [_X[x](point) for point in points]), (lambda points: [p.loss for p in points])
         axes.plot(of_x(training), of_loss(training), color=color, label=name if several else "training")
-        label, style = (None, "o") if several else ("validation", "o--")
-        axes.plot(of_x(validation), of_loss(validation), style, color=color if several else "C1", label=label)
+        for number, (label, losses) in enumerate([("validation", history.validation), *history.sets.items()]):
+            points = [losses[step] for step in sorted(losses)]
+            marker = markers.setdefault(label, _MARKERS[len(markers) % len(_MARKERS)])
+            style: dict[str, Any] = {"color": color} if several else {"color": f"C{number + 1}", "label": label}
+            axes.plot(of_x(points), of_loss(points), marker if several else f"{marker}--", **style)
     if initial:  # a diverged loss must not flatten the remaining curves
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.1 * max(initial)))
     unit = next((history.unit for history in runs.values()), "tokens")
     axes.set_xlabel({"step": "step", "tokens": f"{unit} seen", "hours": "hours"}[x])
-    axes.set_ylabel(f"loss per {unit.removesuffix('s')}" + (" (points: validation)" if several else ""))
+    names = ", ".join(f"{_MARKER_NAMES[_MARKERS.index(marker)]}: {name}" for name, marker in markers.items())
+    axes.set_ylabel(f"loss per {unit.removesuffix('s')}" + (f" ({names})" if several else ""))
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_title(title)

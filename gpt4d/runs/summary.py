@@ -13,7 +13,7 @@ from typing import Any
 from gpt4d import starts
 from gpt4d.config import Change, ConfigError, Effect, effect_of
 from gpt4d.runs import lock
-from gpt4d.runs.history import History
+from gpt4d.runs.history import History, Point
 
 _NOT_RUNS = {"checkpoints", "configs", "traces", "hang"}  # directories inside a run
 _RECENT_S = 120.0
@@ -95,8 +95,13 @@ class Run:
 
     @property
     def validation_loss(self) -> float | None:
-        """The last validation loss."""
-        return next((point.loss for point in reversed(self.history.validation.values())), None)
+        """The last loss of the held-out data."""
+        return _last(self.history.validation)
+
+    @property
+    def set_losses(self) -> dict[str, float | None]:
+        """The last loss of each further validation set, by the name of the set."""
+        return {name: _last(losses) for name, losses in self.history.sets.items()}
 
     @property
     def left_s(self) -> float | None:
@@ -114,11 +119,16 @@ class Run:
             "steps": self.steps,
             "loss": self.loss,
             "validation_loss": self.validation_loss,
+            "validation_sets": self.set_losses,
             f"{history.unit}_per_s": history.per_s,
             "time": history.time,
             "elapsed_s": max((point.elapsed_s for point in history.training.values()), default=None),
             "problem": history.problem,
         }
+
+
+def _last(losses: dict[int, Point]) -> float | None:
+    return next((point.loss for point in reversed(losses.values())), None)
 
 
 def find_runs(directories: Iterable[Path], known: Iterable[Run] = ()) -> list[Run]:

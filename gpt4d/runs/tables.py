@@ -26,7 +26,8 @@ def console() -> Console:
 def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> Table:
     """Return a table with one row per run and one column for each setting that differs between the runs.
 
-    ``names`` has the name of a run by its path; the default is the path.
+    Each further validation set has a column for its last loss. ``names`` has the name of a run by its path; the default
+    is the path.
     """
     keys = differing_keys([run.settings for run in runs])
     table = Table(box=box.SIMPLE_HEAD, header_style="", caption_justify="left", caption_style="")
@@ -34,7 +35,8 @@ def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> T
     for key in keys[:_MAX_SETTINGS]:
         table.add_column(key, overflow="fold")
     table.add_column("state")
-    for heading in ("step", f"loss (last {AVERAGED_LINES})", "validation", "speed", "left", "last line"):
+    sets = [*dict.fromkeys(name for run in runs for name in run.set_losses)]
+    for heading in ("step", f"loss (last {AVERAGED_LINES})", "validation", *sets, "speed", "left", "last line"):
         table.add_column(heading, justify="right")
     for run in runs:
         history = run.history
@@ -43,8 +45,8 @@ def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> T
         cells += [escape(_text(run.settings[key])) if key in run.settings else "" for key in keys[:_MAX_SETTINGS]]
         cells += [f"[{_STYLES[run.state]}]{run.state}[/]" if run.state in _STYLES else run.state.value]
         cells += [f"{history.step}/{run.steps}" if run.steps else str(history.step)]
-        cells += [_loss(run.loss), _loss(run.validation_loss), speed]
-        cells += ["" if run.left_s is None else duration(run.left_s), _date(history.time)]
+        cells += map(_loss, (run.loss, run.validation_loss, *(run.set_losses.get(name) for name in sets)))
+        cells += [speed, "" if run.left_s is None else duration(run.left_s), _date(history.time)]
         table.add_row(*cells)
     notes = [f"{run.path}: {run.history.problem}" for run in runs if run.history.problem]
     if len(keys) > _MAX_SETTINGS:

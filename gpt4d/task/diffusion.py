@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.config import Config, ConfigError, DataConfig, check_image_format
+from gpt4d.config import HELD_OUT, Config, ConfigError, DataConfig, check_image_format
 from gpt4d.data.batch import Batch
 from gpt4d.data.images import ImageFiles, ImageSamples, image_files
+from gpt4d.data.loader import Source
 from gpt4d.model.parts import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
@@ -65,9 +66,10 @@ class Diffusion(ReadingTask):
     def connect(self, stage: Stage, micro_batch_size: int) -> None:
         model, device = self.settings, stage.weights.device
         self._process = DiffusionProcess(model.noise_schedule, model.timesteps, model.prediction, device)
+        self._reading = self._reads(stage, self._training)
         super().connect(stage, micro_batch_size)
 
-    def _reads(self, stage: Stage) -> bool:
+    def _reads(self, stage: Stage, source: Source) -> bool:
         # Stages between the first and the last one need no images.
         return any(part.begins or part.ends for part in stage.parts.values())
 
@@ -93,7 +95,7 @@ class Diffusion(ReadingTask):
         logging = self.config.logging
         if not logging.sample_images:
             return None
-        with self._averages.applied():
+        with self.averaged():
             images = generated_images(self._stage, logging.sample_images, logging.sample_steps)
         path = Path(self.config.run.dir) / "samples.png"
         values: dict[str, Any] = {"image": str(path)}
@@ -101,7 +103,7 @@ class Diffusion(ReadingTask):
         if self._stage.grid.world.index == 0:
             with optional_file(path):
                 save_images(images, path)
-            if self._held_out:
+            if HELD_OUT in self._sets:
                 distances = self._distances(images)
                 values |= distances
                 message += (
@@ -126,7 +128,7 @@ class Diffusion(ReadingTask):
             return self._files.count(split)
 
         text = f"{self.config.data.name}: {count('train'):,} images to train on, {count('validation'):,} held out"
-        if self.config.train.validation_batches and not self.validation_steps:
+        if self.config.train.validation_batches and not self._validates_held_out:
             text += "\nno validation: fewer images are held out than a batch has"
         return text
 

@@ -1,24 +1,32 @@
 """Text generation: prompts continued token by token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from gpt4d.model import registry
-from gpt4d.model.description import STREAM
-from gpt4d.model.edges import edges, unsharded_batch
+from gpt4d.model.description import STREAM, EdgeTensor
+from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange
 from gpt4d.parallel.stage import Stage
 from gpt4d.parallel.symbolic.kernels import MAX
+from gpt4d.task.sampling import Sampler
+from gpt4d.task.task import Sampling
 
 # Returns the documents of ids [texts, tokens]. Arguments: the ids on the device, and in host memory.
 DocumentsOf = Callable[[torch.Tensor, torch.Tensor], Documents | None]
+
+
+DEFAULT = Sampling()
+# Returns whether text i ends after the new ids. All ranks must return the same.
+Ends = Callable[[int, list[int]], bool]
 
 
 def continuations(
@@ -28,16 +36,9 @@ def continuations(
     prompts: Sequence[str],
     tokens: int,
     documents: DocumentsOf = lambda ids, on_host: None,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
+    sampling: Sampling = DEFAULT,
 ) -> list[str]:
     """Return each prompt and the model's continuation of it. Every rank calls it and gets the same texts.
-
-    Keys and values of earlier tokens are cached: after the prompts, each forward computes one token of each text. Once
-    a text exceeds the model's maximum length, each new token changes the positions of its context, which is recomputed.
-    Every rank of data and z computes all texts. Text i is drawn with the seed ``seed + i``, independently of all
-    further texts.
 
     Args:
         stage: this rank's part of the model.
@@ -46,62 +47,119 @@ def continuations(
         prompts: texts to continue.
         tokens: maximum number of new tokens per text; a text ends earlier at an end-of-text token.
         documents: returns the documents of ids, for models whose attention stays inside a document.
-        temperature: divides the logits; 0 for greedy decoding.
-        top_k: draw among the k most likely tokens; 0 for all.
-        seed: seed of the sampling.
+        sampling: how tokens are drawn.
     """
-    model, grid, device = stage.module, stage.grid, stage.weights.device
-    spec: Any = model.spec
-    settings = spec.config
-    texts = [tokenizer.encode(prompt, add_special_tokens=False).ids or [end] for prompt in prompts]
-    generators = [torch.Generator().manual_seed(seed + index) for index in range(len(texts))]
+    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids or [end] for prompt in prompts]
+    new = continued(stage, ids, tokens, {end}, documents, sampling)
+    return [tokenizer.decode(before + after) for before, after in zip(ids, new, strict=True)]
+
+
+def continued(
+    stage: Stage,
+    texts: Sequence[list[int]],
+    tokens: int,
+    end: Container[int],
+    documents: DocumentsOf = lambda ids, on_host: None,
+    sampling: Sampling = DEFAULT,
+    ends: Ends = lambda index, new: False,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
+    """Return the new ids of each text, without the id that ends it. Every rank calls it and gets the same ids.
+
+    Keys and values of earlier tokens are cached: after the prompts, each forward computes one token of each text. Once
+    a text exceeds the model's maximum length, each new token changes the positions of its context, which is recomputed.
+    The ranks of data and z compute different texts.
+
+    Args:
+        stage: this rank's part of the model.
+        texts: ids of the texts to continue, each at least one.
+        tokens: maximum number of new tokens per text.
+        end: ids of the tokens that end a text.
+        documents: returns the documents of ids, for models whose attention stays inside a document.
+        sampling: how tokens are drawn.
+        ends: called after each new token of a text.
+        interrupted: called on every rank for each token; all texts end if it returns true on any rank.
+    """
+    grid, device = stage.grid, stage.weights.device
+    model: Any = stage.module
+    settings = model.spec.config
     capacity = min(settings.max_positions, max(map(len, texts)) + tokens)
-    reader = _Reader(stage, capacity, end, documents)
+    samples = rounded_up(len(texts), stage.batch_shards)
+    share = samples // grid.sizes.batch_shards
+    own = range(share * grid.batch_shard, min(share * (grid.batch_shard + 1), len(texts)))
+    reader, sampler = _Reader(stage, samples, own, share, capacity, documents), Sampler(sampling, len(texts))
+    new: list[list[int]] = [[] for _ in texts]
     growing = [True] * len(texts)
     model.eval()
     for _ in range(tokens):
         drawn = [-1] * len(texts)
-        logits = reader.read(texts)
+        grown = [[*text, *after] for text, after in zip(texts, new, strict=True)]
+        logits = reader.read(grown)
         if logits is not None:
-            whole = grid.x.all_gather(logits.t().contiguous()).t()[:, : settings.vocab_size].float().cpu()
-            drawn = [_draw(row, temperature, top_k, source) for row, source in zip(whole, generators, strict=True)]
-        # All ranks use one rank's draws, so that ranks that round differently still end together.
-        own = torch.tensor(drawn if grid.index == 0 else [-1] * len(texts), device=device)
-        choices = grid.world.all_reduce(own, MAX).tolist()
-        growing = [grows and token != end for grows, token in zip(growing, choices, strict=True)]
-        texts = [[*text, token] if grows else text for text, token, grows in zip(texts, choices, growing, strict=True)]
+            complete = grid.x.all_gather(logits.t().contiguous()).t()[:, : settings.vocab_size].float().cpu()
+            for index, row in zip(own, complete, strict=True):
+                drawn[index] = sampler.draw(index, grown[index], row)
+        # All ranks use the draws of one rank of each x-y plane, so that ranks that round differently end together.
+        draws = grid.x.index == grid.y.index == 0
+        proposed = torch.tensor([*(drawn if draws else [-1] * len(texts)), int(interrupted())], device=device)
+        *choices, stop = grid.world.all_reduce(proposed, MAX).tolist()
+        if stop:
+            break
+        for index, token in enumerate(choices):
+            growing[index] = growing[index] and token not in end
+            if growing[index]:
+                new[index].append(token)
+                growing[index] = not ends(index, new[index])
         if not any(growing):
             break
-    return [tokenizer.decode(text) for text in texts]
+    return new
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``count``."""
+    return -(-count // multiple) * multiple
 
 
 class _Reader:
-    """Computes the logits of the tokens that follow growing texts."""
+    """Computes the logits of the tokens that follow growing texts.
 
-    def __init__(self, stage: Stage, capacity: int, end: int, documents: DocumentsOf):
-        self.stage, self.capacity, self.end, self.documents = stage, capacity, end, documents
+    Args:
+        stage: this rank's part of the model.
+        samples: number of texts on all ranks, rounded up.
+        own: indices of this rank's texts.
+        share: number of texts that each rank computes; some may be empty.
+        capacity: maximum number of tokens of a forward.
+        documents: as for ``continued``.
+    """
+
+    def __init__(self, stage: Stage, samples: int, own: range, share: int, capacity: int, documents: DocumentsOf):
+        self.stage, self.samples, self.own, self.share = stage, samples, own, share
+        self.capacity, self.documents = capacity, documents
         self._cache: KeyValueCache | None = None
         self._exchanges: dict[int, Exchange | None] = {}  # by the tokens of each text in a forward
 
     def read(self, texts: Sequence[list[int]]) -> torch.Tensor | None:
-        """Return the logits [texts, vocabulary over x] after each text; None on stages that have no head.
+        """Return the logits [own texts, vocabulary over x] after each own text; None on stages that have no head.
 
-        A text may grow by at most one token between two calls.
+        A text may grow by at most one token between two calls. All ranks compute the same number of tokens of each
+        text.
         """
-        slides = any(len(text) > self.capacity for text in texts)
-        texts = [text[-self.capacity :] for text in texts]
-        first, count = [len(text) - 1 for text in texts], 1
-        if slides or self._cache is None:
+        fresh = self._cache is None or any(len(text) > self.capacity for text in texts)
+        count = min(self.capacity, max(map(len, texts))) if fresh else 1
+        rows = [texts[index][-self.capacity :] for index in self.own]
+        rows += [[0]] * (self.share - len(rows))
+        if fresh:
             self._cache = KeyValueCache(self.capacity)
-            first, count = [0] * len(texts), max(map(len, texts))
         device = self.stage.weights.device
-        on_host = torch.tensor([text + [self.end] * (self.capacity - len(text)) for text in texts])
+        last = torch.tensor([len(row) - 1 for row in rows], device=device)
+        first = torch.zeros_like(last) if fresh else last
+        on_host = torch.tensor([row + [0] * (self.capacity - len(row)) for row in rows])
         ids = on_host.to(device)
-        places = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
-        sample_ids, documents = torch.arange(len(texts), device=device), self.documents(ids, on_host)
-        positions = TokenIndex(sample_ids, self.capacity, self.stage.grid.axis(None), documents).positions.gather(
-            1, places
-        )
+        places = first[:, None] + torch.arange(count, device=device)
+        sample_ids, documents = torch.arange(len(rows), device=device), self.documents(ids, on_host)
+        tokens = TokenIndex(sample_ids, self.capacity, self.stage.grid.axis(None), documents)
+        positions = tokens.positions.gather(1, places)
+        assert self._cache is not None
         self._cache.begin(places, positions, documents)
         model, window, cache = self.stage.module, ids.gather(1, places), self._cache
 
@@ -110,27 +168,23 @@ class _Reader:
             return {"logits" if part.ends else STREAM: out}
 
         if count not in self._exchanges:
-            self._exchanges[count] = exchange_of_all(self.stage, len(texts), count)
+            self._exchanges[count] = exchange_for(self.stage, self.samples, count)
         with torch.no_grad():
             result = forward_over_stages(self.stage, self._exchanges[count], compute)
         if result is None:
             return None
-        last = torch.tensor([len(text) - 1 for text in texts], device=device) - places[:, 0]
-        return result["logits"][sample_ids, last]
+        return result["logits"][sample_ids, last - first][: len(self.own)]
 
 
-def exchange_of_all(stage: Stage, samples: int, length: int) -> Exchange | None:
-    """Return the exchange between pipeline stages for samples that are replicated on all ranks of data and z."""
+def exchange_for(
+    stage: Stage, samples: int, length: int, layout_of: Callable[[EdgeTensor], Layout] = plain
+) -> Exchange | None:
+    """Return the exchange between pipeline stages for ``samples`` on all ranks; None for a single stage.
+
+    Arguments as for ``gpt4d.model.edges.edges``. With ``unsharded_batch``, ranks of data and z have the same samples.
+    """
     if stage.exchange is None:
         return None
     model: Any = stage.module
     description, dtype = registry.describe(model.spec.config), stage.weights.context.compute_dtype
-    return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, unsharded_batch))
-
-
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k:
-        logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    return stage.exchange.without_gradients(edges(description, stage.crossing, samples, length, dtype, layout_of))

@@ -6,23 +6,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpt4d.model.edges import unsharded_batch
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.stage import Stage
 from gpt4d.task.diffusion_process import DiffusionProcess
-from gpt4d.task.generation import exchange_of_all
+from gpt4d.task.generation import exchange_for
 
 
-def generated_images(stage: Stage, count: int, steps: int, seed: int = 0) -> np.ndarray:
-    """Return images, uint8 [count, size, size, channels]. Every rank of the job calls it and gets equal images.
+def generated_images(stage: Stage, count: int, steps: int, seed: int = 0, first: int = 0) -> np.ndarray:
+    """Return the images from number ``first`` on, uint8 [count, size, size, channels].
 
-    Image i depends on ``seed`` and i alone. ``steps``: number of DDIM steps.
+    Every rank of the job calls it and gets equal images. Image i depends on ``seed`` and i alone. ``steps``: number of
+    DDIM steps.
     """
     model: Any = stage.module
     settings, grid, device = model.spec.config, stage.grid, stage.weights.device
     process = DiffusionProcess(settings.noise_schedule, settings.timesteps, settings.prediction, device)
     shape = settings.image_size, settings.image_size, settings.image_channels
-    numbers = torch.arange(count, device=device)
-    exchange = exchange_of_all(stage, count, length=1)
+    numbers = torch.arange(first, first + count, device=device)
+    exchange = exchange_for(stage, count, 1, unsharded_batch)
     model.eval()
 
     def predict(x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

@@ -2,25 +2,32 @@
 
 import socket
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from gpt4d.config import Config, ConfigError, DataConfig
 from gpt4d.data import verification
 from gpt4d.data.batch import Batch
+from gpt4d.data.loader import Source
+from gpt4d.data.packing import IGNORED, PackedSequences
 from gpt4d.data.prepare import Corpus, corpus
 from gpt4d.data.sampler import Blend, Sequences
-from gpt4d.data.tokenizers import FILE, companions, end_of_text, parse
+from gpt4d.data.text_bytes import bytes_of_tokens
+from gpt4d.data.tokenizers import FILE, companions, end_of_text, of_checkpoint
 from gpt4d.data.tokens import TokenFiles
+from gpt4d.data.validation_sets import validation_sets
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuations
 from gpt4d.task.reading import ReadingTask
+from gpt4d.task.source_losses import SourceLosses
 from gpt4d.task.task import Artifact, GenerateConfig
 
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
@@ -31,22 +38,9 @@ _FEW_TOKENS = 0.9  # share of the model's vocabulary: a smaller tokenizer is rep
 def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -> str:
     """Return the continuations of prompts (gpt4d.task.registry.TaskEntry)."""
     prompts = _prompts(config)
-    if FILE not in files:
-        raise ConfigError(
-            f"checkpoint={config.checkpoint}: it was imported without a tokenizer; import the model again with "
-            "tokenizer=NAME"
-        )
-    tokenizer = parse(files, config.checkpoint)
-    texts = continuations(
-        stage,
-        tokenizer,
-        end_of_text(tokenizer, files),
-        prompts,
-        config.tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        seed=config.seed,
-    )
+    tokenizer = of_checkpoint(files, config.checkpoint)
+    end = end_of_text(tokenizer, files)
+    texts = continuations(stage, tokenizer, end, prompts, config.tokens, sampling=config)
     return "\n\n".join(texts)
 
 
@@ -65,13 +59,23 @@ def _prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-def _prepare(config: DataConfig) -> tuple[list[str], list[int]]:
+def _prepare(config: DataConfig) -> tuple[list[str], list[int], dict[str, tuple[str, str]]]:
+    """Return the directories and weights of the training data; directory and split of each validation set by name."""
     found = corpus(config)
-    return [str(files.directory) for files in found.files], found.weights
+    sets = validation_sets(config, found).items()
+    directories = [str(files.directory) for files in found.files]
+    return directories, found.weights, {name: (str(files.directory), split) for name, (files, split) in sets}
+
+
+def _is_masked(source: Source) -> bool:
+    """Return whether the samples are conversations, whose rows include targets and documents."""
+    return len(source.row_shape) == 2
 
 
 class LanguageModeling(ReadingTask):
     """Language modeling on the corpus of ``config.data`` (gpt4d.task.task.Task).
+
+    Conversations are packed into sequences, and only the tokens of their loss mask are counted.
 
     Rank 0 prepares token files that are not in the cache; all ranks read them. Raises ConfigError on every rank for
     data that cannot be used.
@@ -79,52 +83,151 @@ class LanguageModeling(ReadingTask):
 
     def __init__(self, config: Config):
         self.config = config
-        directories, weights = run_on_rank0(lambda: _prepare(config.data), "preparing the data")
+        directories, weights, sets = run_on_rank0(lambda: _prepare(config.data), "preparing the data")
         self._corpus = Corpus([TokenFiles(Path(directory)) for directory in directories], weights)
+        self._set_files = {name: (TokenFiles(Path(directory)), split) for name, (directory, split) in sets.items()}
         self._files = self._corpus.first
-        training, held_out = run_on_all_ranks(self._read, "opening the data")
+        if self._masked and config.train.cuda_graphs:  # the settings of data=tokens do not show it
+            raise ConfigError(
+                f"train.cuda_graphs=true: {self._files.directory} has conversations, which give attention and loss "
+                "other shapes and divisors in each batch; leave it out"
+            )
+        training, held_out, further = run_on_all_ranks(self._read, "opening the data")
         for files, sequences in zip(self._corpus.files, training, strict=True):
             if not sequences.count:
+                used = f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and "
                 raise ConfigError(
-                    f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and "
-                    f"the training text in {files.directory} has {len(sequences.tokens)}; use more text or lower it"
+                    f"{used}every conversation in {files.directory} has more; raise it"
+                    if self._masked
+                    else f"{used}the training text in {files.directory} has {len(sequences.tokens)}; use more text or "
+                    "lower it"
                 )
+        if not config.data.skip_long:
+            self._check_lengths(training, held_out, further)
+        self._packed = [*training, *held_out] if self._masked else []
+        self._check_sets(further)
         complete = all(sequences.count for sequences in held_out)
-        super().__init__(config, self._blend(training), self._blend(held_out) if complete else None)
+        super().__init__(config, self._blend(training), self._blend(held_out) if complete else None, further)
 
-    def _read(self) -> tuple[list[Sequences], list[Sequences]]:
+    @property
+    def _masked(self) -> bool:
+        """Whether the corpus consists of conversations, with a mask of the tokens that have a loss."""
+        return self._files.masked
+
+    def _read(self) -> tuple[list[Any], list[Any], dict[str, Any]]:
         try:
             directory = self._files.directory
             self._tokenizer_files = {FILE: (directory / FILE).read_bytes()} | companions(directory)
             self._fingerprint = self._files.fingerprint()
-            return self._sequences("train", self.config.data.shuffle), self._sequences("validation", shuffle=False)
+            training, held_out = (
+                [self._sequences(files, split) for files in self._corpus.files] for split in ("train", "validation")
+            )
+            sets = {name: self._sequences(files, split) for name, (files, split) in self._set_files.items()}
+            return training, held_out, sets
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: {error.strerror} on {socket.gethostname()}; use a file system that all nodes share"
             ) from None
 
     def verify(self, run_dir: Path) -> None:
-        verification.verify([entry for files in self._corpus.files for entry in files.entries()], run_dir)
+        read = [*self._corpus.files, *(files for files, _ in self._set_files.values())]
+        verification.verify([*dict.fromkeys(entry for files in read for entry in files.entries())], run_dir)
 
-    def _sequences(self, split: str, shuffle: bool) -> list[Sequences]:
-        length, seed = self.config.train.seq_len, self.config.train.seed
-        return [Sequences(files.tokens(split), length, seed, shuffle) for files in self._corpus.files]
+    def _sequences(self, files: TokenFiles, split: str) -> Any:
+        """Return the sequences of a split, in the order of the files unless the run trains on them."""
+        train, training = self.config.train, split == "train"
+        order = train.seq_len, train.seed, training and self.config.data.shuffle
+        if files.masked:  # empty sequences complete the last batch of a validation set
+            return PackedSequences(files, split, *order, 1 if training else train.batch_size)
+        return Sequences(files.tokens(split), *order)
 
-    def _blend(self, sequences: list[Sequences]) -> Sequences | Blend:
+    def _check_sets(self, sets: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a validation set that is shorter than one batch."""
+        train = self.config.train
+        for name, sequences in sets.items():
+            given = f"data.validation.{name}={self.config.data.validation[name]}"
+            if _is_masked(sequences) and not sequences.count:
+                raise ConfigError(
+                    f"{given}: every conversation has more than train.seq_len={train.seq_len} + 1 tokens; raise it, or "
+                    "use shorter conversations"
+                )
+            if sequences.count < train.batch_size:
+                raise ConfigError(
+                    f"{given}: {len(sequences.tokens):,} tokens are less than a batch of {train.batch_size} sequences "
+                    f"of {train.seq_len} tokens; use more text, or lower train.batch_size or train.seq_len"
+                )
+
+    def _check_lengths(self, training: list[Any], held_out: list[Any], sets: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a conversation exceeds a sequence, or if the data are no conversations."""
+        if not self._masked:
+            raise ConfigError("data.skip_long=false: the data have no conversations; leave it out")
+        used = [("train", files, packed) for files, packed in zip(self._corpus.files, training, strict=True)]
+        used += [("validation", files, packed) for files, packed in zip(self._corpus.files, held_out, strict=True)]
+        used += [(split, files, sets[name]) for name, (files, split) in self._set_files.items() if files.masked]
+        for split, files, packed in used:
+            if len(packed.long):
+                number = int(packed.long[0])
+                length = packed.ends[number] - packed.starts[number]
+                raise ConfigError(
+                    f"train.seq_len={self.config.train.seq_len}: conversation {number} of {split} in "
+                    f"{files.directory} has {length:,} tokens, more than a sequence and its last target; raise it, "
+                    "or set data.skip_long=true"
+                )
+
+    def _counted(self, source: Any, sample_ids: np.ndarray) -> int:
+        return source.trained(sample_ids) if _is_masked(source) else super()._counted(source, sample_ids)
+
+    def _text_bytes(self, source: Source, sample_ids: np.ndarray) -> int:
+        rows = source.rows(sample_ids)
+        targets = rows[:, 1][rows[:, 1] != IGNORED] if _is_masked(source) else rows[:, 1:]
+        return int(self._bytes_of_tokens[targets].sum())
+
+    @cached_property
+    def _bytes_of_tokens(self) -> np.ndarray:
+        return bytes_of_tokens(self._files.tokenizer(), self._files.end_of_text)
+
+    def connect(self, stage: Stage, micro_batch_size: int) -> None:
+        super().connect(stage, micro_batch_size)
+        self._source_losses = self._sum_by_source(stage)
+
+    def _sum_by_source(self, stage: Stage) -> SourceLosses | None:
+        if not isinstance(self._training, Blend):
+            return None
+        paths = [*self.config.data.blend]
+        names = [Path(path).name for path in paths]
+        return SourceLosses(self._training, names if len({*names}) == len(names) else paths, self._counted, stage)
+
+    def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
+        if self._source_losses is None:
+            return {}
+        return {"sources": self._source_losses.read(np.arange(first_sample, stop))}
+
+    def _blend(self, sequences: list[Any]) -> Any:
         return sequences[0] if len(sequences) == 1 else Blend(sequences, list[float](self._corpus.weights))
 
-    def _reads(self, stage: Stage) -> bool:
+    def _reads(self, stage: Stage, source: Source) -> bool:
         # Stages between the first and the last one need tokens only for the ends of documents.
-        return self.config.data.reset_attention or any(part.begins or part.ends for part in stage.parts.values())
+        return (
+            _is_masked(source)
+            or self.config.data.reset_attention
+            or any(part.begins or part.ends for part in stage.parts.values())
+        )
 
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
         ids = rows.to(sample_ids.device, non_blocking=True).long()
+        sources = self._source_losses.sources(sample_ids) if self._source_losses and not held_out else None
+        if rows.dim() == 3:  # conversations
+            inputs_BS, targets_BS, documents_BS = ids.unbind(1)
+            documents = Documents(documents_BS, (rows[:, 2, -1] + 1).tolist())
+            return Batch(
+                {"ids": inputs_BS, "documents": documents}, targets_BS, sample_ids, masked=True, sources=sources
+            )
         inputs = {"ids": ids[:, :-1], "documents": self._documents(ids[:, :-1], rows[:, :-1])}
-        return Batch(inputs, ids[:, 1:], sample_ids)
+        return Batch(inputs, ids[:, 1:], sample_ids, sources=sources)
 
     def _documents(self, ids_BS: torch.Tensor, on_host: torch.Tensor) -> Documents | None:
         """Return the documents of sequences; None if attention ignores them."""
-        if not self.config.data.reset_attention:
+        if self._masked or not self.config.data.reset_attention:  # a prompt and its continuation are one conversation
             return None
         return Documents.ending_with(self._files.end_of_text, ids_BS, on_host)
 
@@ -132,18 +235,26 @@ class LanguageModeling(ReadingTask):
         self, module: nn.Module, part: Part, batch: Batch, received: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
         model: Any = module
-        ids, documents = batch.inputs["ids"], batch.inputs["documents"]
-        return model.compute(part, received, ids, batch.targets, batch.sample_ids, documents)
+        ids, documents, by_source = batch.inputs["ids"], batch.inputs["documents"], batch.sources is not None
+        produced = model.compute(
+            part, received, ids, batch.targets, batch.sample_ids, documents, batch.masked, by_source
+        )
+        losses_BS = produced.pop("token_losses", None)
+        if losses_BS is not None and batch.sources is not None and self._source_losses:
+            self._source_losses.add(batch.sources, losses_BS)
+        return produced
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging
         if logging.sample_prompt == "" or not logging.sample_tokens:
             return None
         prompt = self._held_out_prompt() if logging.sample_prompt is None else logging.sample_prompt
-        with self._averages.applied():
+        tokenizer = self._files.tokenizer()
+        tokenizer.encode_special_tokens = not self._masked  # a chat template separates messages by them
+        with self.averaged():
             (text,) = continuations(
                 self._stage,
-                self._files.tokenizer(),
+                tokenizer,
                 self._files.end_of_text,
                 [prompt],
                 logging.sample_tokens,
@@ -156,21 +267,47 @@ class LanguageModeling(ReadingTask):
         if self.config.data.source == "sotu":
             return _PROMPT_OF_SPEECHES
         files = self._files
-        ids = files.tokens("validation" if files.count("validation", "tokens") else "train")[:_PROMPT_TOKENS].tolist()
+        split = "validation" if files.count("validation", "tokens") else "train"
+        if self._masked:  # the first conversation up to the first answer
+            length = int(files.mask(split)[: files.document_ends(split)[0]].argmax())
+            return files.tokenizer().decode(files.tokens(split)[:length].tolist(), skip_special_tokens=False)
+        ids = files.tokens(split)[:_PROMPT_TOKENS].tolist()
         length = ids.index(files.end_of_text) if files.end_of_text in ids else len(ids)
         # The last token may end within a character, which is decoded as U+FFFD.
         return files.tokenizer().decode(ids[:length]).rstrip("\ufffd")
 
     def summary(self) -> str:
-        def count(split: str) -> int:
-            return sum(files.count(split, "tokens") for files in self._corpus.files)
+        def count(split: str, kind: str = "tokens") -> int:
+            return sum(files.count(split, kind) for files in self._corpus.files)
 
         vocabulary, model = self._files.header["vocabulary"], cast(Any, self.config.model)
         text = f"{self.config.data.name}: {count('train'):,} tokens to train on, {count('validation'):,} held out"
+        if self._masked:
+            text += f"; {count('train', 'trained'):,} and {count('validation', 'trained'):,} of them have a loss"
+            text += f"\n{self._packing()}"
         if vocabulary < model.vocab_size * _FEW_TOKENS:
             text += f"\nthe tokenizer has {vocabulary:,} tokens, and model.vocab_size={model.vocab_size}; lower it"
-        if self.config.train.validation_batches and not self.validation_steps:
-            text += "\nno validation: the held-out text is shorter than one batch"
+        for name, (files, _) in self._set_files.items():
+            found: Any = self._sets[name]
+            used = self.validation[name].steps * self.config.train.batch_size
+            text += f"\nvalidation set {name}: {used:,} of {found.count:,} sequences are evaluated"
+            if files.masked and len(found.long):
+                text += f"; {len(found.long):,} conversations are too long and left out"
+        if self.config.train.validation_batches and not self._validates_held_out:
+            text += "\nno validation on held-out text: it is shorter than one batch"
+        return text
+
+    def _packing(self) -> str:
+        """Return how conversations fill sequences, and how many are left out."""
+        capacity = self.config.train.seq_len + 1
+        used, long, sequences = (
+            sum(values)
+            for values in zip(*((len(p.documents), len(p.long), p.packed) for p in self._packed), strict=True)
+        )
+        filled = sum(packed.filled for packed in self._packed) / (sequences * capacity)
+        text = f"{used:,} conversations fill {filled:.0%} of {sequences:,} sequences"
+        if long:
+            text += f"; {long:,} of more than {capacity:,} tokens are left out, raise train.seq_len to use them"
         return text
 
     def identity(self) -> dict[str, str]:

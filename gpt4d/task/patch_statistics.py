@@ -13,11 +13,16 @@ IMAGES_AT_ONCE = 1024  # bounds the memory of the patches in float64
 
 
 @dataclass(frozen=True)
-class PatchStatistics:
-    """Mean [d] and covariance [d, d] of patches [PATCH, PATCH, channels] with d values from -1 to 1, float64."""
+class FeatureStatistics:
+    """Mean [d] and covariance [d, d] of features, float64."""
 
     mean: np.ndarray
     covariance: np.ndarray
+
+
+@dataclass(frozen=True)
+class PatchStatistics(FeatureStatistics):
+    """The statistics of patches [PATCH, PATCH, channels] with d values from -1 to 1."""
 
     def of_noise(self, channels: int) -> "PatchStatistics":
         """Return the statistics of Gaussian noise whose channels have the mean and the variance of these images."""
@@ -50,7 +55,7 @@ def patch_statistics(images: np.ndarray) -> PatchStatistics:
     return PatchStatistics(mean / 127.5 - 1, covariance / 127.5**2)
 
 
-def frechet_distance(one: PatchStatistics, other: PatchStatistics) -> float:
+def frechet_distance(one: FeatureStatistics, other: FeatureStatistics) -> float:
     """Return |m₁ - m₂|² + tr(C₁ + C₂ - 2·(C₁C₂)^½), which is 0 for equal statistics (Heusel et al., eq. 6).
 
     The trace of (C₁C₂)^½ is the sum of the singular values of C₁^½·C₂^½, which is defined for singular covariances.

@@ -23,14 +23,16 @@ class TaskEntry:
         generate: produces something with the model of a stage and the files of the checkpoint's tokenizer, by name,
             and returns a message; None if the task has nothing to generate. All ranks call it. Raises ConfigError for
             missing settings.
-        own_data: kind of training data and the settings that select it, for messages.
+        data: kind of its training data, ``text`` or ``images``.
+        own_data: settings that select such data, for messages.
     """
 
     name: str
     check: Callable[[Config], None]
     create: Callable[[Config], Task]
     generate: "Callable[[GenerateConfig, Mapping[str, bytes], Stage], str] | None" = None
-    own_data: str = "data: data=…"
+    data: str = "data"
+    own_data: str = "data=…"
 
 
 _tasks: dict[str, TaskEntry] = {}
@@ -81,7 +83,8 @@ register(
         language_config.check,
         _create_language_modeling,
         _generate_text,
-        "text: data=text data.path='…'",
+        "text",
+        "data=text data.path='…'",
     )
 )
 register(
@@ -90,6 +93,7 @@ register(
         diffusion_config.check,
         _create_diffusion,
         _generate_images,
-        "images: data=pictures data.path='…'",
+        "images",
+        "data=pictures data.path='…'",
     )
 )

@@ -1,11 +1,13 @@
 """The interface between the trainer and a task. No torch here."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omegaconf import MISSING
 
+from gpt4d.config import setting
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layout import ParameterSpec
 
@@ -20,22 +22,44 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class GenerateConfig:
+class InferenceConfig:
+    """Settings of all commands that use a trained model.
+
+    Their plan uses all processes. It need not equal the plan of the training.
+    """
+
+    checkpoint: str = setting(MISSING, "a checkpoint, or a run directory for its newest one")
+    gx: int = setting(1, "devices along x", at_least=1)
+    gy: int = setting(1, "devices along y", at_least=1)
+    gz: int = setting(1, "devices along z", at_least=1)
+    gdata: int = setting(1, "data parallelism", at_least=1)
+    stages: int = setting(1, "pipeline stages, each on a grid of these sizes", at_least=1)
+
+
+@dataclass
+class Sampling:
+    """How the next token is drawn. Text i is drawn with the seed ``seed + i``, independently of all other texts."""
+
+    temperature: float = setting(0.8, "divides the logits; 0: greedy decoding", at_least=0)
+    top_k: int = setting(50, "draw among the k most likely tokens; 0: all", at_least=0)
+    top_p: float = setting(1.0, "draw among the most likely tokens of this total probability", above=0, at_most=1)
+    min_p: float = setting(0.0, "least probability of a token, relative to the largest one", at_least=0, at_most=1)
+    repetition_penalty: float = setting(1.0, "divides positive logits of tokens in the text; 1: no penalty", above=0)
+    seed: int = setting(0, "seed of the first text")
+
+
+@dataclass
+class GenerateConfig(Sampling, InferenceConfig):
     """Settings of ``gpt4d.generate``; each task uses its own."""
 
-    checkpoint: str = MISSING  # a checkpoint, or a run directory for its newest one
-    gx: int = 1  # the grid of all processes, which need not equal the grid of the training
-    gy: int = 1
-    gz: int = 1
-    prompt: str | None = None  # text to continue
-    prompts: str | None = None  # or a file of texts to continue together, one a line
-    tokens: int = 200  # maximum number of new tokens; the text ends earlier at an end-of-text token
-    temperature: float = 0.8  # 0: greedy decoding
-    top_k: int = 50  # only the k most likely tokens; 0: all
-    out: str | None = None  # image file to write
-    images: int = 64  # number of images in it, side by side
-    steps: int = 50  # DDIM steps for each image
-    seed: int = 0
+    prompt: str | None = setting(None, "text to continue")
+    prompts: str | None = setting(None, "or a file of texts to continue together, one a line")
+    tokens: int = setting(
+        200, "maximum number of new tokens; the text ends earlier at an end-of-text token", at_least=0
+    )
+    out: str | None = setting(None, "image file to write")
+    images: int = setting(64, "number of images in it, side by side", at_least=1)
+    steps: int = setting(50, "DDIM steps for each image", at_least=1)
 
 
 class Artifact(NamedTuple):
@@ -43,6 +67,27 @@ class Artifact(NamedTuple):
 
     message: str
     values: dict[str, Any]
+
+
+class ValidationSet(Protocol):
+    """Samples on which the model is evaluated, the same ones each time. All ranks call the same methods together.
+
+    Attributes:
+        steps: number of global batches.
+        units: global number of units of these batches that have a loss.
+    """
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def units(self) -> int: ...
+
+    def batches(self, index: int) -> Iterator["Batch"]:
+        """Yield this rank's microbatches of one global batch."""
+
+    def text_bytes(self) -> int | None:
+        """Return the number of UTF-8 bytes of the text that the units encode; None if the units encode no text."""
 
 
 class Task(Protocol):
@@ -66,12 +111,21 @@ class Task(Protocol):
     def batches(self, first_sample: int) -> Iterator["Batch"]:
         """Yield this rank's microbatches of the global batch that begins with sample ``first_sample``."""
 
-    @property
-    def validation_steps(self) -> int:
-        """Number of held-out batches that a validation uses; 0 if there are none."""
+    def counted_units(self, first_sample: int) -> int:
+        """Return the global number of units whose losses a global batch sums, by which the loss is divided.
 
-    def validation_batches(self, index: int) -> Iterator["Batch"]:
-        """Yield this rank's microbatches of one held-out batch."""
+        The batch begins with sample ``first_sample``.
+        """
+
+    @property
+    def validation(self) -> Mapping[str, ValidationSet]:
+        """The validation sets by name, available after ``connect``. The set ``held_out`` is the first one."""
+
+    def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
+        """Return further values for the line of a logged step in metrics.jsonl, by key.
+
+        The steps since the last call have trained on the samples from ``first_sample`` up to ``stop``.
+        """
 
     def compute(
         self, module: "nn.Module", part: Part, batch: "Batch", received: "Mapping[str, torch.Tensor]"
@@ -98,6 +152,12 @@ class Task(Protocol):
 
     def after_init(self) -> None:
         """Reset the task's own state after weights were loaded without it."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the stage has the averages of its weights, if the run has averages.
+
+        All ranks enter it together.
+        """
 
     def sample(self) -> Artifact | None:
         """Produce a sample with the trained model; None if the settings ask for no sample."""

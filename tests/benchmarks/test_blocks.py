@@ -12,4 +12,4 @@ def test_our_blocks_use_their_weights_in_the_described_order(overlap):
     contender = Blocks(Grid(), work, *OVERLAPS[overlap])
     for _ in range(2):
         contender.step()  # asserts that every use of a weight is the next one of the order
-    assert all(matrix.grad.any() for matrix in contender.blocks.parameters() if matrix.spec.decay)
+    assert all(matrix.grad.any() for matrix in contender.blocks.parameters() if matrix.spec.group == "matrices")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from gpt4d import optim
 from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, GridSizes, OptimConfig
+from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from tests.grids import TINY_MODEL, build_model
 
@@ -27,7 +27,7 @@ def build(sizes, shard=False, seed=7):
     model = build_model(MODEL, sizes, torch.float32, seed=seed)
     parameters = dict(model.named_parameters())
     shards = GradientReducer(model.weights, parameters, shard=shard).optimizer_shards
-    optimizer = optim.build_optimizer(zip(parameters, shards, strict=True), OptimConfig())
+    optimizer = Optimizer(zip(parameters, shards, strict=True), OptimConfig())
     for parameter in shards:
         for k, factor in STATES.items():
             optimizer.state[parameter][k].copy_(parameter.detach() * factor + 1)

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models
 
 from gpt4d import generate
 from gpt4d.checkpoint import checkpoint_dir, exporter, importer
+from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, compose, tokenizer_file
 from gpt4d.files import write_file
 from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
@@ -116,6 +117,21 @@ def test_the_dtype_of_an_imported_model_is_kept(tmp_path):
     assert exporter.export(Checkpoint.open(run), out) == "raw weights, bfloat16"
     before, after = tensors(source), tensors(out)
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.bfloat16 for name in before)
+
+
+def test_an_import_with_a_chat_template_prints_a_command_for_text_and_one_for_conversations(tmp_path, capsys):
+    source, run = tmp_path / "source", tmp_path / "run"
+    save(source, replace(MODEL, norm_epsilon=9.999999747378752e-06))
+    main(["import", f"source={source}", f"out={run}"])
+    text, chat = (line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
+    words = [compose([w for w in command.split() if "=" in w and "data.path" not in w]) for command in (text, chat)]
+    for config, kind, epochs in zip(words, ("text", "chat"), (None, 3), strict=True):
+        assert (config.data.source, config.train.epochs, config.optim.lr) == (kind, epochs, 2e-5)
+        assert config.model.norm_epsilon == 9.999999747378752e-06
+        assert tokenizer_file(config.data.tokenizer) == Checkpoint.open(run).path / "tokenizer.json"
+    (source / "chat_template.jinja").unlink()
+    main(["import", f"source={source}", f"out={tmp_path / 'other'}"])
+    assert "data=chat" not in capsys.readouterr().out
 
 
 def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):

@@ -36,7 +36,7 @@ def in_rank(config):
                     separate += module.loss_sum(*document).item()
         across = module.loss_sum(ids, targets, sample_ids).item()
     tokens = {split: task._files.tokens(split)[:] for split in ("train", "validation")}
-    read = task._training.tokens[:], task._held_out.tokens[:]
+    read = task._training.tokens[:], task._sets["held_out"].tokens[:]
     texts = task._held_out_prompt(), task.summary()
     task.close()
     trainer.checkpoints.close()

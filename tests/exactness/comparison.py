@@ -71,7 +71,7 @@ def _batch(config: Config, step: int) -> Batch:
 def microbatches(plan: ParallelPlan, stage: Stage, step: int) -> Iterator[Batch]:
     """Yield this rank's parts of a step's batch, as gpt4d.data.loader.Loader cuts it."""
     config = plan.config
-    inputs, targets, samples = _batch(config, step)
+    inputs, targets, samples, *_ = _batch(config, step)
     size = plan.micro_batch_size(plan.stages[stage.index])
     for part in torch.arange(len(samples)).chunk(plan.microbatches):
         own = part.split(size)[stage.grid.batch_shard]

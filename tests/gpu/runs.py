@@ -139,9 +139,9 @@ def save_only_at(step: int | None) -> None:
     """Let runs in this process save after ``step`` alone, or never: the save at a run's end takes long."""
     save = RunCheckpoints.save
 
-    def save_or_not(self: RunCheckpoints, train_step: Any, progress: Any) -> None:
+    def save_or_not(self: RunCheckpoints, train_step: Any, progress: Any, validation: Any) -> None:
         if progress.step == step:
-            save(self, train_step, progress)
+            save(self, train_step, progress, validation)
 
     RunCheckpoints.save = save_or_not
 

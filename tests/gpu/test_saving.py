@@ -76,7 +76,8 @@ def _count_tensors(path: Path) -> int:
 
 def checkpoint_bytes(overrides: list[str]) -> float:
     """Return the size of a checkpoint of the configuration."""
-    state = training_state(registry.describe(compose(overrides).model), GridSizes(), shard_states=False)
+    config = compose(overrides)
+    state = training_state(registry.describe(config.model), GridSizes(), config.optim)
     return state["weights"] + state["optimizer"]
 
 

@@ -15,6 +15,7 @@ from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
+from gpt4d.task.sampling import GREEDY
 from gpt4d.trainer import Trainer
 from tests.gpu import runs
 from tests.gpu.check import Check, largest_difference
@@ -89,7 +90,7 @@ def _continue_prompts(path: Path, device: torch.device) -> list[str]:
         files = checkpoint.documents((tokenizers.FILE, *tokenizers.COMPANIONS))
         tokenizer = tokenizers.parse(files, str(path))
         end = tokenizers.end_of_text(tokenizer, files)
-        return continuations(stage, tokenizer, end, _PROMPTS, _NEW_TOKENS, temperature=0)
+        return continuations(stage, tokenizer, end, _PROMPTS, _NEW_TOKENS, sampling=GREEDY)
 
 
 def _spoil_gradient(trainer: Trainer) -> None:

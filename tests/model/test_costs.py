@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
+from gpt4d.config import (
+    ClusterConfig,
+    Config,
+    GridSizes,
+    LoraConfig,
+    OptimConfig,
+    OverlapConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.gpt2.config import GPT2Config
@@ -132,6 +141,13 @@ def test_planned_computation_of_grouped_queries_takes_as_long(
     compare(sizes, memory_gb_s, precision, activation_checkpointing, model, **options)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [GridSizes(), GridSizes(2, 2, 2, 1)], ids=grid_name)
+def test_planned_computation_of_adapters_takes_as_long(rank_0, sizes, precision):
+    rank_0(sizes.devices)
+    compare(sizes, 1000, precision, "full", replace(NORMED, lora=LoraConfig(16)))
+
+
 def collectives_of_a_step(config: Config, sizes: GridSizes) -> tuple[list, list]:
     """Return (kind, axis, bytes) of each collective that a step starts, and of each that is planned."""
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
@@ -191,6 +207,28 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes
 
 def product_on_a_cpu(a, b, dtype, added_to=None):
     return a.to(dtype) @ b.to(dtype) if added_to is None else added_to
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "train", "parallel"),
+    [
+        (SMALL, (2, 2, 2, 1), {}, {"chunks": 2}),
+        (SMALL_GROUPED, (4, 2, 1, 1), FULL, {"sequence_parallel": True, "chunks": 2}),
+        (SMALL_NORMED, (1, 4, 2, 1), {"micro_batch_size": 2}, {"cache_layers": "all", "cache_scope": "step"}),
+        (SMALL_GROUPED, (2, 1, 2, 2), {"loss_chunks": 4, "precision": "bf16"}, {"replicated_layers": 1}),
+    ],
+    ids=str,
+)
+def test_planned_collectives_of_adapters_are_those_of_a_step(rank_0, monkeypatch, model, sizes, train, parallel):
+    sizes = GridSizes(*sizes)
+    rank_0(sizes.devices)
+    monkeypatch.setattr(linear_kernels, "product", product_on_a_cpu)
+    train = TrainConfig(**{"seq_len": 16, "batch_size": BATCH, "precision": "fp32", **train})
+    config = Config(model=replace(model, lora=LoraConfig(2)), train=train, parallel=ParallelConfig(**parallel))
+    started, planned = collectives_of_a_step(config, sizes)
+    assert started == planned
+    scattered = [event for event in started if event[0] == "reduce_scatter" and event[1] == "z"]
+    assert not scattered, "a frozen weight has a gradient"
 
 
 @pytest.mark.parametrize("parallel", [{"chunks": 2}, {"cache_layers": "all"}], ids=str)

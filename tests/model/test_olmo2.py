@@ -13,6 +13,7 @@ from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
+from gpt4d.task.sampling import GREEDY
 from tests.grids import BINARY_GRIDS, sampled
 from tests.model.test_costs import BATCH, FULL, collectives_of_a_step, compare
 from tests.model.test_llama import check_on_grid, check_step, library_model, results_of
@@ -71,7 +72,7 @@ def test_a_text_that_is_continued_with_cached_keys_is_that_of_the_model_without(
                 parameter.mul_(20)
         stage.module.head.weight[:, END] = 0  # the text does not end early
     prompts = [prompt for prompt in PROMPTS if "<|" not in prompt]
-    texts = continuations(stage, tokenizer, END, prompts, 8, lambda *ids: None, temperature=0)
+    texts = continuations(stage, tokenizer, END, prompts, 8, lambda *ids: None, sampling=GREEDY)
     assert texts == [most_likely_text(stage.module, tokenizer, prompt, 8, lambda *ids: None) for prompt in prompts]
     assert len(set(" ".join(texts).split())) > 5
 

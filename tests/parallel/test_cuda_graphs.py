@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import Config, compose
+from gpt4d.config import Config, batch_size_at, compose
 from gpt4d.model import registry
 from gpt4d.parallel.cuda_graphs import EAGER, StepGraphs
 from gpt4d.parallel.grid import Grid
@@ -18,7 +18,7 @@ from tests.graph_replay import replayed_graphs
 from tests.grids import full
 from tests.simulated_gpu.training import RandomImages, RandomText
 
-STEPS, EVALUATED = 5, 5  # two steps without graphs, a recording, a replay, and a recording after an evaluation
+STEPS = 5  # two steps without graphs, a recording, a replay, and a recording after an evaluation
 TEXT = (
     "model.hidden=24", "model.heads=4", "model.vocab_size=300", "model.vocab_multiple=16", "model.max_positions=16",
     "train.seq_len=12", "train.batch_size=8", "data.workers=0", "optim.warmup_steps=1",
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     """Results of a rank.
 
     Attributes:
-        numbers: losses, gradient norms, and the loss of an evaluation.
+        numbers: losses, gradient norms, the loss of an evaluation, and the losses of sources.
         collectives: number of collectives and sent bytes, by axis.
         graphs: number of captured and of launched graphs.
     """
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     graphs: tuple[int, int] | None
 
 
-def train(config: Config, cuda_graphs: bool) -> Outcome:
+def train(config: Config, cuda_graphs: bool, steps: int) -> Outcome:
     """Train some steps as a rank, with an evaluation before the last step."""
     plan = validate(config, dist.get_world_size())
     config, stage_plan, device = plan.config, plan.stage_of(dist.get_rank()), torch.device("cpu")
@@ -60,15 +60,20 @@ def train(config: Config, cuda_graphs: bool) -> Outcome:
         connect_stages(plan, stage, ranks_per_host=4)
     task = (RandomText if registry.of(config.model).task == "language_modeling" else RandomImages)(config)
     task.connect(stage, plan.micro_batch_size(stage_plan))
-    units, numbers = config.train.batch_size * task.units_per_sample, []
+    numbers, first = [], config.train.batch_size
     with replayed_graphs(grid) if cuda_graphs else nullcontext() as simulated:
         step = TrainStep(stage, task.compute, config.optim, config.parallel.overlap.data, cuda_graphs=cuda_graphs)
-        for number in range(1, STEPS + 1):
-            if number == EVALUATED:
-                numbers.append(step.evaluate(task.validation_batches(0), plan.microbatches).item())
-            result = step(task.batches(number * config.train.batch_size), plan.microbatches, units, lr=1e-2)
+        sample = first
+        for number in range(1, steps + 1):
+            if number == steps:
+                numbers.append(step.evaluate(task.validation["held_out"].batches(0), plan.microbatches).item())
+            size = batch_size_at(config.train, sample)
+            units = size * task.units_per_sample
+            result = step(task.batches(sample), plan.microbatches_of(size), units, lr=1e-2)
+            sample += size
             numbers += [result.loss.item(), result.norm.item()]
         step.reducer.wait_params()
+    numbers += task.training_values(first, sample).get("sources", {}).values()
     if stage.exchange:
         stage.wait_for_copies()
         stage.exchange.close()
@@ -77,8 +82,8 @@ def train(config: Config, cuda_graphs: bool) -> Outcome:
     return Outcome(numbers, collectives, (simulated.captures, simulated.launches) if simulated else None)
 
 
-def with_and_without_graphs(config: Config) -> tuple[Outcome, Outcome]:
-    return train(config, cuda_graphs=False), train(config, cuda_graphs=True)
+def with_and_without_graphs(config: Config, steps: int = STEPS) -> tuple[Outcome, Outcome]:
+    return train(config, cuda_graphs=False, steps=steps), train(config, cuda_graphs=True, steps=steps)
 
 
 CASES = {
@@ -86,6 +91,7 @@ CASES = {
     "llama": (1, (*LLAMA, SPLIT, "train.precision=bf16", "train.activation_checkpointing=full")),
     "gpt grid": (4, (*GPT, *GRID, "train.activation_checkpointing=selective")),
     "llama grid": (2, (*LLAMA, "parallel.gx=2", SPLIT, "parallel.chunks=2", "train.loss_chunks=2")),
+    "blend": (2, (*GPT, "parallel.gx=2", SPLIT, "train.loss_chunks=2", "data=blend", "data.blend={a: 2, b: 1}")),
     "gpt stages": (4, (*GPT, *STAGES, "parallel.gz=2", PIPELINE + "schedule=1f1b", "optim.shard_states=true")),
     "llama stages": (2, (*LLAMA, *STAGES, PIPELINE + "schedule=zb_h1")),
 }
@@ -116,6 +122,17 @@ def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(rank
         captured, launched = replayed.graphs
         assert 2 * launched == 3 * captured  # three steps, of which two are recorded
         assert captured == 2 or PIPELINE in str(settings)
+
+
+@pytest.mark.parametrize("settings", [(), full((SPLIT,)), full(STAGES[1:])], ids=["whole", "split", "stages"])
+def test_a_step_of_another_batch_size_is_recorded_again(ranks, settings):
+    config = compose([*GPT, *settings, "train.batch_ramp=[[0,4],[24,8]]"])
+    world_size = 2 if PIPELINE in str(settings) else 1
+    for eager, replayed in ranks.run(world_size, with_and_without_graphs, config, 4 + STEPS):
+        assert replayed.numbers == eager.numbers
+        assert replayed.collectives == eager.collectives
+        captured, launched = replayed.graphs
+        assert (captured, launched) == (3, 5) or world_size == 2
 
 
 def test_an_error_while_a_step_is_recorded_leaves_nothing_to_release():

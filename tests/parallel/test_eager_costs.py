@@ -121,7 +121,7 @@ def examples_of_targets(logits: torch.Tensor) -> list[tuple[Kernel, tuple]]:
         (loss.local_targets, (targets, 0, FEATURES)),
         (loss.target_logits, (logits, row, targets, elsewhere)),
         (loss.total_loss, (torch.rand(2, ROWS),)),
-        (loss.target_gradients, (logits, torch.ones(()), row, row, targets, elsewhere)),
+        (loss.target_gradients, (logits, torch.ones(()), row, row, targets, elsewhere, 0.0)),
         (loss.write_targets_, (logits.clone(), row, targets, FEATURES - 64)),
     ]
 
@@ -195,6 +195,8 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (norm.among_zeros, (row, 1, 4)),
         (loss.one_like, (torch.ones(()),)),
         (loss.total, (torch.ones(()), torch.ones(()))),
+        (loss.total_loss_of_targets, (torch.rand(2, ROWS), torch.arange(ROWS) - 3)),
+        (loss.token_losses, (torch.rand(2, ROWS), torch.arange(ROWS) - 3)),
         (loss.scale_, (x.clone(), torch.ones(()))),
         (loss.add_scaled_, (x.clone(), x, torch.ones(()))),
         (loss.stacked, (row, row)),

@@ -62,14 +62,17 @@ def test_on_a_gpu_an_axis_of_all_ranks_uses_the_group_of_the_job(job):
     assert [ranks for ranks, *_ in groups] == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("sizes", ["1x1x1x1", "1x1x1x8", "2x1x1x4", "2x2x2x1", "2x2x1x1", "1x1x1x4"])
-def test_the_planner_counts_the_groups_of_a_grid(job, sizes):
+def test_the_planner_counts_the_groups_of_a_grid(job, sizes, joined):
     """In a job of eight ranks, or on a grid of four ranks, one of two stages."""
     sizes = GridSizes(*map(int, sizes.split("x")))
     world = 1 if sizes.devices == 1 else 8
     groups = job(world, rank=0)
-    Grid(sizes, "cuda", range(sizes.devices))
-    planned = reserved_gib(ClusterConfig(reserved_gib=0.5, communicator_gib=1.0), sizes, world)
+    grid = Grid(sizes, "cuda", range(sizes.devices))
+    if joined:
+        grid.join()
+    planned = reserved_gib(ClusterConfig(reserved_gib=0.5, communicator_gib=1.0), sizes, world, joined)
     assert planned == 0.5 + len(groups) + (world > 1)
 
 

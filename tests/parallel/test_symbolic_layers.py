@@ -151,14 +151,14 @@ def test_a_time_embedding():
     assert found == theirs
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_a_head_loss(num_chunks):
+@pytest.mark.parametrize(("num_chunks", "masked"), [(1, False), (2, False), (2, True)])
+def test_a_head_loss(num_chunks, masked):
     tokens, hidden, vocabulary = 6, 8, 10
     device = CountingDevice()
     layer, symbolic = contexts(LinearSpec(hidden, vocabulary, bias=False), device)
 
     def loss_of(layer, targets):
-        return lambda x: head_loss(x, layer.weight, targets, vocabulary, layer.product, num_chunks)
+        return lambda x: head_loss(x, layer.weight, targets, vocabulary, layer.product, num_chunks, masked)
 
     targets = torch.arange(tokens)
     symbolic_targets = SymbolicTensor(device, (tokens,), "int64")

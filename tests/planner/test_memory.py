@@ -91,7 +91,7 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
     # The full gradients, before their reduction over data: no bucket is reduced during the backward.
     config = compose([*MODEL, f"optim.shard_states={shard}", "train.batch_size=8", "parallel.overlap.data=false"])
     for taken in ranks.run(sizes.devices, state_taken, config, sizes):
-        assert taken == training_state(registry.describe(config.model), sizes, shard)
+        assert taken == training_state(registry.describe(config.model), sizes, config.optim)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,8 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
         full(GridSizes(2, 1, 2, 1), ["train.precision=bf16", "train.activation_checkpointing=full"]),
         full(GridSizes(2, 2, 1, 1), ["train.precision=bf16", "train.micro_batch_size=2"]),
         (GridSizes(1, 1, 4, 1), ["train.precision=fp8", "parallel.cache_layers=all"]),
+        (GridSizes(2, 1, 2, 1), ["lora.rank=8", "train.precision=bf16"]),
+        full(GridSizes(1, 2, 1, 2), ["lora.rank=8", "train.activation_checkpointing=full"]),
         full(GridSizes(), ["train.precision=fp8", "parallel.cache_layers=all", "parallel.cache_scope=step"]),
         full(GridSizes(2, 1, 2, 1), ["train.precision=fp8", "train.activation_checkpointing=full"]),
         (
@@ -207,7 +209,7 @@ def test_the_peak_of_a_step_of_a_random_plan_is_predicted_within_10_percent(rank
 
 def check_peak(ranks, sizes, overrides):
     config = compose([*overrides, "cluster.reserved_gib=0"])
-    state = training_state(registry.describe_run(config), sizes, config.optim.shard_states)
+    state = training_state(registry.describe_run(config), sizes, config.optim)
     taken = max(ranks.run(sizes.devices, peak_taken, config, sizes)) + state["weights"] + state["optimizer"]
     estimate = Estimate(config, sizes)
     assert estimate.memory_gib(config.train.micro_batch_size or estimate.share) * GIB == pytest.approx(taken, rel=0.1)

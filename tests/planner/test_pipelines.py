@@ -69,7 +69,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
     peak = memory_peak(run)
     stage.exchange.close()
     description = plan.description.stage(plan.stages[stage.index].parts)
-    state = training_state(description, stage.grid.sizes, config.optim.shard_states)
+    state = training_state(description, stage.grid.sizes, config.optim)
     return stage.index, peak + state["weights"] + state["optimizer"]
 
 

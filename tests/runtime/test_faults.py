@@ -104,17 +104,17 @@ def kill_itself(phase, target, rank, step=5):
     shorten_timeouts()
     if rank != target:
         return
-    from gpt4d import optim
     from gpt4d.checkpoint import writer
     from gpt4d.checkpoint.run import RunCheckpoints
     from gpt4d.model.module import Model
+    from gpt4d.optim.optimizer import Optimizer
     from gpt4d.parallel.gradient_reducer import GradientReducer
 
     owner, name = {
         "start": (RunCheckpoints, "resume"),
         "forward": (Model, "compute"),
         "backward": (GradientReducer, "_on_gradient"),
-        "optimizer": (optim, "update"),
+        "optimizer": (Optimizer, "step"),
         "save": (writer.Writer, "write_data"),
     }[phase]
 

@@ -18,8 +18,8 @@ from tests.runtime.test_faults import at_step, shorten_timeouts
 
 # By phase: module and function in which a rank hangs, the file of its caller, and the activity that is reported.
 PHASES = {
-    "update": ("gpt4d.optim", "update", "step.py", "reading the metrics of step 5"),
-    "pending save": ("gpt4d.optim", "update", "step.py", "asking whether step_00000003 is saved"),
+    "update": ("gpt4d.optim.optimizer", "Optimizer.step", "step.py", "reading the metrics of step 5"),
+    "pending save": ("gpt4d.optim.optimizer", "Optimizer.step", "step.py", "asking whether step_00000003 is saved"),
     "save": ("gpt4d.checkpoint.writer", "Writer.write_data", "saving.py", "saving step_00000003"),
     "begin": ("gpt4d.checkpoint.lifecycle", "begin", "saving.py", "beginning to save step 3"),
     "load": ("gpt4d.checkpoint.storage", "fill", "storage.py", "loading step_00000003"),
@@ -46,7 +46,7 @@ def hang(phase: str, target: int, rank: int) -> None:
         replace_function("gpt4d.checkpoint.writer", "Writer.write_data", save_forever)
     if rank == target:
         arm = functools.partial(replace_function, module, function, lambda *_, **__: threading.Event().wait())
-        at_step(5, lambda _: arm()) if module == "gpt4d.optim" else arm()
+        at_step(5, lambda _: arm()) if module == "gpt4d.optim.optimizer" else arm()
 
 
 _QUICK = [("update", 1), ("save", 0)]

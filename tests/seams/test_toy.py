@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d import optim
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import Config, ConfigError, GridSizes, compose
 from gpt4d.model import registry
+from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
@@ -120,7 +120,7 @@ def plain_run(config: Config) -> tuple[list[float], float, torch.Tensor]:
         loss.backward()
         result.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
-        optimizer.param_groups[0]["lr"] = optim.learning_rate(step, settings, config.train.steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, settings, config.train.steps)
         optimizer.step()
         optimizer.zero_grad()
         average = toy_torch.DECAY * average + (1 - toy_torch.DECAY) * model.output.weight.detach().T
@@ -228,7 +228,7 @@ def test_a_planned_step_ends_with_only_gradients_held(model, checkpointing):
     config = compose(list(overrides))
     description = registry.describe(config.model)
     step = StepWalk(config, description, GRID, Links(config.cluster, GRID), 4)
-    assert step.run(2).held == training_state(description, GRID, shard_states=False)["gradients"]
+    assert step.run(2).held == training_state(description, GRID, config.optim)["gradients"]
 
 
 def test_without_input_gradient_a_backward_plans_no_gather_and_no_sum(tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,22 @@ def samples(config: Config, sample_ids: Sequence[int]) -> tuple[torch.Tensor, to
     return inputs, inputs[..., : model.outputs] - inputs[..., -model.outputs :].sin()
 
 
+class HeldOut(NamedTuple):
+    """Two batches of held-out samples (gpt4d.task.task.ValidationSet)."""
+
+    task: "Regression"
+    steps: int = 2
+
+    @property
+    def units(self) -> int:
+        return self.steps * self.task.counted_units(0)
+
+    def batches(self, index: int) -> Iterator[Batch]:
+        return self.task._microbatches(index * self.task.config.train.batch_size, SAMPLES, HELD_OUT)
+
+    def text_bytes(self) -> None: ...
+
+
 class Regression:
     """Rows of numbers to be predicted from rows of numbers (gpt4d.task.task.Task). It averages one weight over time."""
 
@@ -49,10 +65,15 @@ class Regression:
     def batches(self, first_sample: int) -> Iterator[Batch]:
         return self._microbatches(first_sample, 0, SAMPLES)
 
-    validation_steps = 2
+    def counted_units(self, first_sample: int) -> int:
+        return self.config.train.batch_size * self.units_per_sample
 
-    def validation_batches(self, index: int) -> Iterator[Batch]:
-        return self._microbatches(index * self.config.train.batch_size, SAMPLES, HELD_OUT)
+    def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
+        return {}
+
+    @property
+    def validation(self) -> dict[str, "HeldOut"]:
+        return {"held_out": HeldOut(self)}
 
     def _microbatches(self, first_sample: int, offset: int, count: int) -> Iterator[Batch]:
         grid, device, size = self._stage.grid, self._stage.weights.device, self._micro_batch_size

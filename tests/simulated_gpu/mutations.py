@@ -153,9 +153,9 @@ MUTATIONS = [
         _ONE_DEVICE,
     ),
     Mutation(
-        "optim.py",
-        "fused.grad_scale = (norm / limit)",
-        "fused.grad_scale = torch.full_like(norm, norm.item() / limit)",
+        "optim/optimizer.py",
+        "divisor = (norm / limit).clamp(min=1)",
+        "divisor = torch.full_like(norm, norm.item() / limit).clamp(min=1)",
         "the host does not read the gradient norm",
         _ONE_DEVICE,
     ),

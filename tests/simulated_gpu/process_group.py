@@ -55,7 +55,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     def _start(
-        self, name: str, sent: list[torch.Tensor], received: list[torch.Tensor], ratio: float = 1
+        self, name: str, sent: list[torch.Tensor], received: list[torch.Tensor], ratio: float | None = 1
     ) -> Work | _Finished:
         job, tensors = self.job, (*sent, *received)
         if tensors[0].is_cpu:
@@ -86,7 +86,12 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output, input, options=None):
         return self._start("reduce_scatter", [input], [output], 1 / self.size())
 
+    def all_to_all_single(self, output, input, output_counts, input_counts, options=None):
+        assert (sum(output_counts), sum(input_counts)) == (len(output), len(input))
+        return self._start("all_to_all", [input], [output], ratio=None)
+
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names in torch 2.11
+    alltoall_base = all_to_all_single
 
     def allgather(self, outputs, inputs, options=None):
         for output in outputs[0]:

@@ -35,12 +35,15 @@ def check(job: Job, func, args: tuple, tensors: list[torch.Tensor]) -> None:
         report("mask", f"{func} has a mask, whose size the host waits for; use masked_fill_ or where")
 
 
-def check_collective(job: Job, name: str, sent: torch.Tensor, received: torch.Tensor, ratio: float) -> None:
-    """Report a collective that NCCL rejects. ``ratio``: number of elements received for each that is sent."""
+def check_collective(job: Job, name: str, sent: torch.Tensor, received: torch.Tensor, ratio: float | None) -> None:
+    """Report a collective that NCCL rejects.
+
+    ``ratio``: number of elements received for each that is sent; None if it may be any number.
+    """
     report = job.problems.report
     if not (sent.is_contiguous() and received.is_contiguous()):
         report("collective", f"{name} has a tensor that is not contiguous")
     if sent.dtype != received.dtype:
         report("collective", f"{name} has tensors of {sent.dtype} and {received.dtype}")
-    if received.numel() != sent.numel() * ratio:
+    if ratio is not None and received.numel() != sent.numel() * ratio:
         report("collective", f"{name} has tensors of {list(sent.shape)} and {list(received.shape)}")

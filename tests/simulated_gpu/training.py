@@ -13,6 +13,7 @@ from gpt4d.checkpoint import saving, storage
 from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
 from gpt4d.checkpoint.writer import write_values
 from gpt4d.config import Config
+from gpt4d.data.sampler import Blend
 from gpt4d.model import registry
 from gpt4d.monitor import PendingMetrics
 from gpt4d.parallel.grid import Grid
@@ -48,9 +49,10 @@ class RandomText(LanguageModeling):
     """Language modeling on random tokens. Token 0 ends a document."""
 
     def __init__(self, config: Config):
-        self._files = SimpleNamespace(end_of_text=0)
+        self._files = SimpleNamespace(end_of_text=0, masked=False)
         samples = _Samples((config.train.seq_len + 1,), 20, np.uint16)
-        ReadingTask.__init__(self, config, samples, samples)
+        training = Blend([samples] * 2, [*config.data.blend.values()]) if config.data.blend else samples
+        ReadingTask.__init__(self, config, training, samples)
 
     def sample(self):
         tokenizer = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=[1, 2, 3]), decode=str)
@@ -124,7 +126,7 @@ def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, direct
     for step in range(1, steps + 1):
         job.problems.steady = step > 1
         if step == steps:
-            train_step.evaluate(task.validation_batches(0), plan.microbatches)
+            train_step.evaluate(task.validation["held_out"].batches(0), plan.microbatches)
         result = train_step(task.batches(step * config.train.batch_size), plan.microbatches, units, lr=0.1)
         task.after_update(step)
         values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))

@@ -21,9 +21,9 @@ BETWEEN_STEPS = {
     ("gpt4d/checkpoint/storage.py", "Files.read"),
     ("gpt4d/parallel/comm/stats.py", "seconds_between"),
     ("gpt4d/task/generation.py", "_Reader.read"),
-    ("gpt4d/task/generation.py", "continuations"),
+    ("gpt4d/task/generation.py", "continued"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
     ("gpt4d/task/image_generation.py", "generated_images"),
-    ("gpt4d/trainer.py", "Trainer._validate"),
+    ("gpt4d/trainer.py", "Trainer._evaluate"),
 }
 SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/writer.py", "write_values")}

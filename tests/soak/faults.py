@@ -25,7 +25,7 @@ _STEP = {
     "forward": "gpt4d.parallel.pipeline.runtime:_Step._forward",
     "backward": "gpt4d.parallel.pipeline.runtime:_Step._backward",
     "reduce": "gpt4d.parallel.gradient_reducer:GradientReducer.finish",
-    "update": "gpt4d.optim:update",
+    "update": "gpt4d.optim.optimizer:Optimizer.step",
     "measure": "gpt4d.measuring:StepMeter.measure",
     "evaluate": "gpt4d.step:TrainStep.evaluate",
     "next step": "gpt4d.trainer:Trainer._step",

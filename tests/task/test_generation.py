@@ -15,6 +15,8 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
+from gpt4d.task.sampling import GREEDY
+from gpt4d.task.task import Sampling
 from tests.grids import TINY_MODEL, build_tiny_stage, full
 
 END = 0
@@ -68,7 +70,7 @@ def most_likely_text(model, tokenizer, prompt, tokens, documents):
     ],
 )
 def test_generated_text_equals_that_of_a_model_without_padding(stage, tokenizer, prompt, tokens, documents):
-    (text,) = continuations(stage, tokenizer, END, [prompt], tokens, documents, temperature=0)
+    (text,) = continuations(stage, tokenizer, END, [prompt], tokens, documents, sampling=GREEDY)
     assert text == most_likely_text(stage.module, tokenizer, prompt, tokens, documents)
     assert len(set(text.split())) > 3
 
@@ -90,9 +92,9 @@ PROMPTS = ["w5 w7 w9", "w3", " ".join(WORDS[1:12]), f"w5 {END_OF_TEXT} w8"]
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, temperature):
-    texts = continuations(stage, tokenizer, END, PROMPTS, 4, documents_of, temperature)
+    texts = continuations(stage, tokenizer, END, PROMPTS, 4, documents_of, Sampling(temperature))
     alone = [
-        continuations(stage, tokenizer, END, [prompt], 4, documents_of, temperature, seed=index)
+        continuations(stage, tokenizer, END, [prompt], 4, documents_of, Sampling(temperature, seed=index))
         for index, prompt in enumerate(PROMPTS)
     ]
     assert texts == [text for (text,) in alone]
@@ -112,7 +114,7 @@ def random_stage(model, sizes):
 def texts_on_grid(sizes, tokenizer_json):
     """On a rank: the likeliest continuations by a model of each family with random weights."""
     stages, tokenizer = (random_stage(model, sizes) for model in MODELS), Tokenizer.from_str(tokenizer_json)
-    return [continuations(stage, tokenizer, END, PROMPTS, 8, documents_of, temperature=0) for stage in stages]
+    return [continuations(stage, tokenizer, END, PROMPTS, 8, documents_of, sampling=GREEDY) for stage in stages]
 
 
 LLAMA = LlamaConfig(
@@ -138,7 +140,7 @@ def test_texts_of_a_model_with_a_window_equal_those_without_a_cache(tokenizer, d
     stage = random_stage(GEMMA3, GridSizes())
     with torch.no_grad():
         stage.module.tokens.weight[END] = 0  # the text does not end early
-    texts = continuations(stage, tokenizer, END, PROMPTS, 8, documents, temperature=0)
+    texts = continuations(stage, tokenizer, END, PROMPTS, 8, documents, sampling=GREEDY)
     assert texts == [most_likely_text(stage.module, tokenizer, prompt, 8, documents) for prompt in PROMPTS]
     assert len(set(" ".join(texts).split())) > 5
 

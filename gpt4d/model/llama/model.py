@@ -35,7 +35,9 @@ class LlamaAttentionSpec(LayerSpec):
             norm = HeadNormSpec(config.head_size, parts, config.norm_epsilon)
             norms = {"q_norm": norm, "k_norm": norm}
         return {
-            "qkv": LinearSpec(h, sum(config.qkv_channels), bias=config.qkv_bias, heads=parts),
+            "qkv": LinearSpec(
+                h, sum(config.qkv_channels), bias=config.qkv_bias, heads=parts, matrices=config.qkv_channels
+            ),
             "key_value_heads": KeyValueHeadsSpec(config.heads, config.key_value_heads, parts),
             **norms,
             "core": AttentionSpec(config.heads, parts=parts),
@@ -72,7 +74,7 @@ class LlamaMLPSpec(LayerSpec):
     def layers(self) -> dict[str, LayerSpec]:
         h, inner = self.config.hidden, self.config.inner
         return {
-            "up": LinearSpec(h, inner, num_fused=2, bias=False),
+            "up": LinearSpec(h, inner, num_fused=2, bias=False, matrices=(inner, inner)),
             "down": LinearSpec(inner, h, transposed=True, bias=False, std=residual_std(self.config)),
         }
 

@@ -138,12 +138,15 @@ class UNetSpec(ModelSpec):
         if any(part.begins for part in self.parts):
             layers["time"] = TimeEmbeddingSpec(config.channels, embedding_size(config))
             # The input images are replicated over x and y.
-            layers["input"] = Conv2dSpec(config.image_channels, first.channels, 3, Axes(None, first.axis), padding=1)
+            axes = Axes(None, first.axis)
+            layers["input"] = Conv2dSpec(config.image_channels, first.channels, 3, axes, padding=1, group="embeddings")
         layers["blocks"] = LayersSpec({str(i): self.block(i) for part in self.parts for i in part.blocks})
         if any(part.ends for part in self.parts):
             layers["norm"] = norm(config, (last.channels,), last.axis, activates=True)
             axes = Axes(last.axis, None)
-            layers["output"] = Conv2dSpec(last.channels, config.image_channels, 3, axes, padding=1, std=0.0)
+            layers["output"] = Conv2dSpec(
+                last.channels, config.image_channels, 3, axes, padding=1, std=0.0, group="head"
+            )
         return layers
 
     def block(self, index: int) -> LayerSpec:

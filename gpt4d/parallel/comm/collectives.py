@@ -6,7 +6,7 @@ input at no cost. Pass the ``parameter`` whose layer communicates: a hang report
 ``overlaps`` may continue while the computation does not wait for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.parallel.comm.cpu.gloo import GlooTransport
+from gpt4d.parallel.comm.cpu.gloo import GlooTransport, Works
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.comm.process_group import ProcessGroupTransport
 from gpt4d.parallel.comm.stats import CommStats, InFlightCollective
@@ -135,6 +135,30 @@ def _start(
         else:
             pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_bytes, overlaps)
     return pending
+
+
+def start_all_to_all(
+    sent: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], axis: Axis
+) -> Pending:
+    """Start to send parts of ``sent`` [elements] to the ranks of the axis, and to receive parts from them.
+
+    Args:
+        sent: the parts for all ranks, in the order of the ranks; this rank's own part is copied.
+        sent_counts: number of elements for each rank.
+        received_counts: number of elements from each rank.
+        axis: its process group exchanges the parts.
+    """
+    if axis.size == 1:
+        return Pending(sent)
+    traffic, received = axis.traffic, sent.new_empty(sum(received_counts))
+    collective = traffic.start(f"all_to_all {axis.name}")
+    with traffic.named_range(collective.name), traffic.track_wait(collective):
+        work = dist.all_to_all_single(
+            received, sent, list(received_counts), list(sent_counts), group=axis.group, async_op=True
+        )
+        handle = Works([work]) if sent.is_cpu else work
+        sent_bytes = (sent.numel() - sent_counts[axis.index]) * sent.itemsize
+        return Pending(received, InFlightCollective(traffic, handle, sent.device, sent_bytes), source=sent)
 
 
 def start_messages(

@@ -63,7 +63,7 @@ def gradient_buckets(
     filling: dict[tuple, tuple[list[str], int]] = {}
     for name, spec in reversed(list(parameters.items())):
         elements, axes, sharded = kinds[id(spec)]
-        if not axes:
+        if not axes or spec.frozen:
             continue
         names, filled = filling.get((axes, sharded), ([], 0))
         names.append(name)

@@ -14,7 +14,7 @@ from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, add_gradient_, multiply
 from gpt4d.parallel.layers.sharding import Axes
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.symbolic.kernels import kernel
 
 
@@ -138,6 +138,7 @@ class Conv2dSpec(LayerSpec):
         std: standard deviation of the initial weight; None for the standard deviation of torch's initial values.
         scatter_output: reduce-scatter the output over its channels, so that input and output have the same layout.
             ``axes`` must be (a, None).
+        group: group of the weight: ``matrices``, ``embeddings`` if it reads images, ``head`` if it writes them.
     """
 
     in_channels: int
@@ -150,6 +151,7 @@ class Conv2dSpec(LayerSpec):
     bias: bool = True
     std: float | None = None
     scatter_output: bool = False
+    group: str = "matrices"
     bias_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -183,7 +185,11 @@ class Conv2dSpec(LayerSpec):
         if self.axes.produced is not None:
             channels, split = channels[::-1], split[::-1]
         layout = Layout(sharding.named(split[0], "z"), sharding.named(split[1]), (), ())
-        parameters = {"weight": ParameterSpec((*channels, *self.kernel), layout, std=std, decay=True, streamed=True)}
+        matrices = Matrices(outputs=int(self.axes.produced is None)) if self.group == "matrices" else None
+        weight = ParameterSpec(
+            (*channels, *self.kernel), layout, std=std, group=self.group, matrices=matrices, streamed=True
+        )
+        parameters = {"weight": weight}
         if self.bias:
             parameters["bias"] = ParameterSpec((self.out_channels,), Layout(sharding.named(self.axes.produced)))
         return parameters

@@ -98,6 +98,8 @@ class LookupFunction(Function):
 
     @staticmethod
     def backward(ctx, d_rows):
+        if not ctx.weights.trains(ctx.weight):
+            return None, None, None, None
         local, elsewhere = ctx.saved_tensors
         if ctx.scatter:
             d_rows = ctx.weights.context.grid.x.all_gather(d_rows, parameter=ctx.weight)
@@ -168,7 +170,7 @@ class TokenEmbeddingSpec(LayerSpec):
         """Return the table [vocabulary, hidden]: x and z split the stored vocabulary, y splits hidden."""
         unpadded, layout = None if self.used is None else (self.used, self.hidden), Layout(("x", "z"), ("y",))
         shape = (self.rows, self.hidden)
-        return {"weight": ParameterSpec(shape, layout, unpadded, std=self.std, decay=True, streamed=True)}
+        return {"weight": ParameterSpec(shape, layout, unpadded, std=self.std, group="embeddings", streamed=True)}
 
     def forward(self, layer: BoundLayer, ids: Any, tokens: Any) -> Any:
         return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.weights, tokens.axis.size > 1)
@@ -189,7 +191,7 @@ class PositionEmbeddingSpec(LayerSpec):
         """Return the table [positions, hidden], hidden over y."""
         layout = Layout((), ("y",))
         shape = (self.positions, self.hidden)
-        return {"weight": ParameterSpec(shape, layout, std=self.std, decay=True, between_layers=True)}
+        return {"weight": ParameterSpec(shape, layout, std=self.std, group="embeddings", between_layers=True)}
 
     def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
         if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1:

@@ -15,9 +15,10 @@ from typing import Any
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.lora import Adapter, AdapterSpec
 from gpt4d.parallel.layers.product import FEATURES, Operation, ProductContext, multiply
 from gpt4d.parallel.layers.sharding import Axes
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.symbolic import kernels
 from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic.tensor import ITEMSIZE
@@ -106,6 +107,10 @@ class LinearSpec(LayerSpec):
             a transposed layer follows it. If the residual stream's axis splits the heads too, a normal layer
             reduce-scatters its output, and a transposed layer all-gathers its input.
         float8: multiply in float8 with ``train.precision=fp8``.
+        matrices: output features of each matrix that a model of transformers stores separately, if the layer fuses
+            several. They are the fused matrices of the weight, or the interleaved parts of its columns.
+        adapter: low-rank adapters of these matrices; None if the layer has none.
+        group: group of the weight, ``matrices`` or ``head``.
     """
 
     in_features: int
@@ -119,6 +124,9 @@ class LinearSpec(LayerSpec):
     used: int | None = None
     heads: int | None = None
     float8: bool = True
+    matrices: tuple[int, ...] = ()
+    adapter: AdapterSpec | None = None
+    group: str = "matrices"
 
     @cached_property
     def columns(self) -> int:
@@ -146,10 +154,24 @@ class LinearSpec(LayerSpec):
         out = (columns,) if fused is None else ((), columns)
         layout = Layout(sharding.named(self.split.contracted, "z"), *out)
         unpadded = None if self.used is None else (self.in_features, self.used)
+        matrices = None
+        if self.group == "matrices":
+            interleaved = fused is None and len(self.matrices) > 1
+            matrices = Matrices(len(shape), None if fused is None else 1, self._pieces if interleaved else ())
         weight = ParameterSpec(
-            (self.in_features, *shape), layout, unpadded, std=self.std, decay=True, streamed=True, float8=self.float8
+            (self.in_features, *shape),
+            layout,
+            unpadded,
+            std=self.std,
+            group=self.group,
+            matrices=matrices,
+            streamed=True,
+            float8=self.float8,
         )
-        return {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if self.bias else {"weight": weight}
+        own = {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if self.bias else {"weight": weight}
+        if self.adapter is not None:
+            own |= self.adapter.parameters(self.in_features, shape, max(1, len(self.matrices)), self.split)
+        return own
 
     def prepare(self, layer: BoundLayer) -> None:
         context, (contracted, produced) = layer.context, self.split
@@ -167,12 +189,27 @@ class LinearSpec(LayerSpec):
             self.transposed,
             FEATURES if splits_heads else None,
         )
+        layer.adapter = None
+        if self.adapter is not None:
+            sizes = self.pattern(self.out_features // produced_axis.size)
+            layer.adapter = Adapter(layer.weights, Matmul(), layer.lora_a, layer.lora_b, self.adapter.scale, sizes)
+
+    def pattern(self, columns: int) -> tuple[int, ...]:
+        """Return the pattern of the matrices in this rank's ``columns`` of each fused matrix (lora.spread)."""
+        if self.num_fused is not None or not self.matrices:
+            return (columns,) * max(1, len(self.matrices))
+        return self._pieces
+
+    @property
+    def _pieces(self) -> tuple[int, ...]:
+        """Number of columns of each matrix in a piece of a weight whose columns are interleaved parts of matrices."""
+        return _sizes(self.matrices, self.heads)
 
     async def forward(self, layer: BoundLayer, x_BK: Any) -> Any:
         bias = layer.bias if self.bias else None
         if bias is not None and not self.bias_gradient:
             bias = bias.detach()
-        return await multiply(x_BK, layer.weight, bias, layer.product)
+        return await multiply(x_BK, layer.weight, bias, layer.product, layer.adapter)
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,27 @@ def total_loss(sums):
     return sums.like(()), sums.like(sums.shape[1:])
 
 
+@kernel
+def total_loss_of_targets(sums, targets):
+    """Return the results of ``total_loss`` without the tokens whose target is negative.
+
+    Their sum of exponentials is infinite, so that their gradient is zero.
+    """
+    return sums.like(()), sums.like(sums.shape[1:])
+
+
+@kernel
+def token_losses(sums, targets):
+    """Return the loss of each token from the sums of ``total_loss``, [tokens]; 0 for a negative target."""
+    return sums.like(sums.shape[1:])
+
+
 @kernel(
-    moved=lambda logits, d_loss, largest, normalizer, *targets: _moved_at_targets(
-        logits, largest, normalizer, largest, normalizer, *targets
+    moved=lambda logits, d_loss, largest, normalizer, local, elsewhere, z_loss: _moved_at_targets(
+        logits, largest, normalizer, largest, normalizer, local, elsewhere
     )
 )
-def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
+def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere, z_loss: float):
     """Return, for each row, the softmax's factor in the gradient, and the gradient of the target's logit."""
     return largest.like(), largest.like()
 
@@ -104,26 +119,52 @@ def zero_(logits):
     return logits
 
 
-def forward_loss(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, SavedLoss]:
+def forward_loss(
+    logits: Any, targets: Any, vocabulary: int, axis: Any, masked: bool, losses: list[Any] | None = None
+) -> tuple[Any, SavedLoss]:
     """Return the summed loss of logits [tokens, vocabulary over ``axis``], and the tensors to save for its gradient.
 
-    Columns from ``vocabulary`` on are padding.
+    Columns from ``vocabulary`` on are padding. ``masked``: targets may be negative, and are ignored there. ``losses``:
+    the losses of the tokens are appended to this list.
+    """
+    sums, largest, *column = _sums(logits, targets, vocabulary, axis)
+    if losses is not None:
+        losses.append(token_losses(sums, targets))
+    loss, normalizer = total_loss_of_targets(sums, targets) if masked else total_loss(sums)
+    return loss, SavedLoss(largest, normalizer, *column)
+
+
+def log_likelihoods(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, Any]:
+    """Return the log-likelihood of each target, and whether the target has the largest logit of its row: [tokens].
+
+    Arguments as for ``forward_loss``. Every rank of ``axis`` gets the same values.
+    """
+    (normalizer, below_largest), *_ = _sums(logits, targets, vocabulary, axis)
+    return below_largest - normalizer.log(), below_largest == 0
+
+
+def _sums(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, Any, Any, Any]:
+    """Return, for each row, the sum of exponentials and the target's logit, both relative to the largest logit.
+
+    They are stacked to [2, tokens]. Return also the largest logits and the results of ``local_targets``.
     """
     columns = _columns(logits, vocabulary, axis)
     largest = axis.all_reduce(largest_logits(logits, columns), MAX)
     local, elsewhere = local_targets(targets, axis.index * logits.shape[-1], logits.shape[-1])
     at_target = target_logits(logits, largest, local, elsewhere)
     sums = axis.all_reduce(stacked(sums_of_exponentials(logits, largest, columns), at_target))
-    loss, normalizer = total_loss(sums)
-    return loss, SavedLoss(largest, normalizer, local, elsewhere)
+    return sums, largest, local, elsewhere
 
 
-def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_loss: Any) -> Any:
-    """Replace ``logits`` by their gradient in place and return it. ``d_loss``: the gradient of the loss, a scalar."""
+def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_loss: Any, z_loss: float) -> Any:
+    """Replace ``logits`` by their gradient in place and return it.
+
+    ``d_loss``: the gradient of the loss, a scalar. ``z_loss``: as for ``cross_entropy_sum``.
+    """
     columns = _columns(logits, vocabulary, axis)
     if not columns:
         return zero_(logits)
-    scale, at_target = target_gradients(logits, d_loss, *saved)
+    scale, at_target = target_gradients(logits, d_loss, *saved, z_loss)
     return write_targets_(softmax_(logits, saved.largest, scale, columns), at_target, saved.local, columns)
 
 
@@ -136,26 +177,40 @@ class CrossEntropyFunction(Function):
     """Sum of ``log Σ exp(logits) - target's logit`` over tokens, in float32, or float64 for float64 logits."""
 
     @staticmethod
-    def forward(ctx, logits, targets, vocabulary: int, axis):
-        loss, saved = forward_loss(logits, targets, vocabulary, axis)
+    def forward(ctx, logits, targets, vocabulary: int, axis, z_loss: float, masked: bool, losses):
+        loss, saved = forward_loss(logits, targets, vocabulary, axis, masked, losses)
         ctx.save_for_backward(logits, *saved)
-        ctx.vocabulary, ctx.axis = vocabulary, axis
+        ctx.vocabulary, ctx.axis, ctx.z_loss = vocabulary, axis, z_loss
         return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         # In place, because the logits are the largest tensor of a step. Autograd detects a second backward.
         logits, *saved = ctx.saved_tensors
-        return write_gradient(logits, SavedLoss(*saved), ctx.vocabulary, ctx.axis, d_loss), None, None, None
+        return write_gradient(logits, SavedLoss(*saved), ctx.vocabulary, ctx.axis, d_loss, ctx.z_loss), *[None] * 6
 
 
-def cross_entropy_sum(logits: Any, targets: Any, vocabulary: int, axis: Any) -> Any:
+def cross_entropy_sum(
+    logits: Any,
+    targets: Any,
+    vocabulary: int,
+    axis: Any,
+    z_loss: float = 0.0,
+    masked: bool = False,
+    losses: list[Any] | None = None,
+) -> Any:
     """Return the loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
 
     ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are
-    padding and are ignored. The backward overwrites ``logits`` with their gradient.
+    padding and are ignored. If ``masked``, tokens with a negative target are ignored too: their loss and their gradient
+    are zero. The losses of the tokens, [tokens], are appended to ``losses``. The backward overwrites ``logits`` with
+    their gradient.
+
+    ``z_loss`` adds the gradient of ``z_loss · log²(Σ exp(logits))`` of each token (Chowdhery et al., 2022), which keeps
+    the logits from growing. The returned loss is the cross-entropy alone.
     """
-    return CrossEntropyFunction.apply(logits.flatten(0, -2), targets.flatten(), vocabulary, axis)
+    flat = logits.flatten(0, -2), targets.flatten()
+    return CrossEntropyFunction.apply(*flat, vocabulary, axis, z_loss, masked, losses)
 
 
 # ---------------------------------------------------------------------------------------------- squared error
@@ -247,9 +302,11 @@ class _HeadLossCall:
     vocabulary: int
     context: ProductContext
     num_chunks: int
+    masked: bool  # tokens with a negative target are ignored
     split: bool  # x splits the tokens of the input
     with_gradients: bool
-    gradients: tuple[Any, Any] | None = None
+    losses: list[Any] | None  # the losses of the tokens of each chunk are appended
+    gradients: tuple[Any, Any | None] | None = None  # gradients of the input and, unless it is frozen, of the weight
 
     def run(self, x_TH: Any) -> Any:
         """Return the loss and compute its gradients chunk by chunk."""
@@ -258,24 +315,25 @@ class _HeadLossCall:
         summed = weights.context.grid.axis(None) if self.split else x_axis
         if self.split:
             x_TH = start_gather(x_TH, x_axis, TOKENS, self.weight).wait()
-        gathered = weights.gather(self.weight)
+        gathered, trains = weights.gather(self.weight), weights.trains(self.weight)
         losses, d_parts, d_weight = list[Any](), list[Any](), None
         parts = zip(x_TH.chunk(self.num_chunks), self.targets_T.chunk(self.num_chunks), strict=True)
         for part_TH, targets in parts:
             logits = operation.forward(part_TH, gathered, None)
             logits = self.context.contracted.all_reduce(logits, parameter=self.weight)
-            loss, saved = forward_loss(logits, targets, self.vocabulary, x_axis)
+            loss, saved = forward_loss(logits, targets, self.vocabulary, x_axis, self.masked, self.losses)
             losses.append(loss)
             if self.with_gradients:
-                logits = write_gradient(logits, saved, self.vocabulary, x_axis, one_like(loss))
+                logits = write_gradient(logits, saved, self.vocabulary, x_axis, one_like(loss), weights.context.z_loss)
                 d_part = operation.input_gradient(logits, gathered, part_TH)
                 pending = summed.start_all_reduce(d_part, parameter=self.weight)
                 if not weights.context.overlap.all_reduce:
                     pending.wait()
-                d_weight = operation.weight_gradient(logits, part_TH, self.weight, d_weight)
+                if trains:
+                    d_weight = operation.weight_gradient(logits, part_TH, self.weight, d_weight)
                 d_parts.append(pending.wait())
             del logits, saved  # before the logits of the next chunk exist
-        if d_weight is not None:
+        if self.with_gradients:
             d_x = join(*d_parts)
             if self.split:
                 d_x = start_scatter(d_x, x_axis, TOKENS, self.weight).wait()
@@ -297,18 +355,28 @@ class HeadLossFunction(Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        call = ctx.call
+        call, of_weight = ctx.call, None
         assert call.gradients is not None
         (d_x, d_weight), call.gradients = call.gradients, None
 
         def scaled(earlier: Any | None) -> Any:
             return scale_(d_weight, d_loss) if earlier is None else add_scaled_(earlier, d_weight, d_loss)
 
-        of_weight = call.context.weights.add_gradient(call.weight, scaled)
+        if d_weight is not None:
+            of_weight = call.context.weights.add_gradient(call.weight, scaled)
         return scale_(d_x, d_loss), of_weight, None
 
 
-def head_loss(x_TH: Any, weight: Any, targets_T: Any, vocabulary: int, context: ProductContext, num_chunks: int) -> Any:
+def head_loss(
+    x_TH: Any,
+    weight: Any,
+    targets_T: Any,
+    vocabulary: int,
+    context: ProductContext,
+    num_chunks: int,
+    masked: bool = False,
+    losses: list[Any] | None = None,
+) -> Any:
     """Return the cross-entropy of logits, summed over this rank's tokens, as ``cross_entropy_sum`` does.
 
     Args:
@@ -318,7 +386,10 @@ def head_loss(x_TH: Any, weight: Any, targets_T: Any, vocabulary: int, context: 
         vocabulary: size of the vocabulary; further columns of the logits are padding.
         context: the head's product context.
         num_chunks: number of chunks of the tokens, computed sequentially.
+        masked: tokens with a negative target are ignored.
+        losses: the losses of the tokens of each chunk are appended to this list.
     """
     split = context.splits()[0] is not None
-    call = _HeadLossCall(weight, targets_T, vocabulary, context, num_chunks, split, context.weights.records_gradients)
+    records = context.weights.records_gradients
+    call = _HeadLossCall(weight, targets_T, vocabulary, context, num_chunks, masked, split, records, losses)
     return HeadLossFunction.apply(x_TH, weight, call)

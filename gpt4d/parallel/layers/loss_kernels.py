@@ -50,9 +50,29 @@ def total_loss(sums):
     return (normalizer.log() - target_logits).sum(), normalizer
 
 
-def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere):
-    """Return ``d_loss / normalizer`` and the gradient of the target's logit, both [tokens]."""
+def total_loss_of_targets(sums, targets):
+    """Return the results of ``total_loss`` without negative targets, whose normalizer is infinite."""
+    normalizer, target_logits = sums
+    ignored = targets < 0
+    losses = (normalizer.log() - target_logits).masked_fill_(ignored, 0)
+    return losses.sum(), normalizer.masked_fill(ignored, torch.inf)
+
+
+def token_losses(sums, targets):
+    """Return the loss of each token from [2, tokens]; 0 for a negative target."""
+    normalizer, target_logits = sums
+    return (normalizer.log() - target_logits).masked_fill_(targets < 0, 0)
+
+
+def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere, z_loss: float):
+    """Return the softmax's factor ``d_loss / normalizer`` and the gradient of the target's logit, both [tokens].
+
+    The gradient of the z-loss is ``2 · z_loss · log(Σ exp(logits))`` times the softmax, so it changes the factor.
+    """
     scale = d_loss / normalizer
+    if z_loss:
+        log_sums = (largest + normalizer.log()).masked_fill_(normalizer.isinf(), 0)
+        scale = scale * (1 + 2 * z_loss * log_sums)
     at_target = (logits[_rows(logits), local] - largest).exp_().mul_(scale)
     return scale, at_target.sub_(d_loss.expand_as(scale).masked_fill(elsewhere, 0))
 

@@ -167,6 +167,7 @@ class ProductCall:
     output_split: int | None
     input_again: Callable[[], Any] | None  # recomputes an input that is not saved
     separate_input: bool  # the input has its own node, which saves it and waits for its gradient
+    adapter: Any | None  # its product is added to the weight's product (gpt4d.parallel.layers.lora)
     output: Any = None  # all-reduce or reduce-scatter of the product
     shape: tuple[int, ...] = ()  # shape of the product
     d_output: Any = None  # all-gather of the gradient of a scattered output
@@ -183,6 +184,8 @@ class ProductCall:
         w = context.weights.gather(self.weight)
         bias = None if self.bias is None or contracted.size > 1 else cast(self.bias.detach(), x_BK)
         out = context.operation.forward(x_BK, w, bias)
+        if self.adapter is not None:
+            out = self.adapter.add_product_(out, x_BK)
         self.shape = out.shape
         if self.output_split is None:
             self.output = contracted.start_all_reduce(out, parameter=self.weight)
@@ -298,9 +301,11 @@ class ProductFunction(Function):
         d_out_BN = d_out_BN.detach().contiguous()  # detached, because a delayed weight gradient retains it
         if ctx.needs_input_grad[0]:
             d_x = context.operation.input_gradient(d_out_BN, weights.gather_for_backward(call.weight), x_BK)
+            if call.adapter is not None:
+                d_x = call.adapter.add_gradients(d_x, d_out_BN, x_BK)
             if context.produced.size > 1:
                 d_x = call.start_input_gradient(d_x)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and weights.trains(call.weight):
 
             def d_weight(earlier: Any | None) -> Any:
                 return context.operation.weight_gradient(d_out_BN, x_BK, call.weight, earlier)
@@ -327,7 +332,9 @@ class ScatteredOutputFunction(Function):
         return placeholder(d_out, call.shape), None
 
 
-async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductContext) -> Any:
+async def multiply(
+    given: Any, weight: Any, bias: Any | None, context: ProductContext, adapter: Any | None = None
+) -> Any:
     """Return the output [B, N] of a layer for one chunk.
 
     Args:
@@ -335,13 +342,14 @@ async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductCo
         weight: the layer's weight, as its parameter.
         bias: the layer's bias. Its gradient is computed here if it requires one.
         context: the layer's product context.
+        adapter: the layer's low-rank adapter (gpt4d.parallel.layers.lora); its input must have a gradient.
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
     weights, (input_split, output_split) = context.weights, context.splits()
     if input_split is not None:
         again = None  # a gathered input is saved, because its recomputation needs a second all-gather
     separate_input = context.produced.size > 1 or weights.recomputes
-    call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input)
+    call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input, adapter)
     if not separate_input and context.contracted.size == weights.num_chunks == 1:
         return ProductFunction.apply(x_BK, weight, bias, call)
     if separate_input:

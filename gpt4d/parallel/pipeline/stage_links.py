@@ -1,5 +1,6 @@
 """The transfers between pipeline stages: the tensors that cross each edge, their links and layouts."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple
@@ -95,6 +96,8 @@ class Exchange:
         chunks: int = 1,
     ):
         rank, count = dist.get_rank(), len(stages)
+        # The minimum number of samples that all stages can split among their batch shards.
+        self.batch_shards = math.lcm(*(stage.sizes.batch_shards for stage in stages))
         # If x does not split the chunks' tokens, all chunks are one tile.
         meshes = [
             StageMesh.of_grid(stage.ranks, stage.sizes, ranks_per_host, chunks if stage.sizes.x > 1 else 1)

@@ -5,6 +5,7 @@ A device counts time, bytes and memory. gpt4d.parallel.engine decides when to ga
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -166,9 +167,18 @@ class SymbolicWeights(Weights):
             def add(gradient: SymbolicTensor) -> None:
                 this.add_contribution(name, gradient)
 
-            self._shards[name] = shard = tape.leaf(self.device, self._shapes[name], MASTER_DTYPE, add)
+            spec, dtype = self.parameters[name], MASTER_DTYPE
+            if spec.frozen:
+                dtype = self.context.compute_dtype
+            shard = tape.leaf(self.device, self._shapes[name], dtype, add)
+            if spec.frozen and not spec.streamed:
+                shard = shard.detach()
+            self._shards[name] = shard
             self._names[shard] = name
         return self._shards[name]
+
+    def trains(self, shard: Any) -> bool:
+        return not self.parameters[self._names[shard]].frozen
 
     def gathered(self, name: str) -> SymbolicTensor:
         """Return a weight as ``gather`` does, without memory."""
@@ -188,7 +198,7 @@ class SymbolicWeights(Weights):
 
     def elements(self, name: str) -> int:
         """Return the number of elements of this device's shard of a parameter."""
-        return self.shard(name).nbytes // MASTER_BYTES
+        return math.prod(self._shapes[name])
 
     def add_contribution(self, name: str, gradient: SymbolicTensor) -> None:
         """Accumulate ``gradient`` in the gradient of a parameter."""
@@ -236,7 +246,7 @@ class _SymbolicWeightDevice:
 
 
 class SymbolicReduction:
-    """The reduction of gradients and the optimizer's step. Implements gpt4d.parallel.engine.reduction.GradientDevice.
+    """The reduction of gradients. Implements gpt4d.parallel.engine.reduction.GradientDevice.
 
     Args:
         weights: the parameters and their gradients.
@@ -249,12 +259,11 @@ class SymbolicReduction:
         sizes = context.grid.sizes
         max_bytes = default_bucket_bytes(gradient_bytes, sizes, shard_states)
         specs = weights.parameters
-        optimized = {id(spec): spec.optimized_elements(sizes, shard_states) for spec in specs.values()}
-        self.optimized = sum(optimized[id(spec)] for spec in specs.values())
         buckets = list(gradient_buckets(specs, context.batch_axes, sizes, shard_states, max_bytes))
-        local = {id(spec): spec.local_elements(sizes) for spec in specs.values()}
+        local = {id(spec): spec.local_elements(sizes) * (not spec.frozen) for spec in specs.values()}
         # The buckets in flight at the end of a step with all blocks, even if the context has fewer blocks.
-        summed = sum(bucket.elements for bucket in buckets) / sum(local[id(spec)] for spec in specs.values())
+        trained = sum(local[id(spec)] for spec in specs.values())
+        summed = sum(bucket.elements for bucket in buckets) / max(1, trained)
         self.packed_bytes = min(max_bytes, summed * gradient_bytes)
         self.sums: GradientSums[SymbolicTensor, Pending] = GradientSums(
             weakref.proxy(self), buckets, context.overlap.data
@@ -263,14 +272,6 @@ class SymbolicReduction:
     def finish(self) -> None:
         self.device.scratch(self.packed_bytes)
         self.sums.finish()
-
-    def update(self) -> None:
-        """Account for the gradient norm and the optimizer's step."""
-        nbytes, count = self.optimized * MASTER_BYTES, len(self.weights.parameters)
-        self.device.compute(Computation(moved=nbytes, operations=count))
-        self.device.do("all_reduce", "world", 3 * 8)
-        # AdamW reads and writes the weight, the gradient (to clip it) and two states.
-        self.device.compute(Computation(moved=8 * nbytes, operations=count))
 
     def pack(self, bucket: Bucket) -> SymbolicTensor:
         storage = Storage(self.device, bucket.elements * MASTER_BYTES)

@@ -202,19 +202,22 @@ def test_a_vocabulary_parallel_embedding_equals_an_unsharded_one(ranks, sizes):
     ranks.run(sizes.devices, token_embedding, sizes)
 
 
-def cross_entropy(sizes, columns, vocabulary, scale):
+def cross_entropy(sizes, columns, vocabulary, scale, ignored=0, z_loss=0.0):
     weights = weights_on(sizes)
     logits = normal(5, 7, columns) * scale
     targets = torch.randint(0, vocabulary, (5, 7), generator=torch.Generator().manual_seed(1))
+    targets.flatten()[:ignored] = -1
     logits[..., vocabulary:] = 1e4  # padding, which must not take part: it exceeds everything else
     layout = Layout((), (), ("x",))
     mine = part(logits, weights, layout).clone().requires_grad_()
     with patch.object(kernels, "BLOCK_ELEMENTS", 3 * mine.shape[-1]):  # the last of twelve blocks has two rows
-        ours = cross_entropy_sum(mine, targets, vocabulary, weights.context.grid.x)
+        ours = cross_entropy_sum(mine, targets, vocabulary, weights.context.grid.x, z_loss, masked=ignored > 0)
         (3 * ours).backward()
     logits.requires_grad_()
-    theirs = F.cross_entropy(logits[..., :vocabulary].flatten(0, 1), targets.flatten(), reduction="sum")
-    (3 * theirs).backward()
+    shown = logits[..., :vocabulary].flatten(0, 1)
+    theirs = F.cross_entropy(shown, targets.flatten(), reduction="sum", ignore_index=-1)
+    log_sums = shown.logsumexp(-1)[targets.flatten() >= 0]
+    (3 * (theirs + z_loss * log_sums.square().sum())).backward()
     close(ours, theirs)
     close(mine.grad, part(logits.grad, weights, layout))
 
@@ -223,6 +226,16 @@ def cross_entropy(sizes, columns, vocabulary, scale):
 def test_cross_entropy_over_a_cut_vocabulary_leaves_padding_out(ranks, sizes):
     """A vocabulary of 9 in 16 columns: the third of four ranks has one token, the last rank has none."""
     ranks.run(sizes.devices, check_cases, cross_entropy, sizes, [(16, 9, 1.0), (16, 9, 300.0)])
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(1), GridSizes(4)], ids=grid_name)
+def test_cross_entropy_ignores_negative_targets_even_if_all_are(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, cross_entropy, sizes, [(16, 9, 300.0, 20), (16, 9, 1.0, 35)])
+
+
+@pytest.mark.parametrize("sizes", [GridSizes(1), GridSizes(4)], ids=grid_name)
+def test_the_z_loss_changes_only_gradients(ranks, sizes):
+    ranks.run(sizes.devices, check_cases, cross_entropy, sizes, [(16, 9, 5.0, 0, 0.1), (16, 9, 300.0, 20, 0.01)])
 
 
 class LargestResult(TorchDispatchMode):

@@ -1,0 +1,105 @@
+"""Steps and seconds that Muon takes to AdamW's final validation loss.
+
+    python -m benchmarks optimizers [model=gpt_tiny] [steps=600] [seeds=3] [adamw=0.004] [muon=0.016] \
+[out=benchmarks/results/optimizers]
+
+Each seed is a run of train.py with each optimizer, one after the other, on this machine alone. ``adamw`` and ``muon``
+are the tuned learning rates. A run validates every ``every`` steps. Validation and saving do not count as seconds.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+OPTIMIZERS = "adamw", "muon"
+PACKAGES = ("torch",)
+
+
+@dataclass
+class Settings:
+    model: str = "gpt_tiny"
+    steps: int = 600
+    seeds: int = 3
+    every: int = 20
+    adamw: float = 0.004
+    muon: float = 0.016
+    out: str | None = None
+
+
+def run(settings: Settings) -> Iterator[dict]:
+    curves: dict[str, list[list[dict]]] = {name: [] for name in OPTIMIZERS}
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        for seed in range(settings.seeds):
+            for name in OPTIMIZERS:
+                curves[name].append(train(settings, name, seed, Path(directory)))
+            yield summary(curves)
+
+
+def train(settings: Settings, optimizer: str, seed: int, directory: Path) -> list[dict]:
+    """Return step, seconds of training so far and loss of each validation of a run."""
+    run_dir = directory / f"{optimizer}-{seed}"
+    overrides = [
+        f"model={settings.model}", f"optim.algorithm={optimizer}", f"optim.lr={getattr(settings, optimizer)}",
+        f"train.steps={settings.steps}", f"train.seed={seed}", f"train.validate_every={settings.every}",
+        "logging.every=1", "logging.sample_tokens=0", "checkpoint.every=0", f"run.dir={run_dir}",
+        f"data.cache_dir={directory / 'cache'}",
+    ]  # fmt: skip
+    subprocess.run([sys.executable, "train.py", *overrides], check=True, stdout=subprocess.DEVNULL)
+    seconds, curve = 0.0, []
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        if "event" not in line:
+            seconds += line["step_time_s"]
+        elif line["event"] == "validation":
+            curve.append({"step": line["step"], "seconds": seconds, "loss": line["loss"]})
+    print(f"{optimizer:6} seed {seed}: validation loss {curve[-1]['loss']:.4f} after {seconds:.0f} s", flush=True)
+    return curve
+
+
+def summary(curves: dict[str, list[list[dict]]]) -> dict:
+    """Return the curves, and for each seed the shares of AdamW's steps and seconds after which Muon has its loss."""
+    shares: dict[str, list[float]] = {"steps": [], "seconds": []}
+    for adamw, muon in zip(*(curves[name] for name in OPTIMIZERS), strict=True):
+        reached = crossing(muon, adamw[-1]["loss"])
+        if reached is not None:
+            shares["steps"].append(reached["step"] / adamw[-1]["step"])
+            shares["seconds"].append(reached["seconds"] / adamw[-1]["seconds"])
+    medians = {unit: statistics.median(values) if values else None for unit, values in shares.items()}
+    final = {name: [curve[-1]["loss"] for curve in found] for name, found in curves.items()}
+    print("shares of AdamW's run:", ", ".join(f"{unit} {value}" for unit, value in medians.items()), flush=True)
+    return {"medians": medians, "shares": shares, "final": final, "curves": curves}
+
+
+def crossing(curve: list[dict], loss: float) -> dict | None:
+    """Return step and seconds at which a curve reaches a loss, between two validations; None if it does not."""
+    for before, after in pairwise(curve):
+        if after["loss"] <= loss:
+            part = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            return {key: before[key] + part * (after[key] - before[key]) for key in ("step", "seconds")}
+    return None
+
+
+def plot(settings: Settings, results: dict) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    colors = {"adamw": "tab:gray", "muon": "tab:blue"}
+    for axes, unit in zip(figure.subplots(1, 2, sharey=True), ("step", "seconds"), strict=True):
+        for name, curves in results["curves"].items():
+            for curve in curves:
+                values = [point[unit] for point in curve], [point["loss"] for point in curve]
+                axes.plot(*values, color=colors[name], linewidth=1, label=name if curve is curves[0] else None)
+        axes.set_xlabel({"step": "steps", "seconds": "seconds of training"}[unit])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.axes[0].set_ylabel("validation loss in nats")
+    highest = max(curve[1]["loss"] for curves in results["curves"].values() for curve in curves)
+    figure.axes[0].set_ylim(top=highest)
+    figure.suptitle(f"{settings.model}: a line for each seed, rates {settings.adamw} and {settings.muon}")
+    return figure

@@ -1,0 +1,78 @@
+"""The tokenizer of a checkpoint as transformers reads it."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from gpt4d.config import ConfigError
+from gpt4d.data import tokenizers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_SETTINGS = "generation_config.json"
+
+
+def write(tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, max_length: int) -> None:
+    """Write a tokenizer such that transformers 4 and 5 load it.
+
+    Args:
+        tokenizer: the tokenizer in ``files``.
+        files: its files, by name.
+        directory: existing directory to write to.
+        max_length: maximum length of the model's texts, for a tokenizer without settings.
+    """
+    if tokenizers.SETTINGS in files:
+        for name in {tokenizers.FILE, *tokenizers.COMPANIONS} & files.keys():
+            (directory / name).write_bytes(files[name])
+    else:
+        from transformers import PreTrainedTokenizerFast
+
+        end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
+        special = {"bos_token": end, "eos_token": end} | tokenizers.special_tokens(files)
+        exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)
+        exported.save_pretrained(directory)
+        if tokenizers.TEMPLATE in files:
+            (directory / tokenizers.TEMPLATE).write_bytes(files[tokenizers.TEMPLATE])
+    settings = dict(json.loads((directory / tokenizers.SETTINGS).read_bytes()))
+    before = dict(settings)
+    if settings.get("tokenizer_class") in (None, "TokenizersBackend"):  # transformers 5 only
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects a dictionary there
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if settings != before:
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        (directory / tokenizers.SETTINGS).write_text(text, encoding="utf-8")
+
+
+def load(files: Mapping[str, bytes], checkpoint: object, max_length: int) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none, or a damaged one.
+
+    Arguments as for ``write``; ``checkpoint`` is the path in the message.
+    """
+    tokenizer = tokenizers.of_checkpoint(files, checkpoint)
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as directory:
+        write(tokenizer, files, Path(directory), max_length)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
+def end_tokens(tokenizer: "PreTrainedTokenizerBase", files: Mapping[str, bytes]) -> list[int]:
+    """Return the ids of the tokens that end a text: the tokenizer's token, and tokens of the generation settings."""
+    settings = generation_settings(files)
+    own = settings.get("eos_token_id")
+    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return list(dict.fromkeys(int(token) for token in ids if token is not None))
+
+
+def generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the generation settings in ``files``; none without a file. Raises ConfigError for a damaged file."""
+    try:
+        return dict(json.loads(files.get(GENERATION_SETTINGS, b"{}")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{GENERATION_SETTINGS} of the checkpoint: damaged ({error}); restore the file") from None

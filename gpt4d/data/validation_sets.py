@@ -1,0 +1,58 @@
+"""The token files of the validation sets in ``data.validation``."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from gpt4d.config import ConfigError, DataConfig, written_source
+from gpt4d.data.prepare import Corpus, corpus
+from gpt4d.data.tokens import ALL, TokenFiles
+
+
+def validation_sets(config: DataConfig, training: Corpus) -> dict[str, tuple[TokenFiles, str]]:
+    """Return the token files and the split of each validation set, by name.
+
+    Files are tokenized with the tokenizer of ``training`` unless they are in the cache. A set has both splits of its
+    token files. If the run trains on these token files, the set is their held-out split. Raises ConfigError for
+    tokens of another tokenizer, and for files without text.
+    """
+    return {name: _validation_set(config, training, name, path) for name, path in (config.validation or {}).items()}
+
+
+def _validation_set(config: DataConfig, training: Corpus, name: str, path: str) -> tuple[TokenFiles, str]:
+    directory, own = Path(os.path.expanduser(path)), training.first
+    try:
+        files = TokenFiles.open(directory) if directory.is_dir() else _prepared(config, own, name, path)
+    except ConfigError as error:
+        raise ConfigError(f"data.validation.{name}={path}: {error}") from None
+    if files.fingerprint() != own.fingerprint():
+        raise ConfigError(
+            f"data.validation.{name}={path}: made with another tokenizer than {own.directory}; prepare it again with "
+            f"data.tokenizer={own.directory}"
+        )
+    trained_on = any(files.checksums() == source.checksums() for source in training.files)
+    split = "validation" if trained_on else ALL
+    if trained_on and not files.count(split, "tokens"):
+        raise ConfigError(
+            f"data.validation.{name}={path}: the run trains on all of these tokens; use other text, or prepare them "
+            "again with data.validation_fraction above 0"
+        )
+    return files, split
+
+
+def _prepared(config: DataConfig, own: TokenFiles, name: str, path: str) -> TokenFiles:
+    """Return the token files of a glob of text files, which are conversations if the run trains on conversations."""
+    source = written_source(path)
+    text = replace(
+        config,
+        name=name,
+        source="chat" if source == "jsonl" and own.masked else source,
+        path=path,
+        skip_empty=True,  # an empty document has nothing to score
+        blend=None,
+        tokenizer=str(own.directory),
+        chat_template=None,  # it is among the files of the tokenizer
+        validation_fraction=0.0,
+        validation=None,
+    )
+    return corpus(text).first

@@ -1,0 +1,93 @@
+"""Evaluation of a model during its training, on the ranks that train it."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from gpt4d.data import transformers_tokenizer
+from gpt4d.evaluation import results as of_tasks
+from gpt4d.evaluation.shared_model import SharedModel
+from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training
+from gpt4d.metrics import NullLogger, RunLogger
+from gpt4d.parallel.pipeline.runtime import StageRuntime
+from gpt4d.parallel.stage import Stage
+from gpt4d.plan import ParallelPlan
+from gpt4d.runtime.consensus import run_on_rank0
+from gpt4d.task.task import Task
+
+if TYPE_CHECKING:
+    from gpt4d.checkpoint.checkpoint_dir import Progress
+
+
+class TrainingEvaluation:
+    """Evaluates the model that is being trained on ``evaluate.tasks``, without an effect on the training.
+
+    Rank 0 loads the tasks and their data once. As in ``gpt4d.evaluate``, attention is not limited to documents.
+
+    Args:
+        plan: the plan of the run.
+        stage: this rank's stage.
+        task: the task of the run, which has the tokenizer and the averaged weights.
+        runtime: executes the steps, whose CUDA graphs an evaluation releases.
+
+    Raises ConfigError on every rank for a task that cannot be loaded.
+    """
+
+    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, runtime: StageRuntime):
+        self.config, self.task, self.runtime = plan.config, task, runtime
+        settings, model, files = plan.config.evaluate, cast(Any, plan.config.model), task.documents()
+        tokenizer = transformers_tokenizer.load(files, plan.config.run.dir, model.max_positions)
+        ends = transformers_tokenizer.end_tokens(tokenizer, files)
+        self.model = SharedModel(stage, tokenizer, ends, settings.batch_size)
+        self._tasks: list[Tasks] = []  # on rank 0
+        run_on_rank0(self._load, "loading the tasks")
+
+    def _load(self) -> None:
+        settings = self.config.evaluate
+        with named_as_in_training(), _without_effects():
+            self._tasks.append(Tasks(settings.tasks, settings.limit, settings.num_fewshot))
+
+    def results(self) -> list[Result] | None:
+        """Return the results with the averaged weights, if the run has them; None on ranks other than 0."""
+        self.runtime.release_graphs()
+        with named_as_in_training(), _without_effects(), self.task.averaged():
+            return self.model.run(lambda: self._tasks[0].evaluate(self.model, errors=False))
+
+    def report(self, log: RunLogger | NullLogger, progress: "Progress") -> None:
+        """Evaluate the model after the step ``progress``, and write the results to the log. All ranks call it."""
+        results = self.results()
+        if results is not None:
+            message = f"step {progress.step}/{self.config.train.steps}  {_line(results)}"
+            values = {"limit": self.config.evaluate.limit, "tasks": of_tasks.values(results)}
+            log.event("evaluation", message, **progress.values(self.task.unit), **values)
+
+
+def _line(results: Sequence[Result]) -> str:
+    """Return the values in one line: ``hellaswag acc 0.2914, acc_norm 0.3402; arc_easy acc 0.5100``."""
+    texts: dict[str, list[str]] = {}
+    for result in results:
+        texts.setdefault(result.task, []).append(f"{result.metric} {result.value:.4f}")
+    return "; ".join(f"{task} {', '.join(values)}" for task, values in texts.items())
+
+
+@contextmanager
+def _without_effects() -> Iterator[None]:
+    """Restore the global random states after the body, in which no progress bar is shown."""
+    states, bar = (random.getstate(), np.random.get_state()), tqdm.__init__
+
+    def disabled(self: tqdm, *arguments: Any, **settings: Any) -> None:
+        bar(self, *arguments, **{**settings, "disable": True})
+
+    with torch.random.fork_rng(devices=[]):
+        tqdm.__init__ = disabled
+        try:
+            yield
+        finally:
+            tqdm.__init__ = bar
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -1,0 +1,103 @@
+"""The interface between lm-evaluation-harness and a model on any plan."""
+
+from collections import defaultdict
+from typing import Any
+
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+
+from gpt4d.config import ConfigError
+from gpt4d.evaluation.shared_model import SharedModel
+from gpt4d.task.scoring import Continuation
+from gpt4d.task.task import Sampling
+
+_NEW_TOKENS = 256  # maximum length of a generated answer, if the task sets none
+_DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # settings of tasks that draw tokens
+
+
+class Harness(TemplateLM):
+    """A model on all ranks as lm-evaluation-harness uses it, on rank 0. Texts become tokens as in its HFLM."""
+
+    def __init__(self, model: SharedModel):
+        super().__init__()
+        self.model, self.tokenizer = model, model.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.model.end[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        settings = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return self.tokenizer.encode(string, **settings)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        text = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return str(text)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        asked = [Continuation(tuple(context), tuple(tokens)) for _, context, tokens in requests]
+        return [(score.log_likelihood, score.greedy) for score in self.model.scores(asked)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        windows = []
+        for index, request in enumerate(requests):
+            (text,) = request.args
+            for window in utils.get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, self.model.max_length, context_len=1
+            ):
+                context, tokens = utils.make_disjoint_window(window)
+                windows.append((index, Continuation(tuple(context), tuple(tokens))))
+        totals = [0.0] * len(requests)
+        scores = self.model.scores([window for _, window in windows])
+        for (index, _), score in zip(windows, scores, strict=True):
+            totals[index] += score.log_likelihood
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        answers = [""] * len(requests)
+        by_settings: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            by_settings[repr(request.args[1])].append(index)
+        for indices in by_settings.values():
+            settings = normalize_gen_kwargs(requests[indices[0]].args[1], _NEW_TOKENS)
+            tokens, stops, sampling = settings.pop("max_gen_toks"), settings.pop("until"), _sampling(settings)
+            longest = max(1, self.model.max_length - tokens)
+            contexts = {index: self.tok_encode(requests[index].args[0])[-longest:] for index in indices}
+            indices = sorted(indices, key=lambda index: -len(contexts[index]))
+            for start in range(0, len(indices), self.model.batch_size):
+                together = indices[start : start + self.model.batch_size]
+                texts = [contexts[index] or [self.prefix_token_id] for index in together]
+                for index, answer in zip(together, self.model.continued(texts, tokens, stops, sampling), strict=True):
+                    answers[index] = answer
+        return answers
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    """Return how a task draws tokens. Raises ConfigError for settings without an equivalent."""
+    draws = settings.pop("do_sample", False)
+    known = {key: settings.pop(key) for key in _DRAWN if key in settings}
+    if unknown := {key: value for key, value in settings.items() if value not in (None, False, 1)}:
+        raise ConfigError(f"generation_kwargs={unknown}: gpt4d has no such settings; remove them from the task")
+    if not draws:
+        known = {"temperature": 0.0} | {key: known[key] for key in ("repetition_penalty",) if key in known}
+    return Sampling(**({"top_k": 0, "temperature": 1.0} | known))

@@ -1,0 +1,158 @@
+"""The matrices of weights, the home rank of each matrix, and the parts that ranks exchange with it. No torch here.
+
+Muon needs complete matrices. Each matrix has one home among the ranks of a stage, which computes its update. The rows
+that data replicates are split over data first (``over_data``), so each rank contributes and receives different parts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpt4d.config import GridSizes, OptimConfig
+from gpt4d.parallel.layout import Layout, ParameterSpec, over_data
+
+EXCHANGES = 4  # of a step, at most; the first one and the last results are exposed
+
+Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a matrix
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a weight, as a global tensor with any number of dims for input features and output features.
+
+    Attributes:
+        shape: its global shape.
+        layout: the axes that split it, data included.
+        outputs: the dims of the output features.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    outputs: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All dims; the dims of the output features come first."""
+        return (*self.outputs, *(dim for dim in range(len(self.shape)) if dim not in self.outputs))
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Numbers of output features and input features."""
+        outputs = math.prod(self.shape[dim] for dim in self.outputs)
+        return outputs, math.prod(self.shape) // outputs
+
+    @property
+    def elements(self) -> int:
+        """Global number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def cost(self) -> int:
+        """FLOPs of one product of a Newton-Schulz step, in proportion."""
+        short, long = sorted(self.sides)
+        return long * short * short
+
+
+def num_states(spec: ParameterSpec, config: OptimConfig) -> int:
+    """Return the number of tensors with the states of a parameter: Muon's momentum, or AdamW's two averages."""
+    if spec.frozen:
+        return 0
+    return 1 if spec.matrices and config.uses_muon else 2
+
+
+def matrices_of(spec: ParameterSpec, sizes: GridSizes) -> list[Matrix]:
+    """Return the matrices of a weight, in the order of ``views``. Their layout splits rows over data if possible."""
+    parts = spec.matrices
+    assert parts is not None and spec.unpadded_shape is None, f"Muon does not update {spec}"
+    layout = over_data(spec, sizes._asdict()) if "data" not in spec.layout.axes else spec.layout
+    shape, dims = spec.shape, layout.dims
+    if parts.fused is not None:
+        count = shape[parts.fused]
+        shape, dims = _without(shape, parts.fused), _without(dims, parts.fused)
+        output = parts.outputs - (parts.outputs > parts.fused)
+        return [Matrix(shape, Layout(*dims), (output,))] * count
+    if not parts.pattern:
+        return [Matrix(shape, layout, (parts.outputs,))]
+    before, after = slice(parts.outputs), slice(parts.outputs + 1, None)
+    pieces = shape[parts.outputs] // sum(parts.pattern)
+    return [
+        Matrix(
+            (*shape[before], pieces, size, *shape[after]),
+            Layout(*dims[before], dims[parts.outputs], (), *dims[after]),
+            (parts.outputs, parts.outputs + 1),
+        )
+        for size in parts.pattern
+    ]
+
+
+def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return values[:dim] + values[dim + 1 :]
+
+
+def views(tensor: Any, spec: ParameterSpec) -> list[Any]:
+    """Return views of the matrices in this rank's shard of a weight, or of some of its rows."""
+    parts = spec.matrices
+    assert parts is not None
+    if parts.fused is not None:
+        return list(tensor.unbind(parts.fused))
+    if not parts.pattern:
+        return [tensor]
+    pieces = tensor.unflatten(parts.outputs, (-1, sum(parts.pattern)))
+    return list(pieces.split(parts.pattern, parts.outputs + 1))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The parts of some matrices that ranks exchange with the homes of these matrices.
+
+    Attributes:
+        homes: the home of each matrix, an index among the ranks of the stage.
+        holders: for each matrix, its regions and the ranks that hold each region. The first rank sends the region.
+    """
+
+    homes: Mapping[int, int]
+    holders: Mapping[int, Mapping[Region, tuple[int, ...]]]
+
+
+def exchanges(matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int]], sizes: GridSizes) -> list[Exchange]:
+    """Return the exchanges of a step, between which the homes compute. Every rank gets the same ones.
+
+    Homes have about equal costs: each matrix, the most expensive first, goes to the rank with the lowest cost so far.
+    Every exchange has about a quarter of the cost of each home.
+
+    Args:
+        matrices: all matrices of the stage.
+        coordinates: the index along each axis of each rank of the stage.
+        sizes: devices along each axis.
+    """
+    order = sorted(range(len(matrices)), key=lambda index: (-matrices[index].cost, index))
+    costs, of_home = [0] * len(coordinates), [list[int]() for _ in coordinates]
+    for index in order:
+        home = costs.index(min(costs))
+        costs[home] += matrices[index].cost
+        of_home[home].append(index)
+    count = min(EXCHANGES, max(map(len, of_home)))
+    parts = [dict[int, int]() for _ in range(count)]
+    for home, own in enumerate(of_home):
+        for place, index in enumerate(own):
+            parts[place % count][index] = home
+    return [
+        Exchange(homes, {index: _holders(matrices[index], coordinates, sizes, homes[index]) for index in homes})
+        for homes in parts
+    ]
+
+
+def _holders(
+    matrix: Matrix, coordinates: Sequence[Mapping[str, int]], sizes: GridSizes, home: int
+) -> dict[Region, tuple[int, ...]]:
+    """Return the ranks that hold each region of a matrix: the home first if it holds the region."""
+    found: dict[Region, list[int]] = {}
+    for rank, indices in enumerate(coordinates):
+        region = matrix.layout.tile(matrix.shape, sizes._asdict(), indices)
+        found.setdefault(region, []).append(rank)
+    turned = {}
+    for number, (region, ranks) in enumerate(found.items()):
+        first = home if home in ranks else ranks[(home + number) % len(ranks)]
+        turned[region] = (first, *(rank for rank in ranks if rank != first))
+    return turned

@@ -1,0 +1,77 @@
+"""The time, traffic and memory of the update that ends a step: gradient norm, AdamW and Muon."""
+
+from collections.abc import Mapping
+
+from gpt4d.config import GridSizes, OptimConfig
+from gpt4d.optim.matrices import EXCHANGES, Matrix, matrices_of, num_states
+from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.symbolic.stage import MASTER_BYTES
+from gpt4d.parallel.symbolic.tensor import Computation
+from gpt4d.planner.device import Device
+
+_LOCAL_OPERATIONS = 6  # of Muon on a weight: scale, momentum, direction, packing, weight decay, addition
+
+
+def update(
+    device: Device, parameters: Mapping[str, ParameterSpec], sizes: GridSizes, config: OptimConfig, element_bytes: int
+) -> None:
+    """Account for the gradient norm and the update of ``parameters``.
+
+    Args:
+        device: executes the computations and the collectives.
+        parameters: the parameters of the computed layers.
+        sizes: the grid.
+        config: the optimizer's settings.
+        element_bytes: bytes of an element in the compute dtype.
+    """
+    trained = [spec for spec in parameters.values() if not spec.frozen]
+    nbytes = sum(spec.optimized_elements(sizes, config.shard_states) for spec in trained) * MASTER_BYTES
+    device.compute(Computation(moved=nbytes, operations=len(trained)))
+    device.do("all_reduce", "world", 3 * 8)
+    hidden = [spec for spec in trained if num_states(spec, config) == 1]
+    others = [spec for spec in trained if num_states(spec, config) == 2]
+    # AdamW reads and writes the weight, the gradient (to clip it) and two states.
+    nbytes = sum(spec.optimized_elements(sizes, config.shard_states) for spec in others) * MASTER_BYTES
+    device.compute(Computation(moved=8 * nbytes, operations=len(others)))
+    if hidden:
+        _update_matrices(device, hidden, sizes, config, element_bytes)
+
+
+def _update_matrices(
+    device: Device, specs: list[ParameterSpec], sizes: GridSizes, config: OptimConfig, element_bytes: int
+) -> None:
+    """Account for gpt4d.optim.muon.Muon. Each device has an equal share of the matrices and of each exchange."""
+    found = [matrix for spec in specs for matrix in matrices_of(spec, sizes)]
+    rows = sum(spec.optimized_elements(sizes, shard_states=True) for spec in specs)
+    shard = sum(spec.optimized_elements(sizes, config.shard_states) for spec in specs)
+    # Gradient, momentum, direction and weight are read and written; the weight decay is another pass.
+    device.compute(Computation(moved=(6 * rows + 4 * shard) * MASTER_BYTES, operations=_LOCAL_OPERATIONS * len(specs)))
+    flops = sum(_flops(matrix, config.muon.steps) for matrix in found) / sizes.devices
+    elements = sum(matrix.elements for matrix in found) / sizes.devices
+    operations = -(-3 * config.muon.steps * len(found) // sizes.devices)
+    part = Computation(
+        flops=flops / EXCHANGES, moved=6 * elements * element_bytes / EXCHANGES, operations=-(-operations // EXCHANGES)
+    )
+    sent = rows * element_bytes / EXCHANGES
+    device.scratch(8 * sent + shard * element_bytes / EXCHANGES)
+    arriving, returning = [device.start("reduce_scatter", "stage", sent)], []
+    for number in range(EXCHANGES):
+        if number + 1 < EXCHANGES:
+            arriving.append(device.start("reduce_scatter", "stage", sent))
+        device.wait(arriving[number])
+        device.compute(part)
+        returning.append(device.start("reduce_scatter", "stage", sent))
+        if number:
+            _receive(device, returning[number - 1], rows, shard, element_bytes)
+    _receive(device, returning[-1], rows, shard, element_bytes)
+
+
+def _receive(device: Device, returning: object, rows: int, shard: int, element_bytes: int) -> None:
+    device.wait(returning)
+    if shard > rows:
+        device.do("all_gather", "data", rows * element_bytes / EXCHANGES)
+
+
+def _flops(matrix: Matrix, steps: int) -> float:
+    short, long = sorted(matrix.sides)
+    return steps * (4 * short * short * long + 2 * short**3)

@@ -1,0 +1,238 @@
+"""Conversations become tokens as transformers renders and encodes them, with a loss on the answers."""
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gpt4d.config import ConfigError, DataConfig, check_data, compose
+from gpt4d.data import encoding, preparation, prepare, tokenizers
+from gpt4d.data.chat_template import ChatEncoder
+from gpt4d.data.conversations import Conversation, parse
+from tests.chat import CONVERSATIONS, MARKED, TEMPLATE, assistant, conversations, user, write_lines, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer")
+
+
+@pytest.fixture
+def config(directory, tmp_path):
+    cache = str(tmp_path / "cache")
+    return DataConfig(
+        "chat", "chat", None, tokenizer=str(directory), tokenizer_vocab=None, processes=1, cache_dir=cache
+    )
+
+
+def test_the_project_has_200_conversations_with_alternating_roles_and_without_repetitions():
+    rows = [json.loads(line) for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines()]
+    found = [parse(row, f"line {number}").messages for number, row in enumerate(rows, 1)]
+    roles = {tuple(message["role"] for message in messages) for messages in found}
+    assert len(found) == 200 and roles == {("user", "assistant"), ("user", "assistant") * 2}
+    texts = [message["content"] for messages in found for message in messages]
+    assert len(set(texts)) == len(texts)
+    answers = [message["content"] for messages in found for message in messages if message["role"] == "assistant"]
+    assert all(re.fullmatch(r"Ship's log, \w+ watch: the \w+ .+\.", answer) for answer in answers)
+
+
+def encoder(directory, template=None, train_on="assistant"):
+    files = tokenizers.companions(directory) | ({tokenizers.TEMPLATE: template.encode()} if template else {})
+    return ChatEncoder(tokenizers.read(directory / "tokenizer.json"), files, train_on)
+
+
+def shown(encoder, conversation):
+    """Return the text of the tokens that have a loss."""
+    ids, mask = encoder.encode(conversation, "here")
+    return encoder.tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False)
+
+
+QUESTION, ANSWER = "alpha beta", "gamma delta"
+SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user(QUESTION), assistant(ANSWER)], "id": 7},
+        {"messages": [{**user(QUESTION), "name": None}, assistant(ANSWER)]},
+        {"conversations": SHAREGPT},
+        {"conversations": [user(QUESTION), assistant(ANSWER)]},
+        {"prompt": QUESTION, "completion": ANSWER},
+        {"prompt": [user(QUESTION)], "completion": [assistant(ANSWER)]},
+    ],
+    ids=["messages", "empty keys", "ShareGPT", "conversations", "prompt", "prompt of messages"],
+)
+def test_every_format_gives_the_messages_and_a_loss_on_the_answer(directory, row):
+    conversation = Conversation.from_text(parse(row, "a.jsonl:1").to_text())
+    assert conversation.messages == [user(QUESTION), assistant(ANSWER)]
+    assert shown(encoder(directory), conversation) == f"{ANSWER}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["rendered prefixes", "marks"])
+def test_only_the_completion_has_a_loss_even_if_the_prompt_has_answers(directory, template):
+    prompt = [user("alpha"), assistant("beta"), user("gamma")]
+    conversation = parse({"prompt": prompt, "completion": [assistant("delta")]}, "here")
+    assert shown(encoder(directory, template), conversation) == "delta<|im_end|>\n"
+    assert shown(encoder(directory, template, "all"), conversation).startswith("user\nalpha<|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["rendered prefixes", "marks"])
+def test_tokens_and_masks_equal_those_of_transformers(directory, template):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), eos_token="<|im_end|>")
+    ours = encoder(directory, template)
+    for messages in [*conversations(30), [user("é 語 <|im_end|>"), assistant("語 é 🙂")]]:
+        expected = theirs.apply_chat_template(messages, chat_template=MARKED, return_assistant_tokens_mask=True)
+        ids, mask = ours.encode(Conversation(messages), "here")
+        assert ids == expected["input_ids"] and mask.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_a_template_is_found_where_transformers_looks(directory, config, tmp_path):
+    bare = write_tokenizer(tmp_path / "bare", template=None)
+    config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", [{"messages": conversations(1)[0]}] * 9)))
+    expected = prepare.prepare(replace(config, validation_fraction=0), tmp_path / "expected")
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    named = settings | {"chat_template": [{"name": "other", "template": ""}, {"name": "default", "template": TEMPLATE}]}
+    places = {
+        "chat_template.jinja": TEMPLATE, "chat_template.json": json.dumps({"chat_template": TEMPLATE}),
+        "tokenizer_config.json": json.dumps(named), "own.jinja": TEMPLATE,
+    }  # fmt: skip
+    for name, content in places.items():
+        before = (bare / "tokenizer_config.json").read_bytes()
+        (bare / name).write_text(content)
+        own = str(bare / name) if name == "own.jinja" else None
+        given = replace(config, tokenizer=str(bare), chat_template=own, validation_fraction=0)
+        files = prepare.prepare(given, tmp_path / name)
+        assert files.tokens("train")[:].tolist() == expected.tokens("train")[:].tolist()
+        assert name != "own.jinja" or (files.directory / tokenizers.TEMPLATE).read_text() == TEMPLATE
+        (bare / name).unlink()
+        (bare / "tokenizer_config.json").write_bytes(before)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=.*bare: it has no chat template; set data\.chat_template"):
+        prepare.prepare(replace(config, tokenizer=str(bare)), tmp_path / "none")
+
+
+def test_the_tokenizer_of_a_run_is_in_its_newest_checkpoint(directory, tmp_path):
+    for step in (5, 100_000_000):
+        checkpoint = tmp_path / f"run/checkpoints/step_{step:08}"
+        checkpoint.mkdir(parents=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (checkpoint / name).write_bytes((directory / name).read_bytes() if step > 5 else b"")
+    (tmp_path / "run/checkpoints/step_200000000.partial").mkdir()
+    assert tokenizers.load("data.tokenizer", str(tmp_path / "run")) == tokenizers.load("data.tokenizer", str(directory))
+
+
+def test_parts_processes_and_batches_do_not_change_tokens_and_masks(config, tmp_path, monkeypatch):
+    rows = [{"messages": messages} for messages in conversations(60)]
+    config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)), validation_fraction=0.2)
+    whole = prepare.prepare(config, tmp_path / "whole")
+    monkeypatch.setattr(preparation, "PART_TOKENS", 300)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
+    digests = []
+    for processes in (1, 2):
+        files = prepare.prepare(replace(config, processes=processes), tmp_path / f"by{processes}")
+        assert len(files.header["parts"]) > 3
+        for split in ("train", "validation"):
+            assert files.tokens(split)[:].tolist() == whole.tokens(split)[:].tolist()
+            assert files.mask(split)[:].tolist() == whole.mask(split)[:].tolist()
+            assert files.document_ends(split).tolist() == whole.document_ends(split).tolist()
+            assert files.count(split, "trained") == files.mask(split)[:].sum() > 0
+        paths = sorted(files.directory.iterdir())
+        digests.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths])
+    assert digests[0] == digests[1]
+    (files.directory / "train_00000.msk").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"train_00000\.msk: 0 bytes long"):
+        prepare.main([f"verify={files.directory}"])
+
+
+def test_another_mask_or_another_limit_of_conversations_is_other_data(config, tmp_path):
+    first, second = [user("alpha"), assistant("beta")], [user("gamma"), assistant("delta")]
+    fingerprints, tokens = set(), set()
+    for name, rows, train_on in (
+        ("two", [first, second], "assistant"),
+        ("all", [first, second], "all"),
+        ("one", [first + second], "assistant"),
+    ):
+        path = write_lines(tmp_path / f"{name}.jsonl", [{"messages": messages} for messages in rows])
+        given = replace(config, path=str(path), train_on=train_on, validation_fraction=0)
+        found = prepare.corpus(given)
+        fingerprints.add(found.fingerprint())
+        tokens.add(found.first.tokens("train")[:].tobytes())
+    assert len(tokens) == 1 and len(fingerprints) == 3
+
+
+GOOD = {"messages": [user("alpha"), assistant("beta")]}
+MISTAKES = {  # a line that is wrong, and the error
+    "no column": ({"text": "alpha", "id": 3}, r"no conversation in the columns text, id; rename one to messages or"),
+    "no object": ([1], r"no conversation in the columns \(none\)"),
+    "a message as text": ({"messages": ["alpha"]}, r"messages\[0\] is not an object; use \{role, content\}"),
+    "no role": ({"messages": [{"text": "a"}]}, r"messages\[0\] has no text in role and content \(here: text\); use"),
+    "no text": ({"messages": [user("a"), assistant(3)]}, r"messages\[1\] has no text in role and content"),
+    "half a prompt": ({"prompt": 3, "completion": "a"}, r"prompt is neither a text nor a list of messages"),
+    "no answer": (
+        {"messages": [user("alpha")]},
+        r"a conversation without an answer; remove it, or set data\.skip_empty",
+    ),
+    "an empty answer": ({"messages": [user("alpha"), assistant(" ")]}, r"a conversation without an answer"),
+    "half a character": ({"messages": [user("\ud800"), assistant("a")]}, r"is half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_error_for_a_wrong_line_names_file_line_and_remedy(config, tmp_path, name):
+    row, message = MISTAKES[name]
+    path = write_lines(tmp_path / "a.jsonl", [GOOD, row])
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:2: ") + ".*" + message) as raised:
+        prepare.prepare(replace(config, path=str(path)), tmp_path / "out")
+    assert "\n" not in str(raised.value)
+
+
+def test_conversations_without_an_answer_are_skipped_on_request(config, tmp_path):
+    rows = [GOOD, {"messages": [user("alpha")]}, GOOD]
+    config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)), validation_fraction=0, skip_empty=True)
+    assert prepare.prepare(config, tmp_path / "out").count("train", "documents") == 2
+
+
+THINKING = "{% for m in messages %}{% if loop.last %}(thinks){% endif %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (THINKING, r"the chat template renders message 1 differently if more messages follow; set"),
+        (
+            "{{ raise_exception('no system') }}",
+            r"the chat template cannot render the conversation \(no system\); correct",
+        ),
+        ("{% for", r"the chat template cannot render the conversation \(.*\); correct the line, or set data\.chat"),
+        ("{{ messages[0].content }}", r"the chat template renders no token to train on"),
+    ],
+)
+def test_the_error_for_a_template_that_shows_no_turns_names_the_line(directory, template, message):
+    messages = [user("alpha"), assistant("beta"), user("gamma"), assistant("delta")]
+    with pytest.raises(ConfigError, match=f"a.jsonl:1: {message}") as raised:
+        encoder(directory, template).encode(Conversation(messages), "a.jsonl:1")
+    assert "\n" not in str(raised.value)
+
+
+def test_settings_of_conversations_are_checked_before_they_are_read(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [GOOD])
+    for overrides, message in (
+        ([], r"data\.tokenizer=null: conversations need the tokenizer of the model"),
+        (["data.tokenizer=gpt2", "data.chat_template=none.jinja"], r"data\.chat_template=none\.jinja: no such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_data(compose(["data=chat", f"data.path={path}", *overrides]).data, "gpt_tiny")
+
+
+def test_a_blend_has_either_conversations_or_text(config, corpus, tmp_path):
+    chat = replace(config, path=str(write_lines(tmp_path / "a.jsonl", [GOOD])), validation_fraction=0)
+    prepare.prepare(chat, tmp_path / "chat")
+    prepare.prepare(replace(chat, source="text", path=corpus), tmp_path / "text")
+    blend = {str(tmp_path / "text"): 1, str(tmp_path / "chat"): 1}
+    with pytest.raises(ConfigError, match=r"data\.blend: .*chat has conversations and .*text has text; blend one kind"):
+        prepare.corpus(replace(chat, source="blend", blend=blend, tokenizer_vocab=300))

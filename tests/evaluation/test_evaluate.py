@@ -1,0 +1,96 @@
+"""The command gpt4d.evaluate: results on the console, in a file and in metrics.jsonl, and mistakes in one line."""
+
+import json
+
+import pytest
+
+from gpt4d import evaluate
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.importer import import_model
+from gpt4d.config import ConfigError
+from gpt4d.data import tokenizers, transformers_tokenizer
+from tests.evaluation.offline_tasks import write_tasks
+from tests.evaluation.test_harness import TEXT, models
+from tests.grids import train_in_rank
+from tests.jobs import run_command
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("without_tokenizer")
+    models("gpt2").save_pretrained(directory / "source")
+    import_model(str(directory / "source"), directory / "run", "none")
+    return directory / "run"
+
+
+def lines_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_results_go_to_the_console_a_file_and_the_metrics_of_the_run_on_every_plan(ranks, tiny, files, tmp_path):
+    config, run_dir = tiny("train.steps=3"), tmp_path / "run"
+    ranks.run(1, train_in_rank, config)
+    before = lines_of(run_dir)
+    tasks = f"tasks={files['choices']},{files['answers']}"
+    found = []
+    for count, plan in ((1, []), (2, ["gx=2"])):
+        out = tmp_path / f"results-{count}.json"
+        command = ("-m", "gpt4d.evaluate", f"checkpoint={run_dir}", tasks, f"out={out}", "limit=4", *plan)
+        done = run_command(ranks.context, *command, ranks=count)
+        assert done.returncode == 0, done.stderr
+        assert "acc_norm" in done.stdout and "exact_match" in done.stdout
+        found.append(json.loads(out.read_text()))
+    first, second = found
+    assert first["checkpoint"] == str(run_dir / "checkpoints" / "step_00000003") and first["limit"] == 4
+    assert {"acc", "acc ± error", "acc_norm"} <= first["tasks"]["choices"].keys()
+    for task, values in first["tasks"].items():
+        assert second["tasks"][task] == pytest.approx(values, rel=1e-5)
+    *earlier, one, other = lines_of(run_dir)
+    assert earlier == before
+    for line, results in ((one, first), (other, second)):
+        assert (line["event"], line["step"], line["elapsed_s"]) == ("evaluation", 3, before[-1]["elapsed_s"])
+        assert line["tasks"] == results["tasks"] and line["checkpoint"] == results["checkpoint"]
+
+
+def test_an_imported_model_is_evaluated_without_metrics_of_a_run(ranks, files, tmp_path):
+    models("gpt2").save_pretrained(tmp_path / "source")
+    tokenizer = tokenizers.train([TEXT], 300)
+    transformers_tokenizer.write(tokenizer, {tokenizers.FILE: tokenizer.to_str().encode()}, tmp_path / "source", 48)
+    import_model(str(tmp_path / "source"), tmp_path / "run")
+    out = tmp_path / "results.json"
+    evaluate.main([f"checkpoint={tmp_path / 'run'}", f"tasks={files['choices']}", "limit=2", f"out={out}"])
+    assert json.loads(out.read_text())["tasks"]["choices"] and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_mistakes_are_found_before_a_process_group_exists(without_tokenizer, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "trained_model", None)  # a command that starts fails with another error
+    model, task = f"checkpoint={without_tokenizer}", f"tasks={files['choices']}"
+    for arguments, message in (
+        ([task], r"checkpoint=… is missing"),
+        ([model], r"^tasks=…: .* has a model of text; set tasks=hellaswag$"),
+        ([model, task, "images=3"], r"^images=3: only for models of images, not for .*; leave it out"),
+        ([model, task, "examples=3"], r"^examples: there is no such key"),
+        ([model, task, "limit=0"], r"^limit=0: use a value of at least 1"),
+        ([model, "tasks=none.yaml"], r"^tasks=none\.yaml: no such file"),
+        ([model, f"{task},"], r"a name is empty"),
+        ([f"checkpoint={tmp_path}", task], r"neither a checkpoint nor a run"),
+        ([model, task, "gx=2"], r"^gx·gy·gz·gdata·stages=2·1·1·1·1: not a plan for 1 process"),
+        ([model, task], r"was imported without a tokenizer; import the model again with tokenizer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluate.main(arguments)
+
+
+def test_a_model_of_images_has_no_tasks(without_tokenizer, files, monkeypatch):
+    checkpoint = Checkpoint.open(without_tokenizer)
+    checkpoint.meta.task = "diffusion"
+    monkeypatch.setattr(Checkpoint, "open", lambda path: checkpoint)
+    with pytest.raises(ConfigError, match=r"^metrics=…: .* has a model of images; set metrics=fid$"):
+        evaluate.main([f"checkpoint={without_tokenizer}"])
+    with pytest.raises(ConfigError, match=r"^tasks=.*: only for models of text, not for .*; leave it out"):
+        evaluate.main([f"checkpoint={without_tokenizer}", "metrics=fid", f"tasks={files['choices']}"])

@@ -1,0 +1,233 @@
+"""Fine-tuning on conversations equals a plain loop over single conversations, on every plan and after a resume.
+
+With GPT4D_MODEL=DIR, a directory of transformers such as HuggingFaceTB/SmolLM2-135M-Instruct, its model as well:
+
+    GPT4D_MODEL=DIR python -m pytest -m full tests/task/test_finetuning.py -k pretrained -s
+
+prints the largest relative difference of the losses on each plan. It takes minutes, 4 GiB of memory and 3 GiB of disk.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.checkpoint import finetuning
+from gpt4d.checkpoint.importer import import_model
+from gpt4d.config import GridSizes, compose
+from gpt4d.data.packing import PackedSequences
+from gpt4d.data.prepare import corpus as prepared
+from tests.chat import CONVERSATIONS, chat_overrides
+from tests.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
+from tests.rank_pool import RankFailure
+from tests.test_trainer import plain_torch_run
+
+STEPS = ["train.steps=6", "train.batch_size=8", "train.validate_every=6", "optim.warmup_steps=2"]
+LLAMA = ("model=llama_tiny", "model.key_value_heads=2", "model.head_size=8", "model.inner=40", "model.tied=true")
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    return [*chat_overrides(tmp_path_factory.mktemp("sft")), *STEPS]
+
+
+def summed_loss(model, files, split, documents):
+    """Return the loss summed over single conversations, and the number of tokens that have a loss."""
+    ends = files.document_ends(split)
+    starts, tokens, mask = np.concatenate([[0], ends[:-1]]), files.tokens(split)[:], files.mask(split)[:]
+    total, count = torch.zeros(()), 0
+    for document in documents:
+        ids = torch.from_numpy(tokens[starts[document] : ends[document]].astype(np.int64))
+        shown = torch.from_numpy(mask[starts[document] : ends[document]].astype(bool))[1:]
+        logits = model(ids[None, :-1]).logits[0]
+        total = total + F.cross_entropy(logits[shown], ids[1:][shown], reduction="sum")
+        count += int(shown.sum())
+    return total, count
+
+
+def plain_run(config, model):
+    """Train a model of transformers in a plain loop.
+
+    Returns the losses and norms of the steps, and the loss of the held-out conversations after them.
+    """
+    files, train = prepared(config.data).first, config.train
+    packed = PackedSequences(files, "train", train.seq_len, train.seed, shuffle=True)
+
+    def loss_of(model, step):
+        positions = packed.order.positions(np.arange(train.batch_size) + step * train.batch_size)
+        documents = np.concatenate([packed.documents[slice(*packed.bounds[at : at + 2])] for at in positions])
+        total, count = summed_loss(model, files, "train", documents.tolist())
+        return total / count
+
+    losses, norms = plain_torch_run(config, model, loss_of)
+    held_out = range(files.count("validation", "documents"))
+    lengths = np.diff(files.document_ends("validation"), prepend=0)
+    fitting = [document for document in held_out if lengths[document] <= train.seq_len + 1]
+    with torch.no_grad():
+        total, count = summed_loss(model, files, "validation", fitting)
+    return losses, norms, total.item() / count
+
+
+def results(run_dir):
+    lines = metric_lines(run_dir)
+    events = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    (held_out,) = [event["loss"] for event in events if event.get("event") == "validation"]
+    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines], held_out
+
+
+@pytest.fixture(scope="module")
+def serial(ranks, overrides, tmp_path_factory):
+    """Return a function from ``tiny`` and a model to the results of a run on one device, which trains once."""
+    made = {}
+
+    def run(tiny, *model):
+        if model not in made:
+            directory = f"run.dir={tmp_path_factory.mktemp('serial')}"
+            config = tiny(*model, *overrides, "checkpoint.every=3", directory)
+            ranks.run(1, train_in_rank, config)
+            made[model] = config, results(config.run.dir)
+        return made[model]
+
+    return run
+
+
+@pytest.mark.parametrize("model", [(), LLAMA], ids=["gpt2", "llama"])
+def test_fine_tuning_equals_a_plain_loop_over_single_conversations(serial, tiny, model):
+    config, (losses, norms, held_out) = serial(tiny, *model)
+    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
+    expected_losses, expected_norms, expected_held_out = plain_run(config, hf_model(start))
+    assert len(losses) == 6 and losses == pytest.approx(expected_losses, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert held_out == pytest.approx(expected_held_out, rel=1e-5)
+
+
+PLANS = [
+    (GridSizes(2, 2), ()),
+    full(GridSizes(1, 1, 2, 2), ()),
+    full(GridSizes(2, 1, 2), ("parallel.sequence_parallel=true", "train.loss_chunks=2")),
+    (GridSizes(1, 1, 2), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=4", "train.loss_chunks=2")),
+    full(GridSizes(2), ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=1")),
+    full(GridSizes(), ("train.micro_batch_size=2", "train.activation_checkpointing=full")),
+    full(GridSizes(1, 1, 1, 2), ("train.micro_batch_size=2", "parallel.chunks=2", "data.workers=0")),
+]
+
+
+@pytest.mark.parametrize(("sizes", "settings"), PLANS)
+def test_the_plan_does_not_change_the_losses_of_fine_tuning(ranks, serial, overrides, tiny, sizes, settings):
+    grid = () if any("atp" in setting for setting in settings) else on_grid(sizes)
+    config = tiny(*overrides, *grid, *settings)
+    stages = config.parallel.pipeline.stages or 1
+    ranks.run(sizes.devices * stages, train_in_rank, config)
+    _, (losses, norms, held_out) = serial(tiny)
+    found = results(config.run.dir)
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+    assert found[2] == pytest.approx(held_out, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """Return the overrides of a run that trains the user's model, and the results of a plain loop of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    source, directory = os.environ["GPT4D_MODEL"], tmp_path_factory.mktemp("pretrained")
+    command = finetuning.commands(directory / "run", import_model(source, directory / "run"))["conversations"]
+    overrides = [word for word in command.split() if "=" in word and not word.startswith(("data.path", "run.dir"))]
+    overrides += [
+        f"data.path={CONVERSATIONS}", f"data.cache_dir={directory / 'cache'}", "train.epochs=null", "train.steps=20",
+        "train.batch_size=2", "train.seq_len=256", "train.validate_every=0", "optim.warmup_steps=5", "cluster=local",
+        "checkpoint.every=0", "logging.every=1", "logging.sample_tokens=0", "train.micro_batch_size=null",
+    ]  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    # transformers drops the gradient of the padding token's row. It is SmolLM2's <|im_end|>, which ends all messages.
+    model.get_input_embeddings().padding_idx = None
+    yield overrides, plain_run(compose(overrides), model)
+    shutil.rmtree(directory)  # gigabytes
+
+
+PRETRAINED_PLANS = [
+    (1, ()),
+    (3, ("parallel.gx=3",)),  # SmolLM2 has nine heads
+    (2, ("parallel.gz=2",)),
+    (2, ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2")),
+]
+
+
+@pytest.mark.full
+@pytest.mark.skipif("GPT4D_MODEL" not in os.environ, reason="GPT4D_MODEL names no directory")
+@pytest.mark.parametrize(("world_size", "plan"), PRETRAINED_PLANS)
+def test_a_pretrained_model_has_the_losses_of_transformers_on_every_plan(ranks, pretrained, tmp_path, world_size, plan):
+    overrides, expected = pretrained
+    config = compose([*overrides, *plan, f"run.dir={tmp_path / 'run'}"])
+    ranks.run(world_size, train_in_rank, config)
+    found = results(config.run.dir)
+    shutil.rmtree(config.run.dir)  # gigabytes
+    losses, expected_losses = np.array([*found[0], found[2]]), np.array([*expected[0], expected[2]])
+    differences = np.abs(losses / expected_losses - 1)
+    print(f"\n{' '.join(plan) or 'one device'}: {losses[0]:.4f} to {losses[-2]:.4f}, at most {differences.max():.1e}")
+    assert len(losses) == 21 and losses[-2] < losses[0] and differences.max() < 1e-5
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def test_a_resumed_fine_tuning_has_equal_bits(ranks, serial, overrides, tiny):
+    config, (losses, norms, held_out) = serial(tiny)
+    checkpoint = f"checkpoint.resume={config.run.dir}/checkpoints/step_00000003"
+    resumed = tiny(*overrides, checkpoint)
+    ranks.run(1, train_in_rank, resumed)
+    assert results(resumed.run.dir) == (losses[3:], norms[3:], held_out)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "data.skip_long=false",
+            r"train\.seq_len=24: conversation \d+ of train in .* has \d+ tokens, more than .* raise it",
+        ),
+        (
+            "train.seq_len=4",
+            r"train\.seq_len=4: a sequence takes 5 tokens, and every conversation in .* has more; raise",
+        ),
+    ],
+)
+def test_the_error_for_long_conversations_names_the_length(ranks, overrides, tiny, setting, message):
+    with pytest.raises(RankFailure, match=message):
+        ranks.run(1, train_in_rank, tiny(*overrides, "train.seq_len=24", setting))
+
+
+@pytest.mark.parametrize("prepared_before", [False, True])
+def test_cuda_graphs_are_rejected_for_conversations(ranks, overrides, tiny, prepared_before):
+    config = tiny(*overrides)
+    data = ["data=tokens", f"data.path={prepared(config.data).first.directory}"] if prepared_before else overrides
+    given = tiny(*data, "train.seq_len=16", "cluster=dgx_h100", "train.cuda_graphs=true")
+    with pytest.raises(RankFailure, match=r"train\.cuda_graphs=true: .* gives? attention and loss other shapes"):
+        ranks.run(1, train_in_rank, given)
+
+
+def summary_and_sample(config):
+    from gpt4d.trainer import Trainer
+    from gpt4d.validation import validate
+
+    trainer = Trainer(validate(config, 1), torch.device("cpu"))
+    try:
+        return trainer.task.summary(), trainer.task.sample()
+    finally:
+        trainer.task.close()
+        trainer.checkpoints.close()
+
+
+def test_the_summary_counts_left_out_conversations_and_the_sample_continues_a_prompt(ranks, overrides, tiny):
+    config = tiny(*overrides, "train.seq_len=24", "logging.sample_tokens=3")
+    ((summary, sample),) = ranks.run(1, summary_and_sample, config)
+    files = prepared(config.data).first
+    lengths = [np.diff(files.document_ends(split), prepend=0) for split in ("train", "validation")]
+    long = int(sum((each > 25).sum() for each in lengths))
+    assert 0 < long < 60 and f"{60 - long} conversations fill " in summary
+    assert f"; {long} of more than 25 tokens are left out, raise train.seq_len to use them" in summary
+    assert f"{files.count('train', 'trained'):,} and {files.count('validation', 'trained'):,} of them have" in summary
+    assert sample.message.startswith("\nuser\n") and "assistant\n" in sample.message

@@ -1,0 +1,245 @@
+"""Conversations with a model: answers equal those of transformers, on every grid, in the terminal and in files."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt4d import chat
+from gpt4d.chat import Chat, ChatConfig
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.importer import import_model
+from gpt4d.config import ConfigError
+from gpt4d.data import tokenizers, transformers_tokenizer
+from gpt4d.inference import files_of, inference_plan, load_stage
+from gpt4d.runtime.consensus import all_gather_json
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TEXT = "Gold and silver are metals – the people of every state know it. 金 und Öl. "
+TOKENS = 12
+CUT = f"\n(the answer is cut at tokens={TOKENS})"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return a directory of transformers with a random model and a chat template, and the run of its import."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=320, num_hidden_layers=2, max_position_embeddings=96, bos_token_id=0, eos_token_id=0, **sizes
+    )
+    made = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(8)
+    source, run = tmp_path_factory.mktemp("chat") / "source", tmp_path_factory.mktemp("chat") / "run"
+    made.save_pretrained(source)
+    tokenizer = tokenizers.train([TEXT], 320)
+    files = {tokenizers.FILE: tokenizer.to_str().encode(), tokenizers.TEMPLATE: TEMPLATE.encode()}
+    transformers_tokenizer.write(tokenizer, files, source, 96)
+    import_model(str(source), run)
+    return source, run
+
+
+def expected_answer(source, messages):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, made = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    new = made.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0
+    )
+    return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd")
+
+
+def opened(run, **settings) -> Chat:
+    config = ChatConfig(str(run), temperature=0, tokens=TOKENS, **settings)
+    checkpoint = Checkpoint.open(run)
+    plan = inference_plan(checkpoint.meta.model, config, dist.get_world_size())
+    stage = load_stage(checkpoint, plan, dist.get_rank(), torch.device("cpu"), ranks_per_host=1)
+    files = files_of(checkpoint)
+    tokenizer = transformers_tokenizer.load(files, run, 96)
+    return Chat(stage, tokenizer, transformers_tokenizer.end_tokens(tokenizer, files), config)
+
+
+def terminal(lines):
+    """Return a function that reads these lines as a terminal does; a line may be an action."""
+    left = list(lines)
+
+    def read():
+        if not left:
+            raise EOFError
+        line = left.pop(0)
+        return line() if callable(line) else line
+
+    return read
+
+
+def talk(run, lines, settings):
+    """On a rank: return all that is written to the terminal, in parts."""
+    written = []
+    opened(run, **settings).talk(terminal(lines), written.append)
+    return written
+
+
+@pytest.mark.parametrize("settings", [{}, {"gx": 2}, {"gz": 2}], ids=str)
+def test_answers_of_a_conversation_equal_those_of_transformers(ranks, model, settings):
+    source, run = model
+    first, second = "Gold", "the people"
+    written = ranks.run(2 if settings else 1, talk, run, [first, "", second, "/reset", second], settings)[0]
+    messages = [{"role": "user", "content": first}]
+    expected = [expected_answer(source, messages)]
+    messages += [{"role": "assistant", "content": expected[0]}, {"role": "user", "content": second}]
+    expected += [expected_answer(source, messages), expected_answer(source, messages[2:])]
+    assert "".join(written) == "".join(f"{answer}{CUT}\n" for answer in expected)
+    assert len(written) > 12, "the answers appear while they are generated"
+
+
+def interrupted_talk(run):
+    written = []
+
+    def write(text):
+        written.append(text)
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    made = opened(run)
+    made.talk(terminal(["Gold", "silver"]), write)
+    return "".join(written).replace(CUT, "").split("\n")
+
+
+def test_an_interruption_stops_the_answer_and_keeps_the_conversation(ranks, model):
+    source, run = model
+    ((stopped, second, _),) = ranks.run(1, interrupted_talk, run)
+    complete = expected_answer(source, [{"role": "user", "content": "Gold"}])
+    assert complete.startswith(stopped) and len(stopped) < len(complete)
+    messages = [{"role": "user", "content": "Gold"}, {"role": "assistant", "content": stopped}]
+    assert second == expected_answer(source, [*messages, {"role": "user", "content": "silver"}])
+
+
+class InterruptedChat(Chat):
+    """Ctrl-C is pressed on this rank during its first answer."""
+
+    def _decoded(self, ids):
+        if len(ids) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super()._decoded(ids)
+
+
+def interrupted_everywhere(run, during_answer):
+    written = []
+    made, processes = opened(run, gx=2), all_gather_json(os.getpid(), "gathering the processes")
+
+    def interrupt_both():  # the other rank waits for this one
+        for process in reversed(processes):
+            os.kill(process, signal.SIGINT)
+
+    if during_answer:
+        made = InterruptedChat(**vars(made))
+    made.talk(terminal(["Gold", interrupt_both, "silver"]), written.append)
+    return "".join(written)
+
+
+@pytest.mark.parametrize("during_answer", [True, False])
+def test_an_interruption_ends_the_talk_of_several_ranks_without_an_error(ranks, model, during_answer):
+    source, run = model
+    written, nothing = ranks.run(2, interrupted_everywhere, run, during_answer)
+    complete = expected_answer(source, [{"role": "user", "content": "Gold"}])
+    assert nothing == ""
+    if during_answer:
+        assert complete.startswith(written.removesuffix("\n")) and len(written) < len(complete)
+    else:
+        assert written == f"{complete}{CUT}\n"
+
+
+def test_no_message_and_no_answer_is_cut_silently(ranks, model):
+    long = "Gold and silver " * 60
+    lines = ["Gold and silver " * 3, "metals " * 5, long, "x" * 60, "silver"]
+    (written,) = ranks.run(1, talk, model[1], lines, {})
+    dropped = [text for text in written if "oldest turn is dropped" in text]
+    (ignored,) = [text for text in written if text.startswith("(the message is ignored: with it, ")]
+    assert dropped and "tokens, and the model's maximum length is 96; shorten it)\n" in ignored
+    assert len([text for text in written if text == CUT]) <= 4
+
+
+def long_answer(run):
+    written = []
+    made = opened(run)
+    made.config.tokens = 500
+    made.talk(terminal(["Gold"]), written.append)
+    return written
+
+
+def test_an_answer_ends_at_the_maximum_length_of_the_model_and_says_so(ranks, model):
+    (written,) = ranks.run(1, long_answer, model[1])
+    assert written[-2].startswith("\n(the answer is cut at ")
+    assert written[-2].endswith(" tokens: the conversation then has the model's maximum length of 96)")
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids, skip_special_tokens):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_a_character_appears_when_its_last_token_is_there(monkeypatch):
+    from gpt4d.task import generation
+
+    def continued(stage, texts, tokens, end, sampling, ends, interrupted):
+        for size in range(1, len(text) + 1):
+            ends(0, text[:size])
+        return [text]
+
+    text, shown = [*"aü😀金".encode()][:-1], []
+    monkeypatch.setattr(generation, "continued", continued)
+    monkeypatch.setattr(Chat, "max_length", 96)
+    ((answer, _),) = Chat(None, Bytes(), [0], ChatConfig("")).answers([[1]], shown.append)
+    assert shown == ["a", "ü", "😀"] and answer == "aü😀"
+
+
+def test_a_file_of_messages_is_answered(model, tmp_path, capsys):
+    source, run = model
+    questions, answers = tmp_path / "questions", tmp_path / "answers"
+    conversation = [{"role": "user", "content": "of every state"}]
+    questions.write_text(f"Gold and silver\n\n{json.dumps({'messages': conversation})}\n")
+    settings = ["temperature=0", f"tokens={TOKENS}", f"prompts={questions}", f"out={answers}", "batch_size=1"]
+    chat.main([f"checkpoint={run}", *settings])
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    for messages in ([{"role": "user", "content": "Gold and silver"}], conversation):
+        complete = [*messages, {"role": "assistant", "content": expected_answer(source, messages)}]
+        assert found.pop(0) == {"messages": complete, "finish_reason": "length"}
+    assert "2 answers" in capsys.readouterr().out
+
+
+def test_mistakes_are_reported_in_one_line(model, tmp_path):
+    source, run = model
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "long").write_text(f"Gold\n\n{'Gold and silver ' * 60}\n")
+    (source / "chat_template.jinja").rename(tmp_path / "template")
+    import_model(str(source), tmp_path / "plain")
+    (tmp_path / "template").rename(source / "chat_template.jinja")
+    for arguments, message in (
+        ([f"checkpoint={run}", "prompts=a"], "prompts=… out=…: set both"),
+        ([f"checkpoint={run}", f"prompts={tmp_path / 'none'}", "out=b"], "No such file"),
+        ([f"checkpoint={run}", f"prompts={tmp_path / 'empty'}", "out=b"], "empty; write a message"),
+        (
+            [f"checkpoint={run}", f"prompts={tmp_path / 'long'}", "out=b"],
+            "conversation 2 has .* in the model's maximum",
+        ),
+        ([f"checkpoint={run}", "top_p=2"], "top_p=2.0: use a value of at most 1"),
+        ([f"checkpoint={tmp_path / 'plain'}"], "its tokenizer has no chat template"),
+        ([f"checkpoint={run}", "gx=2"], "not a plan for 1 process"),
+    ):
+        with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as raised:
+            chat.main(arguments)
+        assert "\n" not in str(raised.value)
