@@ -89,6 +89,7 @@ RESULTS = {
         "optim.decay_shape": "linear", "optim.decay_from": 99, "optim.beta1": 0.8, "optim.beta2": 0.9,
         "optim.epsilon": 1e-6, "optim.weight_decay": 0, "optim.clip_norm": 0, "optim.ema_decay": 0.9,
         "checkpoint.init": "runs/other", "lora.rank": 2, "lora.alpha": 3, "lora.targets": "[qkv]",
+        "model.base_hidden": 32, "optim.width_transfer": "true",
         "optim.algorithm": "muon", "optim.lr_factors.matrices": 2, "optim.lr_factors.embeddings": 2,
         "optim.lr_factors.head": 2, "optim.lr_factors.adapters": 2, "optim.lr_factors.vectors": 2,
         "optim.weight_decays.matrices": 0.2, "optim.weight_decays.embeddings": 0.2, "optim.weight_decays.head": 0.2,
@@ -116,7 +117,8 @@ RESULTS = {
     "unet": {
         "model.image_size": 16, "model.image_channels": 1, "model.channels": 64, "model.multipliers": "[1,2,2,4]",
         "model.blocks_per_level": 2, "model.attention_at": "[8]", "model.groups": 16, "model.timesteps": 500,
-        "model.noise_schedule": "linear", "model.prediction": "epsilon", "data.flip": "false",
+        "model.noise_schedule": "linear", "model.base_channels": 16, "model.prediction": "epsilon",
+        "data.flip": "false",
     },
 }  # fmt: skip
 DATA = {  # a source that reads the key, and another value

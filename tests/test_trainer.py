@@ -61,14 +61,20 @@ def mean_loss(config):
     return loss_of
 
 
-def plain_torch_run(config, model, loss_of=None):
+def plain_torch_run(config, model, loss_of=None, rate_factor=lambda name: 1.0):
     """Train a model of transformers with torch's optimizer, our schedule and clipping. Return the losses and norms.
 
     ``loss_of`` returns the loss of the model in a step, by default the mean over the tokens of the configured data.
+    ``rate_factor`` returns the factor of the learning rate of a parameter, which divides its weight decay.
     """
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {
+            "params": [p],
+            "weight_decay": config.optim.weight_decay / rate_factor(name) if p.dim() > 1 else 0.0,
+            "factor": rate_factor(name),
+        }
+        for name, p in model.named_parameters()
+    ]
     betas = (config.optim.beta1, config.optim.beta2)
     optimizer = torch.optim.AdamW(groups, lr=config.optim.lr, betas=betas, eps=config.optim.epsilon)
     loss_of = loss_of or mean_loss(config)
@@ -81,7 +87,7 @@ def plain_torch_run(config, model, loss_of=None):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optim.clip_norm, norm.float())
         norms.append(norm.item())
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.optim, config.train.steps)
+            group["lr"] = learning_rate(step, config.optim, config.train.steps) * group["factor"]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

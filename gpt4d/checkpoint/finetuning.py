@@ -22,8 +22,8 @@ def commands(imported: Path, model: ModelConfig) -> dict[str, str]:
     A model with a chat template has a second command, for conversations.
     """
     family = registry.of(model)
-    defaults = asdict(type(model)(name=model.name))
-    changed = {key: value for key, value in asdict(model).items() if value != defaults[key] and key != "lora"}
+    defaults = asdict(type(model)(name=model.name, lora=model.lora, width=model.width))
+    changed = {key: value for key, value in asdict(model).items() if value != defaults[key]}
     settings = [f"model={family.name}", *(f"model.{key}={_text(value)}" for key, value in changed.items())]
     if model.lora:
         settings += [f"lora.{key}={_text(value)}" for key, value in asdict(model.lora).items()]

@@ -292,6 +292,7 @@ def check_values(config: Config, family: ModelFamily) -> None:
     profiled_steps(config, length_known=config.train.epochs is None)
     _check_cuda_graphs(config)
     _check_lora(config, family)
+    _check_width_transfer(config)
     if len(coefficients := config.optim.muon.coefficients) != 3:
         raise ConfigError(
             f"optim.muon.coefficients={coefficients}: {len(coefficients)} numbers; use three, as in the default "
@@ -317,6 +318,18 @@ def check_values(config: Config, family: ModelFamily) -> None:
         raise ConfigError(
             f"checkpoint.init={init}: checkpoint.resume={resume} continues another run with its optimizer; set one of "
             "these keys"
+        )
+
+
+def _check_width_transfer(config: Config) -> None:
+    """Raise ConfigError if ``optim.width_transfer`` has no base model."""
+    model, key = config.model, config.model.width_key
+    if config.optim.width_transfer and model.relative_width() is None:
+        if not key:
+            raise ConfigError(f"optim.width_transfer=true: model={model.name} has no key of its width; leave it out")
+        raise ConfigError(
+            f"optim.width_transfer=true: no base model; set model.base_{key} to the model.{key} of the model whose "
+            "learning rate you have tuned"
         )
 
 

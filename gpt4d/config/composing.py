@@ -37,13 +37,16 @@ def to_config(composed) -> Config:
     """
     from omegaconf import OmegaConf
 
-    known = set(known_keys()) | ({"model.lora"} if composed.model.get("lora") is None else set())
+    derived = {"lora": None, "width": 1.0}  # OmegaConf reads them as keys
+    known = set(known_keys()) | {f"model.{key}" for key, value in derived.items() if composed.model.get(key) == value}
     added = {key for key in _flat_keys(cast(dict, OmegaConf.to_container(composed))) if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
     config = cast(Config, OmegaConf.to_object(composed))
     if config.lora.rank:
         config.model = replace(config.model, lora=config.lora)
+    if config.optim.width_transfer:
+        config.model = replace(config.model, width=config.model.relative_width() or 1.0)
     return with_steps(config)
 
 

@@ -36,6 +36,14 @@ class ModelConfig:
 
     name: str = setting("model", "name of the model")
     lora: Any = derived(None)  # LoraConfig, from the keys of lora; None without adapters
+    width: float = derived(1.0)  # with optim.width_transfer: features / features of the base model
+
+    width_key = ""  # key of the features of the residual stream; base_… has those of the base model
+
+    def relative_width(self) -> float | None:
+        """Return the features of the residual stream, divided by the base model's; None if the base is not set."""
+        base = getattr(self, f"base_{self.width_key}", None)
+        return getattr(self, self.width_key) / base if base else None
 
     def on_grids(self, grids: "Iterable[GridSizes]") -> "ModelConfig":
         """Return the settings with the padding that the grids of all pipeline stages need: by default none."""
@@ -326,6 +334,9 @@ class OptimConfig:
     validate_averages: bool = setting(False, "also report the validation losses of the averaged weights")
     shard_states: bool = setting(False, "shard the optimizer states over the data axis (ZeRO-1)")
     muon: MuonConfig = setting(MuonConfig, "with algorithm=muon")
+    width_transfer: bool = setting(
+        False, "learning rate and initial weights fit a model of model.base_hidden features; scale them to this model"
+    )
     lr_factors: LearningRateFactors = setting(LearningRateFactors, "learning rates of groups of parameters")
     weight_decays: WeightDecays = setting(WeightDecays, "weight decay of groups of parameters")
 

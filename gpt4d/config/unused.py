@@ -163,6 +163,11 @@ def _with_own_head(config: Config) -> str | None:
     return f"the output head of model={config.model.name} is the token embedding; set the group embeddings"
 
 
+def _without_adapters(config: Config) -> str | None:
+    rank = config.lora.rank
+    return f"lora.rank={rank} trains adapters alone; leave it out" if rank else None
+
+
 def _without_decay_from(config: Config) -> str | None:
     begin = config.optim.decay_from
     return None if begin is None else f"optim.decay_from={begin} decays until the end of the run; leave it out"
@@ -196,6 +201,11 @@ _CONDITIONS: dict[str, Condition] = {
         _unless("lora.rank", 0, remedy="leave it out, or set lora.rank"),
     ),
     **dict.fromkeys(("optim.lr_factors.head", "optim.weight_decays.head"), _with_own_head),
+    **dict.fromkeys(
+        ("model.base_hidden", "model.base_channels"),
+        _unless("optim.width_transfer", False, remedy="set optim.width_transfer=true"),
+    ),
+    "optim.width_transfer": _without_adapters,
     "optim.validate_averages": _unless("optim.ema_decay", 0, remedy="set optim.ema_decay, such as 0.999"),
     **dict.fromkeys(
         (f"optim.muon.{field.name}" for field in fields(MuonConfig)),

@@ -1,10 +1,8 @@
 """Models with low-rank adapters (LoRA), whose other weights are frozen. No torch here."""
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import cast
 
 from gpt4d.config import LoraConfig
 from gpt4d.model.description import Description
@@ -20,8 +18,14 @@ def adapted(description: Description, settings: LoraConfig) -> Description:
     """Return the description of a model in which only the adapters of ``settings`` are trained."""
     adapter, original = AdapterSpec(settings.rank, settings.scale), description.model
 
+    def change(name: str, layer: LayerSpec) -> tuple[LayerSpec, dict[str, ParameterSpec]]:
+        if isinstance(layer, LinearSpec) and name in settings.targets:
+            layer = replace(layer, adapter=adapter)
+        parameters = layer.own_parameters.items()
+        return layer, {key: spec if spec.is_adapter else replace(spec, frozen=True) for key, spec in parameters}
+
     def model(parts: Sequence[Part]) -> ModelSpec:
-        return cast(ModelSpec, _adapted(original(parts), "", adapter, settings.targets, {}))
+        return original(parts).rewritten(change)
 
     def model_flops(samples: int, length: int) -> float:
         parameters, units = result.parameters, (unit for unit in result.units if not unit.part.begins)
@@ -33,30 +37,6 @@ def adapted(description: Description, settings: LoraConfig) -> Description:
 
     result = replace(description, model=model, model_flops=model_flops)
     return result
-
-
-def _adapted(
-    layer: LayerSpec, name: str, adapter: AdapterSpec, targets: Sequence[str], known: dict[tuple[str, int], LayerSpec]
-) -> LayerSpec:
-    """Return a layer with frozen parameters and with adapters of the linear layers whose names are in ``targets``.
-
-    Layers that share a spec, such as equal blocks, share the result, which ``known`` contains.
-    """
-    key = name if isinstance(layer, LinearSpec) else "", id(layer)
-    if key not in known:
-        if isinstance(layer, LinearSpec) and name in targets:
-            layer = replace(layer, adapter=adapter)
-        other = copy.copy(layer)
-        other.__dict__.pop("all_parameters", None)  # a cached property, as the two properties that are set here
-        other.__dict__["own_parameters"] = {
-            key: parameter if parameter.is_adapter else replace(parameter, frozen=True)
-            for key, parameter in layer.own_parameters.items()
-        }
-        other.__dict__["children"] = {
-            key: _adapted(child, key, adapter, targets, known) for key, child in layer.children.items()
-        }
-        known[key] = other
-    return known[key]
 
 
 def _elements(parameters: Iterable[ParameterSpec]) -> int:

@@ -133,6 +133,8 @@ class Description:
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
         loss_chunks: ``train.loss_chunks``.
+        width_exponents: parameters of the first or last unit whose initial values and learning rate a width transfer
+            divides by a power of the relative width, with the exponents (gpt4d.model.width).
         replicated: names of the blocks whose weights are replicated over z.
         copied: parameters of other stages that units of this stage use.
     """
@@ -143,6 +145,7 @@ class Description:
     tensors: Mapping[str, EdgeTensor]
     model_flops: Callable[[int, int], float] | None = None
     loss_chunks: int = 1
+    width_exponents: Mapping[str, float] = field(default_factory=dict)
     replicated: frozenset[str] = frozenset()
     copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import UnionType
 from typing import TYPE_CHECKING, get_type_hints
 
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits, register_model
@@ -10,6 +11,7 @@ from gpt4d.model.adapters import adapted
 from gpt4d.model.description import Description
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
+from gpt4d.model.width import widened
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +66,8 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _has_type(value: object, kind: type) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_has_type(value, each) for each in kind.__args__)
     if kind == list[int]:
         return type(value) is list and all(type(item) is int for item in value)
     return type(value) in ((int, float) if kind is float else (kind,))
@@ -82,7 +86,9 @@ def family_of_hf(model_type: object) -> Family:
 def describe(config: ModelConfig) -> Description:
     """Return the torch-free description of the model with these settings, with its adapters."""
     description = of(config).describe(config)
-    return description if config.lora is None else adapted(description, config.lora)
+    if config.lora is not None:
+        return adapted(description, config.lora)
+    return description if config.width == 1 else widened(description, config.width)
 
 
 def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description:

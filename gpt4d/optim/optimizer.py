@@ -10,6 +10,10 @@ from gpt4d.optim.muon import Muon
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import GROUPS, ParameterSpec
 
+# A width transfer divides AdamW's rate of hidden weights by the relative width m. These are the powers of m that divide
+# Muon's rate: updates must keep their singular values, which match_rms_adamw multiplies by sqrt(m).
+WIDTH_EXPONENTS = {"match_rms_adamw": 0.5, "original": 0.0}
+
 
 class Optimizer(torch.optim.Optimizer):
     """AdamW on shards of parameters, since AdamW is elementwise, or Muon on weights of hidden layers.
@@ -33,18 +37,19 @@ class Optimizer(torch.optim.Optimizer):
     ):
         named = dict(parameters)
         groups = []
-        for name in GROUPS:
-            members = [(n, p) for n, p in named.items() if p.spec.group == name]
+        for name, lr_factor in sorted({(p.spec.group, p.spec.lr_factor) for p in named.values()}, key=_place):
+            members = [(n, p) for n, p in named.items() if (p.spec.group, p.spec.lr_factor) == (name, lr_factor)]
             decay = getattr(config.weight_decays, name)
-            if members:  # torch takes an empty list for parameters without names
-                groups.append(
-                    {
-                        "name": name,
-                        "params": members,
-                        "lr_factor": getattr(config.lr_factors, name),
-                        "weight_decay": config.weight_decay if decay is None else decay,
-                    }
-                )
+            by_muon = config.uses_muon and name == "matrices"
+            transferred = lr_factor ** WIDTH_EXPONENTS[config.muon.scale] if by_muon else lr_factor
+            groups.append(
+                {
+                    "name": name,
+                    "params": members,
+                    "lr_factor": getattr(config.lr_factors, name) * transferred,
+                    "weight_decay": (config.weight_decay if decay is None else decay) / transferred,
+                }
+            )
         super().__init__(groups, {"lr": config.lr})
         self.set_learning_rate(config.lr)
         self.muon: Muon | None = None
@@ -113,3 +118,8 @@ class Optimizer(torch.optim.Optimizer):
         if self.muon:
             group = next(group for group in self.param_groups if group["name"] == "matrices")
             self.muon.step(group["lr"], group["weight_decay"], skipped, divisor)
+
+
+def _place(group: tuple[str, float]) -> tuple[int, float]:
+    """Return the place of a group among all groups."""
+    return GROUPS.index(group[0]), group[1]

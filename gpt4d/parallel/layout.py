@@ -93,6 +93,7 @@ class ParameterSpec:
     float8: bool = False  # with train.precision=fp8, it is gathered and multiplied in float8
     between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
     head_parts: int = 0  # it acts on heads of attention, which can be split into this many parts; 0: not on heads
+    lr_factor: float = 1.0  # AdamW's learning rate, divided by the rate of the group (optim.width_transfer)
     frozen: bool = False  # it is not trained: it has no gradient and no optimizer states, and has the compute dtype
     summed: tuple[str, ...] | None = None  # an adapter's: further axes over which its gradient is summed
 

@@ -115,6 +115,8 @@ def draw(seed: int) -> Case:
         settings[key] = int(str(settings[key])) + 1
     if is_text:
         shared["train.z_loss"] = draw.choice((0.0, 0.01))
+        if draw.random() < 0.3:
+            shared |= {"optim.width_transfer": True, "model.base_hidden": draw.choice((5, 64))}
     if draw.random() < 1 / 3:
         shared |= {"optim.algorithm": "muon", "optim.muon.epsilon": 1e-3}  # for the same reason as optim.epsilon
     return Case(seed, family, plan, sum(grid.devices for grid in grids), shared, own)

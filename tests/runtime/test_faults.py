@@ -330,7 +330,8 @@ def truncate_the_tokens(rank):
 def test_a_token_file_that_is_truncated_during_a_run_is_named(ranks, tiny, tmp_path):
     config = tiny("data.workers=0", f"data.cache_dir={tmp_path / 'cache'}")
     with LaunchedJob(ranks.context, config, 1, truncate_the_tokens) as job:
-        assert job.exit_codes() == [-signal.SIGBUS]
+        # Printing the stacks of other threads, which still run, may end the process first.
+        assert job.exit_codes()[0] in (-signal.SIGBUS, -signal.SIGSEGV)
         assert re.search(r'Fatal Python error: Bus error\n(.|\n)*File ".*/data/tokens.py"', job.outputs()[0])
     with LaunchedJob(ranks.context, config, 1) as job:
         assert job.exit_codes() == [1]

@@ -126,6 +126,8 @@ def describe(config: Gemma3Config) -> Description:
         describe_llama(config.llama),
         model=model(config).of_parts,
         parts=(units_of(config.global_blocks),),
+        # The embedding is multiplied by the square root of the width.
+        width_exponents={"norm.weight": 0.5, "tokens.weight": 0.5},
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

@@ -112,6 +112,7 @@ def describe(config: GPT2Config) -> Description:
             Divisibility("model.hidden", h, ("x", "z")),
         ),
         tensors={STREAM: residual_stream(h)},
+        width_exponents={"norm.weight": 1, "norm.bias": 1},
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

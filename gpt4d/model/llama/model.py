@@ -133,6 +133,7 @@ def describe(config: LlamaConfig) -> Description:
             Divisibility("model.inner", config.inner, ("x", "z")),
         ),
         tensors={STREAM: residual_stream(h)},
+        width_exponents={"norm.weight": 1},
         model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
 

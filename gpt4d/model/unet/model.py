@@ -258,6 +258,7 @@ def describe(config: UNetConfig) -> Description:
         model=UNetSpec(config).of_parts,
         parts=(units,),
         rules=_rules(config, blocks),
+        width_exponents={"output.weight": 1},
         tensors={
             EMBEDDING: EdgeTensor(embedding, lambda samples, length: (samples, embedding_size(config))),
             **{tensor.name: _edge(tensor) for tensor in (first, *(block.output for block in blocks))},

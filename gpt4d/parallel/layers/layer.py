@@ -6,7 +6,8 @@ attributes and runs the spec's ``forward``. The planner reads sizes and paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -30,6 +31,10 @@ class BoundLayer(Protocol):
     def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+# From the name of a layer and the layer to the layer and the own parameters that replace it.
+Change = Callable[[str, "LayerSpec"], tuple["LayerSpec", Mapping[str, ParameterSpec]]]
 
 
 class LayerSpec:
@@ -58,6 +63,30 @@ class LayerSpec:
         """The parameters of the layer and of its inner layers, by qualified name."""
         inner = {f"{name}.{key}": p for name, child in self.children.items() for key, p in child.all_parameters.items()}
         return self.own_parameters | inner
+
+    def rewritten(self, change: Change, name: str = "", known: dict[Any, Any] | None = None) -> Any:
+        """Return a copy of this layer and of its inner layers, each changed by ``change``.
+
+        Inner layers that share a spec, such as equal blocks, share the result, so ``change`` may depend on the name of
+        a layer only if the layer has no inner layers.
+
+        Args:
+            change: returns the spec and the own parameters that replace a layer with a name.
+            name: the name of this layer.
+            known: layers so far, each with its result.
+        """
+        known = {} if known is None else known
+        key = "" if self.children else name, id(self)
+        if key not in known:
+            changed, parameters = change(name, self)
+            result = copy.copy(changed)
+            result.__dict__.pop("all_parameters", None)  # a cached property, as the two properties that are set here
+            result.__dict__["own_parameters"] = dict(parameters)
+            result.__dict__["children"] = {
+                key: child.rewritten(change, key, known) for key, child in changed.children.items()
+            }
+            known[key] = self, changed, result  # all stay alive, so that their ids remain unique
+        return known[key][-1]
 
     def prepare(self, layer: BoundLayer) -> None:
         """Set further attributes of ``layer`` when it is built."""
