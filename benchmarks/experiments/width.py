@@ -1,11 +1,12 @@
 """Width transfer: the best learning rate of GPT-2s of several widths, and the coordinate check.
 
-    python -m benchmarks width [widths=64,128,256,512] [exponents=-11,-10,-9,-8,-7,-6,-5] [steps=200] [seeds=1] \
-[out=benchmarks/results/width]
+    python -m benchmarks width [widths=64,128,256,512] [base=256] [exponents=-11,-10,-9,-8,-7,-6] [steps=200] \
+[seeds=1] [out=benchmarks/results/width]
 
 Trains one run of train.py per width, learning rate 2^exponent and seed, without and with ``optim.width_transfer`` from
-the first width. All runs have ``layers`` blocks, heads of 32 features and equal data. The coordinate check trains the
-same models on one batch, and measures how far the residual stream and the logits move.
+the width ``base``. All runs have ``layers`` blocks, heads of 32 features, equal data, and a warm-up of half of their
+steps. The coordinate check trains the same models on one batch, and measures how far the residual stream and the logits
+move.
 """
 
 import json
@@ -30,15 +31,16 @@ from gpt4d.step import TrainStep, build_stage
 
 PACKAGES = ("torch",)
 _HEAD_SIZE = 32
-_CHECKED = {"rate": 2**-8, "steps": 10, "batch": 8}  # of the coordinate check
+_CHECKED = {"rate": 2**-8, "steps": 10, "batch": 8}  # settings of the coordinate check
 
 
 @dataclass
 class Settings:
     widths: str = "64,128,256,512"
-    exponents: str = "-11,-10,-9,-8,-7,-6,-5"
+    base: int = 256
+    exponents: str = "-11,-10,-9,-8,-7,-6"
     layers: int = 2
-    batch: int = 8
+    batch: int = 32
     length: int = 64
     steps: int = 200
     seeds: int = 1
@@ -50,13 +52,14 @@ def run(settings: Settings) -> Iterator[dict]:
     results: dict[str, Any] = {"coordinates": coordinates(settings, widths), "runs": []}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         for width in widths:
-            for transfer in (False, True) if width > widths[0] else (False,):  # with equal widths nothing changes
+            for transfer in (False, True):
+                if width == settings.base and transfer:  # m = 1 changes nothing
+                    results["runs"].append(results["runs"][-1] | {"transfer": True})
+                    continue
                 losses = {}
                 for exponent in exponents:
-                    found = [
-                        train(settings, width, widths[0] if transfer else None, exponent, seed, Path(directory))
-                        for seed in range(settings.seeds)
-                    ]
+                    seeds = range(settings.seeds)
+                    found = [train(settings, width, transfer, exponent, seed, Path(directory)) for seed in seeds]
                     losses[exponent] = statistics.fmean(found)
                 best = min(losses, key=losses.__getitem__)
                 print(f"width {width}, transfer {transfer}: best rate 2^{best}, loss {losses[best]:.4f}", flush=True)
@@ -64,16 +67,17 @@ def run(settings: Settings) -> Iterator[dict]:
                 yield results
 
 
-def train(settings: Settings, width: int, base: int | None, exponent: int, seed: int, directory: Path) -> float:
+def train(settings: Settings, width: int, transfer: bool, exponent: int, seed: int, directory: Path) -> float:
     """Return the validation loss of a run; infinity if it diverges."""
-    run_dir = directory / f"{width}-{base}-{exponent}-{seed}"
+    run_dir = directory / f"{width}-{transfer}-{exponent}-{seed}"
     overrides = [
-        "model=gpt_tiny", f"model.hidden={width}", f"model.heads={width // _HEAD_SIZE}",
-        f"model.layers={settings.layers}", f"optim.lr={2.0**exponent}", "optim.warmup_steps=20",
+        "model=gpt_tiny", "model.vocab_size=1024", "data.tokenizer_vocab=1024",
+        f"model.hidden={width}", f"model.heads={width // _HEAD_SIZE}",
+        f"model.layers={settings.layers}", f"optim.lr={2.0**exponent}", f"optim.warmup_steps={settings.steps // 2}",
         f"train.batch_size={settings.batch}", f"train.seq_len={settings.length}", f"train.steps={settings.steps}",
         f"train.seed={seed}", "train.validation_batches=16", f"train.validate_every={settings.steps}",
         "logging.sample_tokens=0", "checkpoint.every=0", f"run.dir={run_dir}", f"data.cache_dir={directory / 'cache'}",
-        *([] if base is None else ["optim.width_transfer=true", f"model.base_hidden={base}"]),
+        *(["optim.width_transfer=true", f"model.base_hidden={settings.base}"] if transfer else []),
     ]  # fmt: skip
     process = subprocess.run([sys.executable, "train.py", *overrides], stdout=subprocess.DEVNULL)
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
@@ -86,7 +90,11 @@ def coordinates(settings: Settings, widths: list[int]) -> list[dict]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return [
-            {"width": width, "transfer": transfer, **_changes(settings, width, width / widths[0] if transfer else 1.0)}
+            {
+                "width": width,
+                "transfer": transfer,
+                **_changes(settings, width, width / settings.base if transfer else 1.0),
+            }
             for width in widths
             for transfer in (False, True)
         ]
@@ -96,7 +104,7 @@ def coordinates(settings: Settings, widths: list[int]) -> list[dict]:
 
 def _changes(settings: Settings, width: int, relative_width: float) -> dict[str, list[float]]:
     model = GPT2Config(
-        layers=settings.layers, hidden=width, heads=width // _HEAD_SIZE, vocab_size=512, width=relative_width
+        layers=settings.layers, hidden=width, heads=width // _HEAD_SIZE, vocab_size=1024, width=relative_width
     )
     batch, length = int(_CHECKED["batch"]), settings.length
     config = Config(model=model, train=TrainConfig(seq_len=length, batch_size=batch))
@@ -128,7 +136,7 @@ def plot(settings: Settings, results: dict) -> Any:
     titles = {False: "learning rate without transfer", True: "optim.width_transfer=true"}
     for axes, transfer in zip(grid[0], (False, True), strict=True):
         for entry in results["runs"]:
-            if entry["transfer"] == transfer or entry is results["runs"][0]:
+            if entry["transfer"] == transfer:
                 points = [(int(exponent), loss) for exponent, loss in entry["losses"].items() if math.isfinite(loss)]
                 (line,) = axes.plot(*zip(*points, strict=True), marker=".", label=f"hidden {entry['width']}")
                 best = int(entry["best"])

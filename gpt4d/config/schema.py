@@ -38,7 +38,7 @@ class ModelConfig:
     lora: Any = derived(None)  # LoraConfig, from the keys of lora; None without adapters
     width: float = derived(1.0)  # with optim.width_transfer: features / features of the base model
 
-    width_key = ""  # key of the features of the residual stream; base_… has those of the base model
+    width_key = ""  # key of the features of the residual stream; base_… is the same size of the base model
 
     def relative_width(self) -> float | None:
         """Return the features of the residual stream, divided by the base model's; None if the base is not set."""
