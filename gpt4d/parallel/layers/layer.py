@@ -67,8 +67,8 @@ class LayerSpec:
     def rewritten(self, change: Change, name: str = "", known: dict[Any, Any] | None = None) -> Any:
         """Return a copy of this layer and of its inner layers, each changed by ``change``.
 
-        Inner layers that share a spec, such as equal blocks, share the result. So the result of ``change`` may depend on
-        the name only for layers without inner layers.
+        Inner layers that share a spec, such as equal blocks, share the result. So ``change`` may use the name only of a
+        layer without inner layers.
 
         Args:
             change: returns the spec and the own parameters that replace a layer with a name.
