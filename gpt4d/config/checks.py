@@ -342,6 +342,11 @@ def _check_lora(config: Config, family: ModelFamily) -> None:
         raise ConfigError(f"lora.rank={lora.rank}: model={config.model.name} has no adapters; use a text model")
     if not lora.targets:
         raise ConfigError("lora.targets=[]: no layer has adapters; name at least one, or leave it out")
+    if config.optim.uses_muon:
+        raise ConfigError(
+            f"optim.algorithm=muon: lora.rank={lora.rank} freezes the weights that Muon updates, and adapters train "
+            "with AdamW; leave optim=muon out"
+        )
     if config.train.precision == "fp8":
         raise ConfigError(
             f"lora.rank={lora.rank}: train.precision=fp8 trains all weights; use train.precision=bf16 with adapters"

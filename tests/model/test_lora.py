@@ -114,7 +114,10 @@ def test_the_plan_does_not_change_the_training_of_adapters(ranks, seeds):
         if "unet" in case.family or case.family == "utransformer" or case.shared["model.hidden"] == 1:
             continue
         targets = ["[qkv,output,up,down]", "[qkv]", "[down,up]"][seed % 3]
-        case = replace(case, shared={**case.shared, "lora.rank": 2 + seed % 3, "lora.targets": targets})
+        shared = {**case.shared, "lora.rank": 2 + seed % 3, "lora.targets": targets}
+        for key in ("optim.algorithm", "optim.muon.epsilon"):  # adapters train with AdamW only
+            shared.pop(key, None)
+        case = replace(case, shared=shared)
         result = check(ranks, case)
         assert not result.problem, f"{case}: {result.problem}"
         trained += not result.rejection
@@ -194,6 +197,7 @@ def test_planned_memory_of_adapters_is_below_half_of_the_memory_of_full_fine_tun
     [
         (["model=unet_tiny", "lora.rank=4"], "lora.rank=4: .*unet"),
         (["lora.rank=4", "train.precision=fp8"], "lora.rank=4"),
+        (["lora.rank=4", "optim=muon"], "^optim.algorithm=muon: lora.rank=4 freezes .*; leave optim=muon out$"),
         (["lora.targets=[qkv]"], "lora.targets"),
         (["lora.rank=4", "lora.targets=[q_proj]"], r"^lora.targets\[0\]=q_proj: use one of qkv, output, up, down"),
         (["lora.rank=4", "lora.targets=[]"], r"lora.targets=\[\]"),
