@@ -2,7 +2,8 @@
 
 Each job is a separate process and a separate run in ``<run.dir>/<its values>``, with the same result as ``python
 train.py`` with the job's overrides. A job that fails or is killed does not end the sweep. With several ranks, each
-rank starts one process per job. The same command skips finished jobs and resumes unfinished ones.
+rank starts one process per job. The same command skips finished jobs and resumes unfinished ones. The tasks of a Slurm
+job array share the jobs: task i of n trains jobs i, i + n, …
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from gpt4d.runs import lock
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
 from gpt4d.runs.tables import console, runs_table
-from gpt4d.runtime.launch import SWEEP_JOB, Launch
+from gpt4d.runtime.launch import SWEEP_JOB, ArrayTask, Launch
 from gpt4d.runtime.parent import end_with_parent
 from gpt4d.runtime.signals import EXIT_CODE, stop_signals
 from gpt4d.validation import validate
@@ -76,8 +77,9 @@ class Job:
     def directory(self) -> Path:
         return Path(self.config.run.dir)
 
-    def is_finished(self) -> bool:
-        run, train = Run(self.directory), self.config.train
+    def is_finished(self, run: Run | None = None) -> bool:
+        """Return whether the run is complete. ``run`` saves the time to read its files."""
+        run, train = run or Run(self.directory), self.config.train
         if run.state is not State.FINISHED:
             return False
         if train.epochs is not None:  # the number of steps depends on the data
@@ -106,23 +108,24 @@ def run(arguments: Sequence[str]) -> None:
     Exits with code 75 after a signal. Raises ConfigError if a combination is invalid, before any job starts, or if a
     job has failed, after all jobs.
     """
-    launch = Launch.from_environment()
-    jobs = expand([argument for argument in arguments if argument not in _MULTIRUN], launch.world_size)
+    launch, task = Launch.from_environment(), ArrayTask.from_environment()
+    jobs = expand([argument for argument in arguments if argument not in _MULTIRUN], launch.world_size, task)
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]
-    execute(jobs, program, launch)
+    execute(jobs, program, launch, task)
 
 
-def expand(overrides: Sequence[str], world_size: int) -> list[Job]:
+def expand(overrides: Sequence[str], world_size: int, task: ArrayTask | None = None) -> list[Job]:
     """Return one job per combination of the values of ``overrides``, in Hydra's order.
 
-    Raises ConfigError with one line per problem of the combinations.
+    Raises ConfigError with one line per problem of the combinations, or of the directories of the task's jobs: other
+    tasks may be training in the remaining directories.
     """
     combinations, swept_keys = _combinations(overrides)
     if not swept_keys:
         raise ConfigError("-m: no key has several values; write KEY=VALUE,VALUE or leave out -m")
     jobs: dict[str, Job] = {}
     problems: dict[str, list[str]] = {}
-    for combination in combinations:
+    for number, combination in enumerate(combinations):
         swept = " ".join(override for override in combination if _split(override)[0] in swept_keys)
         try:
             job = Job.create(combination, swept_keys)
@@ -130,8 +133,9 @@ def expand(overrides: Sequence[str], world_size: int) -> list[Job]:
             if owner is not job:
                 raise ConfigError(f"the same run as {' '.join(owner.swept)} ({job.directory}); leave one out")
             validate(job.config, world_size)
-            lock.check_unused(job.directory)
-            checkpoint_dir.check_run(job.config)
+            if task is None or task.takes(number):
+                lock.check_unused(job.directory)
+                checkpoint_dir.check_run(job.config)
         except ConfigError as error:
             problems.setdefault(str(error), []).append(swept)
     parents = sorted({str(job.directory.parent) for job in jobs.values()})
@@ -247,7 +251,7 @@ def end_with_sweep() -> None:
         end_with_parent(int(pipe))
 
 
-def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch) -> None:
+def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch, task: ArrayTask | None = None) -> None:
     """Run ``program`` with the overrides of each unfinished job. Rank 0 reports the results.
 
     Exits with code 75 after a signal. Raises ConfigError at the end if a job has failed.
@@ -256,12 +260,21 @@ def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch) -> None
         jobs: the jobs in their order.
         program: the command line that the overrides of a job follow.
         launch: the rank of this process in the sweep.
+        task: the task of a job array that this process belongs to. It runs its share of the jobs only.
     """
-    report = None if launch.rank else _Report(jobs)
-    unfinished = [job for job in jobs if not job.is_finished()]
+    own = [job for number, job in enumerate(jobs) if task is None or task.takes(number)]
+    title = f"sweep of {len(jobs)} jobs"
+    if task:
+        title = f"array task {task.number}: {len(own)} of {len(jobs)} jobs"
+        if not own:
+            if not launch.rank:
+                print(f"{title}; nothing to do, because the array has {task.count} tasks", flush=True)
+            return
+    report = None if launch.rank else _Report(jobs, shared=task is not None)
+    unfinished = [job for job in own if not job.is_finished()]
     if report:
-        finished = len(jobs) - len(unfinished)
-        print(f"sweep of {len(jobs)} jobs in {report.directory}, {finished} of them finished", flush=True)
+        finished = len(own) - len(unfinished)
+        print(f"{title} in {report.directory}, {finished} of them finished", flush=True)
     process, codes, stopped = _JobProcess(), dict[str, int](), False
     with process.forwarding():
         for number, job in enumerate(unfinished, start=1):
@@ -282,7 +295,7 @@ def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch) -> None
     if any(codes.values()):
         failed = [f"{name} (exit code {code})" for name, code in codes.items() if code]
         raise ConfigError(
-            f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; run the same command to try them again"
+            f"{len(failed)} of {len(own)} jobs failed: {', '.join(failed)}; run the same command to try them again"
         )
 
 
@@ -302,45 +315,74 @@ class _Report:
     """The results of a sweep: sweep.json, sweep.png and a table. Locks the directory of the sweep.
 
     Raises ConfigError if another sweep uses the directory.
+
+    Args:
+        jobs: all jobs of the sweep.
+        shared: the tasks of a job array use the directory. Each writes the results of all jobs.
     """
 
-    def __init__(self, jobs: Sequence[Job]):
+    def __init__(self, jobs: Sequence[Job], shared: bool = False):
         self.jobs, self.directory = jobs, jobs[0].directory.parent
+        self.results = self.directory / "sweep.json"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir={self.directory}: {error.strerror}; use a writable directory") from None
-        self.lock = lock.DirectoryLock(self.directory, lock.SWEEP_LOCK)
+        self.lock = lock.DirectoryLock(self.directory, lock.SWEEP_LOCK, shared)
 
-    def write(self, codes: Mapping[str, int]) -> dict[str, Run]:
-        """Write sweep.json: overrides, state and losses of each job. Return the jobs' runs by name.
+    def write(self, codes: Mapping[str, int]) -> None:
+        """Write sweep.json: overrides, state, losses and exit code of each job.
 
         ``codes`` are the exit codes of the jobs that this process has started.
         """
-        runs = {job.name: Run(job.directory) for job in self.jobs}
-        for name, code in codes.items():
-            if code not in (0, EXIT_CODE, -signal.SIGTERM):
-                runs[name].state = State.FAILED  # the job may have failed before the run recorded a start
-        entries = [
-            {"job": job.name, "overrides": job.swept, **runs[job.name].to_json(), "exit_code": codes.get(job.name)}
-            for job in self.jobs
-        ]
-        path = self.directory / "sweep.json"
-        with optional_file(path):
-            replace_file(path, json.dumps({"jobs": entries}, indent=1) + "\n")
-        return runs
+        with self._exclusive():
+            self._write(codes)
 
     def show(self, codes: Mapping[str, int]) -> None:
         """Write sweep.json and sweep.png, and print a table and the job with the lowest validation loss."""
-        runs = self.write(codes)
+        path = self.directory / "sweep.png"
+        with self._exclusive():
+            runs = self._write(codes)
+            curves = {name: run.history for name, run in runs.items() if run.history.training}
+            if curves:
+                with optional_file(path):
+                    plot_losses(curves, path, title=self.directory.name)
         console().print(runs_table(list(runs.values()), {str(run.path): name for name, run in runs.items()}))
         losses = {name: run.validation_loss for name, run in runs.items() if run.validation_loss is not None}
         if losses:
             best, loss = min(losses.items(), key=lambda item: item[1])
             print(f"lowest validation loss: {loss:.4f}, {best}")
-        curves = {name: run.history for name, run in runs.items() if run.history.training}
         if curves:
-            path = self.directory / "sweep.png"
+            print(f"loss curves: {path}, results: {self.results}", flush=True)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Let one task at a time read the runs and write the results, so that the last results are complete."""
+        path = self.directory / "report.lock"
+        with ExitStack() as stack:
             with optional_file(path):
-                plot_losses(curves, path, title=self.directory.name)
-            print(f"loss curves: {path}, results: {self.directory / 'sweep.json'}", flush=True)
+                stack.enter_context(lock.exclusive(path))
+            yield
+
+    def _write(self, codes: Mapping[str, int]) -> dict[str, Run]:
+        """Write sweep.json, and return the jobs' runs by name."""
+        known = {**self._known_codes(), **codes}
+        runs = {job.name: Run(job.directory) for job in self.jobs}
+        for job in self.jobs:
+            run, code = runs[job.name], known.get(job.name)
+            failed = code not in (None, 0, EXIT_CODE, -signal.SIGTERM)
+            if failed and run.state is not State.RUNNING and not job.is_finished(run):
+                run.state = State.FAILED  # the job may have failed before the run recorded a start
+        entries = [
+            {"job": job.name, "overrides": job.swept, **runs[job.name].to_json(), "exit_code": known.get(job.name)}
+            for job in self.jobs
+        ]
+        with optional_file(self.results):
+            replace_file(self.results, json.dumps({"jobs": entries}, indent=1) + "\n")
+        return runs
+
+    def _known_codes(self) -> dict[str, int | None]:
+        """Return the exit codes of the jobs that other tasks, or earlier starts of the sweep, have recorded."""
+        with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or not a file of gpt4d
+            return {entry["job"]: entry["exit_code"] for entry in json.loads(self.results.read_text())["jobs"]}
+        return {}

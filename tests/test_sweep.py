@@ -13,10 +13,11 @@ import pytest
 
 from gpt4d import sweep
 from gpt4d.config import ConfigError
+from gpt4d.runs import lock
 from gpt4d.runs.summary import Run, State
-from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.launch import ArrayTask, Launch
 from tests.test_cli import ROOT, overrides, torchrun
-from tests.test_runs import event, step, write_run
+from tests.test_runs import event, locked_by_another_process, step, write_run
 
 
 @pytest.mark.parametrize(
@@ -147,12 +148,15 @@ sys.exit(75 if act == "stop" else 0)
 """
 
 
-def execute(tmp_path, **plan):
-    jobs = sweep.expand(["train.seed=0,1,2", "train.steps=2", f"run.dir={tmp_path / 'sweep'}"], 1)
-    try:
-        sweep.execute(jobs, [sys.executable, "-c", FAKE, json.dumps(plan)], Launch())
-    finally:
-        entries = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
+def execute(tmp_path, task=None, **plan):
+    jobs = sweep.expand(["train.seed=0,1,2", "train.steps=2", f"run.dir={tmp_path / 'sweep'}"], 1, task)
+    sweep.execute(jobs, [sys.executable, "-c", FAKE, json.dumps(plan)], Launch(), task)
+    return results(tmp_path)
+
+
+def results(tmp_path):
+    """Return job, state and exit code of each entry of sweep.json."""
+    entries = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
     return [(entry["job"], entry["state"], entry["exit_code"]) for entry in entries]
 
 
@@ -162,8 +166,9 @@ def test_a_failed_job_ends_neither_the_others_nor_its_next_attempt(tmp_path, cap
         execute(tmp_path, **{"0": "refuse", "1": "kill"})
     assert [Run(tmp_path / f"sweep/seed={seed}").state for seed in (0, 1, 2)] == [State.NEW, *[State.FINISHED] * 2]
     (tmp_path / "sweep/seed=1/metrics.jsonl").write_text(json.dumps(event("start")) + "\n")
+    assert results(tmp_path)[0] == ("seed=0", "failed", 1)
     capfd.readouterr()
-    assert execute(tmp_path) == [("seed=0", "finished", 0), ("seed=1", "finished", 0), ("seed=2", "finished", None)]
+    assert execute(tmp_path) == [("seed=0", "finished", 0), ("seed=1", "finished", 0), ("seed=2", "finished", 0)]
     out = capfd.readouterr().out
     assert "sweep of 3 jobs" in out and "1 of them finished" in out and "job 2 of 2: seed=1" in out
     assert "lowest validation loss: 3.0000, seed=0" in out
@@ -174,10 +179,58 @@ def test_a_signal_stops_the_job_and_the_sweep_and_the_next_call_resumes(tmp_path
         execute(tmp_path, **{"1": "stop"})
     assert stopped.value.code == 75
     assert "SIGINT: the sweep has stopped; run the same command to resume" in capfd.readouterr().out
-    states = [entry["state"] for entry in json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]]
-    assert states == ["finished", "interrupted", "new"]
-    assert [code for _, _, code in execute(tmp_path)] == [None, 0, 0]
+    assert [(state, code) for _, state, code in results(tmp_path)] == [
+        ("finished", 0),
+        ("interrupted", 75),
+        ("new", None),
+    ]
+    assert execute(tmp_path) == [(f"seed={seed}", "finished", 0) for seed in range(3)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_tasks_of_an_array_share_the_jobs_and_the_last_one_reports_them_all(tmp_path, capfd):
+    first, second = ArrayTask(4, 0, 2), ArrayTask(5, 1, 2)
+    assert execute(tmp_path, second) == [("seed=0", "new", None), ("seed=1", "finished", 0), ("seed=2", "new", None)]
+    with pytest.raises(ConfigError, match=r"^1 of 2 jobs failed: seed=2 \(exit code 1\)"):
+        execute(tmp_path, first, **{"2": "refuse"})
+    assert results(tmp_path) == [("seed=0", "finished", 0), ("seed=1", "finished", 0), ("seed=2", "failed", 1)]
+    capfd.readouterr()
+    execute(tmp_path, second)
+    out = capfd.readouterr().out
+    assert "array task 5: 1 of 3 jobs in" in out and "1 of them finished" in out and "job 1" not in out
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith("seed=")]
+    assert [(row[0], row[2]) for row in rows if len(row) > 2][:2] == [("seed=0", "finished"), ("seed=1", "finished")]
+    assert results(tmp_path)[2] == ("seed=2", "failed", 1), "the exit code of another task's job is lost"
+
+
+def test_one_task_at_a_time_reads_the_runs_and_writes_the_results(tmp_path, monkeypatch):
+    jobs, states = sweep.expand(["train.seed=0,1", f"run.dir={tmp_path}"], 1), []
+    check = "import sys; from gpt4d.runs.lock import *; print(is_locked(Path(sys.argv[1]), 'report.lock'))"
+
+    def write_while_another_process_looks(path, content):
+        command = [sys.executable, "-c", check, str(tmp_path)]
+        states.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
+
+    monkeypatch.setattr(sweep, "replace_file", write_while_another_process_looks)
+    with pytest.raises(ConfigError, match="1 of 1 jobs failed"):
+        sweep.execute(jobs, ["false"], Launch(), ArrayTask(0, 0, 2))
+    assert states == ["True\n", "True\n"]
+    assert not lock.is_locked(tmp_path, "report.lock")
+
+
+def test_a_task_without_jobs_reports_that_in_one_line(tmp_path, capfd):
+    jobs = sweep.expand(["train.seed=0,1", f"run.dir={tmp_path / 'sweep'}"], 1)
+    sweep.execute(jobs, ["false"], Launch(), ArrayTask(2, 2, 3))
+    assert capfd.readouterr().out == "array task 2: 0 of 2 jobs; nothing to do, because the array has 3 tasks\n"
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_task_checks_the_directories_of_its_own_jobs_only(tmp_path):
+    arguments = ["train.seed=0,1", f"run.dir={tmp_path}"]
+    with locked_by_another_process(sweep.expand(arguments, 1)[1].directory):
+        assert len(sweep.expand(arguments, 1, ArrayTask(0, 0, 2))) == 2
+        with pytest.raises(ConfigError, match=r"^train.seed=1: run.dir=.*seed=1: another run"):
+            sweep.expand(arguments, 1, ArrayTask(1, 1, 2))
 
 
 SWEEP = """
@@ -220,17 +273,20 @@ def test_more_epochs_continue_finished_jobs_whatever_number_of_steps_they_take(t
     assert not job.is_finished()
 
 
-def test_a_second_sweep_in_one_directory_ends_with_one_line(tmp_path):
+@pytest.mark.parametrize("running", [None, ArrayTask(0, 0, 2)], ids=["sweep", "array"])
+@pytest.mark.parametrize("started", [None, ArrayTask(1, 1, 2)], ids=["sweep", "array"])
+def test_tasks_of_an_array_share_a_directory_which_a_sweep_shares_with_nobody(tmp_path, running, started):
     hold = (
-        "import sys; from gpt4d.runs.lock import *; held = DirectoryLock(Path(sys.argv[1]), SWEEP_LOCK);"
+        "import sys; from gpt4d.runs.lock import *; held = DirectoryLock(Path(sys.argv[1]), SWEEP_LOCK, sys.argv[2:]);"
         "print('held', flush=True); input()"
     )
-    command = [sys.executable, "-c", hold, str(tmp_path)]
+    command = [sys.executable, "-c", hold, str(tmp_path), *(["shared"] if running else [])]
     jobs = sweep.expand(["train.seed=0,1", f"run.dir={tmp_path}"], 1)
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"another sweep \(\S+, pid {process.pid}, since .*\) is using it"):
-            sweep.execute(jobs, ["false"], Launch())
+        refused = f"another sweep .*, pid {process.pid}, .* is using it"
+        with pytest.raises(ConfigError, match="1 of 1 jobs failed" if running and started else refused):
+            sweep.execute(jobs, ["false"], Launch(), started)
         process.kill()
 
 

@@ -11,6 +11,8 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -59,16 +61,17 @@ class DirectoryLock:
     Args:
         directory: the run directory, or the directory of a sweep's runs.
         name: RUN_LOCK or SWEEP_LOCK, the name of the lock file.
+        shared: allow further processes that also share the lock.
     """
 
-    def __init__(self, directory: Path, name: str = RUN_LOCK):
+    def __init__(self, directory: Path, name: str = RUN_LOCK, shared: bool = False):
         self.path, this_process = directory / name, Holder.this_process()
         deadline = time.monotonic() + _LEASE_S
         try:
             self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 – closed by close()
         except OSError as error:
             raise ConfigError(f"run.dir={directory}: {error.strerror}; use a writable directory") from None
-        while not _try_lock(self._file):
+        while not _try_lock(self._file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             holder = read_holder(self._file)
             if not (holder and holder.requeued_as(this_process)) or time.monotonic() > deadline:
                 self._file.close()
@@ -126,10 +129,18 @@ def read_holder(file: IO[str]) -> Holder | None:
         return None
 
 
-def _try_lock(file: IO[str]) -> bool:
-    """Return False if another process holds the lock of ``file``."""
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Wait until no other process is inside this context with ``path``, a file that it creates. Raises OSError."""
+    with open(path, "a", encoding="utf-8") as file:
+        _try_lock(file, fcntl.LOCK_EX, block=True)
+        yield
+
+
+def _try_lock(file: IO[str], kind: int, block: bool = False) -> bool:
+    """Take a lock of ``file``. Return False if another process holds it; with ``block``, wait for that process."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, kind if block else kind | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES
         return False
     except OSError as error:  # a file system without locks, such as Lustre without its mount option flock

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt4d.config import NodeError
+from gpt4d.config import ConfigError, NodeError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,33 @@ class Launch:
             start = f"{job}.{step}.{restart}"
             return cls(rank, world_size, local, local_world_size, f"{host}:{port}", start=start)
         return cls()
+
+
+@dataclass(frozen=True)
+class ArrayTask:
+    """This process's task in a Slurm job array (``sbatch --array``), whose tasks share the jobs of a sweep."""
+
+    number: int  # the task id that Slurm shows
+    index: int  # position among the tasks, from 0
+    count: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "ArrayTask | None":
+        """Return the task; None outside an array. Raises ConfigError unless the array's task ids are consecutive."""
+        if "SLURM_ARRAY_TASK_ID" not in environment:
+            return None
+        names = ("ID", "MIN", "MAX", "COUNT")
+        number, first, last, count = (int(environment[f"SLURM_ARRAY_TASK_{name}"]) for name in names)
+        if last - first + 1 != count:
+            raise ConfigError(
+                f"--array: {count} task ids from {first} to {last} have gaps; use --array=0-{count - 1}, whose tasks "
+                "share all unfinished jobs of the sweep"
+            )
+        return cls(number, number - first, count)
+
+    def takes(self, job: int) -> bool:
+        """Return whether this task trains job number ``job`` (from 0) of a sweep."""
+        return job % self.count == self.index
 
 
 def first_host(nodes: str) -> str:

@@ -5,9 +5,13 @@
 readonly EXIT_UNFINISHED=75   # train.py's exit code for "saved; the same command resumes"
 readonly MAX_IDLE_REQUEUES=3  # in a row from one checkpoint: a run without progress would be requeued forever
 
-log() { echo "slurm: job ${SLURM_JOB_ID:-none}: $*" >&2; }
+log() { echo "slurm: job ${job:-none}: $*" >&2; }
 
-[ -n "${SLURM_JOB_ID:-}" ] || { log "this is a batch script: start it with sbatch"; exit 1; }
+# For a task of a job array, scontrol needs this form: one of the tasks has the number of the array, which names all tasks.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-${SLURM_JOB_ID:-}}
+
+[ -n "$job" ] || { log "this is a batch script: start it with sbatch"; exit 1; }
 
 # Slurm sends USR1 before the time limit, to the batch shell only (--signal=B:USR1@300), and TERM to end or preempt the
 # job. The traps are set before modules are loaded, which takes seconds.
@@ -85,13 +89,13 @@ train() {
 # limit or Slurm's own requeue has decided already, and a requeue here would undo scancel.
 requeue() {
     local state
-    state=$(retry scontrol show job "$SLURM_JOB_ID" --oneliner | grep -om1 'JobState=[A-Z_]*')
+    state=$(retry scontrol show job "$job" --oneliner | grep -om1 'JobState=[A-Z_]*')
     case $state in
         JobState=RUNNING | JobState=SIGNALING) ;;
         *) log "ended from outside ($state); unless Slurm requeues it, resume with the same sbatch command"; return ;;
     esac
     record_progress "$@" || return
-    if retry scontrol requeue "$SLURM_JOB_ID"; then
+    if retry scontrol requeue "$job"; then
         log "${stop_signal:+$stop_signal: saved and }requeued"
     else
         log "cannot be requeued here; resume with the same sbatch command"
@@ -111,21 +115,22 @@ retry() {
 # record_progress [OVERRIDE]...: record in run.dir which checkpoint this job resumes from; fail if it has resumed from
 # this one too often.
 record_progress() {
-    local run_dir newest job before count
+    local run_dir newest recorded before count record
     if ! run_dir=$("${python[@]}" train.py "$@" --cfg job --package run.dir --resolve) || ! mkdir -p "$run_dir"; then
         log "cannot determine or create run.dir; not requeued"
         return 1
     fi
+    record=$run_dir/requeues${SLURM_ARRAY_TASK_ID:+.$SLURM_ARRAY_TASK_ID}  # tasks of an array share run_dir
     # The runs of a sweep are one level below.
     newest=$(find "$run_dir" -mindepth 2 -maxdepth 3 -path '*/checkpoints/step_*[0-9]' -printf '%C@ %P\n' 2> /dev/null \
         | sort -n | tail -n 1)
     newest=${newest#* }
-    read -r job before count 2> /dev/null < "$run_dir/requeues"
-    [ "${job:-} ${before:-}" = "$SLURM_JOB_ID ${newest:=none}" ] || count=0
+    read -r recorded before count 2> /dev/null < "$record"
+    [ "${recorded:-} ${before:-}" = "$job ${newest:=none}" ] || count=0
     count=$((count + 1))
     if [ "$count" -gt "$MAX_IDLE_REQUEUES" ]; then
         log "not requeued: $((count - 1)) times in a row without a new checkpoint in $run_dir (newest: $newest)"
         return 1
     fi
-    echo "$SLURM_JOB_ID $newest $count" > "$run_dir/requeues"
+    echo "$job $newest $count" > "$record"
 }

@@ -14,7 +14,7 @@ from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.runtime.launch import Launch
 from tests.grids import full
 from tests.runtime.test_launch import SLURM_STEP
-from tests.slurm.cluster import ROOT
+from tests.slurm.cluster import ROOT, SlurmJob
 from tests.test_cli import overrides
 
 PROMPT = 'it\'s "{said}" = $HOME, #1'
@@ -160,6 +160,33 @@ def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, 
         assert line in job.output()
     assert list(losses_and_norms(run)) == list(range(1, 21))
     assert [line["event"] for line in metric_lines(run) if "event" in line].count("resume") == 1
+
+
+@pytest.mark.full
+def test_the_tasks_of_an_array_train_a_sweep_and_one_is_interrupted(cluster, tiny, tmp_path):
+    """Three tasks share one node and two jobs. Each job has two ranks."""
+    sweep, environment = tmp_path / "sweep", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
+    array = cluster.sbatch(
+        "--array=0-2", "--nodelist=node3", "--ntasks-per-node=2", str(ROOT / "scripts/slurm/generic.sh"),
+        "-m", *overrides(tiny("checkpoint.every=1000000")), f"run.dir={sweep}", "parallel.gx=2",
+        "optim.schedule_steps=300", "train.seed=0,1", "train.steps=200", log=tmp_path / "%a.log",
+        environment=environment | {"MASTER_ADDR": "127.0.0.1"},
+    )  # fmt: skip
+    tasks = [SlurmJob(cluster, f"{array.number}_{index}", tmp_path / f"{index}.log") for index in range(3)]
+    runs = [sweep / f"seed={seed}" for seed in (0, 1)]
+    for task, run in zip(tasks, runs, strict=False):
+        task.wait_until(lambda run=run: steps_of_start(run, 0) >= 3, "its job trains")
+    tasks[1].signal_batch("USR1")
+    tasks[1].wait_for_restart(1)
+    for task in tasks:
+        assert task.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", task.output()
+    restarts = [task.show()["Restarts"] for task in tasks]
+    assert restarts == ["0", "1", "0"]
+    assert "array task 2: 0 of 2 jobs; nothing to do" in tasks[2].output()
+    assert [list(losses_and_norms(run)) for run in runs] == [list(range(1, 201))] * 2
+    entries = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    assert [(entry["state"], entry["exit_code"]) for entry in entries] == [("finished", 0)] * 2
+    assert (sweep / "sweep.png").stat().st_size > 0
 
 
 @pytest.mark.full

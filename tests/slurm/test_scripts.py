@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ROOT
+from tests.slurm.cluster import ROOT, SlurmJob
 from tests.slurm.conftest import create_stand_in
 
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -87,6 +87,25 @@ def test_only_a_stop_signal_requeues_a_job(cluster, stand_in, tmp_path):
     assert (shown["ExitCode"], shown["Restarts"]) == ("3:0", "0")
 
 
+def test_a_signal_to_one_task_of_an_array_requeues_that_task_only(cluster, stand_in, tmp_path):
+    """The task whose job number is the number of the array, which also names all tasks of the array."""
+    environment, directory = stand_in("listen", "0")
+    script = str(SCRIPTS / "generic.sh")
+    array = cluster.sbatch("--array=0-1", script, log=tmp_path / "%a.log", environment=environment)
+    tasks = [SlurmJob(cluster, f"{array.number}_{index}", tmp_path / f"{index}.log") for index in (0, 1)]
+    for index, task in enumerate(tasks):
+        task.wait_until(lambda index=index: received(directory / str(index)), "it runs")
+    tasks.sort(key=lambda task: task.show()["JobId"] == array.number)
+    other, namesake = tasks
+    namesake.signal_batch("USR1")
+    namesake.wait_for_restart(1)
+    namesake.wait_for_state("COMPLETED")
+    shown = other.show()
+    other.cancel()
+    assert (shown["JobState"], shown["Restarts"]) == ("RUNNING", "0")
+    assert "USR1: saved and requeued" in namesake.output() and "requeued" not in other.output()
+
+
 def test_modules_are_loaded_and_a_failing_one_does_not_end_the_job():
     script = 'module() { echo "module $*"; [ "$2" != broken ]; }; load_modules nccl; load_modules broken'
     result = run_with_common(script)
@@ -110,6 +129,11 @@ def test_a_run_without_progress_is_requeued_three_times(stand_in):
     assert [requeues() for _ in range(3)] == [True, True, False]
     # Another job starts its own count.
     assert run_with_common("record_progress", {**environment, "SLURM_JOB_ID": "8"}).returncode == 0
+    # So does each task of an array, although the tasks of a sweep share run.dir.
+    tasks = [{"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": str(task)} for task in (0, 1)]
+    for requeue in range(4):
+        results = [run_with_common("record_progress", environment | task).returncode for task in tasks]
+        assert results == [int(requeue == 3)] * 2
 
 
 def test_missing_prerequisites_are_reported_in_one_line(tmp_path):
