@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt4d.config.launchers import innermost
 from gpt4d.config.schema import ClusterConfig, LevelConfig
 
 _UNLIMITED_BYTES = 2**60  # a larger limit means that the control group is not limited
@@ -148,13 +149,14 @@ def read_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
 
 
 def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
-    """Return tasks per node (None without a launcher) and nodes, from the variables of torchrun or Slurm.
+    """Return tasks per node (None without a launcher) and nodes, from the variables of the launcher or of a Slurm job.
 
     If the nodes of a Slurm job have different numbers of tasks, the first node's number is returned.
     """
-    if "WORLD_SIZE" in environment and "RANK" in environment:
-        local = int(environment.get("LOCAL_WORLD_SIZE", 1))
-        return local, -(-int(environment["WORLD_SIZE"]) // local)
+    launcher = innermost(environment)
+    if launcher and launcher.program != "srun":
+        local = launcher.local_world_size(environment)
+        return local, -(-launcher.world_size(environment) // local)
     for prefix in ("SLURM_STEP_", "SLURM_"):
         if tasks := environment.get(f"{prefix}TASKS_PER_NODE"):  # 4(x2),3 means 4, 4, 3
             nodes = environment.get(f"{prefix}NUM_NODES") or environment.get("SLURM_JOB_NUM_NODES", "1")

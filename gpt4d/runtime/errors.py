@@ -53,7 +53,7 @@ def one_line_errors() -> Iterator[None]:
         error = to_config_error(raised)
         if not isinstance(error, ConfigError):
             raise
-        launch = Launch.from_environment()
+        launch = Launch.for_errors()
         # The launcher of a sweep's job is the sweep, which does not end further ranks.
         if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
             time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else PRINT_GRACE_S)

@@ -1,24 +1,23 @@
-"""The launcher environment: rank, world size and device from torchrun's or Slurm's variables; printing of errors."""
+"""This process's place in the job: rank, world size and device, from the launcher's variables; printing of errors."""
 
 import json
 import os
-import re
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt4d.config import ConfigError, NodeError
+from gpt4d.config.launchers import innermost
 
 if TYPE_CHECKING:
     import torch
 
 
-_RESTART_PORTS = 4999  # distance between the ports of a Slurm job's starts; not a multiple of the jobs' distance, 64
 SWEEP_JOB = "GPT4D_SWEEP_JOB"  # number of a job in the order in which a sweep starts jobs, from 1
 
 
@@ -36,32 +35,32 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Read the variables of torchrun or of a Slurm step (``srun``); without either, return a world of one rank."""
-        launch, number = cls._from_launcher(environment), int(environment.get(SWEEP_JOB, 0))
-        return replace(launch, sweep_job=number)
+        """Read the variables of the innermost launcher; without a launcher, return a world of one rank.
+
+        Raises ConfigError if a variable is missing.
+        """
+        launcher, sweep_job = innermost(environment), int(environment.get(SWEEP_JOB, 0))
+        world_size = launcher.world_size(environment) if launcher else 1
+        if launcher is None or world_size == 1:
+            return cls(sweep_job=sweep_job)
+        return cls(
+            rank=int(environment[launcher.rank]),
+            world_size=world_size,
+            local_rank=int(environment.get(launcher.local_rank, 0)),
+            local_world_size=launcher.local_world_size(environment),
+            master=launcher.address(environment),
+            sweep_job=sweep_job,
+            start=launcher.start(environment),
+        )
 
     @classmethod
-    def _from_launcher(cls, env: Mapping[str, str]) -> "Launch":
-        if "WORLD_SIZE" in env and "RANK" in env:
-            world_size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-            master = f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '29500')}"
-            run = env.get("TORCHELASTIC_RUN_ID")
-            start = f"{run}.{env.get('TORCHELASTIC_RESTART_COUNT', 0)}" if run else ""
-            local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-            return cls(int(env["RANK"]), world_size, local, local_world_size, master, start=start)
-        # Not SLURM_NTASKS: it is also set in the batch script itself, where srun has not started any tasks.
-        if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-            world_size = int(env["SLURM_STEP_NUM_TASKS"])
-            host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-            job, step, restart = (int(env.get(f"SLURM_{name}") or 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-            # Jobs that share a node need different ports, so the port is derived from the job and step ids. A restart
-            # needs another port if the first one was taken. All ports are below the kernel's ephemeral ports.
-            port = env.get("MASTER_PORT") or 20000 + (job * 64 + step + _RESTART_PORTS * restart) % 12000
-            local_world_size = tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"]))
-            rank, local = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
-            start = f"{job}.{step}.{restart}"
-            return cls(rank, world_size, local, local_world_size, f"{host}:{port}", start=start)
-        return cls()
+    def for_errors(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
+        """Return only the ranks, which are known even if a variable is missing, and the job of a sweep."""
+        launcher, sweep_job = innermost(environment), int(environment.get(SWEEP_JOB, 0))
+        if launcher is None:
+            return cls(sweep_job=sweep_job)
+        rank, local_rank = (int(environment.get(name, 0)) for name in (launcher.rank, launcher.local_rank))
+        return cls(rank, local_rank=local_rank, sweep_job=sweep_job)
 
 
 @dataclass(frozen=True)
@@ -91,22 +90,6 @@ class ArrayTask:
         return job % self.count == self.index
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's compressed list: ``nid[001-004,7],login1`` → ``nid001``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    assert match, nodes
-    return match[1] + (match[2] or "") + match[3]
-
-
-def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Return the number of tasks on node ``node`` (from 0) of Slurm's compressed list: ``4(x2),3`` means 4, 4, 3."""
-    counts = []
-    for entry in tasks_per_node.split(","):
-        tasks, _, times = entry.rstrip(")").partition("(x")
-        counts += [int(tasks)] * int(times or 1)
-    return counts[node]
-
-
 def select_device(launch: Launch) -> "torch.device":
     """Return this rank's GPU, or the CPU without GPUs. Raises NodeError if the node has fewer GPUs than tasks."""
     import torch
@@ -118,7 +101,7 @@ def select_device(launch: Launch) -> "torch.device":
     if launch.local_world_size > torch.cuda.device_count():
         raise NodeError(
             f"node {socket.gethostname()} has {torch.cuda.device_count()} GPU(s) for {launch.local_world_size} tasks; "
-            "start one task per GPU (torchrun --nproc-per-node, or Slurm's --ntasks-per-node)"
+            "start one task per GPU (torchrun --nproc-per-node, Slurm's --ntasks-per-node, mpiexec --ppn)"
         )
     return torch.device("cuda", launch.local_rank)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt4d.config import ConfigError
-from gpt4d.runtime.launch import ArrayTask, Launch, first_host, tasks_on_node
+from gpt4d.runtime.launch import ArrayTask, Launch
 from gpt4d.sweep import job_environment
 
 SLURM_STEP = {
@@ -86,15 +86,3 @@ def test_tasks_of_an_array_on_one_node_have_different_ports_whichever_job_of_the
 def test_in_a_batch_script_without_srun_the_world_size_is_one():
     """There SLURM_NTASKS is set although srun has not started any tasks."""
     assert Launch.from_environment({"SLURM_JOB_ID": "71", "SLURM_NTASKS": "12", "SLURM_PROCID": "0"}) == Launch()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("nid[001-004,7],login1", "nid001"), ("n1", "n1"), ("a,b", "a"), ("gpu[3,5]-ib", "gpu3-ib"), ("x-[09]", "x-09")],
-)
-def test_first_host(nodes, first):
-    assert first_host(nodes) == first
-
-
-def test_tasks_on_node():
-    assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
