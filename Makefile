@@ -32,7 +32,7 @@ style: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m codespell_lib
-	$(VENV)/bin/shellcheck -x scripts/slurm/*.sh .ci/run
+	$(VENV)/bin/shellcheck -x scripts/*.sh scripts/*/*.sh .ci/run
 
 # Faults in runs on ten plans, whose losses must not change. A fault takes about five seconds.
 FAULTS ?= 100
