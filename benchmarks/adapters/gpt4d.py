@@ -20,7 +20,7 @@ from benchmarks.workloads import (
     take_gradient_norms,
     with_states,
 )
-from gpt4d.config import Config, OverlapConfig, ParallelConfig, TrainConfig
+from gpt4d.config import Config, OptimConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel import compile
@@ -52,6 +52,7 @@ class Training:
         work: model and batch.
         device: the rank's device.
         compiled: whether functions are compiled; None: the default of the device.
+        optim: the optimizer's settings, without the sharding of its states.
         train: fields of TrainConfig.
     """
 
@@ -61,6 +62,7 @@ class Training:
         work: Workload,
         device: torch.device | None = None,
         compiled: bool | None = None,
+        optim: OptimConfig = OPTIM,
         **train: int | str,
     ):
         self.device, self.compiled = device or torch.device("cpu"), compiled
@@ -70,12 +72,13 @@ class Training:
         config = Config(
             model=work.model,
             train=TrainConfig(seq_len=work.units // work.batch, batch_size=work.batch, **train),
+            optim=replace(optim, shard_states=self.sharded),
             # As in all adapters, gathered weights stay until the backward.
             parallel=ParallelConfig(cache_layers="all", **parallel),
         )
         self.stage = build_stage(config, self.grid, self.device)
         loss_sum = squared_error if is_unet else lambda module, batch: module.loss_sum(*batch)
-        self.train_step = TrainStep(self.stage, whole_model(loss_sum), replace(OPTIM, shard_states=self.sharded))
+        self.train_step = TrainStep(self.stage, whole_model(loss_sum), config.optim)
         share = work.share(self.grid.batch_shard, sizes.batch_shards)
         self.microbatch = tuple(tensor.to(self.device) for tensor in share)
 

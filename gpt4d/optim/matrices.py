@@ -119,7 +119,8 @@ def exchanges(matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int
     """Return the exchanges of a step, between which the homes compute. Every rank gets the same ones.
 
     Homes have about equal costs: each matrix, the most expensive first, goes to the rank with the lowest cost so far.
-    Every exchange has about a quarter of the cost of each home.
+    Every exchange has about an equal part of the cost of each home. The first and the last one have a home's cheapest
+    matrices, because nothing overlaps with the messages of the first one and with the results of the last one.
 
     Args:
         matrices: all matrices of the stage.
@@ -132,14 +133,17 @@ def exchanges(matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int
         home = costs.index(min(costs))
         costs[home] += matrices[index].cost
         of_home[home].append(index)
-    count = min(EXCHANGES, max(map(len, of_home)))
-    parts = [dict[int, int]() for _ in range(count)]
+    parts = [dict[int, int]() for _ in range(EXCHANGES)]
     for home, own in enumerate(of_home):
-        for place, index in enumerate(own):
-            parts[place % count][index] = home
+        cheapest, before = own[::-1], 0
+        for index in cheapest[::2] + cheapest[1::2][::-1]:
+            middle = before + matrices[index].cost / 2
+            parts[int(EXCHANGES * middle / costs[home])][index] = home
+            before += matrices[index].cost
     return [
         Exchange(homes, {index: _holders(matrices[index], coordinates, sizes, homes[index]) for index in homes})
         for homes in parts
+        if homes
     ]
 
 

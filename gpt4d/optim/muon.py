@@ -8,7 +8,8 @@ A step has these phases for each exchange of ``gpt4d.optim.matrices``:
 3. The home returns each part of the update to the ranks that hold it: another all-to-all.
 4. Ranks of data that replicate a part gather the rows of the update over data.
 
-While homes orthogonalize the matrices of one exchange, the next exchange and the previous results are in flight.
+While homes orthogonalize the matrices of one exchange, the next exchange is in flight, and so are the results of the
+previous ones.
 """
 
 import math
@@ -110,6 +111,20 @@ class _Sharded(NamedTuple):
     momentum: torch.Tensor
 
 
+class _Gathering(NamedTuple):
+    """The received updates of one exchange.
+
+    Attributes:
+        complete: parts for complete shards.
+        split: parts for this rank's rows of shards that data replicates.
+        rows: the all-gather of ``split`` over data, in flight; None if there are no such parts.
+    """
+
+    complete: list[tuple[_Message, torch.Tensor]]
+    split: list[tuple[_Message, torch.Tensor]]
+    rows: Pending | None
+
+
 class Muon:
     """Updates this rank's shards of the weights of hidden layers.
 
@@ -149,17 +164,20 @@ class Muon:
         directions = self._directions(skipped, divisor)
         kept = 1 - skipped.float()
         torch._foreach_mul_([weight.shard.detach() for weight in self.weights.values()], 1 - lr * weight_decay * kept)
-        programs = self._programs
+        programs, last = self._programs, len(self._programs) - 1
         arriving = [self._start_sends(programs[0], directions)]
         returning: list[Pending] = []
-        for number, program in enumerate(programs):
-            if number + 1 < len(programs):
+        gathering: list[_Gathering] = []
+        for number in range(len(programs) + 2):
+            if number < last:
                 arriving.append(self._start_sends(programs[number + 1], directions))
-            updates = self._updates(program, arriving[number].wait())
-            returning.append(self._start_returns(program, updates))
-            if number:
-                self._apply(programs[number - 1], returning[number - 1].wait(), -lr * kept)
-        self._apply(programs[-1], returning[-1].wait(), -lr * kept)
+            if number <= last:
+                updates = self._updates(programs[number], arriving[number].wait())
+                returning.append(self._start_returns(programs[number], updates))
+            if 0 < number <= last + 1:
+                gathering.append(self._start_gather(programs[number - 1], returning[number - 1].wait()))
+            if number > 1:
+                self._apply(gathering[number - 2], -lr * kept)
 
     def _directions(self, skipped: torch.Tensor, divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Update the momentum, and return this rank's part of each matrix to orthogonalize."""
@@ -217,19 +235,24 @@ class Muon:
         ]
         return self._start_exchange(parts, program.returns, program.arrivals)
 
-    def _apply(self, program: _Program, received: torch.Tensor, factor: torch.Tensor) -> None:
-        """Add the received updates, times ``factor``, to the weights."""
-        parts = list(_parts(received, program.arrivals))
+    def _start_gather(self, program: _Program, received: torch.Tensor) -> _Gathering:
+        """Start to gather the rows of received updates over data, where data replicates the weights."""
+        parts = _parts(received, program.arrivals)
         split = [(message, part) for message, part in parts if self._is_split(message.matrix)]
-        for message, part in parts:
-            if not self._is_split(message.matrix):
-                self._add(message.matrix, part, factor)
-        if split:
-            data = self.grid.data
-            packed = torch.cat([part.flatten() for _, part in split])[None]
-            gathered = data.all_gather(packed).split([part.numel() for _, part in split], 1)
-            for (message, part), columns in zip(split, gathered, strict=True):
-                rows = columns.reshape(data.size * part.shape[0], *part.shape[1:])
+        complete = [(message, part) for message, part in parts if not self._is_split(message.matrix)]
+        if not split:
+            return _Gathering(complete, split, None)
+        packed = torch.cat([part.flatten() for _, part in split])[None]
+        return _Gathering(complete, split, self.grid.data.start_all_gather(packed))
+
+    def _apply(self, gathering: _Gathering, factor: torch.Tensor) -> None:
+        """Add updates, times ``factor``, to the weights."""
+        for message, part in gathering.complete:
+            self._add(message.matrix, part, factor)
+        if gathering.rows is not None:
+            gathered = gathering.rows.wait().split([part.numel() for _, part in gathering.split], 1)
+            for (message, part), columns in zip(gathering.split, gathered, strict=True):
+                rows = columns.reshape(self.grid.data.size * part.shape[0], *part.shape[1:])
                 self._add(message.matrix, rows, factor)
 
     def _is_split(self, index: int) -> bool:

@@ -53,23 +53,22 @@ def _update_matrices(
         flops=flops / EXCHANGES, moved=6 * elements * element_bytes / EXCHANGES, operations=-(-operations // EXCHANGES)
     )
     sent = rows * element_bytes / EXCHANGES
-    device.scratch(8 * sent + shard * element_bytes / EXCHANGES)
-    arriving, returning = [device.start("reduce_scatter", "stage", sent)], []
-    for number in range(EXCHANGES):
+    # Rows of updates that ranks of data gather, one of which has each row.
+    gathered = (shard - rows) / max(1, sizes.data - 1) * element_bytes / EXCHANGES
+    device.scratch(8 * sent + 2 * gathered * sizes.data)
+    arriving, returning, gathering = [device.start("reduce_scatter", "stage", sent)], [], []
+    for number in range(EXCHANGES + 2):
         if number + 1 < EXCHANGES:
             arriving.append(device.start("reduce_scatter", "stage", sent))
-        device.wait(arriving[number])
-        device.compute(part)
-        returning.append(device.start("reduce_scatter", "stage", sent))
-        if number:
-            _receive(device, returning[number - 1], rows, shard, element_bytes)
-    _receive(device, returning[-1], rows, shard, element_bytes)
-
-
-def _receive(device: Device, returning: object, rows: int, shard: int, element_bytes: int) -> None:
-    device.wait(returning)
-    if shard > rows:
-        device.do("all_gather", "data", rows * element_bytes / EXCHANGES)
+        if number < EXCHANGES:
+            device.wait(arriving[number])
+            device.compute(part)
+            returning.append(device.start("reduce_scatter", "stage", sent))
+        if 0 < number <= EXCHANGES:
+            device.wait(returning[number - 1])
+            gathering.append(device.start("all_gather", "data", gathered) if gathered else None)
+        if number > 1:
+            device.wait(gathering[number - 2])
 
 
 def _flops(matrix: Matrix, steps: int) -> float:
