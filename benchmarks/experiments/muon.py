@@ -1,7 +1,6 @@
 """Time of Muon's updates on an emulated cluster, compared with Megatron's scheme ``duplicated``.
 
-    python -m benchmarks muon [grids=1x1x1x8,4x1x2x1] [mbit=400] [flops=4e10] [repeats=5]
-        [out=benchmarks/results/muon]
+    python -m benchmarks muon [grids=1x1x1x8/sharded,4x1x2x1] [mbit=200] [repeats=5] [out=benchmarks/results/muon]
 
 Measures the entire step of a GPT-2 on two hosts with four virtual devices each, with AdamW, with Muon, and with Muon
 where each rank gathers and orthogonalizes every matrix. On each grid they alternate, one step at a time. The time
@@ -25,9 +24,8 @@ _COLORS = {"forward and backward": "#b7b7b7", "update": "#7a9cc6", "waiting in t
 
 @dataclass
 class Settings(DeviceConfig):
-    grids: str = "1x1x1x8,1x1x1x8/sharded,2x2x2x1,4x1x2x1"  # gx·gy·gz·gdata
-    mbit: float = 400.0
-    flops: float = 4e10
+    grids: str = "1x1x1x8/sharded,4x1x2x1,2x2x2x1,1x1x1x8"  # gx·gy·gz·gdata
+    mbit: float = 200.0
     virtual: bool = True
     warm_up: int = 1
     out: str = "benchmarks/results/muon"

@@ -165,19 +165,19 @@ class Muon:
         kept = 1 - skipped.float()
         torch._foreach_mul_([weight.shard.detach() for weight in self.weights.values()], 1 - lr * weight_decay * kept)
         programs, last = self._programs, len(self._programs) - 1
-        arriving = [self._start_sends(programs[0], directions)]
-        returning: list[Pending] = []
-        gathering: list[_Gathering] = []
+        arriving = {0: self._start_sends(programs[0], directions)}
+        returning: dict[int, Pending] = {}
+        gathering: dict[int, _Gathering] = {}
         for number in range(len(programs) + 2):
-            if number < last:
-                arriving.append(self._start_sends(programs[number + 1], directions))
             if number <= last:
-                updates = self._updates(programs[number], arriving[number].wait())
-                returning.append(self._start_returns(programs[number], updates))
-            if 0 < number <= last + 1:
-                gathering.append(self._start_gather(programs[number - 1], returning[number - 1].wait()))
-            if number > 1:
-                self._apply(gathering[number - 2], -lr * kept)
+                received = arriving.pop(number).wait()
+                if number < last:  # not earlier: both exchanges share the links, and this one is waited for
+                    arriving[number + 1] = self._start_sends(programs[number + 1], directions)
+                returning[number] = self._start_returns(programs[number], self._updates(programs[number], received))
+            if (previous := number - 1) in returning:
+                gathering[previous] = self._start_gather(programs[previous], returning.pop(previous).wait())
+            if number - 2 in gathering:
+                self._apply(gathering.pop(number - 2), -lr * kept)
 
     def _directions(self, skipped: torch.Tensor, divisor: torch.Tensor | None) -> list[torch.Tensor]:
         """Update the momentum, and return this rank's part of each matrix to orthogonalize."""

@@ -58,10 +58,10 @@ def _update_matrices(
     device.scratch(8 * sent + 2 * gathered * sizes.data)
     arriving, returning, gathering = [device.start("reduce_scatter", "stage", sent)], [], []
     for number in range(EXCHANGES + 2):
-        if number + 1 < EXCHANGES:
-            arriving.append(device.start("reduce_scatter", "stage", sent))
         if number < EXCHANGES:
             device.wait(arriving[number])
+            if number + 1 < EXCHANGES:
+                arriving.append(device.start("reduce_scatter", "stage", sent))
             device.compute(part)
             returning.append(device.start("reduce_scatter", "stage", sent))
         if 0 < number <= EXCHANGES:
