@@ -235,3 +235,17 @@ def test_each_matrix_has_one_home_and_the_homes_have_about_equal_costs():
         for index, holders in exchange.holders.items():
             assert sum(len(ranks) for ranks in holders.values()) == 16
             assert len(holders) == 16 // (1 if "data" in found[index].layout.axes else 2)
+
+
+def test_the_first_and_the_last_exchange_have_the_cheapest_matrices_of_each_home():
+    config = compose(["model=gpt_tiny", "model.layers=4", "model.hidden=64", "model.heads=4"])
+    sizes = GridSizes(2, 2, 2)
+    specs = registry.describe_run(config, [sizes]).parameters.values()
+    found = [matrix for spec in specs if spec.matrices for matrix in matrices_of(spec, sizes)]
+    planned = exchanges(found, [Grid.coordinates(place, sizes) for place in range(8)], sizes)
+    costs = [
+        {home: sum(found[index].cost for index, other in each.homes.items() if other == home) for home in range(8)}
+        for each in planned
+    ]
+    square, wide = 64**3, 4 * 64**3  # each home has two of the former and one of the latter
+    assert costs == [dict.fromkeys(range(8), cost) for cost in (square, wide, square)]
