@@ -2,9 +2,10 @@
 
     python -m benchmarks muon [grids=1x1x1x8/sharded,4x1x2x1] [mbit=200] [repeats=5] [out=benchmarks/results/muon]
 
-Measures the entire step of a GPT-2 on two hosts with four virtual devices each, with AdamW, with Muon, and with Muon
-where each rank gathers and orthogonalizes every matrix. On each grid they alternate, one step at a time. The time
-of an update is a step's time without the time of AdamW's step. ``benchmarks.settings`` explains the settings.
+Measures the entire step of a GPT-2 on two hosts with four virtual devices each, with three optimizers: AdamW, Muon, and
+Muon whose ranks gather and orthogonalize every matrix (``duplicated``). On each grid the optimizers alternate, one step
+at a time. The time of an update is the difference between a step and AdamW's step. ``benchmarks.settings`` explains the
+settings.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from benchmarks.workloads import gpt_workload
 
 PACKAGES = ("torch",)
 _ADAPTER = "benchmarks.adapters.gpt4d_muon"
-_COLORS = {"forward and backward": "#b7b7b7", "update": "#7a9cc6", "waiting in the update": "#d62728"}
+_COLORS = {"AdamW's step": "#b7b7b7", "update by Muon": "#7a9cc6", "waiting in this update": "#d62728"}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 from gpt4d.config import GridSizes, OptimConfig
 from gpt4d.parallel.layout import Layout, ParameterSpec, over_data
 
-EXCHANGES = 4  # of a step, at most; the first one and the last results are exposed
+EXCHANGES = 4  # maximum number of exchanges in a step; only the first messages and the last results are exposed
 
 Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a matrix
 

@@ -247,5 +247,5 @@ def test_the_first_and_the_last_exchange_have_the_cheapest_matrices_of_each_home
         {home: sum(found[index].cost for index, other in each.homes.items() if other == home) for home in range(8)}
         for each in planned
     ]
-    square, wide = 64**3, 4 * 64**3  # each home has two of the former and one of the latter
+    square, wide = 64**3, 4 * 64**3  # each home has two square matrices and a wide one
     assert costs == [dict.fromkeys(range(8), cost) for cost in (square, wide, square)]
