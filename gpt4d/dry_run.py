@@ -68,7 +68,7 @@ def _data(config: Config) -> Iterator[str]:
     elif data.source in ("tokens", "blend"):
         directories = list(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
-            files = set(Path(os.path.expanduser(directory)).glob("train_*.bin"))
+            files = set(Path(os.path.expanduser(directory)).glob("train_*.tokens"))
             if not files:
                 raise ConfigError(f"data.{'blend' if data.source == 'blend' else 'path'}={directory}: no token files; "
                                   "write them with python -m gpt4d.data.prepare")  # fmt: skip

@@ -64,7 +64,7 @@ def directory(tmp_path_factory):
         path.parent.mkdir(parents=True)
         path.write_text("text " * 1000)
     for name in ("crawl", "books"):
-        path = directory / "tokens" / name / "train_0000.bin"
+        path = directory / "tokens" / name / "train_0000.tokens"
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(1000))
         (path.parent / "header.json").write_text("{}")

@@ -140,7 +140,7 @@ def run(settings: Settings) -> Iterator[dict]:
         rows = measure_alternately(
             {name: in_empty_directory(work) for name, work in preparations.items()}, settings.repeats
         )
-        tokens = random_tokens(Path(temporary) / "tokens.bin")
+        tokens = random_tokens(Path(temporary) / "random.tokens")
         readers = {"ours: shuffled batches": load_batches, "sequential read": read_sequentially}
         rows += measure_alternately({name: partial(work, tokens) for name, work in readers.items()}, settings.repeats)
     rate = {row["name"]: row["tokens_per_s"] for row in rows}

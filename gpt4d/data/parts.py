@@ -13,7 +13,7 @@ SPLITS = ("train", "validation")
 
 
 def file_name(split: str, part: int, suffix: str) -> str:
-    """Return the name of a part's file, such as ``train_00003.bin``."""
+    """Return the name of a part's file, such as ``train_00003.tokens``."""
     return f"{split}_{part:05}.{suffix}"
 
 
@@ -24,7 +24,7 @@ def dtype_for(vocabulary: int) -> str:
 
 def suffixes(masked: bool) -> tuple[str, ...]:
     """Return the suffixes of a part's files: tokens, ends of documents and, with ``masked``, the loss mask."""
-    return ("bin", "idx", "msk") if masked else ("bin", "idx")
+    return ("tokens", "idx", "msk") if masked else ("tokens", "idx")
 
 
 class TokenShardWriter:
@@ -48,7 +48,7 @@ class TokenShardWriter:
         count = self.counts[split]
         count["tokens"] += len(ids)
         count["documents"] += 1
-        self.files[split, "bin"].write(ids.data.cast("B"))
+        self.files[split, "tokens"].write(ids.data.cast("B"))
         if mask is not None:
             count["trained"] = count.get("trained", 0) + int(mask.sum())
             self.files[split, "msk"].write(mask.data.cast("B"))
@@ -77,7 +77,7 @@ def parse_parts(parts: Any, dtype: str, masked: bool = False) -> list[dict]:
         sizes = {}
         for split in SPLITS:
             counts(part[split].values())
-            sizes[file_name(split, number, "bin")] = part[split]["tokens"] * itemsize
+            sizes[file_name(split, number, "tokens")] = part[split]["tokens"] * itemsize
             sizes[file_name(split, number, "idx")] = part[split]["documents"] * 8
             if masked:
                 sizes[file_name(split, number, "msk")] = part[split]["tokens"]

@@ -1,6 +1,6 @@
 """Token files: a corpus as token ids, memory-mapped.
 
-A directory contains the files of each part, ``train_00000.bin`` and ``validation_00000.bin`` (uint16 or uint32). Each
+A directory contains the files of each part, ``train_00000.tokens`` and ``validation_00000.tokens`` (uint16 or uint32). Each
 file has an index, such as ``train_00000.idx``, with the uint64 ends of its documents. Files of conversations have a
 mask, such as ``train_00000.msk``: one byte per token, 1 if the token has a loss. The directory also contains
 ``tokenizer.json`` and, written last, ``header.json`` with counts, sizes and checksums.
@@ -20,7 +20,7 @@ from gpt4d.data import parts, tokenizers
 from gpt4d.files import FileEntry, counts
 from gpt4d.runtime.errors import RankError
 
-FORMAT = 3
+FORMAT = 4
 ALL = "all"  # a split that consists of the training split and, after it, the validation split
 
 
@@ -159,7 +159,7 @@ class TokenFiles:
 
         For conversations, these are all files, because they are packed by their ends.
         """
-        suffixes = parts.suffixes(masked=True) if self.masked else ("bin",)
+        suffixes = parts.suffixes(masked=True) if self.masked else ("tokens",)
         names = (
             parts.file_name(split, part, suffix)
             for part in range(len(self.header["parts"]))
@@ -179,7 +179,7 @@ class TokenFiles:
         return self.header.get("masked", False)
 
     def tokens(self, split: str) -> Tokens:
-        return self._mapped(split, "bin", self.header["dtype"], self.header["vocabulary"])
+        return self._mapped(split, "tokens", self.header["dtype"], self.header["vocabulary"])
 
     def mask(self, split: str) -> Tokens:
         """Return the loss mask of conversations: 1 for each token that has a loss."""

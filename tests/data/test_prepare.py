@@ -124,7 +124,7 @@ def test_files_of_the_interrupted_part_are_deleted(config, tmp_path, monkeypatch
     prepare.prepare(config, tmp_path / "straight")
     partial = interrupt(config, tmp_path / "out")
     progress = (partial / "progress.json").read_text()
-    unfinished = [path for path in partial.glob("train_*.bin") if path.name not in progress]
+    unfinished = [path for path in partial.glob("train_*.tokens") if path.name not in progress]
     assert len(unfinished) == 1 and unfinished[0].stat().st_size
     messages = []
     prepare.prepare(config, tmp_path / "out", messages.append)
@@ -144,8 +144,8 @@ DAMAGES = {
     "a file elsewhere": json_edit("progress.json", lambda p: p["parts"][0]["files"].update({"../a": {"bytes": 0}})),
     "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),
     "another tokenizer": lambda d: (d / "tokenizer.json").write_text((d / "tokenizer.json").read_text() + " "),
-    "a missing file": lambda d: (d / "train_00000.bin").unlink(),
-    "a truncated file": lambda d: os.truncate(d / "train_00001.bin", 8),
+    "a missing file": lambda d: (d / "train_00000.tokens").unlink(),
+    "a truncated file": lambda d: os.truncate(d / "train_00001.tokens", 8),
     "a flipped bit": lambda d: flip_bit(d / "train_00001.idx"),
 }
 

@@ -18,6 +18,7 @@ def config(corpus, tmp_path):
 INVALID_HEADERS = {
     "a list": lambda h: [h],
     "another format": lambda h: h.update(format="2"),
+    "a format with other names of files": lambda h: h.update(format=3),
     "floats": lambda h: h.update(dtype="float16"),
     "a wider dtype": lambda h: h.update(dtype="uint32"),
     "vocabulary true": lambda h: h.update(vocabulary=True),
@@ -48,7 +49,7 @@ def test_an_invalid_header_is_rejected(config, tmp_path, change):
 @pytest.mark.parametrize("damage", ["truncated", "missing", "another tokenizer", "no header"])
 def test_the_error_for_incomplete_token_files_names_the_file(config, tmp_path, damage):
     directory = prepare.prepare(config, tmp_path / "out").directory
-    victim = {"another tokenizer": "tokenizer.json", "no header": "header.json"}.get(damage, "train_00000.bin")
+    victim = {"another tokenizer": "tokenizer.json", "no header": "header.json"}.get(damage, "train_00000.tokens")
     path = directory / victim
     if damage in ("missing", "no header"):
         path.unlink()
@@ -60,14 +61,14 @@ def test_the_error_for_incomplete_token_files_names_the_file(config, tmp_path, d
 
 def test_verify_detects_a_flipped_bit(config, tmp_path):
     directory = prepare.prepare(config, tmp_path / "out").directory
-    flip_bit(directory / "validation_00000.bin")
-    with pytest.raises(ConfigError, match=r"validation_00000\.bin: damaged"):
+    flip_bit(directory / "validation_00000.tokens")
+    with pytest.raises(ConfigError, match=r"validation_00000\.tokens: damaged"):
         prepare.main([f"verify={directory}"])
 
 
 def test_an_id_beyond_the_vocabulary_is_rejected_with_its_file_and_offset(config, tmp_path):
     files = prepare.prepare(config, tmp_path / "out")
-    path = files.directory / "train_00000.bin"
+    path = files.directory / "train_00000.tokens"
     content = np.fromfile(path, np.uint16)
     content[200] = 65535
     content.tofile(path)

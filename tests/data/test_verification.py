@@ -53,11 +53,11 @@ def test_ranks_share_the_files_and_read_only_files_that_have_changed(ranks, file
 
 def test_damage_is_reported_on_every_rank_and_not_remembered(ranks, files, tmp_path):
     for path, _ in files:
-        if path.name == "train_00000.bin":
+        if path.name == "train_00000.tokens":
             flip_bit(path)
     for _ in range(2):
         errors = read(ranks, files, tmp_path)
-        assert all("train_00000.bin: damaged, the checksum differs; prepare" in error for error in errors)
+        assert all("train_00000.tokens: damaged, the checksum differs; prepare" in error for error in errors)
     assert not (tmp_path / verification.FILE).exists()
 
 
@@ -66,9 +66,9 @@ def test_a_damaged_file_of_equal_size_ends_a_run_before_its_first_step(ranks, ti
     config = tiny(cache, "train.steps=2", "checkpoint.every=1")
     ranks.run(2, train_in_rank, config)
     assert (Path(config.run.dir) / verification.FILE).exists()
-    (path,) = (tmp_path / "own-cache").rglob("train_00000.bin")
+    (path,) = (tmp_path / "own-cache").rglob("train_00000.tokens")
     flip_bit(path)
     for run_dir in (config.run.dir, f"{config.run.dir}-new"):
-        with pytest.raises(RankFailure, match=r"train_00000\.bin: damaged, the checksum differs"):
+        with pytest.raises(RankFailure, match=r"train_00000\.tokens: damaged, the checksum differs"):
             ranks.run(2, train_in_rank, tiny(cache, "train.steps=4", f"run.dir={run_dir}"))
     assert [line["step"] for line in metric_lines(config.run.dir)] == [1, 2]

@@ -321,7 +321,7 @@ def truncate_the_tokens(rank):
     """Truncate the token files after they are mapped, as an interrupted copy onto them does."""
 
     def act(trainer):
-        for path in trainer.task._files.directory.glob("train_*.bin"):
+        for path in trainer.task._files.directory.glob("train_*.tokens"):
             os.truncate(path, 0)
 
     at_step(2, act)
@@ -335,7 +335,7 @@ def test_a_token_file_that_is_truncated_during_a_run_is_named(ranks, tiny, tmp_p
         assert re.search(r'Fatal Python error: Bus error\n(.|\n)*File ".*/data/tokens.py"', job.outputs()[0])
     with LaunchedJob(ranks.context, config, 1) as job:
         assert job.exit_codes() == [1]
-        assert re.search(r"error: \S+/train_00000.bin: .*", job.outputs()[0])
+        assert re.search(r"error: \S+/train_00000.tokens: .*", job.outputs()[0])
 
 
 def lack_a_gpu(rank):
