@@ -5,13 +5,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpt4d.checkpoint.space import check_space, readable_size
-from gpt4d.config import Config, ConfigError, matching_files, tokenizer_file
+from gpt4d.config import Config, ConfigError, is_megatron, matching_files, tokenizer_file
+from gpt4d.data.megatron_index import Index
 from gpt4d.model import registry
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner import tables
 from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.fitting import Fit, fit
 from gpt4d.planner.topology import usable_gib
+
+_PREPARED = ("tokens", "megatron", "blend")  # sources that are token files already
 
 
 def dry_arguments(arguments: Sequence[str]) -> list[str]:
@@ -65,9 +68,13 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.source in ("text", "jsonl", "parquet", "chat", "pictures"):
         yield f"{data.source}: {_files('data.path', data.path or '', folders=data.source == 'pictures')}"
-    elif data.source in ("tokens", "blend"):
+    elif data.source in _PREPARED:
         directories = list(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
+            if is_megatron(directory):
+                index = Index.read(os.path.expanduser(directory))
+                yield f"megatron: {directory}, {len(index.bounds) - 1:,} documents of {index.bounds[-1]:,} tokens"
+                continue
             files = set(Path(os.path.expanduser(directory)).glob("train_*.tokens"))
             if not files:
                 raise ConfigError(f"data.{'blend' if data.source == 'blend' else 'path'}={directory}: no token files; "
@@ -77,7 +84,7 @@ def _data(config: Config) -> Iterator[str]:
         yield f"hub: {data.path}, which is downloaded first unless it is in the hub's cache"
     else:
         yield f"{data.source}, from its Python package"
-    if registry.of(config.model).unit == "tokens" and data.source not in ("tokens", "blend"):
+    if registry.of(config.model).unit == "tokens" and (data.tokenizer or data.source not in _PREPARED):
         yield _tokenizer(config)
     for name, path in (data.validation or {}).items():
         directory = os.path.isdir(os.path.expanduser(path))

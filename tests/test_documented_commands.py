@@ -14,6 +14,7 @@ from gpt4d import dry_run
 from gpt4d.config import compose
 from gpt4d.planner import __main__ as planner
 from gpt4d.validation import validate
+from tests.data.test_megatron import write
 
 REPOSITORY = Path(__file__).parents[1]
 _STARTERS = r"(?:python|torchrun|srun|sbatch) "
@@ -68,6 +69,9 @@ def directory(tmp_path_factory):
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(1000))
         (path.parent / "header.json").write_text("{}")
+    (directory / "megatron").mkdir()
+    for name in ("crawl", "books"):
+        write(directory / "megatron" / f"{name}_text_document", [[1, 2, 3]])
     for path in re.findall(r"checkpoint.resume=(\S+/step_\d+)", "\n".join(COMMANDS)):
         (directory / path).mkdir(parents=True)
     (directory / "photos").mkdir()

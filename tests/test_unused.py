@@ -18,7 +18,7 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "data.path=crawl/*.jsonl.gz"], "reads no path; add data=jsonl", ["data=jsonl"]),
     ([TEXT, "data.path=gpt4d"], "reads no path; add data=tokens", ["data=tokens"]),
     ([PICTURES, "data.path=photos"], "data.source=blue_marble reads no path; add data=pictures", ["data=pictures"]),
-    ([TEXT, "data=blend", "data.path=tokens/a"], "list directories of token files in data.blend", ["data=tokens"]),
+    ([TEXT, "data=blend", "data.path=tokens/a"], "list token directories or Megatron's prefixes", ["data=tokens"]),
     ([TEXT, "data.subset=en"], "data.source=sotu does not read it; leave it out, or set data.source=hub", ["data=c4"]),
     ([TEXT, "data.split=test"], "set data.source=hub", ["data=c4"]),
     ([TEXT, "data.column=content"], "set data.source=jsonl or parquet or hub", ["data=parquet"]),

@@ -5,19 +5,12 @@
 
 from gpt4d.config.batch_ramp import batch_size_at, batch_sizes, samples_of, steps_for
 from gpt4d.config.checks import (
-    CHECKPOINT,
     FLOAT8_MULTIPLE,
-    HEADER,
     Divisibility,
-    check_data,
-    check_image_data,
     check_values,
     chunk_problem,
     grid_problem,
-    matching_files,
     profiled_steps,
-    tokenizer_file,
-    written_source,
 )
 from gpt4d.config.composing import (
     CONFIG_DIR,
@@ -29,6 +22,16 @@ from gpt4d.config.composing import (
     register_model,
     to_config,
     to_config_error,
+)
+from gpt4d.config.data_checks import (
+    CHECKPOINT,
+    HEADER,
+    check_data,
+    check_image_data,
+    is_megatron,
+    matching_files,
+    tokenizer_file,
+    written_source,
 )
 from gpt4d.config.fields import (
     COUNT,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from gpt4d.config.checks import tokenizer_file, written_source
 from gpt4d.config.composing import CONFIG_DIR, preset
+from gpt4d.config.data_checks import is_megatron, tokenizer_file, written_source
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, MuonConfig
 from gpt4d.config.values import value_of
@@ -18,8 +18,8 @@ from gpt4d.config.values import value_of
 # Why a configuration does not read a key, and the remedy: "reason; remedy". None if it reads the key.
 Condition = Callable[[Config], str | None]
 
-_TOKENS = ("tokens", "blend")  # sources that are token files already
-_CONVERSATIONS = ("chat", *_TOKENS)  # sources that may contain conversations
+_TOKENS = ("tokens", "blend", "megatron")  # sources that are token files already
+_CONVERSATIONS = ("chat", "tokens", "blend")  # sources that may contain conversations
 _ROWS = ("jsonl", "parquet", "hub")  # sources with columns
 # Values that disable a feature. They are accepted even where the feature does not exist.
 _OFF = {
@@ -117,12 +117,36 @@ def _before_preparation(config: Config) -> str | None:
     return f"data.source={source} was prepared before; leave it out, or set it for python -m gpt4d.data.prepare"
 
 
+def _paths(config: Config) -> list[str]:
+    """Return the expanded paths of a blend; empty for other sources."""
+    data = config.data
+    blend = data.blend if data.source == "blend" and isinstance(data.blend, dict) else ()
+    return [os.path.expanduser(str(path)) for path in blend]
+
+
+def _is_prepared(config: Config) -> bool:
+    """Return whether all data are directories of token files, which have a tokenizer and held-out documents."""
+    source = config.data.source
+    return source == "tokens" or (source == "blend" and all(map(os.path.isdir, _paths(config))))
+
+
+def _before_splitting(config: Config) -> str | None:
+    return _before_preparation(config) if _is_prepared(config) else None
+
+
+def _without_tokenizer(config: Config) -> str | None:
+    reads_megatron = config.data.source == "megatron" or any(map(is_megatron, _paths(config)))
+    if config.data.tokenizer or not reads_megatron:
+        return None
+    return "Megatron's files have no tokenizer; set data.tokenizer to the one that made them"
+
+
 def _with_path(config: Config) -> str | None:
     data = config.data
     if data.source not in ("sotu", "blue_marble", "blend"):
         return None
     if data.source == "blend":
-        return "data.source=blend reads no path; list directories of token files in data.blend"
+        return "data.source=blend reads no path; list token directories or Megatron's prefixes in data.blend"
     return f"data.source={data.source} reads no path; add data={_reader(str(data.path), _trains_on_images(config))}"
 
 
@@ -130,13 +154,15 @@ def _reader(path: str, pictures: bool) -> str:
     """Return the source that probably reads ``path``."""
     if pictures:
         return "pictures"
+    if is_megatron(path):
+        return "megatron"
     source = written_source(path)
     return "tokens" if source == "text" and os.path.isdir(os.path.expanduser(path)) else source
 
 
 def _with_tokenizer(config: Config) -> str | None:
     data = config.data
-    if data.source not in _TOKENS or tokenizer_file(data.tokenizer or "").is_file():  # its companions are read
+    if not _is_prepared(config) or tokenizer_file(data.tokenizer or "").is_file():  # its companions are read
         return None
     return f"data.source={data.source} has the tokenizer that made its tokens; leave it out"
 
@@ -222,8 +248,8 @@ _CONDITIONS: dict[str, Condition] = {
     "data.chat_template": _from("chat"),
     "data.train_on": _from("chat"),
     "data.skip_long": _from(*_CONVERSATIONS),
-    "data.validation_fraction": _before_preparation,
-    "data.validation": _any(_on_text, _without_validation),
+    "data.validation_fraction": _before_splitting,
+    "data.validation": _any(_on_text, _without_validation, _without_tokenizer),
     "data.flip": _on_images,
     "data.reset_attention": _any(
         _on_text, _unless("data.source", "chat", remedy="leave it out, as attention never crosses conversations")
@@ -243,13 +269,17 @@ _CONDITIONS: dict[str, Condition] = {
     "optim.schedule_steps": _any(_with_minimum, _below_maximum, _without_decay_from),
     "optim.decay_fraction": _any(_in_wsd, _below_maximum, _without_decay_from),
     **dict.fromkeys(("optim.decay_shape", "optim.decay_from"), _any(_in_wsd, _below_maximum)),
-    "evaluate.every": _on_text,
+    "evaluate.every": _any(_on_text, _without_tokenizer),
     **{f"evaluate.{key}": _evaluated for key in ("tasks", "limit", "num_fewshot", "batch_size")},
     "logging.wandb.project": _unless(
         "logging.wandb.mode", "disabled", remedy="add logging.wandb.mode=offline or online"
     ),
-    "logging.sample_prompt": _any(_on_text, _unless("logging.sample_tokens", 0, remedy="set logging.sample_tokens")),
-    "logging.sample_tokens": _any(_on_text, _unless("logging.sample_prompt", "", remedy="set logging.sample_prompt")),
+    "logging.sample_prompt": _any(
+        _on_text, _unless("logging.sample_tokens", 0, remedy="set logging.sample_tokens"), _without_tokenizer
+    ),
+    "logging.sample_tokens": _any(
+        _on_text, _unless("logging.sample_prompt", "", remedy="set logging.sample_prompt"), _without_tokenizer
+    ),
     "logging.sample_images": _on_images,
     "logging.sample_steps": _any(_on_images, _unless("logging.sample_images", 0, remedy="set logging.sample_images")),
     **{f"model.rope_{key}": _rope("llama3", "yarn") for key in ("factor", "original_positions")},

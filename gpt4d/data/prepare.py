@@ -17,14 +17,27 @@ from typing import cast
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gpt4d import activity
-from gpt4d.config import HEADER, ConfigError, DataConfig, asks_for_help, check_data, check_limits, compose, unused_keys
+from gpt4d.config import (
+    HEADER,
+    ConfigError,
+    DataConfig,
+    asks_for_help,
+    check_data,
+    check_limits,
+    compose,
+    is_megatron,
+    unused_keys,
+)
 from gpt4d.data import parts
 from gpt4d.data.directory import in_cache, write_once
+from gpt4d.data.megatron import MegatronFiles, megatron_files
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
 from gpt4d.data.sampler import integer_shares
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.model import registry  # noqa: F401 – registers the settings of the model families for compose
 from gpt4d.runtime.errors import one_line_errors
+
+_PREPARED = ("tokens", "blend", "megatron")  # sources that are token files already
 
 
 @dataclass(frozen=True)
@@ -51,23 +64,23 @@ def corpus(config: DataConfig) -> Corpus:
     Raises ConfigError for text that cannot be read. Token files raise it if they are incomplete, exceed the model's
     vocabulary, or have different tokenizers.
     """
-    if config.source in ("tokens", "blend"):
+    if config.source in _PREPARED:
         weights = config.blend if config.source == "blend" else {cast(str, config.path): 1.0}
         shares = integer_shares(list(weights.values()))
-        sources = [TokenFiles.open(Path(os.path.expanduser(path))) for path in weights]
+        sources = [_open(config, path) for path in weights]
         for files in sources:
-            if files.header["vocabulary"] > config.tokenizer_vocab:
-                raise ConfigError(
-                    f"{files.directory}: made with {files.header['vocabulary']} tokens, more than "
-                    f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab "
-                    "if set"
-                )
             if files.masked != sources[0].masked:
                 text, chat = sorted((files, sources[0]), key=lambda each: each.masked)
                 raise ConfigError(
-                    f"data.blend: {chat.directory} has conversations and {text.directory} has text; blend one kind"
+                    f"data.blend: {chat.location} has conversations and {text.location} has text; blend one kind"
                 )
             if files.fingerprint() != sources[0].fingerprint():
+                own, other = sorted((sources[0], files), key=lambda each: each.by_index)
+                if other.by_index:
+                    raise ConfigError(
+                        f"data.tokenizer={config.tokenizer}: not the tokenizer that made {own.location}, which is "
+                        f"blended with {other.location}; set data.tokenizer={own.location}"
+                    )
                 raise ConfigError(
                     f"{files.directory}: made with another tokenizer than {sources[0].directory}; prepare it again "
                     f"with data.tokenizer={sources[0].directory}"
@@ -77,6 +90,24 @@ def corpus(config: DataConfig) -> Corpus:
         identity = identity_of(config)
     directory = in_cache(config, identity)
     return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [1])
+
+
+def _open(config: DataConfig, path: str) -> TokenFiles:
+    """Return the token files ``path``: a directory, or the prefix of Megatron's files."""
+    if config.source == "megatron" or is_megatron(path):
+        return megatron_files(config, path)
+    files, limit = TokenFiles.open(Path(os.path.expanduser(path))), config.tokenizer_vocab
+    if limit is not None and files.header["vocabulary"] > limit:
+        raise ConfigError(
+            f"{files.directory}: made with {files.header['vocabulary']} tokens, more than data.tokenizer_vocab="
+            f"{limit}; raise model.vocab_size, and data.tokenizer_vocab if set"
+        )
+    return files
+
+
+def opened(directory: str, prefix: str | None) -> TokenFiles:
+    """Return token files of a directory that another rank has opened; files of Megatron also have a ``prefix``."""
+    return TokenFiles(Path(directory)) if prefix is None else MegatronFiles(Path(directory), prefix)
 
 
 def prepare(
@@ -121,7 +152,7 @@ def main(arguments: list[str]) -> None:
             raise ConfigError(f"{word}: a preparation reads settings of data alone; leave it out")
     composed = compose(overrides)
     config = composed.data
-    if config.source in ("tokens", "blend"):
+    if config.source in _PREPARED:
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
     check_limits(config, "data.")
     check_data(config, composed.model.name)

@@ -101,6 +101,37 @@ class Sequences:
         return self.order.positions(sample_ids)
 
 
+class DocumentSequences(Sequences):
+    """Sequences with the documents of their tokens, by the ``ends`` of all documents in ``tokens``.
+
+    A row is [3, length], int32, as of gpt4d.data.packing.PackedSequences: the tokens; the tokens to predict; and for
+    each token the number of documents that end before it in the sequence. Empty documents are not counted.
+    """
+
+    def __init__(self, tokens: Tokens, ends: np.ndarray, length: int, seed: int, shuffle: bool):
+        super().__init__(tokens, length, seed, shuffle)
+        self.ends, self.dtype, self.row_shape = ends, np.dtype(np.int32), (3, length)
+
+    def rows(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the samples as rows [n, 3, length]."""
+        starts = self.positions(sample_ids) * self.length
+        tokens = self.tokens.rows(starts, self.length + 1)
+        rows = np.zeros((len(sample_ids), *self.row_shape), self.dtype)
+        rows[:, 0], rows[:, 1] = tokens[:, :-1], tokens[:, 1:]
+        # Documents that end after the first token and before the last one.
+        firsts, stops = (
+            np.searchsorted(self.ends, places, side="right") for places in (starts, starts + self.length - 1)
+        )
+        for row, start, first, stop in zip(rows[:, 2], starts, firsts, stops, strict=True):
+            row[self.ends[first:stop] - start] = 1
+        rows[:, 2] = rows[:, 2].cumsum(1)
+        return rows
+
+    def trained(self, sample_ids: np.ndarray) -> int:
+        """Return the number of tokens of the samples that have a loss: all."""
+        return len(sample_ids) * self.length
+
+
 class Blend:
     """A mixture of several sources of equal rows (gpt4d.data.loader.Source) by weight.
 
@@ -129,6 +160,7 @@ class Blend:
             before.append(taken[source])
             taken[source] += 1
         self.row_shape = sources[0].row_shape
+        self.dtype = np.result_type(*(source.dtype for source in sources))
         self.choices, self.before, self.shares = np.array(choices), np.array(before), np.array(shares)
         self.count = min(source.count * self.period // share for source, share in zip(sources, shares, strict=True))
 
@@ -139,15 +171,15 @@ class Blend:
         return sources, periods * self.shares[sources] + self.before[places]
 
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the samples as rows [n, length + 1] in the files' dtype."""
+        """Return the samples as rows [n, *row_shape] in the widest dtype of the sources."""
         sources, source_ids = self.choose(sample_ids)
-        rows = np.empty((len(sample_ids), *self.row_shape), self.sources[0].dtype)
+        rows = np.empty((len(sample_ids), *self.row_shape), self.dtype)
         for source in np.unique(sources).tolist():
             rows[sources == source] = self.sources[source].rows(source_ids[sources == source])
         return rows
 
     def trained(self, sample_ids: np.ndarray) -> int:
-        """Return the number of tokens of the samples that have a loss, for sources of conversations."""
+        """Return the number of tokens of the samples that have a loss, for sources whose rows include documents."""
         parts = zip(self.sources, self.by_source(sample_ids), strict=True)
         return sum(source.trained(source_ids) for source, source_ids in parts if len(source_ids))
 

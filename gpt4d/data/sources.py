@@ -66,7 +66,7 @@ def _fingerprint(path: Path, limit: int) -> tuple[int, str]:
         return size, sampled.hexdigest()
 
 
-def is_held_out(content: bytes, fraction: float) -> bool:
+def is_held_out(content: bytes | memoryview, fraction: float) -> bool:
     """Return whether a sample is in the validation split. Its hash decides, so further samples do not move it."""
     digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64

@@ -76,7 +76,8 @@ def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:
     """
     if FILE not in files:
         raise ConfigError(
-            f"checkpoint={checkpoint}: it was imported without a tokenizer; import the model again with tokenizer=NAME"
+            f"checkpoint={checkpoint}: it has no tokenizer; import the model with tokenizer=NAME, or train it with "
+            "data.tokenizer"
         )
     return parse(files, checkpoint)
 

@@ -1,8 +1,8 @@
 """Token files: a corpus as token ids, memory-mapped.
 
-A directory contains the files of each part, ``train_00000.tokens`` and ``validation_00000.tokens`` (uint16 or uint32). Each
-file has an index, such as ``train_00000.idx``, with the uint64 ends of its documents. Files of conversations have a
-mask, such as ``train_00000.msk``: one byte per token, 1 if the token has a loss. The directory also contains
+A directory contains the files of each part, ``train_00000.tokens`` and ``validation_00000.tokens`` (uint16 or uint32).
+Each file has an index, such as ``train_00000.idx``, with the uint64 ends of its documents. Files of conversations have
+a mask, such as ``train_00000.msk``: one byte per token, 1 if the token has a loss. The directory also contains
 ``tokenizer.json`` and, written last, ``header.json`` with counts, sizes and checksums.
 """
 
@@ -32,27 +32,40 @@ class Tokens:
         dtype: dtype of the files.
         paths: the file of each part, for error messages.
         vocabulary: all ids in intact files are below it.
+        segments: [n, 3], int64: part, first token and number of tokens of each segment of the split, in the split's
+            order; None: the split consists of all parts.
     """
 
-    def __init__(self, parts: list[np.ndarray], dtype: str, paths: list[Path], vocabulary: int):
+    def __init__(
+        self,
+        parts: list[np.ndarray],
+        dtype: str,
+        paths: list[Path],
+        vocabulary: int,
+        segments: np.ndarray | None = None,
+    ):
         self.parts, self.dtype, self.paths, self.vocabulary = parts, np.dtype(dtype), paths, vocabulary
-        lengths = np.array([len(part) for part in parts], np.int64)
+        if segments is None:
+            segments = np.array([(number, 0, len(part)) for number, part in enumerate(parts)], np.int64).reshape(-1, 3)
+        lengths = segments[:, 2]
+        self._part_of, self._firsts = segments[:, 0], segments[:, 1]
         self.ends = lengths.cumsum()
         self._starts = self.ends - lengths
         self._windows = lru_cache(maxsize=None)(self._windows_of_part)
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if self.parts else 0
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, place: slice) -> np.ndarray:
         start, stop, step = place.indices(len(self))
         assert step == 1, "tokens are read consecutively"
         pieces = []
-        for number in range(int(np.searchsorted(self.ends, start, side="right")), len(self.parts)):
-            before = int(self._starts[number])
+        for number in range(int(np.searchsorted(self.ends, start, side="right")), len(self.ends)):
+            before, end = int(self._starts[number]), int(self.ends[number])
             if before >= stop:
                 break
-            pieces.append(self.parts[number][max(0, start - before) : stop - before])
+            offset = int(self._firsts[number]) - before
+            pieces.append(self.parts[self._part_of[number]][offset + max(before, start) : offset + min(end, stop)])
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
 
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
@@ -76,22 +89,23 @@ class Tokens:
 
     def _damaged(self, place: int, token: int) -> RankError:
         number = int(np.searchsorted(self.ends, place, side="right"))
-        offset = (place - int(self._starts[number])) * self.dtype.itemsize
+        offset = (place - int(self._starts[number]) + int(self._firsts[number])) * self.dtype.itemsize
         return RankError(
-            f"{self.paths[number]}: damaged, the token at byte {offset} is {token}, but the vocabulary has "
-            f"{self.vocabulary} tokens; prepare the tokens again"
+            f"{self.paths[self._part_of[number]]}: damaged, the token at byte {offset} is {token}, but the vocabulary "
+            f"has {self.vocabulary} tokens; prepare the tokens again"
         )
 
     def _rows(self, starts: np.ndarray, size: int) -> np.ndarray:
         numbers = np.searchsorted(self.ends, starts, side="right")
         crossing = starts + size > self.ends[numbers]
-        if not crossing.any() and (numbers == numbers[0]).all():  # the usual case
-            return self._windows(int(numbers[0]), size)[starts - self._starts[numbers[0]]]
+        parts, places = self._part_of[numbers], starts - self._starts[numbers] + self._firsts[numbers]
+        if not crossing.any() and (parts == parts[0]).all():  # the usual case
+            return self._windows(int(parts[0]), size)[places]
         rows = np.empty((len(starts), size), self.dtype)
-        for number in np.unique(numbers).tolist():
-            inside = (numbers == number) & ~crossing
+        for part in np.unique(parts).tolist():
+            inside = (parts == part) & ~crossing
             if inside.any():
-                rows[inside] = self._windows(number, size)[starts[inside] - self._starts[number]]
+                rows[inside] = self._windows(part, size)[places[inside]]
         for row in np.flatnonzero(crossing).tolist():
             rows[row] = self[int(starts[row]) : int(starts[row]) + size]
         return rows
@@ -106,6 +120,12 @@ class TokenFiles:
     """A directory of token files; ``open`` checks that they are complete."""
 
     directory: Path
+    by_index = False  # whether the index alone states where documents end, not an end-of-text token after each
+
+    @property
+    def location(self) -> str:
+        """The path for messages."""
+        return str(self.directory)
 
     @classmethod
     def open(cls, directory: Path) -> "TokenFiles":

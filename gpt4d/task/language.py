@@ -15,8 +15,8 @@ from gpt4d.data import verification
 from gpt4d.data.batch import Batch
 from gpt4d.data.loader import Source
 from gpt4d.data.packing import IGNORED, PackedSequences
-from gpt4d.data.prepare import Corpus, corpus
-from gpt4d.data.sampler import Blend, Sequences
+from gpt4d.data.prepare import Corpus, corpus, opened
+from gpt4d.data.sampler import Blend, DocumentSequences, Sequences
 from gpt4d.data.text_bytes import bytes_of_tokens
 from gpt4d.data.tokenizers import FILE, companions, end_of_text, of_checkpoint
 from gpt4d.data.tokens import TokenFiles
@@ -59,16 +59,16 @@ def _prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-def _prepare(config: DataConfig) -> tuple[list[str], list[int], dict[str, tuple[str, str]]]:
-    """Return the directories and weights of the training data; directory and split of each validation set by name."""
+def _prepare(config: DataConfig) -> tuple[list[tuple[str, str | None]], list[int], dict[str, tuple[str, str]]]:
+    """Return the files (``opened``) and weights of the training data; directory and split of each validation set."""
     found = corpus(config)
     sets = validation_sets(config, found).items()
-    directories = [str(files.directory) for files in found.files]
-    return directories, found.weights, {name: (str(files.directory), split) for name, (files, split) in sets}
+    places = [(str(files.directory), files.location if files.by_index else None) for files in found.files]
+    return places, found.weights, {name: (str(files.directory), split) for name, (files, split) in sets}
 
 
-def _is_masked(source: Source) -> bool:
-    """Return whether the samples are conversations, whose rows include targets and documents."""
+def _has_documents(source: Source) -> bool:
+    """Return whether the rows of samples include targets and documents, as for conversations."""
     return len(source.row_shape) == 2
 
 
@@ -83,10 +83,12 @@ class LanguageModeling(ReadingTask):
 
     def __init__(self, config: Config):
         self.config = config
-        directories, weights, sets = run_on_rank0(lambda: _prepare(config.data), "preparing the data")
-        self._corpus = Corpus([TokenFiles(Path(directory)) for directory in directories], weights)
+        places, weights, sets = run_on_rank0(lambda: _prepare(config.data), "preparing the data")
+        self._corpus = Corpus([opened(*place) for place in places], weights)
         self._set_files = {name: (TokenFiles(Path(directory)), split) for name, (directory, split) in sets.items()}
         self._files = self._corpus.first
+        # With Megatron's files, all samples have the documents of the index: rows of a blend have one shape.
+        self._by_index = config.data.reset_attention and any(files.by_index for files in self._corpus.files)
         if self._masked and config.train.cuda_graphs:  # the settings of data=tokens do not show it
             raise ConfigError(
                 f"train.cuda_graphs=true: {self._files.directory} has conversations, which give attention and loss "
@@ -97,9 +99,9 @@ class LanguageModeling(ReadingTask):
             if not sequences.count:
                 used = f"train.seq_len={config.train.seq_len}: a sequence takes {config.train.seq_len + 1} tokens, and "
                 raise ConfigError(
-                    f"{used}every conversation in {files.directory} has more; raise it"
+                    f"{used}every conversation in {files.location} has more; raise it"
                     if self._masked
-                    else f"{used}the training text in {files.directory} has {len(sequences.tokens)}; use more text or "
+                    else f"{used}the training text in {files.location} has {len(sequences.tokens)}; use more text or "
                     "lower it"
                 )
         if not config.data.skip_long:
@@ -117,8 +119,10 @@ class LanguageModeling(ReadingTask):
     def _read(self) -> tuple[list[Any], list[Any], dict[str, Any]]:
         try:
             directory = self._files.directory
-            self._tokenizer_files = {FILE: (directory / FILE).read_bytes()} | companions(directory)
-            self._fingerprint = self._files.fingerprint()
+            self._fingerprint = self._files.fingerprint()  # empty without a tokenizer
+            self._tokenizer_files = {}
+            if self._fingerprint:
+                self._tokenizer_files = {FILE: (directory / FILE).read_bytes()} | companions(directory)
             training, held_out = (
                 [self._sequences(files, split) for files in self._corpus.files] for split in ("train", "validation")
             )
@@ -139,6 +143,8 @@ class LanguageModeling(ReadingTask):
         order = train.seq_len, train.seed, training and self.config.data.shuffle
         if files.masked:  # empty sequences complete the last batch of a validation set
             return PackedSequences(files, split, *order, 1 if training else train.batch_size)
+        if self._by_index:
+            return DocumentSequences(files.tokens(split), files.document_ends(split), *order)
         return Sequences(files.tokens(split), *order)
 
     def _check_sets(self, sets: Mapping[str, Any]) -> None:
@@ -146,7 +152,7 @@ class LanguageModeling(ReadingTask):
         train = self.config.train
         for name, sequences in sets.items():
             given = f"data.validation.{name}={self.config.data.validation[name]}"
-            if _is_masked(sequences) and not sequences.count:
+            if isinstance(sequences, PackedSequences) and not sequences.count:
                 raise ConfigError(
                     f"{given}: every conversation has more than train.seq_len={train.seq_len} + 1 tokens; raise it, or "
                     "use shorter conversations"
@@ -175,11 +181,13 @@ class LanguageModeling(ReadingTask):
                 )
 
     def _counted(self, source: Any, sample_ids: np.ndarray) -> int:
-        return source.trained(sample_ids) if _is_masked(source) else super()._counted(source, sample_ids)
+        return source.trained(sample_ids) if _has_documents(source) else super()._counted(source, sample_ids)
 
-    def _text_bytes(self, source: Source, sample_ids: np.ndarray) -> int:
+    def _text_bytes(self, source: Source, sample_ids: np.ndarray) -> int | None:
+        if not self._fingerprint:
+            return None
         rows = source.rows(sample_ids)
-        targets = rows[:, 1][rows[:, 1] != IGNORED] if _is_masked(source) else rows[:, 1:]
+        targets = rows[:, 1][rows[:, 1] != IGNORED] if _has_documents(source) else rows[:, 1:]
         return int(self._bytes_of_tokens[targets].sum())
 
     @cached_property
@@ -208,7 +216,7 @@ class LanguageModeling(ReadingTask):
     def _reads(self, stage: Stage, source: Source) -> bool:
         # Stages between the first and the last one need tokens only for the ends of documents.
         return (
-            _is_masked(source)
+            _has_documents(source)
             or self.config.data.reset_attention
             or any(part.begins or part.ends for part in stage.parts.values())
         )
@@ -216,7 +224,7 @@ class LanguageModeling(ReadingTask):
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
         ids = rows.to(sample_ids.device, non_blocking=True).long()
         sources = self._source_losses.sources(sample_ids) if self._source_losses and not held_out else None
-        if rows.dim() == 3:  # conversations
+        if rows.dim() == 3:
             inputs_BS, targets_BS, documents_BS = ids.unbind(1)
             documents = Documents(documents_BS, (rows[:, 2, -1] + 1).tolist())
             return Batch(
@@ -246,7 +254,7 @@ class LanguageModeling(ReadingTask):
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging
-        if logging.sample_prompt == "" or not logging.sample_tokens:
+        if logging.sample_prompt == "" or not logging.sample_tokens or not self._fingerprint:
             return None
         prompt = self._held_out_prompt() if logging.sample_prompt is None else logging.sample_prompt
         tokenizer = self._files.tokenizer()
@@ -285,7 +293,9 @@ class LanguageModeling(ReadingTask):
         if self._masked:
             text += f"; {count('train', 'trained'):,} and {count('validation', 'trained'):,} of them have a loss"
             text += f"\n{self._packing()}"
-        if vocabulary < model.vocab_size * _FEW_TOKENS:
+        if not self._fingerprint:
+            text += f"; the largest token is {vocabulary - 1:,}"
+        elif vocabulary < model.vocab_size * _FEW_TOKENS:
             text += f"\nthe tokenizer has {vocabulary:,} tokens, and model.vocab_size={model.vocab_size}; lower it"
         for name, (files, _) in self._set_files.items():
             found: Any = self._sets[name]
@@ -311,7 +321,8 @@ class LanguageModeling(ReadingTask):
         return text
 
     def identity(self) -> dict[str, str]:
-        return {"tokenizer": self._fingerprint, "samples": self._corpus.fingerprint(), "data": self.config.data.name}
+        tokenizer = {"tokenizer": self._fingerprint} if self._fingerprint else {}
+        return {**tokenizer, "samples": self._corpus.fingerprint(), "data": self.config.data.name}
 
     def documents(self) -> dict[str, bytes]:
         return self._tokenizer_files

@@ -151,7 +151,7 @@ def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):
         exporter.export(Checkpoint.open(tmp_path / run), tmp_path / f"{run}_exported")
         names = {path.name for path in (tmp_path / f"{run}_exported").iterdir()}
         assert names == files | {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-    with pytest.raises(ConfigError, match="it was imported without a tokenizer; import the model again with tokenizer"):
+    with pytest.raises(ConfigError, match="it has no tokenizer; import the model with tokenizer"):
         generate.main([f"checkpoint={tmp_path / 'without'}", "prompt=w1"])
 
 
@@ -164,7 +164,7 @@ def test_a_tokenizer_that_the_manifest_does_not_list_is_not_used(tmp_path):
     exporter.export(checkpoint, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-    with pytest.raises(ConfigError, match="it was imported without a tokenizer; import the model again with tokenizer"):
+    with pytest.raises(ConfigError, match="it has no tokenizer; import the model with tokenizer"):
         generate.main([f"checkpoint={tmp_path / 'run'}", "prompt=w1"])
 
 

@@ -80,7 +80,7 @@ def test_mistakes_are_found_before_a_process_group_exists(without_tokenizer, fil
         ([model, f"{task},"], r"a name is empty"),
         ([f"checkpoint={tmp_path}", task], r"neither a checkpoint nor a run"),
         ([model, task, "gx=2"], r"^gx·gy·gz·gdata·stages=2·1·1·1·1: not a plan for 1 process"),
-        ([model, task], r"was imported without a tokenizer; import the model again with tokenizer"),
+        ([model, task], r"it has no tokenizer; import the model with tokenizer"),
     ):
         with pytest.raises(ConfigError, match=message):
             evaluate.main(arguments)

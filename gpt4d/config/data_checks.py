@@ -1,0 +1,159 @@
+"""Checks of the settings of the data, and the files that they name."""
+
+import glob
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpt4d.config.fields import ConfigError
+from gpt4d.config.schema import HELD_OUT, IMAGE_SOURCES, TEXT_SOURCES, DataConfig
+
+CHECKPOINT = re.compile(r"step_\d{8,}")  # names of complete checkpoints
+HEADER = "header.json"  # file of a directory of prepared data
+_SOURCES = {"text": TEXT_SOURCES, "images": IMAGE_SOURCES}
+_DATA = {"text": "data=sotu, data=text or data=jsonl", "images": "data=blue_marble, data=pictures or data=cifar10"}
+_PATHS = {  # an example of data.path for each source that needs one
+    "hub": "the name of a dataset",
+    "tokens": "the directory that prepare wrote to out=DIR",
+    "megatron": "the prefix of Megatron's files, such as data.path=/data/my_text_document",
+    "text": 'a glob of files, such as data.path="books/*.txt"',
+    "jsonl": 'a glob of files, such as data.path="crawl/*.jsonl.zst"',
+    "parquet": 'a glob of files, such as data.path="crawl/*.parquet"',
+    "chat": 'a glob of files, such as data.path="sft/*.jsonl"',
+    "pictures": 'a folder or a glob of files, such as data.path="photos/*.jpg"',
+}
+
+
+def check_data(data: DataConfig, model: str) -> None:
+    """Check the ``data`` settings of a run that trains the model named ``model`` on text.
+
+    Raises ConfigError for an invalid value, or if ``data.path`` or ``data.tokenizer`` names no existing file.
+    """
+    if data.tokenizer_vocab is None:
+        raise ConfigError("data.tokenizer_vocab=null: the model has no vocabulary; set the tokenizer's size")
+    _check_source(data, "text", model)
+    if data.source == "blend" and not _is_blend(data.blend):
+        raise ConfigError(
+            f"data.blend={data.blend}: not a map of directories to weights above 0; "
+            "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
+        )
+    if data.source == "chat" and not data.tokenizer:
+        raise ConfigError(
+            "data.tokenizer=null: conversations need the tokenizer of the model that is trained on them; set it to the "
+            "model's run or directory, or its hub name"
+        )
+    if data.chat_template and not os.path.isfile(os.path.expanduser(data.chat_template)):
+        raise ConfigError(f"data.chat_template={data.chat_template}: no such file; use an existing file")
+    if data.tokenizer and data.tokenizer.endswith(".json") and not tokenizer_file(data.tokenizer).is_file():
+        raise ConfigError(f"data.tokenizer={data.tokenizer}: no such file; use gpt2, a hub name or an existing file")
+    _check_validation_sets(data.validation)
+
+
+def _check_validation_sets(sets: Any) -> None:
+    """Raise ConfigError unless ``data.validation`` maps names to token directories and globs of existing files."""
+    if sets is None:
+        return
+    if not isinstance(sets, dict) or not sets or not all(isinstance(path, str) and path for path in sets.values()):
+        raise ConfigError(
+            f"data.validation={sets}: not a map of names to token directories or globs of files; "
+            "use 'data.validation={books: tokens/books, code: \"code/*.py\"}'"
+        )
+    for name, path in sets.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(
+                f"data.validation={sets}: {name!r} is not a name of a validation set; use letters, digits and "
+                "underscores"
+            )
+        if name == HELD_OUT:
+            raise ConfigError(
+                f"data.validation.{name}={path}: {name} is the name of the documents that the run holds out; use "
+                "another name"
+            )
+        if os.path.isdir(os.path.expanduser(path)):
+            if not (Path(os.path.expanduser(path)) / HEADER).is_file():
+                raise ConfigError(
+                    f"data.validation.{name}={path}: a directory without token files; use a directory that python -m "
+                    "gpt4d.data.prepare wrote, or a glob of files such as 'books/*.txt'"
+                )
+        elif not any(matching_files(path)):
+            raise ConfigError(f"data.validation.{name}={path}: {_no_match(path, folders=False)}")
+
+
+def check_image_data(data: DataConfig, model: str) -> None:
+    """Check the ``data`` settings of a run that trains the model named ``model`` on images.
+
+    Raises ConfigError for an invalid value, or if ``data.path`` names no existing file.
+    """
+    _check_source(data, "images", model)
+
+
+def _check_source(data: DataConfig, kind: str, model: str) -> None:
+    """Check the settings that text and images have in common. ``kind`` is ``text`` or ``images``."""
+    if not data.name or {"/", "\0"} & {*data.name} or data.name in (".", ".."):
+        raise ConfigError(f"data.name={data.name!r}: it names a directory in data.cache_dir; use a name without /")
+    (other,) = _SOURCES.keys() - {kind}
+    if data.source in _SOURCES[other] and data.source not in _SOURCES[kind]:
+        raise ConfigError(f"data.source={data.source}: {other}, but model={model} trains on {kind}; use {_DATA[kind]}")
+    if data.source not in _PATHS:
+        return
+    if not data.path:
+        raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {_PATHS[data.source]}")
+    if data.source == "megatron" and not is_megatron(data.path):
+        remedy = re.sub(r"\.(bin|idx)$", "", data.path)
+        remedy = f"set data.path={remedy}" if is_megatron(remedy) else f"set {_PATHS['megatron']}"
+        raise ConfigError(f"data.path={data.path}: there is no {data.path}.idx; {remedy}")
+    if data.source not in ("hub", "tokens", "megatron") and not any(
+        matching_files(data.path, folders=kind == "images")
+    ):
+        raise ConfigError(f"data.path={data.path!r}: {_no_match(data.path, folders=kind == 'images')}")
+
+
+def _no_match(path: str, folders: bool) -> str:
+    """Return why a glob matches no file, and a remedy."""
+    matches = glob.glob(os.path.expanduser(path), recursive=True)
+    if not folders and any(map(os.path.isdir, matches)):
+        return f"matches directories only; use '{path.rstrip('/')}/*.txt'"
+    if others := [match for match in matches if not os.path.isdir(match)]:
+        return f"{others[0]} is a broken link, a pipe or a device; use regular files"
+    return f"matches no file; use a path or glob that exists in {os.getcwd()}"
+
+
+def matching_files(path: str, folders: bool = False) -> Iterator[Path]:
+    """Yield the files that a glob matches, some twice. With ``folders``, also yield the files below a folder ``path``.
+
+    The search skips files and folders whose names begin with a dot.
+    """
+    pattern = os.path.expanduser(path)
+    if folders and os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "**")
+    return (Path(match) for match in glob.iglob(pattern, recursive=True) if os.path.isfile(match))
+
+
+def _is_blend(blend: Any) -> bool:
+    """Return whether ``blend`` maps paths to finite weights above 0; a Boolean is not a weight."""
+    return bool(isinstance(blend, dict) and blend) and all(
+        isinstance(path, str) and type(weight) in (int, float) and 0 < weight < math.inf
+        for path, weight in blend.items()
+    )
+
+
+def is_megatron(path: str) -> bool:
+    """Return whether ``path`` is the prefix of Megatron's files, of which one may be missing."""
+    return any(os.path.isfile(os.path.expanduser(path) + suffix) for suffix in (".idx", ".bin"))
+
+
+def written_source(path: str) -> str:
+    """Return the ``data.source`` of text files, by the suffixes of their glob: jsonl, parquet or text."""
+    return next((source for source in ("jsonl", "parquet") if f".{source}" in Path(path).suffixes), "text")
+
+
+def tokenizer_file(path: str) -> Path:
+    """Return the file that ``data.tokenizer`` refers to; for a run, the file in its newest checkpoint."""
+    expanded = Path(os.path.expanduser(path))  # unchanged if the user of ~user is unknown
+    if not expanded.is_dir():
+        return expanded
+    stored = (file for file in expanded.glob("checkpoints/*/tokenizer.json") if CHECKPOINT.fullmatch(file.parent.name))
+    return max(stored, key=lambda file: int(file.parent.name[5:]), default=expanded / "tokenizer.json")

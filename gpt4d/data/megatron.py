@@ -1,0 +1,199 @@
+"""Megatron's indexed datasets as the training data of a run: tokens read in place, and documents held out by hash.
+
+A directory in the cache states which documents are held out. For each split it contains ``train_00000.segments``, the
+first token and the number of tokens of each run of consecutive documents of the split (int64), and
+``train_00000.ends``, the end of each document in the tokens of the split (int64). The tokenizer of ``data.tokenizer``
+is next to them if that is set. ``header.json`` is written last.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from gpt4d import activity
+from gpt4d.config import HEADER, ConfigError, DataConfig
+from gpt4d.data import parts, sources, tokenizers
+from gpt4d.data.directory import in_cache, write_once
+from gpt4d.data.megatron_index import Index, index_file, tokens_file
+from gpt4d.data.tokens import TokenFiles, Tokens
+from gpt4d.files import sync, write_file
+
+FORMAT = 1
+_BLOCK_TOKENS = 1 << 24  # read at a time, so that progress is visible
+_REPORT_INTERVAL_S = 2.0
+_SEGMENTS, _ENDS = "segments", "ends"
+
+
+@dataclass(frozen=True)
+class MegatronFiles(TokenFiles):
+    """PREFIX.bin, and the directory in the cache with the index of its splits."""
+
+    prefix: str
+    by_index = True
+
+    @property
+    def location(self) -> str:
+        return self.prefix
+
+    @cached_property
+    def header(self) -> dict:
+        path = self.directory / HEADER
+        try:
+            header = json.loads(path.read_bytes())
+            if header["format"] != FORMAT:
+                raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
+            for path, entry in parts.entries(self.directory, header["parts"]):
+                if (size := path.stat().st_size) != entry.bytes:
+                    raise ValueError(f"{size:,} bytes instead of {entry.bytes:,}")
+            return header
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: missing or damaged ({error}); remove {self.directory}, and the next start writes it again"
+            ) from None
+
+    def fingerprint(self) -> str:
+        """Return a hash of the tokenizer; empty without a tokenizer."""
+        return super().fingerprint() if self.header["end_of_text"] is not None else ""
+
+    def checksums(self) -> list[str]:
+        return self.header["samples"]
+
+    def tokens(self, split: str) -> Tokens:
+        header, path = self.header, tokens_file(self.prefix)
+        try:
+            tokens = np.memmap(path, header["dtype"], "r", shape=(header["tokens"],)).view(np.ndarray)
+        except ValueError as error:
+            raise ConfigError(f"{path}: changed after the first start ({error}); restore the file") from None
+        lengths = self._array(split, _SEGMENTS).reshape(-1, 2)
+        segments = np.column_stack([np.zeros(len(lengths), np.int64), lengths])
+        return Tokens([tokens], header["dtype"], [path], header["vocabulary"], segments)
+
+    def document_ends(self, split: str) -> np.ndarray:
+        return self._array(split, _ENDS)
+
+    def _array(self, split: str, suffix: str) -> np.ndarray:
+        path = self.directory / parts.file_name(split, 0, suffix)
+        return np.memmap(path, np.int64, "r").view(np.ndarray) if path.stat().st_size else np.empty(0, np.int64)
+
+
+def megatron_files(config: DataConfig, path: str) -> MegatronFiles:
+    """Return Megatron's files with the prefix ``path``, whose splits are prepared unless they are in the cache.
+
+    Raises ConfigError for files that cannot be used, and if a token is not in the vocabulary of ``data.tokenizer``, or
+    without it in the vocabulary of the model.
+    """
+    prefix = os.path.expanduser(path)
+    with activity.unlimited():  # a tokenizer may be downloaded
+        tokenizer = tokenizers.from_config(config) if config.tokenizer else {}
+        paths = [tokens_file(prefix), index_file(prefix)]
+        Index.read(prefix)
+        content = [fact[1:] for fact in sources.facts(config, lambda _: paths)[-1]]
+    samples = [*map(str, content), str(config.validation_fraction)]
+    facts = FORMAT, samples, sorted(tokenizer.items())
+    directory = in_cache(config, hashlib.sha256(repr(facts).encode()).hexdigest())
+
+    def report(text: str) -> None:
+        print(f"{prefix}: {text}", flush=True)
+
+    write_once(directory, lambda partial: _write(config, prefix, tokenizer, samples, partial, report), report)
+    files = MegatronFiles(directory, prefix)
+    largest = files.header["largest"]
+    if largest >= files.header["vocabulary"]:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer}: it has {files.header['vocabulary']} tokens, and the largest token of "
+            f"{tokens_file(prefix)} is {largest}; use the tokenizer that made the file"
+        )
+    if config.tokenizer_vocab is not None and largest >= config.tokenizer_vocab:
+        raise ConfigError(
+            f"{tokens_file(prefix)}: its largest token is {largest}, and data.tokenizer_vocab="
+            f"{config.tokenizer_vocab}; set model.vocab_size={largest + 1} or more, and data.tokenizer_vocab if set"
+        )
+    return files
+
+
+def _write(
+    config: DataConfig,
+    prefix: str,
+    tokenizer: dict[str, bytes],
+    samples: list[str],
+    directory: Path,
+    on_progress: Callable[[str], None],
+) -> None:
+    """Write the index of the splits. Raises ConfigError if there is no token to train on, or a token is negative."""
+    for path in directory.iterdir():
+        path.unlink()  # belongs to an interrupted preparation
+    index = Index.read(prefix)
+    held_out, largest = _read(config, prefix, index, on_progress)
+    lengths = np.diff(index.bounds)
+    part: dict = {"files": {}}
+    for split in parts.SPLITS:
+        chosen = held_out == (split == "validation")
+        ends = lengths[chosen].cumsum()
+        part[split] = {"tokens": int(lengths[chosen].sum()), "documents": len(ends)}
+        for suffix, array in ((_SEGMENTS, _segments(index.bounds, chosen)), (_ENDS, ends)):
+            name = parts.file_name(split, 0, suffix)
+            part["files"][name] = write_file(directory / name, array.tobytes())._asdict()
+    if not part["train"]["tokens"]:
+        if part["validation"]["tokens"]:
+            raise ConfigError(f"{prefix}: every document is held out; set data.validation_fraction=0")
+        raise ConfigError(f"{tokens_file(prefix)}: there is no token to train on; use another prefix")
+    for name, content in tokenizer.items():
+        write_file(directory / name, content)
+    own = tokenizers.read(directory / tokenizers.FILE) if tokenizer else None
+    header = {
+        "format": FORMAT,
+        "samples": samples,
+        "dtype": index.dtype.str.replace("i", "u"),
+        "tokens": int(index.bounds[-1]),
+        "largest": largest,
+        "vocabulary": tokenizers.vocabulary(own) if own else largest + 1,
+        "end_of_text": tokenizers.end_of_text(own, tokenizer) if own else None,
+        "parts": [part],
+    }
+    write_file(directory / HEADER, json.dumps(header, indent=1).encode())
+    sync(directory)
+
+
+def _read(config: DataConfig, prefix: str, index: Index, on_progress: Callable[[str], None]) -> tuple[np.ndarray, int]:
+    """Return whether each document is held out, and the largest token. Raises ConfigError for a negative token."""
+    path, bounds = tokens_file(prefix), index.bounds
+    held_out, largest = np.zeros(len(bounds) - 1, bool), -1
+    total = int(bounds[-1])
+    tokens = np.memmap(path, index.dtype, "r", shape=(total,)).view(np.ndarray) if total else np.empty(0, index.dtype)
+    next_report, start = time.monotonic() + _REPORT_INTERVAL_S, 0
+    while start < len(held_out):
+        stop = max(start + 1, int(np.searchsorted(bounds, bounds[start] + _BLOCK_TOKENS)) - 1)
+        block = bounds[start : stop + 1].tolist()
+        if block[-1] > block[0]:
+            values = tokens[block[0] : block[-1]]
+            largest = max(largest, int(values.max()))
+            if (smallest := int(values.min())) < 0:
+                raise ConfigError(
+                    f"{path}: one of its tokens is {smallest}; make the file again, tokens are not negative"
+                )
+        if config.validation_fraction:
+            held_out[start:stop] = [
+                sources.is_held_out(tokens[first:end].data, config.validation_fraction)
+                for first, end in itertools.pairwise(block)
+            ]
+        start = stop
+        activity.progress()
+        if time.monotonic() >= next_report:
+            next_report += _REPORT_INTERVAL_S
+            on_progress(f"{start:,} documents, {block[-1] / max(1, total):.0%} read")
+    return held_out, largest
+
+
+def _segments(bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return [n, 2]: first token and number of tokens of each run of consecutive chosen documents that has tokens."""
+    edges = np.diff(chosen.astype(np.int8), prepend=0, append=0)
+    firsts, stops = bounds[np.flatnonzero(edges == 1)], bounds[np.flatnonzero(edges == -1)]
+    return np.column_stack([firsts, stops - firsts])[stops > firsts]

@@ -1,0 +1,278 @@
+"""Megatron's files give its tokens, documents and samples, and errors name the file."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gpt4d.config import ConfigError, DataConfig, check_data
+from gpt4d.data import prepare, tokenizers
+from gpt4d.data.megatron import megatron_files
+from gpt4d.data.megatron_index import Index
+from gpt4d.data.sampler import DocumentSequences, Sequences
+from gpt4d.data.sources import is_held_out
+from gpt4d.validation import validate
+from tests.grids import metric_lines, train_in_rank
+from tests.rank_pool import RankFailure
+
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+END = 259
+
+
+def write(prefix, documents, dtype="uint16", sentences=1):
+    """Write documents as Megatron's tools/preprocess_data.py does, each split into ``sentences`` sequences."""
+    sequences = [part for ids in documents for part in np.array_split(np.array(ids, dtype), sentences)]
+    lengths = np.array([len(part) for part in sequences], "<i4")
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    firsts = np.arange(len(documents) + 1, dtype="<i8") * sentences
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(sequences), len(firsts))
+    prefix.with_suffix(".idx").write_bytes(
+        header + lengths.tobytes() + pointers.astype("<i8").tobytes() + firsts.tobytes()
+    )
+    prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in sequences))
+    return str(prefix)
+
+
+def random_documents(seed=0, count=60, vocabulary=259, end=(END,)):
+    draw = np.random.default_rng(seed)
+    lengths = [0, 1, *draw.integers(1, 90, count - 2).tolist()]
+    return [[*draw.integers(0, vocabulary, length).tolist(), *end] for length in lengths]
+
+
+def concatenated(documents):
+    return [token for ids in documents for token in ids]
+
+
+@pytest.fixture
+def config(tmp_path):
+    return DataConfig("m", "megatron", tokenizer_vocab=300, validation_fraction=0.2, cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(("dtype", "sentences"), [("uint16", 1), ("int32", 3), ("int16", 1), ("int64", 2)])
+def test_the_splits_have_the_documents_in_order_and_a_hash_of_the_tokens_holds_out(config, tmp_path, dtype, sentences):
+    documents = random_documents()
+    files = megatron_files(config, write(tmp_path / "a", documents, dtype, sentences))
+    held_out = [is_held_out(np.array(ids, dtype).tobytes(), 0.2) for ids in documents]
+    for split, chosen in (("train", False), ("validation", True)):
+        expected = [ids for ids, held in zip(documents, held_out, strict=True) if held is chosen]
+        assert len(expected) > 4 and files.count(split, "documents") == len(expected)
+        assert files.tokens(split)[:].tolist() == concatenated(expected)
+        assert files.count(split, "tokens") == len(files.tokens(split)) == len(concatenated(expected))
+        assert files.document_ends(split).tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_samples_are_windows_of_the_concatenated_documents_as_in_megatron(config, tmp_path, fraction):
+    files = megatron_files(replace(config, validation_fraction=fraction), write(tmp_path / "a", random_documents()))
+    tokens = files.tokens("train")[:].tolist()
+    samples = Sequences(files.tokens("train"), 16, seed=0, shuffle=False)
+    assert samples.count == (len(tokens) - 1) // 16 > 50
+    rows = samples.rows(np.arange(samples.count))
+    assert rows.tolist() == [tokens[start : start + 17] for start in range(0, samples.count * 16, 16)]
+
+
+@pytest.mark.parametrize("end", [(END,), ()], ids=["end-of-text tokens", "no end-of-text tokens"])
+def test_rows_count_the_documents_that_end_before_a_token(config, tmp_path, end):
+    documents = random_documents(end=end)
+    files = megatron_files(replace(config, validation_fraction=0.0), write(tmp_path / "a", documents))
+    samples = DocumentSequences(files.tokens("train"), files.document_ends("train"), 40, seed=3, shuffle=True)
+    tokens = np.array(concatenated(documents))
+    numbers = np.repeat(np.arange(len(documents)), [len(ids) for ids in documents])
+    rows, positions = samples.rows(np.arange(samples.count)), samples.positions(np.arange(samples.count))
+    for row, start in zip(rows, (positions * 40).tolist(), strict=True):
+        assert row[0].tolist() == tokens[start : start + 40].tolist()
+        assert row[1].tolist() == tokens[start + 1 : start + 41].tolist()
+        distinct = np.unique(numbers[start : start + 40], return_inverse=True)[1]
+        assert row[2].tolist() == distinct.tolist()  # an empty document has no number
+    assert samples.trained(np.arange(5)) == 200
+
+
+def test_the_files_are_mapped_and_the_second_start_does_not_read_them(config, tmp_path, monkeypatch):
+    prefix = write(tmp_path / "a", random_documents())
+    files = megatron_files(config, prefix)
+    assert isinstance(files.tokens("train").parts[0].base, np.memmap)
+    size = sum(path.stat().st_size for path in files.directory.iterdir() if path.suffix != ".json")
+    assert size <= 8 * 60 + 16 * 60
+    monkeypatch.setattr("gpt4d.data.megatron._read", lambda *_: pytest.fail("read again"))
+    assert megatron_files(config, prefix).checksums() == files.checksums()
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def patch(path, offset, content):
+    path.write_bytes(path.read_bytes()[:offset] + content + path.read_bytes()[offset + len(content) :])
+
+
+LENGTHS = 34  # the first byte of the lengths
+DAMAGES = {
+    "no .bin": (lambda idx, bin: bin.unlink(), r"a\.bin: No such file or directory; use a prefix"),
+    "no .idx": (lambda idx, bin: idx.unlink(), r"a\.idx: No such file or directory; use a prefix"),
+    "an empty .idx": (lambda idx, bin: cut(idx, 0), r"a\.idx: truncated, its 0 bytes are no complete header"),
+    "half a header": (lambda idx, bin: cut(idx, 20), r"a\.idx: truncated, its 20 bytes are no complete header"),
+    "a truncated .idx": (lambda idx, bin: cut(idx, -5), r"a\.idx: truncated, 1,237 bytes instead of 1,242; make both"),
+    "another file": (lambda idx, bin: patch(idx, 0, b"TNTIDX"), r"a\.idx: not the index of a Megatron dataset; make"),
+    "version 2": (lambda idx, bin: patch(idx, 9, b"\x02"), r"a\.idx: version 2 of the format, and only version 1"),
+    "no dtype": (lambda idx, bin: patch(idx, 17, b"\x09"), r"a\.idx: dtype code 9 is none of 1 to 8; make both files"),
+    "floats": (
+        lambda idx, bin: patch(idx, 17, b"\x07"),
+        r"a\.idx: dtype code 7 means float32, but tokens are integers",
+    ),
+    "a short .bin": (
+        lambda idx, bin: cut(bin, -2),
+        r"a\.bin: truncated, [\d,]+ bytes, but .*a\.idx states [\d,]+; make",
+    ),
+    "a longer sequence": (lambda idx, bin: patch(idx, LENGTHS, b"\x07"), r"a\.idx: damaged, its sequences are not one"),
+    "a lost document": (
+        lambda idx, bin: patch(idx, 1242 - 8, b"\x01"),
+        r"a\.idx: damaged, its documents do not contain",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_cannot_be_used_are_reported_in_one_line(config, tmp_path, damage):
+    prefix = write(tmp_path / "a", random_documents())
+    change, message = DAMAGES[damage]
+    change(tmp_path / "a.idx", tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=message) as raised:
+        megatron_files(config, prefix)
+    assert "\n" not in str(raised.value) and not (tmp_path / "cache").exists()
+
+
+def test_tokens_outside_a_vocabulary_are_rejected(config, tmp_path):
+    prefix = write(tmp_path / "a", [[1, 2, 299], [3]])
+    assert megatron_files(config, prefix).header["largest"] == 299
+    with pytest.raises(
+        ConfigError, match=r"a\.bin: its largest token is 299, and data\.tokenizer_vocab=299; set model\.v"
+    ):
+        megatron_files(replace(config, tokenizer_vocab=299), prefix)
+    (tmp_path / "tokenizer.json").write_text(tokenizers.train(["alpha beta " * 100], 258).to_str())
+    given = str(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"it has 258 tokens, and the largest token of .*a\.bin is 299; use"):
+        megatron_files(replace(config, tokenizer=given), prefix)
+    with pytest.raises(ConfigError, match=r"b\.bin: one of its tokens is -1; make the file again"):
+        megatron_files(config, write(tmp_path / "b", [[1], [2, -1]], "int32"))
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "message"),
+    [
+        ([], 0.0, r"a\.bin: there is no token to train on"),
+        ([[], []], 0.0, r"a\.bin: there is no token to train on"),
+        ([[1], [2]], 0.9999, r"a: every document is held out; set data\.validation_fraction=0"),
+    ],
+)
+def test_files_without_a_token_to_train_on_are_rejected(config, tmp_path, documents, fraction, message):
+    with pytest.raises(ConfigError, match=message):
+        megatron_files(replace(config, validation_fraction=fraction), write(tmp_path / "a", documents))
+
+
+def test_a_path_that_is_no_prefix_is_rejected_before_a_process_group_exists(config, tmp_path):
+    prefix = write(tmp_path / "a", random_documents())
+    check_data(replace(config, path=prefix), "gpt_tiny")
+    with pytest.raises(
+        ConfigError, match=rf"data\.path={prefix}\.bin: there is no .*a\.bin\.idx; set data\.path={prefix}$"
+    ):
+        check_data(replace(config, path=f"{prefix}.bin"), "gpt_tiny")
+    with pytest.raises(ConfigError, match=r"data\.path=nowhere: there is no nowhere\.idx; set the prefix of Megatron"):
+        check_data(replace(config, path="nowhere"), "gpt_tiny")
+    with pytest.raises(ConfigError, match=r"data\.path=null: data\.source=megatron needs a path; set the prefix"):
+        check_data(config, "gpt_tiny")
+
+
+def losses(ranks, tiny, world, *overrides):
+    run = tiny("train.steps=3", "train.validate_every=3", "train.validation_batches=1", *overrides)
+    ranks.run(world, train_in_rank, run)
+    lines = metric_lines(run.run.dir)
+    return [line["loss"] for line in lines]
+
+
+def test_a_run_on_megatrons_files_equals_a_run_on_token_files(ranks, tiny, tmp_path):
+    """The same documents in both formats give the same losses, with and without attention across documents."""
+    own = prepare.corpus(tiny("data.validation_fraction=0").data).first
+    ends = own.document_ends("train").tolist()
+    documents = [own.tokens("train")[start:stop].tolist() for start, stop in zip([0, *ends], ends, strict=False)]
+    prefix = write(tmp_path / "a", documents, "int32", sentences=2)
+    without = write(tmp_path / "b", [ids[:-1] for ids in documents])
+    reset = "data.reset_attention=true"
+    shared = ["data.validation_fraction=0", f"data.tokenizer={own.directory}"]
+    found = {}
+    for name, words in {
+        "own": ["data=tokens", f"data.path={own.directory}"],
+        "megatron": ["data=megatron", f"data.path={prefix}", *shared],
+        "own-reset": ["data=tokens", f"data.path={own.directory}", reset],
+        "megatron-reset": ["data=megatron", f"data.path={prefix}", *shared, reset],
+        "no-ends": ["data=megatron", f"data.path={without}", *shared],
+        "no-ends-reset": ["data=megatron", f"data.path={without}", *shared, reset],
+    }.items():
+        found[name] = losses(ranks, tiny, 2, f"run.dir={tmp_path / name}", *words)
+    assert found["own"] == found["megatron"] and len(found["own"]) == 3
+    assert found["own-reset"] == pytest.approx(found["megatron-reset"], rel=1e-6)
+    assert found["own"] != found["own-reset"] and found["no-ends"] != found["no-ends-reset"]
+
+
+def test_a_blend_of_prefixes_trains_without_a_tokenizer_and_resumes(ranks, tiny, tmp_path):
+    first, second = (
+        write(tmp_path / name, random_documents(seed), dtype)
+        for name, seed, dtype in (("a", 1, "uint16"), ("b", 2, "int32"))
+    )
+    words = [
+        "data=blend",
+        f"data.blend={{{first}: 0.3, {second}: 0.7}}",
+        "data.validation_fraction=0.2",
+        "data.reset_attention=true",
+    ]
+    run = tiny(*words, "train.steps=4", "checkpoint.every=2", "train.validate_every=2")
+    ranks.run(1, train_in_rank, run)
+    straight = [line["loss"] for line in metric_lines(run.run.dir)]
+    assert [*metric_lines(run.run.dir)[-1]["sources"]] == ["a", "b"]
+    other = tiny(*words, "train.steps=2", "checkpoint.every=2", f"run.dir={tmp_path / 'other'}")
+    ranks.run(1, train_in_rank, other)
+    ranks.run(1, train_in_rank, tiny(*words, "train.steps=4", "checkpoint.every=2", f"run.dir={tmp_path / 'other'}"))
+    assert [line["loss"] for line in metric_lines(other.run.dir)] == straight
+
+
+def test_a_blend_of_a_prefix_and_a_token_directory_needs_its_tokenizer(ranks, tiny, tmp_path):
+    own = prepare.corpus(tiny().data).first.directory
+    prefix = write(tmp_path / "a", random_documents())
+    words = ["data=blend", f"data.blend={{{own}: 3, {prefix}: 1}}", "train.steps=1"]
+    with pytest.raises(
+        RankFailure, match=rf"data\.tokenizer=None: not the tokenizer that made {own}, .*set data\.tokenizer={own}"
+    ):
+        ranks.run(1, train_in_rank, tiny(*words))
+    ranks.run(1, train_in_rank, tiny(*words, f"data.tokenizer={own}", f"run.dir={tmp_path / 'r'}"))
+
+
+def test_another_split_or_other_tokens_are_other_samples(config, tmp_path):
+    prefix = write(tmp_path / "a", random_documents())
+
+    def samples(**changes):
+        return prepare.corpus(replace(config, path=prefix, **changes)).fingerprint()
+
+    before = samples()
+    write(tmp_path / "moved", random_documents())
+    assert prepare.corpus(replace(config, path=str(tmp_path / "moved"))).fingerprint() == before
+    assert samples(validation_fraction=0.1) != before
+    write(tmp_path / "a", random_documents(1))
+    assert samples() != before
+
+
+def test_the_index_of_several_modalities_is_read(config, tmp_path):
+    prefix = write(tmp_path / "a", random_documents())
+    expected = Index.read(prefix).bounds.tolist()
+    (tmp_path / "a.idx").write_bytes((tmp_path / "a.idx").read_bytes() + bytes(60))
+    assert Index.read(prefix).bounds.tolist() == expected
+
+
+def test_settings_that_need_a_tokenizer_are_rejected_without_one(tiny, tmp_path):
+    words = ["data=megatron", f"data.path={write(tmp_path / 'a', random_documents())}"]
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(
+        ConfigError, match=r"data\.validation=.*: Megatron's files have no tokenizer; set data\.tokenizer"
+    ):
+        validate(tiny(*words, f"data.validation={{a: {tmp_path / 'a.txt'}}}"), 1)
+    with pytest.raises(ConfigError, match=r"logging\.sample_prompt=x: Megatron's files have no tokenizer"):
+        validate(tiny(*words, "logging.sample_tokens=1", "logging.sample_prompt=x"), 1)
